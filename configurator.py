@@ -1,0 +1,167 @@
+"""Settings files and --key=value arguments -> the globals of a script.
+
+    python sample.py config/greedy.py --start="Once" --top_k=5 --compile
+
+The settings are the script's own global variables above its first function: their values are the
+defaults, their comments the help, and a setting takes values of the type it has. One that may also be None
+says so in an annotation (top_k: int | None = 200).
+"""
+import ast
+import difflib
+import os
+import sys
+import warnings
+
+TAKES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "None": "None"}
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def override(scope, arguments):
+    """Run settings files and arguments, in order, over scope: the script's globals(), changed in place.
+
+    Says on stderr what changed. ValueError where an argument or a file cannot be used. --help prints the
+    settings and exits.
+    """
+    settings = find_settings(scope["__file__"])
+    if {"--help", "-h"} & set(arguments):
+        print(describe(scope.get("__doc__") or "", settings), end="")
+        sys.exit(0)
+    arguments = list(arguments)
+    while arguments:
+        argument = arguments.pop(0)
+        if argument.startswith("--"):
+            name, text = split_argument(argument, arguments, settings)
+            changes = {name: parse(name, text, settings[name].kinds)}
+        else:
+            changes = run_file(argument, scope, settings)
+        for name, value in changes.items():
+            scope[name] = value
+            print(f"{name} = {value!r}", file=sys.stderr)
+
+
+class Setting:
+    """A setting as the script's source shows it: the kinds of value it takes, its default and its comment."""
+
+    def __init__(self, kinds, default, comment):
+        self.kinds, self.default, self.comment = kinds, default, comment
+
+
+def find_settings(path):
+    """Name -> Setting for the globals that the script at path assigns above its first function."""
+    with open(path, encoding="utf-8") as f:
+        source = f.read()
+    lines, settings = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            break
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            default = ast.literal_eval(node.value)
+            kinds = [type(default).__name__] if isinstance(node, ast.Assign) else ast.unparse(node.annotation).split(" | ")
+            comment = lines[node.end_lineno - 1][node.end_col_offset:].strip().removeprefix("#").strip()
+            settings[target.id] = Setting(kinds, default, comment)
+    return settings
+
+
+def describe(doc, settings):
+    """The help: the script's docstring, then every setting with its default and comment."""
+    shown = {f"--{name}={setting.default!r}": setting.comment for name, setting in settings.items()}
+    width = max(map(len, shown))
+    return doc.strip() + "\n\nSettings, with their defaults:\n" + "".join(f"  {flag:{width}}  {comment}\n" for flag, comment in shown.items())
+
+
+def split_argument(argument, rest, settings):
+    """--key=value, --key value (taken from rest) or a bare --key -> (name, value's text)."""
+    key, equals, text = argument.removeprefix("--").partition("=")
+    name = key.replace("-", "_")
+    if name not in settings:
+        raise ValueError(f"unknown setting --{key}{nearest(name, settings)}; --help lists them all")
+    if equals:
+        return name, text
+    if settings[name].kinds == ["bool"]:
+        return name, rest.pop(0) if rest and rest[0].lower() in TRUE + FALSE else "True"
+    if not rest or rest[0].startswith("--"):
+        raise ValueError(f"--{key} needs a value: --{key}=...")
+    return name, rest.pop(0)
+
+
+def parse(name, text, kinds):
+    """The value that text stands for in a setting that takes these kinds."""
+    if "None" in kinds and text.lower() == "none":
+        return None
+    if "bool" in kinds and text.lower() in TRUE + FALSE:
+        return text.lower() in TRUE
+    value = literal(text)
+    if "str" in kinds:
+        return value if isinstance(value, str) else text
+    return fit(name, value, kinds, text)
+
+
+def literal(text):
+    """The Python literal that text spells, or text itself."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore") # of odd escapes
+            return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError): # the last two: absurdly deep nesting
+        return text
+
+
+def fit(name, value, kinds, shown):
+    """The value as its setting takes it, an int where a float stands included."""
+    kind = "None" if value is None else type(value).__name__
+    if kind == "int" and "float" in kinds:
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    elif kind in kinds:
+        return value
+    raise ValueError(f"{name} takes {' or '.join(TAKES[k] for k in kinds)}, got {shown!r:.100}")
+
+
+def run_file(path, scope, settings):
+    """Run a settings file, in the current folder or beside the script -> the settings it changed.
+
+    It is Python and sees the settings as they are so far. It may define anything else (training files
+    do), but a near miss of a setting's name is warned of.
+    """
+    beside = os.path.join(os.path.dirname(os.path.abspath(scope["__file__"])), path)
+    found = path if os.path.exists(path) else beside
+    try:
+        with open(found, "rb") as f:
+            source = f.read()
+    except OSError as e:
+        raise ValueError(f"cannot read the settings file {path!r}: {e.strerror}; settings are given as --key=value") from None
+    names = dict(scope)
+    try:
+        code = compile(source, found, "exec")
+        if "torch" in code.co_names: # nanoGPT's script has imported it by then, and settings files may use it
+            import torch
+            names["torch"] = torch
+        exec(code, names)
+    except Exception as e:
+        raise ValueError(f"{describe_error(found, e)}; a settings file is Python that assigns settings") from None
+    print(f"settings of {found}:", file=sys.stderr)
+    for name, value in names.items():
+        if name not in scope and type(value).__name__ in TAKES and (near := nearest(name, settings)):
+            print(f"warning: {found} sets {name}, which is no setting{near}", file=sys.stderr)
+    return {name: fit(name, names[name], setting.kinds, names[name]) for name, setting in settings.items()
+            if names.get(name, scope[name]) is not scope[name]}
+
+
+def describe_error(path, error):
+    """One line: the file, the line where it failed, and why."""
+    line = getattr(error, "lineno", None)
+    traceback = error.__traceback__
+    while traceback:
+        if traceback.tb_frame.f_code.co_filename == path:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}"
+
+
+def nearest(name, settings):
+    """'; did you mean --x?' for the setting whose name is close, or nothing."""
+    close = difflib.get_close_matches(name, settings, n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else ""

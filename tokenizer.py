@@ -1,0 +1,120 @@
+"""Text <-> token ids: a character table from a meta.pkl, or GPT-2's encoding.
+
+A tokenizer has encode(text) -> list of ids, decode(ids) -> text, size (how many tokens it knows) and
+source (where it came from, for messages). Ids it does not know decode to the replacement character:
+vocabularies are padded.
+"""
+import os
+import pickle
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class CharTokenizer:
+    """One token a character, from the table that a nanoGPT data set's prepare.py wrote.
+
+    ValueError where the file holds anything but that table; OSError where it cannot be opened.
+    """
+
+    def __init__(self, path):
+        self.source = str(path)
+        try:
+            with open(path, "rb") as f:
+                meta = DataOnly(f).load()
+            self.stoi, itos = meta["stoi"], meta["itos"]
+            self.itos = itos if isinstance(itos, dict) else dict(enumerate(itos))
+        except OSError:
+            raise
+        except Exception as e: # a damaged pickle can raise anything
+            raise ValueError(f"cannot read {path}: {type(e).__name__}: {e}; it must hold the dicts stoi and itos "
+                             "of a character table, and nothing but data") from None
+        if not (isinstance(self.stoi, dict) and self.stoi and all(type(i) is int and i >= 0 for i in [*self.stoi.values(), *self.itos])
+                and all(isinstance(c, str) for c in [*self.stoi, *self.itos.values()])):
+            raise ValueError(f"{path} must map characters to token ids in stoi and back in itos")
+        self.size = 1 + max(*self.stoi.values(), *self.itos)
+
+    def encode(self, text):
+        """Token ids of text; ValueError where it has characters outside the table."""
+        lacking = [(i, char) for i, char in enumerate(text) if char not in self.stoi]
+        if lacking:
+            raise ValueError(self._explain(text, lacking))
+        return [self.stoi[char] for char in text]
+
+    def decode(self, ids):
+        """The text of token ids."""
+        return "".join(self.itos.get(i, REPLACEMENT) for i in ids)
+
+    def _explain(self, text, lacking):
+        places = {}
+        for i, char in lacking:
+            places.setdefault(char, []).append(i + 1)
+        said = [f"{char!r} at {', '.join(map(str, at[:3]))}{' ...' if len(at) > 3 else ''}" for char, at in list(places.items())[:5]]
+        if len(places) > 5:
+            said.append(f"{len(places) - 5} more")
+        message = f"the prompt has characters that {self.source} lacks: {'; '.join(said)} (counted from 1)"
+        if "\\" in places and "\\n" in text and "\n" in self.stoi:
+            return message + r"""; for a newline pass --start='"\n"' or --start=$'\n'"""
+        if "\r" in places and "\n" in self.stoi:
+            return message + "; save the prompt with plain newlines"
+        swapped = [char.swapcase() for char in places if char.swapcase() in self.stoi]
+        if swapped:
+            return message + f"; it has {', '.join(map(repr, swapped[:5]))}"
+        return message + f"; it has {''.join(sorted(map(str, self.stoi)))!r:.120}"
+
+
+class DataOnly(pickle.Unpickler):
+    """Reads pickles of plain data, and refuses every class and function: those are how a pickle runs code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte-pair encoding, by tiktoken; <|endoftext|> in a text is the token of that name."""
+
+    source = "GPT-2's encoding"
+
+    def __init__(self):
+        import tiktoken
+        try:
+            self.encoding = tiktoken.get_encoding("gpt2")
+        except Exception as e:
+            # tiktoken names a cached file by the SHA-1 of its address.
+            raise ValueError(
+                f"GPT-2's encoding is not on this machine and could not be downloaded ({type(e).__name__}): where there is a "
+                "network, get vocab.bpe and encoder.json from https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/, "
+                "save them as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in a "
+                "folder here, and set TIKTOKEN_CACHE_DIR to that folder") from None
+        self.size = self.encoding.n_vocab
+
+    def encode(self, text):
+        """Token ids of text; ValueError where it is not valid Unicode."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise ValueError(f"the prompt is not valid UTF-8 at character {e.start + 1}") from None
+        return self.encoding.encode(text, allowed_special={"<|endoftext|>"})
+
+    def decode(self, ids):
+        """The text of token ids; bytes that form no character become the replacement character."""
+        unknown = REPLACEMENT.encode()
+        pieces = (self.encoding.decode_single_token_bytes(i) if i < self.size else unknown for i in ids)
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+
+def load_tokenizer(folder, dataset, vocab_size):
+    """The tokenizer of a network of vocab_size tokens: folder/meta.pkl, else data/<dataset>/meta.pkl, else GPT-2's.
+
+    folder and dataset may be None. ValueError where it does not fit the network, or cannot be had.
+    """
+    places = [os.path.join(folder, "meta.pkl")] if folder is not None else []
+    if isinstance(dataset, str):
+        places.append(os.path.join("data", dataset, "meta.pkl"))
+    found = next((path for path in places if os.path.exists(path)), None)
+    tokenizer = CharTokenizer(found) if found else GPT2Tokenizer()
+    # A vocabulary may be padded to a round size; to more than twice its own it is another one.
+    if not tokenizer.size <= vocab_size <= 2 * tokenizer.size:
+        looked = "" if found or not places else f" (there is no {' nor '.join(places)})"
+        raise ValueError(f"{tokenizer.source} has {tokenizer.size} tokens and the network {vocab_size}: they do not belong "
+                         f"together{looked}; put the meta.pkl that the network was trained with beside its ckpt.pt")
+    return tokenizer

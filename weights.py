@@ -1,0 +1,264 @@
+"""Where weights come from: a ckpt.pt of nanoGPT's, or GPT-2 from Hugging Face.
+
+Both give model_args (GPTConfig's fields) and a state_dict of float32 tensors under nanoGPT's names.
+Files are data here: whatever they name, none of it runs.
+"""
+import json
+import os
+import re
+import warnings
+from pathlib import Path, PurePosixPath
+from pickle import UnpicklingError
+
+import torch
+
+HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+MASKS = re.compile(r"\.attn\.(masked_)?bias$") # buffers of older models; the network needs none
+GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
+
+
+def find_checkpoint(out_dir):
+    """The path of ckpt.pt in out_dir, or out_dir where it is a file; FileNotFoundError names what lies nearby."""
+    path = Path(out_dir)
+    if path.is_dir():
+        path /= "ckpt.pt"
+    if path.is_file():
+        return path
+    nearby = {found.parent for folder in (Path(out_dir), Path(out_dir).parent, Path()) for found in folder.glob("*/ckpt.pt")}
+    demo = Path(__file__).resolve().parent / "out-shakespeare-char"
+    known = f"; nearby there is one in {', '.join(sorted(map(str, nearby))[:5])}" if nearby else ""
+    raise FileNotFoundError(f"there is no checkpoint at {path}{known}; pass --out_dir=FOLDER, for the demo --out_dir={demo}, "
+                            "or for GPT-2 --init_from=gpt2")
+
+
+def load_checkpoint(path):
+    """A ckpt.pt of nanoGPT's -> (model_args, state_dict, config), config being train.py's settings.
+
+    ValueError where the file is damaged, no such checkpoint, or more than data; OSError where it cannot
+    be opened.
+    """
+    checkpoint = read_pickle(path)
+    if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
+        held = ", ".join(map(str, list(checkpoint)[:5])) if isinstance(checkpoint, dict) else f"a {type(checkpoint).__name__}"
+        raise ValueError(f"{path} is no checkpoint of nanoGPT's: it must hold model and model_args, and holds {held:.200}")
+    state_dict, model_args, config = checkpoint["model"], checkpoint["model_args"], checkpoint.get("config")
+    if not isinstance(model_args, dict):
+        raise ValueError(f"{path} holds model_args that are no dict but a {type(model_args).__name__}")
+    require_tensors(state_dict, path)
+    for prefix in "_orig_mod.", "module.", "_orig_mod.": # of torch.compile and DDP, in either order
+        state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
+    if HEAD not in state_dict and EMBEDDING in state_dict:
+        state_dict[HEAD] = state_dict[EMBEDDING]
+    shown = {"bias": "transformer.ln_f.bias" in state_dict} # what older checkpoints do not say
+    model_args = shown | {key: value for key, value in model_args.items() if value is not None}
+    return *fitted(model_args, state_dict, path), config if isinstance(config, dict) else {}
+
+
+def load_huggingface(model):
+    """GPT-2 by Hugging Face id, or from a local folder -> (model_args, state_dict).
+
+    Reads config.json and safetensors, else pytorch_model.bin; either may lie in shards. ValueError where
+    these cannot be had or hold no GPT-2.
+    """
+    folder = Path(model) if os.path.isdir(model) else download(model)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json, so no Hugging Face model")
+    config = read_json(folder / "config.json")
+    model_args = gpt2_args(config, folder)
+    state_dict = {}
+    for path in weight_files(folder):
+        state_dict |= read_safetensors(path) if path.suffix == ".safetensors" else require_tensors(read_pickle(path), path)
+    state_dict = nanogpt_names(state_dict)
+    if config.get("tie_word_embeddings", True) and EMBEDDING in state_dict:
+        state_dict[HEAD] = state_dict[EMBEDDING]
+    model_args, state_dict = fitted(model_args, state_dict, folder)
+    rescale_queries(config, model_args, state_dict)
+    return model_args, state_dict
+
+
+def fitted(model_args, state_dict, source):
+    """Drop mask buffers, find out whether the head is tied, and copy the rest in float32.
+
+    Copied, because a training run may overwrite a file that is only mapped. Layers are counted before
+    anybody builds as many as model_args claims.
+    """
+    state_dict = {name: tensor for name, tensor in state_dict.items() if not MASKS.search(name)}
+    layers = len({name.split(".")[2] for name in state_dict if name.startswith("transformer.h.")})
+    if model_args.get("n_layer") != layers:
+        raise ValueError(f"{source} says n_layer={model_args.get('n_layer')!r:.40} and holds tensors of {layers} layers")
+    head, embedding = state_dict.get(HEAD), state_dict.get(EMBEDDING)
+    tied = head is embedding or (head is not None and embedding is not None and torch.equal(head, embedding))
+    if tied:
+        state_dict.pop(EMBEDDING, None)
+    state_dict = {name: tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+                  for name, tensor in state_dict.items()}
+    if tied and head is not None:
+        state_dict[EMBEDDING] = state_dict[HEAD]
+    return {**model_args, "tied": tied}, state_dict
+
+
+def require_tensors(state_dict, source):
+    """The state_dict itself; ValueError where it is anything but dense tensors of numbers by name."""
+    if not isinstance(state_dict, dict) or not state_dict:
+        raise ValueError(f"{source} must hold tensors by name, and holds {state_dict!r:.60}")
+    for name, tensor in state_dict.items():
+        if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)):
+            raise ValueError(f"{source} must hold tensors by name, and holds {name!r:.60}: {type(tensor).__name__}")
+        if tensor.layout != torch.strided or not (tensor.is_floating_point() or MASKS.search(name)):
+            raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}: only dense floating point is read")
+    return state_dict
+
+
+# ---- files
+
+def read_pickle(path):
+    """What torch.save wrote, as data alone; tensors stay in the file until they are used.
+
+    Training settings may hold numpy's numbers and paths: they come back as plain numbers and text.
+    """
+    stand_ins = [(plain_number, "numpy._core.multiarray.scalar"), (plain_number, "numpy.core.multiarray.scalar"),
+                 (NumpyDtype, "numpy.dtype")]
+    stand_ins += [(plain_path, f"pathlib{local}.{kind}Path") for local in ("", "._local")
+                  for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")]
+    with open(path, "rb") as f:
+        zipped = f.read(4) == b"PK\3\4" # torch before 1.6 wrote no zip, and none can be mapped
+    try:
+        with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
+            warnings.simplefilter("ignore") # they are for whoever wrote the file
+            return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+    except Exception as e: # a damaged file trips torch's reader in many ways
+        named = re.search(r"GLOBAL (\S+)", str(e))
+        told = re.search(r"WeightsUnpickler error: (.+)", str(e)) # what stands around it is advice to load unsafely
+        why = (f"it names {named[1]:.80}, which could run code" if named else
+               f"it is damaged, or torch.save did not write it ({told[1] if told else first_line(e)})")
+        raise ValueError(f"cannot read {path}: {why}; only tensors, numbers and text are taken") from None
+
+
+def first_line(error):
+    """The first line of an exception's text, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
+
+
+class NumpyDtype:
+    """Stands in for numpy.dtype: a code such as "f8" and, from its pickled state, the byte order."""
+
+    def __init__(self, code, *_):
+        self.code = code
+        self.order = "<"
+
+    def __setstate__(self, state):
+        self.order = state[1]
+
+
+def plain_number(dtype, data):
+    """Stands in for numpy's scalars: the bytes of one number -> that number as Python's."""
+    import numpy as np
+    if not re.fullmatch("[biuf][1248]", dtype.code):
+        raise UnpicklingError(f"numpy scalar of type {dtype.code!r}")
+    return np.frombuffer(data, np.dtype(dtype.code).newbyteorder(dtype.order), count=1)[0].item()
+
+
+def plain_path(*parts):
+    """Stands in for pathlib's classes: the path as text."""
+    return str(PurePosixPath(*parts))
+
+
+def read_safetensors(path):
+    """The tensors of a safetensors file by name."""
+    from safetensors.torch import load_file
+    try:
+        return require_tensors(load_file(path), path)
+    except OSError:
+        raise
+    except Exception as e:
+        raise ValueError(f"cannot read {path}: damaged, or no safetensors ({first_line(e)})") from None
+
+
+def read_json(path):
+    """The object in a JSON file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"cannot read {path}: {first_line(e)}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object, and holds a {type(content).__name__}")
+    return content
+
+
+# ---- Hugging Face's GPT-2
+
+def download(model):
+    """A folder with the model's files, from the Hugging Face hub or from its cache on this machine."""
+    from huggingface_hub import errors, snapshot_download
+    try:
+        folder = Path(snapshot_download(model, allow_patterns=["config.json", "model.safetensors", "model-*.safetensors",
+                                                               "model.safetensors.index.json"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(model, allow_patterns=["config.json", "pytorch_model*.bin",
+                                                                   "pytorch_model.bin.index.json"]))
+        return folder
+    except errors.HFValidationError:
+        raise ValueError(f"init_from={model!r:.100} is neither 'resume', nor a folder here, nor a Hugging Face id such as "
+                         "gpt2 or user/model") from None
+    except errors.RepositoryNotFoundError:
+        raise ValueError(f"the Hugging Face hub knows no model {model!r}, or does not show it to you (HF_TOKEN, 'hf auth "
+                         "login'); nor is there such a folder here") from None
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
+        raise ValueError(f"could not get {model!r}: no such folder here, not in Hugging Face's cache, and the hub did not answer "
+                         f"({first_line(e)}); where it does, run 'hf download {model} --local-dir DIR', then pass "
+                         "--init_from=DIR") from None
+
+
+def weight_files(folder):
+    """The files that hold the weights: safetensors before pytorch_model.bin, one or the shards its index names."""
+    for name in "model.safetensors", "pytorch_model.bin":
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(s, str) and s == Path(s).name for s in shards.values()):
+                raise ValueError(f"{index} must name files of its own folder in weight_map")
+            return [folder / shard for shard in sorted(set(shards.values()))]
+    raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin, nor the index of either")
+
+
+def gpt2_args(config, source):
+    """config.json -> GPTConfig's fields; ValueError where it is not GPT-2's architecture."""
+    if config.get("model_type") != "gpt2":
+        raise ValueError(f"{source} is of model_type {config.get('model_type')!r:.60}; only gpt2 is read")
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in GELU:
+        raise ValueError(f"{source} uses activation_function {activation!r:.60}; known are {', '.join(GELU)}")
+    sizes = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None} # GPT2Config's defaults
+    return {
+        **{name: config.get(name, default) for name, default in sizes.items()},
+        "block_size": config.get("n_positions", 1024),
+        "layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "gelu": GELU[activation],
+        "bias": True,
+    }
+
+
+def nanogpt_names(state_dict):
+    """Hugging Face's names and layouts as nanoGPT's: its Conv1D holds a Linear's weights transposed."""
+    named = {}
+    for name, tensor in state_dict.items():
+        name = name if name == HEAD else "transformer." + name.removeprefix("transformer.")
+        conv1d = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        named[name] = tensor.t() if conv1d and tensor.dim() == 2 else tensor
+    return named
+
+
+def rescale_queries(config, model_args, state_dict):
+    """Fold config.json's other scalings of attention into the queries, where the network has only 1/sqrt(D)."""
+    for i in range(model_args["n_layer"]):
+        scale = 1.0
+        if not config.get("scale_attn_weights", True):
+            scale *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
+        if config.get("scale_attn_by_inverse_layer_idx", False):
+            scale /= i + 1
+        for name in "weight", "bias":
+            tensor = state_dict.get(f"transformer.h.{i}.attn.c_attn.{name}")
+            if scale != 1.0 and tensor is not None:
+                tensor[:len(tensor) // 3] *= scale
