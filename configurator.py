@@ -19,14 +19,14 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def override(scope, arguments):
     """Run settings files and arguments, in order, over scope: the script's globals(), changed in place.
 
-    Says on stderr what changed. ValueError where an argument or a file cannot be used. --help prints the
-    settings and exits.
+    Returns what changed, by name. ValueError where an argument or a file cannot be used. --help prints
+    the settings and exits.
     """
     settings = find_settings(scope["__file__"])
     if {"--help", "-h"} & set(arguments):
         print(describe(scope.get("__doc__") or "", settings), end="")
         sys.exit(0)
-    arguments = list(arguments)
+    arguments, changed = list(arguments), {}
     while arguments:
         argument = arguments.pop(0)
         if argument.startswith("--"):
@@ -34,9 +34,9 @@ def override(scope, arguments):
             changes = {name: parse(name, text, settings[name].kinds)}
         else:
             changes = run_file(argument, scope, settings)
-        for name, value in changes.items():
-            scope[name] = value
-            print(f"{name} = {value!r}", file=sys.stderr)
+        scope.update(changes)
+        changed |= changes
+    return changed
 
 
 class Setting:
@@ -55,9 +55,11 @@ def find_settings(path):
         if isinstance(node, ast.FunctionDef):
             break
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             default = ast.literal_eval(node.value)
-            kinds = [type(default).__name__] if isinstance(node, ast.Assign) else ast.unparse(node.annotation).split(" | ")
+            if isinstance(node, ast.AnnAssign):
+                target, kinds = node.target, ast.unparse(node.annotation).split(" | ")
+            else:
+                target, kinds = node.targets[0], [type(default).__name__]
             comment = lines[node.end_lineno - 1][node.end_col_offset:].strip().removeprefix("#").strip()
             settings[target.id] = Setting(kinds, default, comment)
     return settings
@@ -67,7 +69,8 @@ def describe(doc, settings):
     """The help: the script's docstring, then every setting with its default and comment."""
     shown = {f"--{name}={setting.default!r}": setting.comment for name, setting in settings.items()}
     width = max(map(len, shown))
-    return doc.strip() + "\n\nSettings, with their defaults:\n" + "".join(f"  {flag:{width}}  {comment}\n" for flag, comment in shown.items())
+    lines = [f"  {flag:{width}}  {comment}\n" for flag, comment in shown.items()]
+    return f"{doc.strip()}\n\nSettings, with their defaults:\n{''.join(lines)}"
 
 
 def split_argument(argument, rest, settings):
@@ -132,7 +135,8 @@ def run_file(path, scope, settings):
         with open(found, "rb") as f:
             source = f.read()
     except OSError as e:
-        raise ValueError(f"cannot read the settings file {path!r}: {e.strerror}; settings are given as --key=value") from None
+        raise ValueError(f"cannot read the settings file {path!r}: {e.strerror}; "
+                         "settings are given as --key=value") from None
     names = dict(scope)
     try:
         code = compile(source, found, "exec")
@@ -142,7 +146,6 @@ def run_file(path, scope, settings):
         exec(code, names)
     except Exception as e:
         raise ValueError(f"{describe_error(found, e)}; a settings file is Python that assigns settings") from None
-    print(f"settings of {found}:", file=sys.stderr)
     for name, value in names.items():
         if name not in scope and type(value).__name__ in TAKES and (near := nearest(name, settings)):
             print(f"warning: {found} sets {name}, which is no setting{near}", file=sys.stderr)
@@ -164,4 +167,5 @@ def describe_error(path, error):
 def nearest(name, settings):
     """'; did you mean --x?' for the setting whose name is close, or nothing."""
     close = difflib.get_close_matches(name, settings, n=1, cutoff=0.75)
+    close += [setting for setting in settings if name and setting.startswith(name)]
     return f"; did you mean {close[0]}?" if close else ""

@@ -15,7 +15,7 @@ import time
 
 from configurator import override
 
-init_from = 'resume' # 'resume' reads out_dir; or GPT-2: 'gpt2', 'gpt2-xl', any Hugging Face id or folder of its architecture
+init_from = 'resume' # 'resume' reads out_dir; or GPT-2: 'gpt2', 'gpt2-xl', a Hugging Face id or folder of its kind
 out_dir = 'out' # folder that holds ckpt.pt, or the path of such a file
 start = "\n" # the prompt; "FILE:prompt.txt" reads it from a file, "FILE:-" from standard input
 num_samples = 10 # how many samples to draw
@@ -26,78 +26,69 @@ seed = 1337 # the same seed gives the same samples
 device = 'auto' # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: the best there is
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto: bfloat16 or else float16 on CUDA, float32 elsewhere
 compile = False # compile the network first: a minute's wait for more speed after it
-batch_size: int | None = None # how many samples are drawn at once; None: what memory allows. The text stays the same
+batch_size: int | None = None # how many samples to draw at once; None: what memory allows; the text stays the same
+
+
+def main():
+    """Load the network and its tokenizer, encode the prompt, then draw the samples and print them."""
+    import torch  # not above: a mistake in the settings should not have to wait for it
+
+    from sampler import RowDraws, initialisation_numbers
+
+    began = time.perf_counter()
+    text = read_prompt()
+    place, precision = choose_device(), choose_dtype()
+    model, tokenizer = load_model()
+    prompt = torch.tensor([tokenizer.encode(text)], device=place)
+    # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
+    drawn = initialisation_numbers(model) if init_from == 'resume' else 0
+    draws = RowDraws(seed, place, drawn, steps=max_new_tokens, width=model.config.vocab_size)
+    model.cast_linears(precision).to(place)
+    if place.type == 'cuda':
+        torch.set_float32_matmul_precision('high') # TF32, as nanoGPT has it
+    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
+        f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
+
+    with torch.autocast(place.type, precision, enabled=precision != torch.float32):
+        at_once = min(num_samples, batch_size or batch_that_fits(model, prompt.size(1) + max_new_tokens))
+        if compile:
+            compile_for(model, prompt.expand(at_once, -1))
+        began = time.perf_counter()
+        for first in range(0, num_samples, at_once):
+            rows = min(at_once, num_samples - first)
+            idx = prompt.expand(rows, -1)
+            samples = model.generate(idx, max_new_tokens, temperature, top_k, draws.next_rows(rows))
+            for ids in samples.tolist():
+                print(tokenizer.decode(ids))
+                print('---------------', flush=True)
+    took, tokens = time.perf_counter() - began, num_samples * max_new_tokens
+    say(f"{num_samples} samples, {tokens} tokens in {took:.1f} s: {tokens / took:.0f} tokens/s")
 
 
 def check_settings():
     """Raise ValueError where a setting has a value that cannot work, whoever set it."""
     global top_k
     top_k = top_k or None
+    must(init_from not in ('', 'scratch'), "init_from must be 'resume' or a Hugging Face id or folder", init_from)
+    must(start, "start is empty, and a sample needs something to continue: \\n, or <|endoftext|> for GPT-2", start)
     must(num_samples >= 1, "num_samples must be at least 1", num_samples)
     must(max_new_tokens >= 0, "max_new_tokens must not be negative", max_new_tokens)
-    must(0 <= temperature < math.inf, "temperature must be a number from 0 (always the likeliest token) up", temperature)
-    must(top_k is None or top_k >= 1, "top_k must be at least 1; None or 0 keeps every token", top_k)
-    must(batch_size is None or batch_size >= 1, "batch_size must be at least 1; None lets memory decide", batch_size)
+    must(0 <= temperature < math.inf, "temperature must be 0 (always the likeliest token) or more", temperature)
+    must(top_k is None or top_k >= 1, "top_k must be at least 1, or None or 0 for every token", top_k)
+    must(batch_size is None or batch_size >= 1, "batch_size must be at least 1, or None for what fits", batch_size)
     must(-2**63 <= seed < 2**64, "seed must lie between -2**63 and 2**64 - 1", seed)
     must(re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device), "device must be auto, cpu, cuda, cuda:N or mps", device)
-    must(dtype in ("auto", "float32", "bfloat16", "float16"), "dtype must be auto, float32, bfloat16 or float16", dtype)
-    must(start, "start is empty: a sample needs something to continue, such as a newline (the default) or "
-                "\"<|endoftext|>\" with GPT-2's encoding", start)
+    must(dtype in ('auto', 'float32', 'bfloat16', 'float16'), "dtype must be auto, float32, bfloat16 or float16", dtype)
 
 
-def main():
-    """Load the network and its tokenizer, encode the prompt, draw the samples and print them."""
-    import torch # here, so that a mistake in the settings does not wait for it
-    from model import GPT
-    from sampler import RowDraws, initialisation_numbers
-    from tokenizer import load_tokenizer
-    from weights import find_checkpoint, load_checkpoint, load_huggingface
-
-    began = time.perf_counter()
-    text = read_prompt()
-    place = torch.device(choose_device(torch))
-    number = getattr(torch, choose_dtype(torch, place))
-    if place.type == 'cuda':
-        torch.set_float32_matmul_precision('high') # TF32
-
-    if init_from == 'resume':
-        path = find_checkpoint(out_dir)
-        model_args, state_dict, config = load_checkpoint(path)
-        folder, dataset = path.parent, config.get('dataset')
-    else:
-        model_args, state_dict = load_huggingface(init_from)
-        folder, dataset = None, None
-    model = GPT.from_state_dict(model_args, state_dict)
-    tokenizer = load_tokenizer(folder, dataset, model.config.vocab_size)
-    prompt = torch.tensor([tokenizer.encode(text)], device=place)
-    # nanoGPT seeds before it builds its network, which draws numbers too; transformers seeds after.
-    drawn = initialisation_numbers(model) if init_from == 'resume' else 0
-    draws = RowDraws(seed, place, drawn, steps=max_new_tokens, width=model.config.vocab_size)
-    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters, {place}, {str(number).removeprefix('torch.')}, "
-        f"loaded in {time.perf_counter() - began:.1f} s")
-    model.cast_linears(number).to(place)
-
-    with torch.autocast(place.type, number, enabled=number != torch.float32):
-        rows = min(num_samples, batch_size or batch_that_fits(torch, model, prompt.size(1) + max_new_tokens))
-        if compile:
-            say("compiling ...")
-            began = time.perf_counter()
-            compiled(model, prompt.expand(rows, -1))
-            say(f"compiled in {time.perf_counter() - began:.1f} s")
-        began = time.perf_counter()
-        for first in range(0, num_samples, rows):
-            count = min(rows, num_samples - first)
-            samples = model.generate(prompt.expand(count, -1), max_new_tokens, temperature, top_k, draws.next_rows(count))
-            for ids in samples.tolist():
-                print(tokenizer.decode(ids))
-                print('---------------', flush=True)
-    took = time.perf_counter() - began
-    tokens = num_samples * max_new_tokens
-    say(f"{num_samples} samples, {tokens} tokens in {took:.1f} s: {tokens / took:.0f} tokens/s")
+def must(holds, rule, value):
+    """Raise ValueError with the rule and the value that broke it, unless it holds."""
+    if not holds:
+        raise ValueError(f"{rule}; got {value!r:.100}")
 
 
 def read_prompt():
-    """The text that start stands for; ValueError or OSError where it has none to give."""
+    """The text that start stands for; ValueError where there is none."""
     if not start.startswith('FILE:'):
         return start
     path = start[5:]
@@ -105,31 +96,60 @@ def read_prompt():
         with open(sys.stdin.fileno() if path == '-' else path, encoding='utf-8', closefd=path != '-') as f:
             text = f.read()
     except UnicodeDecodeError as e:
-        raise ValueError(f"the prompt file {path} is not UTF-8 text at byte {e.start + 1}") from None
-    must(text, f"the prompt file {path} is empty: a sample needs something to continue", text)
+        raise ValueError(f"the prompt file {path} is not UTF-8: {e}") from None
+    except OSError as e:
+        raise ValueError(f"cannot read the prompt file {path}: {e.strerror}") from None
+    if not text:
+        raise ValueError(f"the prompt file {path} is empty: a sample needs something to continue")
     return text
 
 
-def choose_device(torch):
-    """The device to use; ValueError where the one that was named is not there."""
-    there = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
-    if device == 'auto':
-        return next(name for name in there if there[name])
-    name, _, number = device.partition(':')
-    must(there[name], f"this machine, or its torch, has no {name}; leave device=auto or pass --device=cpu", device)
-    must(not number or int(number) < torch.cuda.device_count(), f"this machine has {torch.cuda.device_count()} CUDA devices", device)
-    return device
+def choose_device():
+    """The torch.device to run on; ValueError where the one that was named is not there."""
+    import torch
+    there = ['cpu']
+    if torch.backends.mps.is_available():
+        there.insert(0, 'mps')
+    if torch.cuda.is_available():
+        there = ['cuda', *(f'cuda:{i}' for i in range(torch.cuda.device_count())), *there]
+    if device not in ['auto', *there]:
+        raise ValueError(f"device={device} is not there: this machine, as its torch sees it, has {', '.join(there)}")
+    return torch.device(there[0] if device == 'auto' else device)
 
 
-def choose_dtype(torch, place):
-    """The dtype to compute in; ValueError where the device cannot use the one that was named."""
-    if dtype == 'auto':
-        return 'float32' if place.type != 'cuda' else 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
-    return dtype
+def choose_dtype():
+    """The torch.dtype that the network computes in."""
+    import torch
+    if dtype != 'auto':
+        return getattr(torch, dtype)
+    if choose_device().type != 'cuda':
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def batch_that_fits(torch, model, length):
-    """How many samples of length tokens to draw at once: what half of the free memory holds, within reason."""
+def load_model():
+    """The network, on the CPU, and its tokenizer, as init_from and out_dir say."""
+    from model import GPT
+    from tokenizer import load_tokenizer
+    from weights import find_checkpoint, load_checkpoint, load_huggingface
+
+    if init_from == 'resume':
+        source = find_checkpoint(out_dir)
+        model_args, state_dict, config = load_checkpoint(source)
+        table = source.parent, config.get('dataset')
+    else:
+        source, table = init_from, (None, None)
+        model_args, state_dict = load_huggingface(source)
+    try:
+        model = GPT.from_state_dict(model_args, state_dict)
+    except ValueError as e:
+        raise ValueError(f"{source}: {e}") from None
+    return model, load_tokenizer(*table, model.config.vocab_size)
+
+
+def batch_that_fits(model, length):
+    """How many samples of so many tokens to draw at once: what half of the free memory holds, within reason."""
+    import torch
     place = model.lm_head.weight.device
     if place.type == 'cuda':
         free, most = torch.cuda.mem_get_info(place)[0], 512
@@ -139,27 +159,24 @@ def batch_that_fits(torch, model, length):
     return max(1, min(most, free // 2 // model.bytes_per_sample(length)))
 
 
-def compiled(model, prompt):
-    """Compile what generation runs; ValueError where this machine cannot."""
+def compile_for(model, prompt):
+    """Compile what generation will run, and say how long that took; ValueError where this machine cannot."""
+    say("compiling ...")
+    began = time.perf_counter()
     try:
         model.compile_generation(prompt, max_new_tokens)
-    except Exception as e: # a compiler or a driver that is missing shows in many ways
-        raise ValueError(f"compile=True does not work here: {type(e).__name__}: {str(e).strip().splitlines()[0]}; leave it out") from None
-
-
-def must(holds, rule, value):
-    """Raise ValueError with the rule and the value that broke it, unless it holds."""
-    if not holds:
-        raise ValueError(f"{rule}; got {value!r:.100}")
+    except Exception as e: # a missing compiler or driver shows in many ways
+        raise ValueError(f"compile=True does not work here, leave it out ({type(e).__name__}: {e!s:.300})") from None
+    say(f"compiled in {time.perf_counter() - began:.1f} s")
 
 
 def say(text):
-    """Tell the user something that is no sample."""
+    """Tell the user what is no sample."""
     print(text, file=sys.stderr, flush=True)
 
 
 def fail(status, error):
-    """End with one line that says why."""
+    """End with one line that says why, whatever the error's text holds."""
     text = ''.join(char if char.isprintable() else ' ' for char in f"error: {error}")
     say(' '.join(text.split()))
     sys.exit(status)
@@ -167,10 +184,12 @@ def fail(status, error):
 
 if __name__ == '__main__':
     try:
-        override(globals(), sys.argv[1:])
+        changed = override(globals(), sys.argv[1:])
         check_settings()
     except ValueError as error:
         fail(2, error)
+    if changed:
+        say("settings: " + ', '.join(f"{name}={value!r:.100}" for name, value in changed.items()))
     try:
         main()
     except BrokenPipeError: # the reader has had enough, as in: python sample.py | head

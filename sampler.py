@@ -52,28 +52,29 @@ def require_finite(logits):
 
 
 class RowDraws:
-    """multinomial for a batch whose row b draws as sample first_sample + b of one long run would.
+    """multinomial for a batch, each row drawing as if the samples before it had been drawn before it.
 
-    seed and initialisation (numbers drawn before the first sample) say where the run's stream starts,
-    steps and width (how many draws a sample makes, over how many tokens) how far apart its samples lie.
-    device is where the stream lives: "cuda" for CUDA's own, anything else for the CPU's.
+    The stream starts at seed, past initialisation numbers; a sample spends steps draws over width tokens.
+    On a CUDA device it is CUDA's own stream, elsewhere the CPU's.
     """
 
     def __init__(self, seed, device="cpu", initialisation=0, steps=0, width=0):
-        self.generator = torch.Generator("cuda" if device == "cuda" else "cpu").manual_seed(seed)
-        self.steps, self.width = steps, width
-        if initialisation and device != "cuda":
+        device = torch.device(device)
+        self.generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
+        if device.type != "cuda": # networks are initialised on the CPU
             skip_numbers(self.generator, initialisation)
+        self.steps, self.width = steps, width
+        self.passed = 0 # exponential_ calls of the latest row, skipped when another follows
         self.rows = []
 
     def next_rows(self, count):
         """Turn to the next count samples of the run; returns self, ready to draw for a batch of them."""
         self.rows = []
         for _ in range(count):
+            skip_exponentials(self.generator, self.passed, self.width)
+            self.passed = self.steps
             row = torch.Generator(self.generator.device)
-            row.set_state(self.generator.get_state())
-            self.rows.append(row)
-            skip_exponentials(self.generator, self.steps, self.width)
+            self.rows.append(row.set_state(self.generator.get_state()))
         return self
 
     def __call__(self, probs):
@@ -106,6 +107,8 @@ def exponentials_are_uniforms():
 
 def skip_exponentials(generator, calls, width):
     """Move the generator on as calls times exponential_ over width float32 entries would."""
+    if calls == 0:
+        return
     if generator.device.type == "cuda":
         start = generator.get_offset()
         torch.empty(width, device=generator.device).exponential_(generator=generator)

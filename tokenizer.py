@@ -21,17 +21,17 @@ class CharTokenizer:
         try:
             with open(path, "rb") as f:
                 meta = DataOnly(f).load()
-            self.stoi, itos = meta["stoi"], meta["itos"]
-            self.itos = itos if isinstance(itos, dict) else dict(enumerate(itos))
+            self.stoi, itos = dict(meta["stoi"]), meta["itos"]
+            self.itos = dict(enumerate(itos)) if isinstance(itos, list) else dict(itos)
         except OSError:
             raise
         except Exception as e: # a damaged pickle can raise anything
             raise ValueError(f"cannot read {path}: {type(e).__name__}: {e}; it must hold the dicts stoi and itos "
                              "of a character table, and nothing but data") from None
-        if not (isinstance(self.stoi, dict) and self.stoi and all(type(i) is int and i >= 0 for i in [*self.stoi.values(), *self.itos])
-                and all(isinstance(c, str) for c in [*self.stoi, *self.itos.values()])):
+        ids, chars = [*self.stoi.values(), *self.itos], [*self.stoi, *self.itos.values()]
+        if not ids or not all(type(i) is int and i >= 0 for i in ids) or not all(isinstance(c, str) for c in chars):
             raise ValueError(f"{path} must map characters to token ids in stoi and back in itos")
-        self.size = 1 + max(*self.stoi.values(), *self.itos)
+        self.size = 1 + max(ids)
 
     def encode(self, text):
         """Token ids of text; ValueError where it has characters outside the table."""
@@ -47,13 +47,12 @@ class CharTokenizer:
     def _explain(self, text, lacking):
         places = {}
         for i, char in lacking:
-            places.setdefault(char, []).append(i + 1)
-        said = [f"{char!r} at {', '.join(map(str, at[:3]))}{' ...' if len(at) > 3 else ''}" for char, at in list(places.items())[:5]]
-        if len(places) > 5:
-            said.append(f"{len(places) - 5} more")
-        message = f"the prompt has characters that {self.source} lacks: {'; '.join(said)} (counted from 1)"
+            places.setdefault(char, []).append(str(i + 1))
+        said = [f"{char!r} at {', '.join(at[:3])}{' ...' if len(at) > 3 else ''}" for char, at in places.items()]
+        message = (f"the prompt has characters that {self.source} lacks: {'; '.join(said[:5])}"
+                   f"{f'; {len(said) - 5} more' if len(said) > 5 else ''} (counted from 1)")
         if "\\" in places and "\\n" in text and "\n" in self.stoi:
-            return message + r"""; for a newline pass --start='"\n"' or --start=$'\n'"""
+            return message + r"""; for a newline pass --start='"\n"', or --start=$'\n' in bash"""
         if "\r" in places and "\n" in self.stoi:
             return message + "; save the prompt with plain newlines"
         swapped = [char.swapcase() for char in places if char.swapcase() in self.stoi]
@@ -81,10 +80,11 @@ class GPT2Tokenizer:
         except Exception as e:
             # tiktoken names a cached file by the SHA-1 of its address.
             raise ValueError(
-                f"GPT-2's encoding is not on this machine and could not be downloaded ({type(e).__name__}): where there is a "
-                "network, get vocab.bpe and encoder.json from https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/, "
-                "save them as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in a "
-                "folder here, and set TIKTOKEN_CACHE_DIR to that folder") from None
+                f"GPT-2's encoding is not on this machine and could not be downloaded ({type(e).__name__}): where "
+                "there is a network, get vocab.bpe and encoder.json from "
+                "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/, save them as "
+                "6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in a folder "
+                "here, and set TIKTOKEN_CACHE_DIR to that folder") from None
         self.size = self.encoding.n_vocab
 
     def encode(self, text):
@@ -115,6 +115,6 @@ def load_tokenizer(folder, dataset, vocab_size):
     # A vocabulary may be padded to a round size; to more than twice its own it is another one.
     if not tokenizer.size <= vocab_size <= 2 * tokenizer.size:
         looked = "" if found or not places else f" (there is no {' nor '.join(places)})"
-        raise ValueError(f"{tokenizer.source} has {tokenizer.size} tokens and the network {vocab_size}: they do not belong "
-                         f"together{looked}; put the meta.pkl that the network was trained with beside its ckpt.pt")
+        raise ValueError(f"{tokenizer.source} has {tokenizer.size} tokens and the network {vocab_size}: they do not "
+                         f"belong together{looked}; put the meta.pkl of its training data beside ckpt.pt")
     return tokenizer

@@ -24,11 +24,12 @@ def find_checkpoint(out_dir):
         path /= "ckpt.pt"
     if path.is_file():
         return path
-    nearby = {found.parent for folder in (Path(out_dir), Path(out_dir).parent, Path()) for found in folder.glob("*/ckpt.pt")}
+    around = Path(out_dir), Path(out_dir).parent, Path()
+    nearby = sorted({str(found.parent) for folder in around for found in folder.glob("*/ckpt.pt")})
+    known = f"; nearby there is one in {', '.join(nearby[:5])}" if nearby else ""
     demo = Path(__file__).resolve().parent / "out-shakespeare-char"
-    known = f"; nearby there is one in {', '.join(sorted(map(str, nearby))[:5])}" if nearby else ""
-    raise FileNotFoundError(f"there is no checkpoint at {path}{known}; pass --out_dir=FOLDER, for the demo --out_dir={demo}, "
-                            "or for GPT-2 --init_from=gpt2")
+    raise FileNotFoundError(f"there is no checkpoint at {path}{known}; pass --out_dir=FOLDER, for the demo "
+                            f"--out_dir={demo}, or for GPT-2 --init_from=gpt2")
 
 
 def load_checkpoint(path):
@@ -39,8 +40,11 @@ def load_checkpoint(path):
     """
     checkpoint = read_pickle(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
-        held = ", ".join(map(str, list(checkpoint)[:5])) if isinstance(checkpoint, dict) else f"a {type(checkpoint).__name__}"
-        raise ValueError(f"{path} is no checkpoint of nanoGPT's: it must hold model and model_args, and holds {held:.200}")
+        held = f"a {type(checkpoint).__name__}"
+        if isinstance(checkpoint, dict):
+            held = ", ".join(map(str, list(checkpoint)[:5]))
+        raise ValueError(f"{path} is no checkpoint of nanoGPT's: it must hold model and model_args, "
+                         f"and holds {held:.200}")
     state_dict, model_args, config = checkpoint["model"], checkpoint["model_args"], checkpoint.get("config")
     if not isinstance(model_args, dict):
         raise ValueError(f"{path} holds model_args that are no dict but a {type(model_args).__name__}")
@@ -67,7 +71,8 @@ def load_huggingface(model):
     model_args = gpt2_args(config, folder)
     state_dict = {}
     for path in weight_files(folder):
-        state_dict |= read_safetensors(path) if path.suffix == ".safetensors" else require_tensors(read_pickle(path), path)
+        read = read_safetensors if path.suffix == ".safetensors" else read_pickle
+        state_dict |= require_tensors(read(path), path)
     state_dict = nanogpt_names(state_dict)
     if config.get("tie_word_embeddings", True) and EMBEDDING in state_dict:
         state_dict[HEAD] = state_dict[EMBEDDING]
@@ -85,7 +90,8 @@ def fitted(model_args, state_dict, source):
     state_dict = {name: tensor for name, tensor in state_dict.items() if not MASKS.search(name)}
     layers = len({name.split(".")[2] for name in state_dict if name.startswith("transformer.h.")})
     if model_args.get("n_layer") != layers:
-        raise ValueError(f"{source} says n_layer={model_args.get('n_layer')!r:.40} and holds tensors of {layers} layers")
+        raise ValueError(f"{source} says n_layer={model_args.get('n_layer')!r:.40} "
+                         f"and holds tensors of {layers} layers")
     head, embedding = state_dict.get(HEAD), state_dict.get(EMBEDDING)
     tied = head is embedding or (head is not None and embedding is not None and torch.equal(head, embedding))
     if tied:
@@ -105,7 +111,8 @@ def require_tensors(state_dict, source):
         if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)):
             raise ValueError(f"{source} must hold tensors by name, and holds {name!r:.60}: {type(tensor).__name__}")
         if tensor.layout != torch.strided or not (tensor.is_floating_point() or MASKS.search(name)):
-            raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}: only dense floating point is read")
+            raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}: "
+                             "only dense floating point is read")
     return state_dict
 
 
@@ -167,7 +174,7 @@ def read_safetensors(path):
     """The tensors of a safetensors file by name."""
     from safetensors.torch import load_file
     try:
-        return require_tensors(load_file(path), path)
+        return load_file(path)
     except OSError:
         raise
     except Exception as e:
@@ -190,23 +197,23 @@ def read_json(path):
 def download(model):
     """A folder with the model's files, from the Hugging Face hub or from its cache on this machine."""
     from huggingface_hub import errors, snapshot_download
+    safetensors = ["config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+    pickles = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
     try:
-        folder = Path(snapshot_download(model, allow_patterns=["config.json", "model.safetensors", "model-*.safetensors",
-                                                               "model.safetensors.index.json"]))
+        folder = Path(snapshot_download(model, allow_patterns=safetensors))
         if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(model, allow_patterns=["config.json", "pytorch_model*.bin",
-                                                                   "pytorch_model.bin.index.json"]))
+            folder = Path(snapshot_download(model, allow_patterns=pickles))
         return folder
     except errors.HFValidationError:
-        raise ValueError(f"init_from={model!r:.100} is neither 'resume', nor a folder here, nor a Hugging Face id such as "
-                         "gpt2 or user/model") from None
+        raise ValueError(f"init_from={model!r:.100} is neither 'resume', nor a folder here, nor a Hugging Face id "
+                         "such as gpt2 or user/model") from None
     except errors.RepositoryNotFoundError:
-        raise ValueError(f"the Hugging Face hub knows no model {model!r}, or does not show it to you (HF_TOKEN, 'hf auth "
-                         "login'); nor is there such a folder here") from None
+        raise ValueError(f"the Hugging Face hub knows no model {model!r}, or does not show it to you (set HF_TOKEN, "
+                         "or run 'hf auth login'); nor is there such a folder here") from None
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
-        raise ValueError(f"could not get {model!r}: no such folder here, not in Hugging Face's cache, and the hub did not answer "
-                         f"({first_line(e)}); where it does, run 'hf download {model} --local-dir DIR', then pass "
-                         "--init_from=DIR") from None
+        raise ValueError(f"could not get {model!r}: no such folder here, not in Hugging Face's cache, and the hub did "
+                         f"not answer ({first_line(e)}); where it does, run 'hf download {model} --local-dir DIR', "
+                         "then pass --init_from=DIR") from None
 
 
 def weight_files(folder):
@@ -217,9 +224,10 @@ def weight_files(folder):
         index = folder / f"{name}.index.json"
         if index.is_file():
             shards = read_json(index).get("weight_map")
-            if not isinstance(shards, dict) or not all(isinstance(s, str) and s == Path(s).name for s in shards.values()):
+            names = shards.values() if isinstance(shards, dict) else [None]
+            if not all(isinstance(name, str) and name == Path(name).name for name in names):
                 raise ValueError(f"{index} must name files of its own folder in weight_map")
-            return [folder / shard for shard in sorted(set(shards.values()))]
+            return [folder / name for name in sorted(set(names))]
     raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin, nor the index of either")
 
 

