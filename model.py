@@ -64,8 +64,12 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, past=None):
-        B, T, E = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4) # 3 of (B, H, T, D)
+        return self.dropout(self.c_proj(self.attend(x, past)))
+
+    def attend(self, x, past=None):
+        """What the heads make of x and of the past, side by side: (B, T, E)."""
+        T = x.size(1)
+        q, k, v = self.heads(x)
         causal, mask = True, None
         if past is not None:
             keys, values, start = past
@@ -73,11 +77,18 @@ class CausalSelfAttention(nn.Module):
             values[:, :, start:start + T] = v
             if start:
                 k, v = keys[:, :, :start + T], values[:, :, :start + T] # (B, H, S, D)
-                causal = False # the triangle would stand at the first key, not the last
+                causal = False # its triangle would stand at the first key, not at the last
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=x.device).tril(start) if T > 1 else None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal,
-                                           dropout_p=self.dropout.p if self.training else 0.0)
-        return self.dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, E)))
+        dropout = self.dropout.p if self.training else 0.0
+        return self.merge(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout))
+
+    def heads(self, x):
+        """Queries, keys and values of every head: three of (B, H, T, D)."""
+        return self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+
+    def merge(self, y):
+        """The heads' results side by side: (B, H, T, D) -> (B, T, E)."""
+        return y.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):

@@ -33,6 +33,7 @@ def main():
     """Load the network and its tokenizer, encode the prompt, then draw the samples and print them."""
     import torch  # not above: a mistake in the settings should not have to wait for it
 
+    from packed import pack
     from sampler import RowDraws, initialisation_numbers
 
     began = time.perf_counter()
@@ -40,15 +41,16 @@ def main():
     place, precision = choose_device(), choose_dtype()
     model, tokenizer = load_model()
     prompt = torch.tensor([tokenizer.encode(text)], device=place)
+    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
+        f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
     drawn = initialisation_numbers(model) if init_from == 'resume' else 0
     draws = RowDraws(seed, place, drawn, steps=max_new_tokens, width=model.config.vocab_size)
     model.cast_linears(precision).to(place)
+    if place.type == 'cpu' and not compile: # Inductor cannot see into packed weights
+        pack(model)
     if place.type == 'cuda':
         torch.set_float32_matmul_precision('high') # TF32, as nanoGPT has it
-    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
-        f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
-
     with torch.autocast(place.type, precision, enabled=precision != torch.float32):
         at_once = min(num_samples, batch_size or batch_that_fits(model, prompt.size(1) + max_new_tokens))
         if compile:

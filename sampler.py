@@ -34,7 +34,7 @@ def next_token(logits, temperature=1.0, top_k=None, draw=multinomial):
         scaled = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
     if top_k is not None:
         kth = scaled.topk(min(top_k, scaled.size(-1))).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < kth, -torch.inf)
+        scaled.masked_fill_(scaled < kth, -torch.inf)
     return draw(scaled.softmax(dim=-1))
 
 
@@ -65,7 +65,7 @@ class RowDraws:
             skip_numbers(self.generator, initialisation)
         self.steps, self.width = steps, width
         self.passed = 0 # exponential_ calls of the latest row, skipped when another follows
-        self.rows = []
+        self.rows, self.numbers = [], None
 
     def next_rows(self, count):
         """Turn to the next count samples of the run; returns self, ready to draw for a batch of them."""
@@ -75,24 +75,27 @@ class RowDraws:
             self.passed = self.steps
             row = torch.Generator(self.generator.device)
             self.rows.append(row.set_state(self.generator.get_state()))
+        dtype = torch.float64 if self.from_uniforms() else torch.float32
+        self.numbers = torch.empty(count, self.width, dtype=dtype, device=self.generator.device)
         return self
+
+    def from_uniforms(self):
+        """Whether exponentials are made here, from uniform numbers, and only where they are needed."""
+        return self.generator.device.type == "cpu" and exponentials_are_uniforms()
 
     def __call__(self, probs):
         """(B, V) probabilities -> (B, 1) ids, on the device of probs."""
         home, probs = probs.device, probs.to(self.generator.device)
-        if self.generator.device.type == "cpu" and exponentials_are_uniforms():
-            # Only what survived top-k can win, so only it needs a logarithm.
-            uniform = torch.empty(probs.shape, dtype=torch.float64)
-            for row, generator in zip(uniform, self.rows, strict=True):
+        if self.from_uniforms():
+            for row, generator in zip(self.numbers, self.rows, strict=True):
                 row.uniform_(generator=generator)
-            at = probs.nonzero(as_tuple=True)
+            at = probs.nonzero(as_tuple=True) # what top-k left can win, the rest needs no logarithm
             scores = torch.zeros_like(probs)
-            scores[at] = probs[at] / -torch.log1p(-uniform[at]).float()
+            scores[at] = probs[at] / -torch.log1p(-self.numbers[at]).float()
         else:
-            q = torch.empty_like(probs)
-            for row, generator in zip(q, self.rows, strict=True):
+            for row, generator in zip(self.numbers, self.rows, strict=True):
                 row.exponential_(generator=generator)
-            scores = probs / q
+            scores = probs / self.numbers
         return scores.argmax(dim=-1, keepdim=True).to(home)
 
 

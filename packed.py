@@ -1,0 +1,69 @@
+"""GPT's layers for generation on a CPU, their weights packed once for oneDNN.
+
+F.linear reaches less than half of what memory gives at one row, and of what the arithmetic units give at
+hundreds. In oneDNN's own layout a product reaches both, and adds bias, GELU or residual while the result
+is still in a register. Inductor does the same when it freezes a network.
+"""
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+# Below this width a layer costs so little at one row that calling oneDNN costs more.
+WORTH_PACKING = 256
+
+
+def pack(model):
+    """Replace a GPT's blocks and head by packed ones that give the same logits, where that is faster here.
+
+    It can only generate from then on: the plain weights are let go. Returns the model.
+    """
+    if model.config.n_embd >= WORTH_PACKING and available():
+        blocks = model.transformer.h
+        for i, block in enumerate(blocks):
+            blocks[i] = PackedBlock(block, last=i + 1 == len(blocks))
+        model.lm_head = PackedLinear(model.lm_head)
+    return model
+
+
+def available():
+    """Whether this torch has the operators, which are Inductor's and not public."""
+    names = "_reorder_linear_weight", "_linear_pointwise"
+    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+class PackedLinear(nn.Module):
+    """A Linear that can also add a residual, or apply GELU ("none" or "tanh", as in F.gelu), in one pass."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.bias = linear.bias
+
+    def forward(self, x, add=None, gelu=None):
+        x = x.to(self.weight.dtype)
+        if add is not None and add.dtype == x.dtype:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.weight, self.bias, "add")
+        y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "gelu" if gelu else "none", [], gelu or "")
+        return y if add is None else add + y # a float32 residual of bfloat16 layers, as autocast has it
+
+
+class PackedBlock(nn.Module):
+    """model.Block in fewer passes; the last one computes only the last position where no cache wants the rest."""
+
+    def __init__(self, block, last):
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.last = block.ln_1, block.attn, block.ln_2, last
+        self.attn.c_attn, self.attn.c_proj = PackedLinear(self.attn.c_attn), PackedLinear(self.attn.c_proj)
+        self.c_fc, self.c_proj = PackedLinear(block.mlp.c_fc), PackedLinear(block.mlp.c_proj)
+        self.gelu = block.mlp.gelu.approximate
+
+    def forward(self, x, past=None):
+        h = self.ln_1(x)
+        if self.last and past is None:
+            x = x[:, -1:].contiguous()
+            q, k, v = self.attn.heads(h)
+            y = self.attn.merge(F.scaled_dot_product_attention(q[:, :, -1:], k, v))
+        else:
+            y = self.attn.attend(h, past)
+        x = self.attn.c_proj(y, add=x)
+        return self.c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), add=x)

@@ -1,0 +1,64 @@
+"""Packed layers give what plain ones give."""
+import pytest
+import torch
+
+import packed
+from conftest import make_gpt, plain_generate
+from packed import PackedBlock, pack
+
+WIDE = dict(n_embd=packed.WORTH_PACKING, n_head=4, n_layer=2)
+
+needs_operators = pytest.mark.skipif(not packed.available(), reason="this torch has not the operators")
+
+
+def prompt_of(length, rows):
+    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@needs_operators
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+@pytest.mark.parametrize("rows", [1, 3], ids=["1-row", "3-rows"])
+@pytest.mark.parametrize("length", [1, 10, 16, 30], ids=lambda n: f"{n}-tokens") # its block_size is 16
+def test_the_same_tokens_in_float32(length, rows, gelu, bias):
+    plain, packed_model = make_gpt(**WIDE, bias=bias, gelu=gelu), pack(make_gpt(**WIDE, bias=bias, gelu=gelu))
+    assert isinstance(packed_model.transformer.h[0], PackedBlock)
+    idx = prompt_of(length, rows)
+    torch.manual_seed(3)
+    expected = plain_generate(plain, idx, 25, temperature=0.8, top_k=20)
+    torch.manual_seed(3)
+    assert torch.equal(packed_model.generate(idx, 25, temperature=0.8, top_k=20), expected)
+
+
+@needs_operators
+@pytest.mark.parametrize("cached", [True, False])
+def test_bfloat16_is_as_near_to_float32_as_autocast(cached):
+    idx = prompt_of(15, 2)
+
+    def logits(model):
+        if not cached:
+            return model(idx)[0].float()
+        cache = packed_cache(model)
+        model(idx[:, :14], cache=cache)
+        return model(idx[:, 14:], cache=cache)[0].float()
+
+    with torch.no_grad():
+        exact = logits(make_gpt(**WIDE))
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast = logits(make_gpt(**WIDE))
+            ours = logits(pack(make_gpt(**WIDE).cast_linears(torch.bfloat16)))
+    assert 0 < (ours - exact).abs().mean() <= 1.2 * (autocast - exact).abs().mean()
+
+
+def packed_cache(model):
+    from model import KVCache
+    return KVCache(model.config, 2, 16, dtype=model.compute_dtype())
+
+
+@pytest.mark.parametrize("missing", [True, False], ids=["no-operators", "narrow"])
+def test_the_plain_path_stays_where_packing_cannot_help(missing, monkeypatch):
+    if missing:
+        monkeypatch.setattr(packed, "available", lambda: False)
+    model = make_gpt(**WIDE if missing else {})
+    layers = list(model.modules())
+    assert list(pack(model).modules()) == layers
