@@ -36,6 +36,14 @@ class GPTConfig:
                 raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
+        if self.n_inner is not None and (type(self.n_inner) is not int or self.n_inner < 1):
+            raise ValueError(f"n_inner must be a whole number, at least 1, or None, got {self.n_inner!r}")
+        for name in "dropout", "layer_norm_epsilon":
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
+        if self.gelu not in ("none", "tanh"):
+            raise ValueError(f"gelu must be 'none' or 'tanh', got {self.gelu!r}")
 
 
 class KVCache:

@@ -8,16 +8,16 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-# Below this width a layer costs so little at one row that calling oneDNN costs more.
-WORTH_PACKING = 256
+# Layers narrower than this keep their plain weights for fewer rows than that: there the call costs the most.
+NARROW, FEW = 256, 8
 
 
 def pack(model):
-    """Replace a GPT's blocks and head by packed ones that give the same logits, where that is faster here.
+    """Replace a GPT's blocks and head by packed ones that give the same logits, where this torch can.
 
-    It can only generate from then on: the plain weights are let go. Returns the model.
+    It can only generate from then on. Returns the model.
     """
-    if model.config.n_embd >= WORTH_PACKING and available():
+    if available():
         blocks = model.transformer.h
         for i, block in enumerate(blocks):
             blocks[i] = PackedBlock(block, last=i + 1 == len(blocks))
@@ -38,8 +38,13 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
         self.bias = linear.bias
+        self.plain = linear if linear.in_features < NARROW else None
 
     def forward(self, x, add=None, gelu=None):
+        if self.plain is not None and x.numel() < FEW * x.size(-1):
+            y = self.plain(x)
+            y = F.gelu(y, approximate=gelu) if gelu else y
+            return y if add is None else add + y
         x = x.to(self.weight.dtype)
         if add is not None and add.dtype == x.dtype:
             return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.weight, self.bias, "add")

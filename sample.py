@@ -197,7 +197,11 @@ if __name__ == '__main__':
     except BrokenPipeError: # the reader has had enough, as in: python sample.py | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError) as error:
         fail(1, error)
+    except (MemoryError, RuntimeError) as error:
+        if 'memory' not in f"{type(error).__name__} {error}".lower():
+            raise
+        fail(1, f"out of memory: pass a smaller --batch_size ({error!s:.200})")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -13,7 +13,12 @@ import torch.nn as nn
 
 
 def multinomial(probs):
-    """(B, V) probabilities -> (B, 1) ids drawn from torch's global generator."""
+    """(B, V) probabilities -> (B, 1) ids drawn from torch's global generator; on MPS from the CPU's.
+
+    MPS's own has returned ids of probability 0 and beyond the vocabulary.
+    """
+    if probs.device.type == "mps":
+        return torch.multinomial(probs.cpu(), num_samples=1).to(probs.device)
     return torch.multinomial(probs, num_samples=1)
 
 

@@ -93,7 +93,9 @@ def fitted(model_args, state_dict, source):
         raise ValueError(f"{source} says n_layer={model_args.get('n_layer')!r:.40} "
                          f"and holds tensors of {layers} layers")
     head, embedding = state_dict.get(HEAD), state_dict.get(EMBEDDING)
-    tied = head is embedding or (head is not None and embedding is not None and torch.equal(head, embedding))
+    tied = head is embedding
+    if head is not None and embedding is not None and head.shape == embedding.shape:
+        tied = torch.equal(head.float(), embedding.float())
     if tied:
         state_dict.pop(EMBEDDING, None)
     state_dict = {name: tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

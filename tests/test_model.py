@@ -132,13 +132,18 @@ def test_samples_equal_transformers(tmp_path):
     assert [ours.generate(idx, 40, 0.9, 30).tolist() for _ in range(3)] == [sample.tolist() for sample in expected]
 
 
-def test_from_pretrained_overrides():
+def test_from_pretrained_takes_overrides(tmp_path):
+    make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
+    assert GPT.from_pretrained(str(tmp_path)).config.dropout == 0.0
+    assert GPT.from_pretrained(str(tmp_path), dict(dropout=0.25)).transformer.drop.p == 0.25
     with pytest.raises(ValueError, match="model_args holds what GPT does not have: rope"):
-        GPT.from_state_dict({"rope": True}, {})
+        GPT.from_pretrained(str(tmp_path), dict(rope=True))
 
 
-@pytest.mark.parametrize("field, value", [("n_head", 5), ("n_layer", 0), ("n_embd", 2.5), ("vocab_size", "65"),
-                                          ("block_size", True), ("n_head", None)])
+@pytest.mark.parametrize("field, value", [
+    ("n_head", 5), ("n_layer", 0), ("n_embd", 2.5), ("vocab_size", "65"), ("block_size", True), ("n_head", None),
+    ("dropout", "0.1"), ("dropout", float("nan")), ("n_inner", 0), ("layer_norm_epsilon", None), ("gelu", "relu"),
+])
 def test_absurd_shapes_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
         GPTConfig(**{**SHAPE, field: value})

@@ -1,12 +1,12 @@
 """Packed layers give what plain ones give."""
 import pytest
 import torch
+from conftest import make_gpt, plain_generate
 
 import packed
-from conftest import make_gpt, plain_generate
 from packed import PackedBlock, pack
 
-WIDE = dict(n_embd=packed.WORTH_PACKING, n_head=4, n_layer=2)
+WIDE = dict(n_embd=packed.NARROW, n_head=4, n_layer=2)
 
 needs_operators = pytest.mark.skipif(not packed.available(), reason="this torch has not the operators")
 
@@ -16,12 +16,14 @@ def prompt_of(length, rows):
 
 
 @needs_operators
+@pytest.mark.parametrize("n_embd", [24, packed.NARROW], ids=["narrow", "wide"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("gelu", ["none", "tanh"])
 @pytest.mark.parametrize("rows", [1, 3], ids=["1-row", "3-rows"])
 @pytest.mark.parametrize("length", [1, 10, 16, 30], ids=lambda n: f"{n}-tokens") # its block_size is 16
-def test_the_same_tokens_in_float32(length, rows, gelu, bias):
-    plain, packed_model = make_gpt(**WIDE, bias=bias, gelu=gelu), pack(make_gpt(**WIDE, bias=bias, gelu=gelu))
+def test_the_same_tokens_in_float32(length, rows, gelu, bias, n_embd):
+    shape = dict(n_embd=n_embd, n_head=4, bias=bias, gelu=gelu)
+    plain, packed_model = make_gpt(**shape), pack(make_gpt(**shape))
     assert isinstance(packed_model.transformer.h[0], PackedBlock)
     idx = prompt_of(length, rows)
     torch.manual_seed(3)
@@ -55,10 +57,8 @@ def packed_cache(model):
     return KVCache(model.config, 2, 16, dtype=model.compute_dtype())
 
 
-@pytest.mark.parametrize("missing", [True, False], ids=["no-operators", "narrow"])
-def test_the_plain_path_stays_where_packing_cannot_help(missing, monkeypatch):
-    if missing:
-        monkeypatch.setattr(packed, "available", lambda: False)
-    model = make_gpt(**WIDE if missing else {})
+def test_the_plain_path_stays_where_the_operators_are_missing(monkeypatch):
+    monkeypatch.setattr(packed, "available", lambda: False)
+    model = make_gpt()
     layers = list(model.modules())
     assert list(pack(model).modules()) == layers

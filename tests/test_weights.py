@@ -62,7 +62,8 @@ def test_a_separate_head(tmp_path):
 @pytest.mark.parametrize("change", [
     lambda tensors: tensors.pop("lm_head.weight"),
     lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].clone()}),
-], ids=["no-head", "equal-copies"])
+    lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].double()}),
+], ids=["no-head", "equal-copies", "equal-in-another-precision"])
 def test_a_tied_head_however_it_is_stored(change, tmp_path):
     model = make_gpt()
     tensors = model.state_dict()
