@@ -173,15 +173,17 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=multinomial):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=multinomial, context_shift=False):
         """Continue token ids (B, T) by max_new_tokens: (B, T + max_new_tokens), idx itself left alone.
 
         temperature, top_k and draw are sampler.next_token's; draw as it is uses torch's global generator.
+        context_shift is for text longer than block_size, as in llama.cpp: a full window loses its older half and
+        is read anew once, where else every further token reads all of the window again.
         """
-        return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, draw)], dim=1)
+        return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, draw, context_shift)], dim=1)
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=multinomial):
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=multinomial, context_shift=False):
         """generate, a step at a time: yields (B, 1) ids as they are drawn."""
         B, T = idx.shape
         block_size = self.config.block_size
@@ -190,26 +192,27 @@ class GPT(nn.Module):
         cache = KVCache(self.config, B, min(T + max_new_tokens, block_size), idx.device, self.compute_dtype())
         idx = idx[:, -block_size:]
         read = idx[:1] if (idx == idx[:1]).all() else idx # rows that are all the same are read as one
-        for length in range(T, T + max_new_tokens):
-            if length <= block_size:
-                logits, _ = self(read[:, cache.size:], cache=cache)
-            else:
-                # Positions are learned and absolute: in a window that slides, every key and value is new.
-                logits, _ = self(read)
+        for _ in range(max_new_tokens):
+            logits, _ = self(read, cache=cache)
             token = next_token(logits[:, -1].expand(B, -1), temperature, top_k, draw)
-            read = idx = torch.cat([idx, token], dim=1)[:, -block_size:]
             yield token
+            idx, read = torch.cat([idx, token], dim=1), token
+            if idx.size(1) > block_size:
+                # Positions are learned and absolute: in a window that has moved, every key and value is new.
+                keep = block_size - block_size // 2 if context_shift else block_size
+                idx = read = idx[:, -keep:]
+                if context_shift:
+                    cache.size = 0
+                else:
+                    cache = None
 
-    def compile_generation(self, idx, max_new_tokens):
-        """torch.compile what generate runs for such a call: the prompt, single tokens, a window that slides."""
-        def likeliest(probs):
-            return probs.argmax(dim=-1, keepdim=True)
-
+    def compile_generation(self, idx, max_new_tokens, context_shift=False):
+        """torch.compile what generate runs for such a call: the prompt, single tokens, a window that moves."""
         self.compile(dynamic=True)
-        self.generate(idx, min(max_new_tokens, 3), draw=likeliest)
+        self.generate(idx, min(max_new_tokens, 3), temperature=0)
         edge = self.config.block_size - 1
         if idx.size(1) <= edge < idx.size(1) + max_new_tokens:
-            self.generate(idx[:, :1].repeat(1, edge), 3, draw=likeliest)
+            self.generate(idx[:, :1].repeat(1, edge), 4, temperature=0, context_shift=context_shift)
 
     def bytes_per_sample(self, length):
         """About what one more row of length tokens takes in generate: its cache, or its window, and its logits."""

@@ -26,6 +26,7 @@ seed = 1337 # the same seed gives the same samples
 device = 'auto' # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: the best there is
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto: bfloat16 or else float16 on CUDA, float32 elsewhere
 compile = False # compile the network first: a minute's wait for more speed after it
+context_shift = False # past block_size: drop the older half of the window and go on; much faster, other text
 batch_size: int | None = None # how many samples to draw at once; None: what memory allows; the text stays the same
 
 
@@ -59,7 +60,7 @@ def main():
         for first in range(0, num_samples, at_once):
             rows = min(at_once, num_samples - first)
             idx = prompt.expand(rows, -1)
-            samples = model.generate(idx, max_new_tokens, temperature, top_k, draws.next_rows(rows))
+            samples = model.generate(idx, max_new_tokens, temperature, top_k, draws.next_rows(rows), context_shift)
             for ids in samples.tolist():
                 print(tokenizer.decode(ids))
                 print('---------------', flush=True)
@@ -166,7 +167,7 @@ def compile_for(model, prompt):
     say("compiling ...")
     began = time.perf_counter()
     try:
-        model.compile_generation(prompt, max_new_tokens)
+        model.compile_generation(prompt, max_new_tokens, context_shift)
     except Exception as e: # a missing compiler or driver shows in many ways
         raise ValueError(f"compile=True does not work here, leave it out ({type(e).__name__}: {e!s:.300})") from None
     say(f"compiled in {time.perf_counter() - began:.1f} s")

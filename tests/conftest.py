@@ -74,6 +74,18 @@ def nanogpt_samples(model_args, state_dict, seed, prompt, num_samples, max_new_t
     return [plain_generate(model, torch.tensor([prompt]), max_new_tokens, **how)[0].tolist() for _ in range(num_samples)]
 
 
+@torch.no_grad()
+def plain_shifting_generate(model, idx, max_new_tokens, top_k=None):
+    """The oracle of context_shift: a window that has grown past block_size keeps its newer half, rounded up."""
+    window, size = idx[:, -model.config.block_size:], model.config.block_size
+    for _ in range(max_new_tokens):
+        if window.size(1) > size:
+            window = window[:, -((size + 1) // 2):]
+        token = plain_generate(model, window, 1, top_k=top_k)[:, -1:]
+        window, idx = torch.cat([window, token], dim=1), torch.cat([idx, token], dim=1)
+    return idx
+
+
 @pytest.fixture(scope="session")
 def vocabulary(tmp_path_factory):
     """A folder for TIKTOKEN_CACHE_DIR that holds GPT-2's encoding."""

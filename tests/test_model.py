@@ -3,7 +3,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import SHAPE, make_gpt, make_transformers_gpt2, plain_generate
+from conftest import SHAPE, make_gpt, make_transformers_gpt2, plain_generate, plain_shifting_generate
 
 from model import GPT, GPTConfig, KVCache
 
@@ -23,6 +23,16 @@ def test_generate_equals_the_plain_loop(length, rows, bias):
     torch.manual_seed(3)
     assert torch.equal(model.generate(idx, 30, temperature=0.8, top_k=20), expected)
     assert torch.equal(idx, before)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40], ids=lambda n: f"{n}-tokens")
+def test_context_shift_equals_the_plain_loop_of_its_rule(length, block_size):
+    model, idx = make_gpt(block_size=block_size), prompt_of(length, 2)
+    torch.manual_seed(3)
+    expected = plain_shifting_generate(model, idx, 40, top_k=20)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(idx, 40, top_k=20, context_shift=True), expected)
 
 
 def test_rows_that_share_a_prompt_are_read_once_and_equal_the_plain_loop():

@@ -72,6 +72,7 @@ def test_stdout_holds_the_samples_and_stderr_the_rest(sample, letters):
     (["--top_k=0"], "\n"),
     (["--top-k", "5"], "\n"),
     (["--seed=-1"], "\n"),
+    (["--context_shift", "--start=A"], "A"),
     (["--dtype=bfloat16"], "\n"),
     (["--dtype=float16"], "\n"),
     (["--start=FILE:prompt.txt"], "Zürich\nis"),
