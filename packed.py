@@ -17,7 +17,7 @@ def pack(model):
 
     It can only generate from then on. Returns the model.
     """
-    if available():
+    if available(model.lm_head.weight.dtype):
         blocks = model.transformer.h
         for i, block in enumerate(blocks):
             blocks[i] = PackedBlock(block, last=i + 1 == len(blocks))
@@ -25,10 +25,16 @@ def pack(model):
     return model
 
 
-def available():
-    """Whether this torch has the operators, which are Inductor's and not public."""
-    names = "_reorder_linear_weight", "_linear_pointwise"
-    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+def available(dtype=torch.float32):
+    """Whether this torch has the operators, which are Inductor's and not public, and for this dtype here."""
+    try:
+        x = torch.ones(1, 16, dtype=dtype)
+        layer = PackedLinear(nn.Linear(16, 16, dtype=dtype))
+        layer.plain = None
+        layer(layer(x, gelu="tanh"), add=x)
+        return True
+    except (AttributeError, RuntimeError): # they are missing, or cannot
+        return False
 
 
 class PackedLinear(nn.Module):

@@ -58,7 +58,12 @@ def packed_cache(model):
 
 
 def test_the_plain_path_stays_where_the_operators_are_missing(monkeypatch):
-    monkeypatch.setattr(packed, "available", lambda: False)
+    monkeypatch.setattr(packed, "available", lambda dtype: False)
     model = make_gpt()
     layers = list(model.modules())
     assert list(pack(model).modules()) == layers
+
+
+def test_float16_generates_whether_or_not_it_can_be_packed():
+    with torch.autocast("cpu", torch.float16):
+        assert pack(make_gpt().cast_linears(torch.float16)).generate(prompt_of(5, 2), 20, temperature=0).shape == (2, 25)
