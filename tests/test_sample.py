@@ -44,7 +44,6 @@ def test_the_defaults_are_nanogpts(sample, letters):
 
 
 def test_samples_of_hugging_face_weights_are_those_of_transformers(sample, gpt2_folder):
-    from tokenizer import GPT2Tokenizer
     tokenizer, theirs = GPT2Tokenizer(), make_transformers_gpt2()
     idx = torch.tensor([tokenizer.encode("Hello, I'm a")])
     torch.manual_seed(3)
@@ -300,6 +299,15 @@ def test_the_readme_shows_what_the_demo_prints(sample):
     command, printed = shown.split("\n", 1)
     done = sample(*shlex.split(command.removeprefix("$ python sample.py ")))
     assert done.stdout == printed
+
+
+def test_the_demo_prints_what_nanogpt_draws(sample):
+    checkpoint = torch.load(PROJECT / "out-shakespeare-char" / "ckpt.pt", weights_only=True)
+    chars = sorted(CharTokenizer(PROJECT / "out-shakespeare-char" / "meta.pkl").stoi)
+    samples = nanogpt_samples(checkpoint["model_args"], checkpoint["model"], 1337, [chars.index("O")], 2, 150,
+                              temperature=0.8, top_k=200)
+    done = sample("--out_dir=out-shakespeare-char", "--start=O", "--num_samples=2", "--max_new_tokens=150", "--device=cpu")
+    assert done.stdout == "".join("".join(chars[i] for i in ids) + f"\n{RULE}\n" for ids in samples)
 
 
 def test_the_demo_is_nanogpts_format():
