@@ -19,6 +19,8 @@ from conftest import (
     save_meta,
 )
 
+from tokenizer import CharTokenizer, GPT2Tokenizer
+
 RULE = "---------------"
 FAST = "--num_samples=1", "--max_new_tokens=5"
 
