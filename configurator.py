@@ -11,16 +11,17 @@ import difflib
 import os
 import sys
 import warnings
+from contextlib import redirect_stdout
 
 TAKES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "None": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def override(scope, arguments):
+def override(scope, arguments, warn=print):
     """Run settings files and arguments, in order, over scope: the script's globals(), changed in place.
 
-    Returns what changed, by name. ValueError where an argument or a file cannot be used. --help prints
-    the settings and exits.
+    Returns what changed, by name. ValueError where an argument or a file cannot be used; what is only odd
+    goes to warn. --help prints the settings and exits.
     """
     settings = find_settings(scope["__file__"])
     if {"--help", "-h"} & set(arguments):
@@ -33,7 +34,7 @@ def override(scope, arguments):
             name, text = split_argument(argument, arguments, settings)
             changes = {name: parse(name, text, settings[name].kinds)}
         else:
-            changes = run_file(argument, scope, settings)
+            changes = run_file(argument, scope, settings, warn)
         scope.update(changes)
         changed |= changes
     return changed
@@ -78,7 +79,9 @@ def split_argument(argument, rest, settings):
     key, equals, text = argument.removeprefix("--").partition("=")
     name = key.replace("-", "_")
     if name not in settings:
-        raise ValueError(f"unknown setting --{key}{nearest(name, settings)}; --help lists them all")
+        begun = [setting for setting in settings if len(name) > 2 and setting.startswith(name)]
+        near = f"; did you mean {begun[0]}?" if begun else nearest(name, settings)
+        raise ValueError(f"unknown setting --{key:.100}{near}; --help lists them all")
     if equals:
         return name, text
     if settings[name].kinds == ["bool"]:
@@ -123,34 +126,45 @@ def fit(name, value, kinds, shown):
     raise ValueError(f"{name} takes {' or '.join(TAKES[k] for k in kinds)}, got {shown!r:.100}")
 
 
-def run_file(path, scope, settings):
+def run_file(path, scope, settings, warn):
     """Run a settings file, in the current folder or beside the script -> the settings it changed.
 
     It is Python and sees the settings as they are so far. It may define anything else (training files
     do), but a near miss of a setting's name is warned of.
     """
-    beside = os.path.join(os.path.dirname(os.path.abspath(scope["__file__"])), path)
+    beside = os.path.join(os.path.dirname(os.path.realpath(scope["__file__"])), path)
     found = path if os.path.exists(path) else beside
     try:
         with open(found, "rb") as f:
             source = f.read()
-    except OSError as e:
-        raise ValueError(f"cannot read the settings file {path!r}: {e.strerror}; "
+    except (OSError, ValueError) as e: # a path may not even be one
+        raise ValueError(f"cannot read the settings file {path!r:.200}: {getattr(e, 'strerror', e)}; "
                          "settings are given as --key=value") from None
     names = dict(scope)
     try:
         code = compile(source, found, "exec")
-        if "torch" in code.co_names: # nanoGPT's script has imported it by then, and settings files may use it
+        if b"torch" in source: # nanoGPT's script has imported it by then, and settings files may use it
             import torch
             names["torch"] = torch
-        exec(code, names)
-    except Exception as e:
+        with redirect_stdout(sys.stderr): # standard output is the script's
+            exec(code, names)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e: # sys.exit() too: a run that ends here has said nothing
         raise ValueError(f"{describe_error(found, e)}; a settings file is Python that assigns settings") from None
     for name, value in names.items():
         if name not in scope and type(value).__name__ in TAKES and (near := nearest(name, settings)):
-            print(f"warning: {found} sets {name}, which is no setting{near}", file=sys.stderr)
-    return {name: fit(name, names[name], setting.kinds, names[name]) for name, setting in settings.items()
-            if names.get(name, scope[name]) is not scope[name]}
+            warn(f"warning: {found} sets {name}, which is no setting{near}")
+    changes = {name: names[name] for name in settings if name in names and differ(names[name], scope[name])}
+    try:
+        return {name: fit(name, value, settings[name].kinds, value) for name, value in changes.items()}
+    except ValueError as e:
+        raise ValueError(f"{found}: {e}") from None
+
+
+def differ(value, other):
+    """Whether two settings' values differ, in kind or otherwise."""
+    return type(value) is not type(other) or value != other
 
 
 def describe_error(path, error):
@@ -165,7 +179,6 @@ def describe_error(path, error):
 
 
 def nearest(name, settings):
-    """'; did you mean --x?' for the setting whose name is close, or nothing."""
-    close = difflib.get_close_matches(name, settings, n=1, cutoff=0.75)
-    close += [setting for setting in settings if name and setting.startswith(name)]
+    """'; did you mean x?' for the setting whose name is close, or nothing."""
+    close = difflib.get_close_matches(name.lower(), settings, n=1, cutoff=0.75)
     return f"; did you mean {close[0]}?" if close else ""

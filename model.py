@@ -5,6 +5,7 @@ D = E / H, V vocabulary.
 """
 import math
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.nn as nn
@@ -32,16 +33,19 @@ class GPTConfig:
     def __post_init__(self):
         for name in "block_size", "vocab_size", "n_layer", "n_head", "n_embd":
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
+            if type(value) is not int or not 1 <= value < 2**31:
+                raise ValueError(f"{name} must be a whole number, at least 1 and below 2**31, got {value!r:.100}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
         if self.n_inner is not None and (type(self.n_inner) is not int or self.n_inner < 1):
-            raise ValueError(f"n_inner must be a whole number, at least 1, or None, got {self.n_inner!r}")
+            raise ValueError(f"n_inner must be a whole number, at least 1, or None, got {self.n_inner!r:.100}")
         for name in "dropout", "layer_norm_epsilon":
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
+        for name in "bias", "tied":
+            if getattr(self, name) not in (True, False):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.100}")
         if self.gelu not in ("none", "tanh"):
             raise ValueError(f"gelu must be 'none' or 'tanh', got {self.gelu!r}")
 
@@ -208,8 +212,10 @@ class GPT(nn.Module):
 
     def compile_generation(self, idx, max_new_tokens, context_shift=False):
         """torch.compile what generate runs for such a call: the prompt, single tokens, a window that moves."""
+        torch._dynamo.config.recompile_limit = 32 # each of these, for every batch size, is a graph of its own
         self.compile(dynamic=True)
-        self.generate(idx, min(max_new_tokens, 3), temperature=0)
+        # The first steps of the very call: a cache of another capacity would be another graph.
+        list(islice(self.stream(idx, max_new_tokens, temperature=0), 3))
         edge = self.config.block_size - 1
         if idx.size(1) <= edge < idx.size(1) + max_new_tokens:
             self.generate(idx[:, :1].repeat(1, edge), 4, temperature=0, context_shift=context_shift)

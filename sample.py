@@ -10,8 +10,10 @@ settings files (Python that assigns settings) and --key=value, --key value, or a
 import math
 import os
 import re
+import signal
 import sys
 import time
+from contextlib import suppress
 
 from configurator import override
 
@@ -41,7 +43,7 @@ def main():
     text = read_prompt()
     place, precision = choose_device(), choose_dtype()
     model, tokenizer = load_model()
-    prompt = torch.tensor([tokenizer.encode(text)], device=place)
+    ids = tokenizer.encode(text)
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
         f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
@@ -52,17 +54,18 @@ def main():
         pack(model)
     if place.type == 'cuda':
         torch.set_float32_matmul_precision('high') # TF32, as nanoGPT has it
+
     with torch.autocast(place.type, precision, enabled=precision != torch.float32):
-        at_once = min(num_samples, batch_size or batch_that_fits(model, prompt.size(1) + max_new_tokens))
+        context = torch.tensor([ids[-model.config.block_size:]], device=place) # what the network can see of the prompt
+        at_once = min(num_samples, batch_size or batch_that_fits(model, len(ids) + max_new_tokens))
         if compile:
-            compile_for(model, prompt.expand(at_once, -1))
+            compile_for(model, context, {at_once, num_samples % at_once or at_once})
         began = time.perf_counter()
         for first in range(0, num_samples, at_once):
-            rows = min(at_once, num_samples - first)
-            idx = prompt.expand(rows, -1)
-            samples = model.generate(idx, max_new_tokens, temperature, top_k, draws.next_rows(rows), context_shift)
-            for ids in samples.tolist():
-                print(tokenizer.decode(ids))
+            idx = context.expand(min(at_once, num_samples - first), -1)
+            samples = model.generate(idx, max_new_tokens, temperature, top_k, draws.next_rows(len(idx)), context_shift)
+            for new in samples[:, idx.size(1):].tolist():
+                print(tokenizer.decode(ids + new))
                 print('---------------', flush=True)
     took, tokens = time.perf_counter() - began, num_samples * max_new_tokens
     say(f"{num_samples} samples, {tokens} tokens in {took:.1f} s: {tokens / took:.0f} tokens/s")
@@ -73,12 +76,12 @@ def check_settings():
     global top_k
     top_k = top_k or None
     must(init_from not in ('', 'scratch'), "init_from must be 'resume' or a Hugging Face id or folder", init_from)
-    must(start, "start is empty, and a sample needs something to continue: \\n, or <|endoftext|> for GPT-2", start)
-    must(num_samples >= 1, "num_samples must be at least 1", num_samples)
-    must(max_new_tokens >= 0, "max_new_tokens must not be negative", max_new_tokens)
+    must(start, "start is empty, and a sample needs something to continue: a newline is --start='\"\\n\"'", start)
+    must(1 <= num_samples <= 10**9, "num_samples must be at least 1, and at most a thousand million", num_samples)
+    must(0 <= max_new_tokens <= 10**9, "max_new_tokens must be from 0 to a thousand million", max_new_tokens)
     must(0 <= temperature < math.inf, "temperature must be 0 (always the likeliest token) or more", temperature)
     must(top_k is None or top_k >= 1, "top_k must be at least 1, or None or 0 for every token", top_k)
-    must(batch_size is None or batch_size >= 1, "batch_size must be at least 1, or None for what fits", batch_size)
+    must(batch_size is None or 1 <= batch_size <= 10**5, "batch_size must be from 1 to 100000, or None", batch_size)
     must(-2**63 <= seed < 2**64, "seed must lie between -2**63 and 2**64 - 1", seed)
     must(re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device), "device must be auto, cpu, cuda, cuda:N or mps", device)
     must(dtype in ('auto', 'float32', 'bfloat16', 'float16'), "dtype must be auto, float32, bfloat16 or float16", dtype)
@@ -96,12 +99,12 @@ def read_prompt():
         return start
     path = start[5:]
     try:
-        with open(sys.stdin.fileno() if path == '-' else path, encoding='utf-8', closefd=path != '-') as f:
+        with open(0 if path == '-' else path, encoding='utf-8', closefd=path != '-') as f:
             text = f.read()
     except UnicodeDecodeError as e:
         raise ValueError(f"the prompt file {path} is not UTF-8: {e}") from None
-    except OSError as e:
-        raise ValueError(f"cannot read the prompt file {path}: {e.strerror}") from None
+    except (OSError, ValueError) as e: # a path may not even be one
+        raise ValueError(f"cannot read the prompt file {path!r:.200}: {getattr(e, 'strerror', e)}") from None
     if not text:
         raise ValueError(f"the prompt file {path} is empty: a sample needs something to continue")
     return text
@@ -136,17 +139,20 @@ def load_model():
     from tokenizer import load_tokenizer
     from weights import find_checkpoint, load_checkpoint, load_huggingface
 
-    if init_from == 'resume':
-        source = find_checkpoint(out_dir)
-        model_args, state_dict, config = load_checkpoint(source)
-        table = source.parent, config.get('dataset')
-    else:
-        source, table = init_from, (None, None)
-        model_args, state_dict = load_huggingface(source)
+    source = find_checkpoint(out_dir) if init_from == 'resume' else init_from
     try:
+        if init_from == 'resume':
+            model_args, state_dict, config = load_checkpoint(source)
+            table = source.parent, config.get('dataset')
+        else:
+            model_args, state_dict = load_huggingface(source)
+            table = None, None
         model = GPT.from_state_dict(model_args, state_dict)
-    except ValueError as e:
-        raise ValueError(f"{source}: {e}") from None
+    except (OSError, MemoryError):
+        raise
+    except Exception as e: # what is no network trips torch in many ways
+        named = isinstance(e, ValueError) and str(source) in str(e)
+        raise ValueError(str(e) if named else f"cannot load {source}: {e}") from None
     return model, load_tokenizer(*table, model.config.vocab_size)
 
 
@@ -162,20 +168,23 @@ def batch_that_fits(model, length):
     return max(1, min(most, free // 2 // model.bytes_per_sample(length)))
 
 
-def compile_for(model, prompt):
+def compile_for(model, context, batch_sizes):
     """Compile what generation will run, and say how long that took; ValueError where this machine cannot."""
     say("compiling ...")
     began = time.perf_counter()
     try:
-        model.compile_generation(prompt, max_new_tokens, context_shift)
+        for rows in batch_sizes:
+            model.compile_generation(context.expand(rows, -1), max_new_tokens, context_shift)
     except Exception as e: # a missing compiler or driver shows in many ways
         raise ValueError(f"compile=True does not work here, leave it out ({type(e).__name__}: {e!s:.300})") from None
     say(f"compiled in {time.perf_counter() - began:.1f} s")
 
 
 def say(text):
-    """Tell the user what is no sample."""
-    print(text, file=sys.stderr, flush=True)
+    """Tell the user what is no sample, where there is somebody to tell."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def fail(status, error):
@@ -185,15 +194,21 @@ def fail(status, error):
     sys.exit(status)
 
 
-if __name__ == '__main__':
+def run():
+    """The settings, then the samples; every mistake that a user can make ends in one line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # At once, and without a traceback; importing torch would swallow a KeyboardInterrupt.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors='replace') # where it cannot show a character
     try:
-        changed = override(globals(), sys.argv[1:])
-        check_settings()
-    except ValueError as error:
-        fail(2, error)
-    if changed:
-        say("settings: " + ', '.join(f"{name}={value!r:.100}" for name, value in changed.items()))
-    try:
+        try:
+            changed = override(globals(), sys.argv[1:], warn=say)
+            check_settings()
+        except ValueError as error:
+            fail(2, error)
+        if changed:
+            say("settings: " + ', '.join(f"{name}={value!r:.100}" for name, value in changed.items()))
         main()
     except BrokenPipeError: # the reader has had enough, as in: python sample.py | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -204,5 +219,7 @@ if __name__ == '__main__':
         if 'memory' not in f"{type(error).__name__} {error}".lower():
             raise
         fail(1, f"out of memory: pass a smaller --batch_size ({error!s:.200})")
-    except KeyboardInterrupt:
-        sys.exit(130)
+
+
+if __name__ == '__main__':
+    run()

@@ -6,6 +6,7 @@ starts k * max_new_tokens * V exponentials into it. RowDraws gives every row of 
 there: all samples at once, each with the tokens it would have had alone.
 """
 from functools import cache
+from threading import Thread
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ def next_token(logits, temperature=1.0, top_k=None, draw=multinomial):
     """(B, V) logits -> (B, 1) ids; the logits stay as they are.
 
     temperature 0 takes the likeliest token; top_k keeps the k likeliest and all that tie with the last
-    of them; draw turns (B, V) probabilities into (B, 1) ids. ValueError where a logit is NaN or infinite.
+    of them, None or 0 keeps all; draw turns (B, V) probabilities into (B, 1) ids. ValueError where a logit
+    is NaN or infinite.
     """
     logits = logits.float()
     if temperature == 0:
@@ -37,7 +39,7 @@ def next_token(logits, temperature=1.0, top_k=None, draw=multinomial):
         require_finite(logits)
         # So cold that float32 overflows: the limit, where only the likeliest are left.
         scaled = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
-    if top_k is not None:
+    if top_k:
         kth = scaled.topk(min(top_k, scaled.size(-1))).values[:, -1:]
         scaled.masked_fill_(scaled < kth, -torch.inf)
     return draw(scaled.softmax(dim=-1))
@@ -66,14 +68,17 @@ class RowDraws:
     def __init__(self, seed, device="cpu", initialisation=0, steps=0, width=0):
         device = torch.device(device)
         self.generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
-        if device.type != "cuda": # networks are initialised on the CPU
-            skip_numbers(self.generator, initialisation)
+        count = 0 if device.type == "cuda" else initialisation # networks are initialised on the CPU
+        # Half a second for GPT-2's, while the weights are made ready.
+        self.start = Thread(target=skip_numbers, args=(self.generator, count), daemon=True)
+        self.start.start()
         self.steps, self.width = steps, width
         self.passed = 0 # exponential_ calls of the latest row, skipped when another follows
         self.rows, self.numbers = [], None
 
     def next_rows(self, count):
         """Turn to the next count samples of the run; returns self, ready to draw for a batch of them."""
+        self.start.join()
         self.rows = []
         for _ in range(count):
             skip_exponentials(self.generator, self.passed, self.width)
@@ -143,7 +148,8 @@ def skip_numbers(generator, count):
     key = words[6:6 + 2 * 624:2]
     twister = np.random.MT19937()
     twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": 625 - int(words[2])}}
-    twister.random_raw(count, output=False)
+    for done in range(0, count, 2**26): # in slices, for Ctrl-C to come through
+        twister.random_raw(min(2**26, count - done), output=False)
     key[:], place = twister.state["state"].values()
     words[2], words[4] = 625 - place, place
     generator.set_state(state)

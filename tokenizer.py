@@ -71,7 +71,7 @@ class DataOnly(pickle.Unpickler):
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding, by tiktoken; <|endoftext|> in a text is the token of that name."""
 
-    source = "GPT-2's encoding"
+    source, size = "GPT-2's encoding", 50257
 
     def __init__(self):
         import tiktoken
@@ -85,7 +85,6 @@ class GPT2Tokenizer:
                 "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/, save them as "
                 "6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in a folder "
                 "here, and set TIKTOKEN_CACHE_DIR to that folder") from None
-        self.size = self.encoding.n_vocab
 
     def encode(self, text):
         """Token ids of text; ValueError where it is not valid Unicode."""
@@ -110,11 +109,11 @@ def load_tokenizer(folder, dataset, vocab_size):
     places = [os.path.join(folder, "meta.pkl")] if folder is not None else []
     if isinstance(dataset, str):
         places.append(os.path.join("data", dataset, "meta.pkl"))
-    found = next((path for path in places if os.path.exists(path)), None)
-    tokenizer = CharTokenizer(found) if found else GPT2Tokenizer()
+    found = next((path for path in places if os.path.isfile(path)), None)
+    tokenizer = CharTokenizer(found) if found else GPT2Tokenizer
     # A vocabulary may be padded to a round size; to more than twice its own it is another one.
     if not tokenizer.size <= vocab_size <= 2 * tokenizer.size:
         looked = "" if found or not places else f" (there is no {' nor '.join(places)})"
         raise ValueError(f"{tokenizer.source} has {tokenizer.size} tokens and the network {vocab_size}: they do not "
                          f"belong together{looked}; put the meta.pkl of its training data beside ckpt.pt")
-    return tokenizer
+    return tokenizer if found else GPT2Tokenizer() # whose files are only wanted if it fits

@@ -8,7 +8,6 @@ import os
 import re
 import warnings
 from pathlib import Path, PurePosixPath
-from pickle import UnpicklingError
 
 import torch
 
@@ -26,6 +25,8 @@ def find_checkpoint(out_dir):
         return path
     around = Path(out_dir), Path(out_dir).parent, Path()
     nearby = sorted({str(found.parent) for folder in around for found in folder.glob("*/ckpt.pt")})
+    if (Path(out_dir) / "config.json").is_file():
+        raise FileNotFoundError(f"{out_dir} holds a Hugging Face model and no ckpt.pt; pass --init_from={out_dir}")
     known = f"; nearby there is one in {', '.join(nearby[:5])}" if nearby else ""
     demo = Path(__file__).resolve().parent / "out-shakespeare-char"
     raise FileNotFoundError(f"there is no checkpoint at {path}{known}; pass --out_dir=FOLDER, for the demo "
@@ -64,6 +65,8 @@ def load_huggingface(model):
     Reads config.json and safetensors, else pytorch_model.bin; either may lie in shards. ValueError where
     these cannot be had or hold no GPT-2.
     """
+    if os.path.isfile(model) or os.path.isfile(os.path.join(model, "ckpt.pt")):
+        raise ValueError(f"{model} is no folder of a Hugging Face model; for a ckpt.pt pass --out_dir={model}")
     folder = Path(model) if os.path.isdir(model) else download(model)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json, so no Hugging Face model")
@@ -112,8 +115,9 @@ def require_tensors(state_dict, source):
     for name, tensor in state_dict.items():
         if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)):
             raise ValueError(f"{source} must hold tensors by name, and holds {name!r:.60}: {type(tensor).__name__}")
-        if tensor.layout != torch.strided or not (tensor.is_floating_point() or MASKS.search(name)):
-            raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}: "
+        dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+        if not dense or not (tensor.is_floating_point() or MASKS.search(name)):
+            raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}, {tensor.device}: "
                              "only dense floating point is read")
     return state_dict
 
@@ -137,7 +141,7 @@ def read_pickle(path):
             return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
     except Exception as e: # a damaged file trips torch's reader in many ways
         named = re.search(r"GLOBAL (\S+)", str(e))
-        told = re.search(r"WeightsUnpickler error: (.+)", str(e)) # what stands around it is advice to load unsafely
+        told = re.search(r"WeightsUnpickler error:\s*(.+)", str(e)) # what stands around it is advice to load unsafely
         why = (f"it names {named[1]:.80}, which could run code" if named else
                f"it is damaged, or torch.save did not write it ({told[1] if told else first_line(e)})")
         raise ValueError(f"cannot read {path}: {why}; only tensors, numbers and text are taken") from None
@@ -160,10 +164,10 @@ class NumpyDtype:
 
 
 def plain_number(dtype, data):
-    """Stands in for numpy's scalars: the bytes of one number -> that number as Python's."""
+    """Stands in for numpy's scalars: the bytes of a number or text -> that as Python's, of anything else None."""
     import numpy as np
-    if not re.fullmatch("[biuf][1248]", dtype.code):
-        raise UnpicklingError(f"numpy scalar of type {dtype.code!r}")
+    if not re.fullmatch(r"[biufcUS]\d{1,4}", dtype.code) or not isinstance(data, bytes):
+        return None
     return np.frombuffer(data, np.dtype(dtype.code).newbyteorder(dtype.order), count=1)[0].item()
 
 
@@ -227,8 +231,9 @@ def weight_files(folder):
         if index.is_file():
             shards = read_json(index).get("weight_map")
             names = shards.values() if isinstance(shards, dict) else [None]
-            if not all(isinstance(name, str) and name == Path(name).name for name in names):
-                raise ValueError(f"{index} must name files of its own folder in weight_map")
+            for name in names:
+                if not (isinstance(name, str) and name == Path(name).name and (folder / name).is_file()):
+                    raise ValueError(f"{index} must name files of its own folder in weight_map; {name!r:.100} is none")
             return [folder / name for name in sorted(set(names))]
     raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin, nor the index of either")
 
@@ -238,7 +243,7 @@ def gpt2_args(config, source):
     if config.get("model_type") != "gpt2":
         raise ValueError(f"{source} is of model_type {config.get('model_type')!r:.60}; only gpt2 is read")
     activation = config.get("activation_function", "gelu_new")
-    if activation not in GELU:
+    if not isinstance(activation, str) or activation not in GELU:
         raise ValueError(f"{source} uses activation_function {activation!r:.60}; known are {', '.join(GELU)}")
     sizes = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None} # GPT2Config's defaults
     return {
@@ -262,13 +267,13 @@ def nanogpt_names(state_dict):
 
 def rescale_queries(config, model_args, state_dict):
     """Fold config.json's other scalings of attention into the queries, where the network has only 1/sqrt(D)."""
+    by_width, by_layer = config.get("scale_attn_weights", True), config.get("scale_attn_by_inverse_layer_idx", False)
+    if by_width and not by_layer:
+        return
     for i in range(model_args["n_layer"]):
-        scale = 1.0
-        if not config.get("scale_attn_weights", True):
+        scale = 1 / (i + 1) if by_layer else 1.0
+        if not by_width:
             scale *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
-        if config.get("scale_attn_by_inverse_layer_idx", False):
-            scale /= i + 1
         for name in "weight", "bias":
-            tensor = state_dict.get(f"transformer.h.{i}.attn.c_attn.{name}")
-            if scale != 1.0 and tensor is not None:
-                tensor[:len(tensor) // 3] *= scale
+            tensor = state_dict[f"transformer.h.{i}.attn.c_attn.{name}"]
+            tensor[:len(tensor) // 3] *= scale

@@ -1,8 +1,6 @@
 """Settings files and arguments -> a script's globals. The script here is made up: configurator knows none."""
-import io
 import subprocess
 import sys
-from contextlib import redirect_stderr
 
 import pytest
 from conftest import PROJECT
@@ -78,7 +76,8 @@ def test_arguments(script, arguments, changed):
 @pytest.mark.parametrize("arguments, said", [
     (["--cuont=3"], "unknown setting --cuont; did you mean count?"),
     (["--inner=3"], "unknown setting --inner"),
-    (["--fl"], "did you mean flag?"),
+    (["--fla"], "did you mean flag?"),
+    (["--COUNT=3"], "did you mean count?"),
     (["--"], "unknown setting --"),
     (["--math=3"], "unknown setting --math"),
     (["--__file__=x"], "unknown setting"),
@@ -133,6 +132,8 @@ def test_a_file_may_lie_in_another_folder_or_beside_the_script(script, tmp_path)
     ("count = undefined", "a.py, line 1: NameError"),
     ("def f():\n    1 / 0\nf()", "a.py, line 2: ZeroDivisionError"),
     ("\0", "a.py"),
+    ("import sys\nsys.exit(0)", "a.py, line 2: SystemExit: 0"),
+    ("raise GeneratorExit", "a.py, line 1: GeneratorExit"),
 ], ids=repr)
 def test_wrong_files(script, tmp_path, content, said):
     (tmp_path / "a.py").write_text(content)
@@ -157,21 +158,26 @@ def test_training_files_are_taken_without_a_word(tmp_path):
     source = (PROJECT / "sample.py").read_text()
     scope = {"__file__": str(PROJECT / "sample.py"), "__doc__": ""}
     exec(source.split("def check_settings")[0], scope)
-    said = io.StringIO()
-    with redirect_stderr(said):
-        changed = override(scope, [str(tmp_path / "train.py")])
-    assert said.getvalue() == ""
+    warnings = []
+    changed = override(scope, [str(tmp_path / "train.py")], warn=warnings.append)
+    assert not warnings
     assert changed.keys() == {"out_dir", "device", "dtype", "batch_size"}
 
 
 def test_a_near_miss_in_a_file_is_warned_of(script, tmp_path, capsys):
-    (tmp_path / "a.py").write_text("conut = 3\n")
+    (tmp_path / "a.py").write_text("conut = 3\nfor c in range(3): pass\n")
     assert script("a.py") == {}
-    assert "a.py sets conut, which is no setting; did you mean count?" in capsys.readouterr().err
+    assert capsys.readouterr().out == "warning: a.py sets conut, which is no setting; did you mean count?\n"
+
+
+def test_what_a_file_prints_goes_to_stderr(script, tmp_path, capsys):
+    (tmp_path / "a.py").write_text("print('hello')\n")
+    script("a.py")
+    assert capsys.readouterr() == ("", "hello\n")
 
 
 def test_a_file_may_use_torch_as_in_nanogpt(script, tmp_path):
-    (tmp_path / "a.py").write_text("count = torch.ones(3).numel() + int(math.sqrt(4))\n")
+    (tmp_path / "a.py").write_text("def three(): return torch.ones(3).numel()\ncount = three() + int(math.sqrt(4))\n")
     assert script("a.py") == {"count": 5}
 
 

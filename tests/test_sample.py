@@ -3,8 +3,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -120,11 +122,14 @@ def test_padded_ids_show_as_replacement_characters(sample, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compile_compiles_and_says_how_long_it_took(sample, letters):
-    arguments = f"--out_dir={letters}", "--num_samples=2", "--max_new_tokens=25", "--start=ROMEO:"
-    done = sample(*arguments, "--compile")
+@pytest.mark.parametrize("samples", [2, 3])
+def test_compile_compiles_and_says_how_long_it_took(sample, letters, samples):
+    """All that runs is compiled by then: also a last batch that is smaller, and where sizes happen to be equal."""
+    arguments = f"--out_dir={letters}", f"--num_samples={samples}", "--batch_size=2", "--max_new_tokens=25", "--start=ROMEO:"
+    done = sample(*arguments, "--compile", TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"compiled in \d+\.\d s", done.stderr)
+    before, compiled, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
+    assert "Recompiling" in before and "Recompiling" not in after
     assert done.stdout == sample(*arguments).stdout
 
 
@@ -133,14 +138,14 @@ BAD = {
     "no-value": (["--top_k"], 2, "--top_k needs a value"),
     "no-number": (["--num_samples=many"], 2, "num_samples takes a whole number"),
     "no-samples": (["--num_samples=0"], 2, "num_samples must be at least 1"),
-    "negative-tokens": (["--max_new_tokens=-1"], 2, "max_new_tokens must not be negative"),
+    "negative-tokens": (["--max_new_tokens=-1"], 2, "max_new_tokens must be from 0"),
     "negative-temperature": (["--temperature=-0.5"], 2, "temperature must be"),
     "infinite-temperature": (["--temperature=1e999"], 2, "temperature must be"),
     "nan-temperature": (["--temperature=nan"], 2, "temperature takes a number"),
     "nan-in-a-file": (["nan.py"], 2, "temperature must be"),
     "negative-top_k": (["--top_k=-1"], 2, "top_k must be at least 1"),
     "negative-top_k-in-a-file": (["bad.py"], 2, "top_k must be at least 1"),
-    "no-batch": (["--batch_size=0"], 2, "batch_size must be at least 1"),
+    "no-batch": (["--batch_size=0"], 2, "batch_size must be from 1 to 100000"),
     "huge-seed": (["--seed=99999999999999999999"], 2, "seed must lie between"),
     "unknown-device": (["--device=tpu"], 2, "device must be auto, cpu, cuda"),
     "absent-device": (["--device=cuda"], 1, "device=cuda is not there"),
@@ -153,8 +158,8 @@ BAD = {
     "empty-prompt": (["--start="], 2, "start is empty"),
     "empty-prompt-file": (["--start=FILE:empty.txt"], 1, "empty.txt is empty"),
     "empty-standard-input": (["--start=FILE:-"], 1, "- is empty"),
-    "no-prompt-file": (["--start=FILE:nowhere.txt"], 1, "cannot read the prompt file nowhere.txt: No such file"),
-    "folder-as-prompt": (["--start=FILE:out"], 1, "cannot read the prompt file out"),
+    "no-prompt-file": (["--start=FILE:nowhere.txt"], 1, "cannot read the prompt file 'nowhere.txt': No such file"),
+    "folder-as-prompt": (["--start=FILE:out"], 1, "cannot read the prompt file 'out'"),
     "latin-1-prompt": (["--start=FILE:latin.txt"], 1, "latin.txt is not UTF-8"),
     "lacking-character": (["--start=naïve"], 1, "'ï' at 3"),
     "literal-newline": (["--start=A\\nB"], 1, "for a newline pass"),
@@ -171,7 +176,19 @@ BAD = {
     "nan-weights-greedy": (["--out_dir=nan", "--temperature=0"], 1, "NaN or infinite"),
     "no-hub-id": (["--init_from=no/such/model"], 1, "neither 'resume', nor a folder here, nor a Hugging Face id"),
     "no-network": (["--init_from=gpt2"], 1, "could not get 'gpt2'"),
-    "no-hugging-face-folder": (["--init_from=out"], 1, "no config.json"),
+    "no-hugging-face-folder": (["--init_from=folder"], 1, "no config.json"),
+    "checkpoint-as-hugging-face": (["--init_from=out"], 1, "for a ckpt.pt pass --out_dir=out"),
+    "hugging-face-as-checkpoint": (["--out_dir=hf"], 1, "pass --init_from=hf"),
+    "float-in-config.json": (["--init_from=hf"], 1, "cannot load hf: n_layer must be a whole number"),
+    "missing-shard": (["--init_from=shards"], 1, "'b.safetensors' is none"),
+    "huge-size": (["--out_dir=huge"], 1, "block_size must be a whole number"),
+    "odd-bias": (["--out_dir=bias"], 1, "cannot load bias/ckpt.pt"),
+    "huge-numbers": (["--num_samples=" + "9" * 30], 2, "num_samples must be"),
+    "huge-length": (["--max_new_tokens=" + "9" * 30], 2, "max_new_tokens must be"),
+    "huge-batch": (["--batch_size=" + "9" * 30], 2, "batch_size must be"),
+    "huge-number-in-a-file": (["vast.py"], 2, "digits"),
+    "file-that-exits": (["exits.py"], 2, "exits.py, line 2: SystemExit"),
+    "nul-in-a-path": (["--start='FILE:a\\0b'"], 1, "null byte"),
 }
 
 
@@ -187,11 +204,21 @@ def bad_things(tmp_path_factory):
     (folder / "bad.py").write_text("top_k = -5\n")
     (folder / "broken.py").write_text("top_k = (\n")
     (folder / "folder").mkdir()
+    (folder / "vast.py").write_text("num_samples = 10**5000\n")
+    (folder / "exits.py").write_text("import sys\nsys.exit()\n")
+    make_transformers_gpt2().save_pretrained(folder / "hf")
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    (folder / "hf" / "config.json").write_text(json.dumps(config | {"n_layer": 2.0}))
+    (folder / "shards").mkdir()
+    (folder / "shards" / "config.json").write_text(json.dumps(config))
+    (folder / "shards" / "model.safetensors.index.json").write_text('{"weight_map": {"x": "b.safetensors"}}')
     tensors, args = model.state_dict(), nanogpt_args(model.config)
     without = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "transformer.wte.weight")}
     save_checkpoint(folder / "missing", model, model=without)
     save_checkpoint(folder / "misshapen", model, model=tensors | {"transformer.wpe.weight": torch.ones(9, 24)})
     save_checkpoint(folder / "rope", model, model_args=args | {"rope": True})
+    save_checkpoint(folder / "huge", model, model_args=args | {"block_size": 10**30})
+    save_checkpoint(folder / "bias", model, model_args=args | {"bias": torch.tensor([True, False])})
     save_checkpoint(folder / "bare", model, meta=False)
     save_checkpoint(folder / "other", model)
     save_meta(folder / "other" / "meta.pkl", "\nab")
@@ -235,6 +262,29 @@ def test_gpt2_encoding_offline_says_which_files(sample, tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     for said in "vocab.bpe", "encoder.json", "TIKTOKEN_CACHE_DIR":
         assert said in done.stderr
+
+
+@pytest.mark.parametrize("after", [0.3, 0.6, 3.0])
+def test_ctrl_c_ends_the_run_at_once(letters, after):
+    """While torch is imported, and while it samples; what is printed by then is whole."""
+    command = [sys.executable, PROJECT / "sample.py", f"--out_dir={letters}", "--num_samples=100000", "--batch_size=1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    printed, said = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in said
+    assert printed == "" or printed.endswith(f"\n{RULE}\n")
+
+
+def test_a_closed_stderr_takes_nothing_to_stdout(letters):
+    command = f"{sys.executable} {PROJECT / 'sample.py'} --out_dir={letters} --num_samples=2 --start=Hi --max_new_tokens=0 2>&-"
+    assert subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, text=True).stdout == f"Hi\n{RULE}\n" * 2
+
+
+def test_a_character_that_stdout_cannot_show_ends_nothing(sample, tmp_path):
+    save_checkpoint(tmp_path, make_gpt())
+    save_meta(tmp_path / "meta.pkl", CHARS[:-1] + "é")
+    assert sample(f"--out_dir={tmp_path}", *FAST, "--start=é", PYTHONIOENCODING="ascii").stdout.startswith("?")
 
 
 def test_a_closed_pipe_is_no_error(letters):
