@@ -38,17 +38,19 @@ def main():
 
     from packed import pack
     from sampler import RowDraws, initialisation_numbers
+    from tokenizer import load_tokenizer
 
     began = time.perf_counter()
     text = read_prompt()
     place, precision = choose_device(), choose_dtype()
-    model, tokenizer = load_model()
-    ids = tokenizer.encode(text)
-    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
-        f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
+    model, table = load_model()
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
     drawn = initialisation_numbers(model) if init_from == 'resume' else 0
     draws = RowDraws(seed, place, drawn, steps=max_new_tokens, width=model.config.vocab_size)
+    tokenizer = load_tokenizer(*table, model.config.vocab_size)
+    ids = tokenizer.encode(text)
+    say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
+        f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
     model.cast_linears(precision).to(place)
     if place.type == 'cpu' and not compile: # Inductor cannot see into packed weights
         pack(model)
@@ -134,9 +136,8 @@ def choose_dtype():
 
 
 def load_model():
-    """The network, on the CPU, and its tokenizer, as init_from and out_dir say."""
+    """The network that init_from and out_dir say, on the CPU, and where to look for its character table."""
     from model import GPT
-    from tokenizer import load_tokenizer
     from weights import find_checkpoint, load_checkpoint, load_huggingface
 
     source = find_checkpoint(out_dir) if init_from == 'resume' else init_from
@@ -153,7 +154,7 @@ def load_model():
     except Exception as e: # what is no network trips torch in many ways
         named = isinstance(e, ValueError) and str(source) in str(e)
         raise ValueError(str(e) if named else f"cannot load {source}: {e}") from None
-    return model, load_tokenizer(*table, model.config.vocab_size)
+    return model, table
 
 
 def batch_that_fits(model, length):

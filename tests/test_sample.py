@@ -128,7 +128,7 @@ def test_compile_compiles_and_says_how_long_it_took(sample, letters, samples):
     arguments = f"--out_dir={letters}", f"--num_samples={samples}", "--batch_size=2", "--max_new_tokens=25", "--start=ROMEO:"
     done = sample(*arguments, "--compile", TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
-    before, compiled, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
+    before, _, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
     assert "Recompiling" in before and "Recompiling" not in after
     assert done.stdout == sample(*arguments).stdout
 

