@@ -42,7 +42,8 @@ def main():
 
     began = time.perf_counter()
     text = read_prompt()
-    place, precision = choose_device(), choose_dtype()
+    place = choose_device()
+    precision = choose_dtype(place)
     model, table = load_model()
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
     drawn = initialisation_numbers(model) if init_from == 'resume' else 0
@@ -67,8 +68,7 @@ def main():
             idx = context.expand(min(at_once, num_samples - first), -1)
             samples = model.generate(idx, max_new_tokens, temperature, top_k, draws.next_rows(len(idx)), context_shift)
             for new in samples[:, idx.size(1):].tolist():
-                print(tokenizer.decode(ids + new))
-                print('---------------', flush=True)
+                print(tokenizer.decode(ids + new), '---------------', sep='\n', flush=True)
     took, tokens = time.perf_counter() - began, num_samples * max_new_tokens
     say(f"{num_samples} samples, {tokens} tokens in {took:.1f} s: {tokens / took:.0f} tokens/s")
 
@@ -125,14 +125,17 @@ def choose_device():
     return torch.device(there[0] if device == 'auto' else device)
 
 
-def choose_dtype():
-    """The torch.dtype that the network computes in."""
+def choose_dtype(place):
+    """The torch.dtype that the network computes in; ValueError where the device has not the one that was named."""
     import torch
+    bfloat16 = place.type != 'cuda' or torch.cuda.is_bf16_supported()
+    if dtype == 'bfloat16' and not bfloat16:
+        raise ValueError("dtype=bfloat16 is not there: this GPU has float16 and float32")
     if dtype != 'auto':
         return getattr(torch, dtype)
-    if choose_device().type != 'cuda':
+    if place.type != 'cuda':
         return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if bfloat16 else torch.float16
 
 
 def load_model():

@@ -26,6 +26,8 @@ def test_the_same_tokens_in_float32(length, rows, gelu, bias, n_embd):
     plain, packed_model = make_gpt(**shape), pack(make_gpt(**shape))
     assert isinstance(packed_model.transformer.h[0], PackedBlock)
     idx = prompt_of(length, rows)
+    with torch.no_grad():
+        torch.testing.assert_close(packed_model(idx[:, -16:])[0], plain(idx[:, -16:])[0], atol=1e-5, rtol=1e-5)
     torch.manual_seed(3)
     expected = plain_generate(plain, idx, 25, temperature=0.8, top_k=20)
     torch.manual_seed(3)

@@ -122,10 +122,11 @@ def test_padded_ids_show_as_replacement_characters(sample, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("samples", [2, 3])
-def test_compile_compiles_and_says_how_long_it_took(sample, letters, samples):
+@pytest.mark.parametrize("samples, batch_size", [(2, 2), (3, 2), (9, 9)])
+def test_compile_compiles_and_says_how_long_it_took(sample, letters, samples, batch_size):
     """All that runs is compiled by then: also a last batch that is smaller, and where sizes happen to be equal."""
-    arguments = f"--out_dir={letters}", f"--num_samples={samples}", "--batch_size=2", "--max_new_tokens=25", "--start=ROMEO:"
+    arguments = (f"--out_dir={letters}", f"--num_samples={samples}", f"--batch_size={batch_size}", "--max_new_tokens=25",
+                 "--start=ROMEO:")
     done = sample(*arguments, "--compile", TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
     before, _, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
@@ -344,6 +345,10 @@ def test_the_readme_lists_every_setting():
     from configurator import find_settings
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", (PROJECT / "README.md").read_text(), re.MULTILINE))
     assert rows == {name: repr(setting.default) for name, setting in find_settings(PROJECT / "sample.py").items()}
+
+
+def test_the_readme_shows_the_benchmark():
+    assert (PROJECT / "tests" / "bench" / "RESULTS.md").read_text().strip() in (PROJECT / "README.md").read_text()
 
 
 def test_the_readme_shows_what_the_demo_prints(sample):

@@ -284,7 +284,7 @@ def report(found, singles, limits, rounds):
     """The whole table as Markdown."""
     bandwidth, flops = (statistics.median(values) for values in zip(*limits, strict=True))
     lines = [f"{machine()}; {', '.join(f'{name} {version(name)}' for name in ('torch', 'transformers', 'ctranslate2'))}; "
-             f"medians of {rounds} rounds. Memory reads at {bandwidth / 1e9:.0f} GB/s, float32 matrix products run at "
+             f"medians of {rounds} rounds. The plain loop draws one sample after another, so its rate is that of one. Memory reads at {bandwidth / 1e9:.0f} GB/s, float32 matrix products run at "
              f"{flops / 1e9:.0f} GFLOP/s.", "",
              "| | | tokens/s | x plain loop | of the machine's limit |", "|---|---|---:|---:|---|"]
     plain = {case.row: case.rate() for case in found if case.name == "plain loop"}
