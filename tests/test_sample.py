@@ -47,7 +47,7 @@ def test_the_defaults_are_nanogpts(sample, letters):
     assert done.stdout == expected_text(make_gpt(), "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200, temperature=0.8)
 
 
-def test_samples_of_hugging_face_weights_are_those_of_transformers(sample, gpt2_folder):
+def test_samples_of_hugging_face_weights_are_those_of_transformers(sample, gpt2_folder, gpt2_encoding):
     tokenizer, theirs = GPT2Tokenizer(), make_transformers_gpt2()
     idx = torch.tensor([tokenizer.encode("Hello, I'm a")])
     torch.manual_seed(3)
