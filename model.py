@@ -76,6 +76,7 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, past=None):
+        """(B, T, E) -> (B, T, E); past is what KVCache.layer gives."""
         return self.dropout(self.c_proj(self.attend(x, past)))
 
     def attend(self, x, past=None):
@@ -113,6 +114,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
+        """(B, T, E) -> (B, T, E), each position by itself."""
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
@@ -125,6 +127,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, past=None):
+        """(B, T, E) -> (B, T, E): what attention and the MLP add to the residual stream."""
         x = x + self.attn(self.ln_1(x), past)
         return x + self.mlp(self.ln_2(x))
 

@@ -47,6 +47,7 @@ class PackedLinear(nn.Module):
         self.plain = linear if linear.in_features < NARROW else None
 
     def forward(self, x, add=None, gelu=None):
+        """(B, T, in) -> (B, T, out); add, of that shape too, is the residual."""
         if self.plain is not None and x.numel() < FEW * x.size(-1):
             y = self.plain(x)
             y = F.gelu(y, approximate=gelu) if gelu else y
@@ -69,6 +70,7 @@ class PackedBlock(nn.Module):
         self.gelu = block.mlp.gelu.approximate
 
     def forward(self, x, past=None):
+        """(B, T, E) -> (B, T, E), or (B, 1, E) where only the last position is computed."""
         h = self.ln_1(x)
         if self.last and past is None:
             x = x[:, -1:].contiguous()

@@ -16,7 +16,7 @@ import torch.nn as nn
 def multinomial(probs):
     """(B, V) probabilities -> (B, 1) ids drawn from torch's global generator; on MPS from the CPU's.
 
-    MPS's own has returned ids of probability 0 and beyond the vocabulary.
+    MPS's own has returned garbage.
     """
     if probs.device.type == "mps":
         return torch.multinomial(probs.cpu(), num_samples=1).to(probs.device)
@@ -111,7 +111,7 @@ class RowDraws:
 
 @cache
 def exponentials_are_uniforms():
-    """Whether exponential_ on this CPU is -log1p(-u) of a float64 uniform_, bit for bit: most are."""
+    """Whether exponential_ on this CPU is -log1p(-u) of a float64 uniform_, bit for bit."""
     one, other = (torch.Generator().manual_seed(1) for _ in range(2))
     drawn = torch.empty(4096).exponential_(generator=one)
     made = -torch.log1p(-torch.empty(4096, dtype=torch.float64).uniform_(generator=other)).float()
@@ -163,6 +163,7 @@ def initialisation_numbers(model):
     normal_ spends one number an entry, and 16 more to redo an end that is no multiple of 16.
     """
     def normal(weight):
+        """What normal_ spends on a weight."""
         return weight.numel() + (16 if weight.numel() % 16 else 0)
 
     count = 0

@@ -65,6 +65,7 @@ class DataOnly(pickle.Unpickler):
     """Reads pickles of plain data, and refuses every class and function: those are how a pickle runs code."""
 
     def find_class(self, module, name):
+        """Raise UnpicklingError, whatever is named."""
         raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")
 
 

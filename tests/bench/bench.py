@@ -272,8 +272,10 @@ def share_of_limit(case, bandwidth, flops):
     if case.name.endswith("context_shift"):
         return ""
     if "past" in case.row:
-        attention = 4 * shape["n_layer"] * shape["n_embd"] * shape["block_size"]**2
-        return f"{case.rate() * (2 * weights * shape['block_size'] + attention) / flops:.0%} of matrix rate"
+        # Only what is computed: of the last layer the keys, values and queries, and causal attention's half.
+        layers, width, window = shape["n_layer"] - 1, shape["n_embd"], shape["block_size"]
+        work = 2 * window * (12 * layers + 3) * width**2 + 2 * layers * width * window**2
+        return f"{case.rate() * work / flops:.0%} of matrix rate"
     if "1 sample" not in case.row:
         return ""
     width = 2 if "bfloat16" in case.name else 4
