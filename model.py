@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sampler import multinomial, next_token
+from sampler import exponentials, next_token
 
 
 @dataclass
@@ -180,7 +180,7 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=multinomial, context_shift=False):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=exponentials, context_shift=False):
         """Continue token ids (B, T) by max_new_tokens: (B, T + max_new_tokens), idx itself left alone.
 
         temperature, top_k and draw are sampler.next_token's; draw as it is uses torch's global generator.
@@ -190,7 +190,7 @@ class GPT(nn.Module):
         return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, draw, context_shift)], dim=1)
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=multinomial, context_shift=False):
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=exponentials, context_shift=False):
         """generate, a step at a time: yields (B, 1) ids as they are drawn."""
         B, T = idx.shape
         block_size = self.config.block_size

@@ -66,7 +66,7 @@ def main():
         began = time.perf_counter()
         for first in range(0, num_samples, at_once):
             idx = context.expand(min(at_once, num_samples - first), -1)
-            samples = model.generate(idx, max_new_tokens, temperature, top_k, draws.next_rows(len(idx)), context_shift)
+            samples = model.generate(idx, max_new_tokens, temperature, top_k, draws.for_samples(first, len(idx)), context_shift)
             for new in samples[:, idx.size(1):].tolist():
                 print(tokenizer.decode(ids + new), '---------------', sep='\n', flush=True)
     took, tokens = time.perf_counter() - began, num_samples * max_new_tokens

@@ -1,34 +1,32 @@
 """From logits to the next token, and the random stream that the choice draws from.
 
 torch.multinomial(probs, 1) is argmax(probs / q) with q exponential, one number for each entry of the
-vocabulary in order of id. nanoGPT draws its samples one after another from one stream, so sample k
+vocabulary in order of id: the way it is done here, where only q differs. nanoGPT draws its samples one after another from one stream, so sample k
 starts k * max_new_tokens * V exponentials into it. RowDraws gives every row of a batch its own place
 there: all samples at once, each with the tokens it would have had alone.
 """
 from functools import cache
-from threading import Thread
 
 import numpy as np
 import torch
 import torch.nn as nn
 
 
-def multinomial(probs):
-    """(B, V) probabilities -> (B, 1) ids drawn from torch's global generator; on MPS from the CPU's.
+def exponentials(shape, ids, device):
+    """Exponential numbers for shape (B, V) from torch's global generator, of which (B, K) ids pick; None: all.
 
-    MPS's own has returned garbage.
+    On MPS from the CPU's: its own has returned garbage.
     """
-    if probs.device.type == "mps":
-        return torch.multinomial(probs.cpu(), num_samples=1).to(probs.device)
-    return torch.multinomial(probs, num_samples=1)
+    q = torch.empty(shape, device="cpu" if device.type == "mps" else device).exponential_().to(device)
+    return q if ids is None else q.gather(1, ids)
 
 
-def next_token(logits, temperature=1.0, top_k=None, draw=multinomial):
+def next_token(logits, temperature=1.0, top_k=None, draw=exponentials):
     """(B, V) logits -> (B, 1) ids; the logits stay as they are.
 
     temperature 0 takes the likeliest token; top_k keeps the k likeliest and all that tie with the last
-    of them, None or 0 keeps all; draw turns (B, V) probabilities into (B, 1) ids. ValueError where a logit
-    is NaN or infinite.
+    of them, None or 0 keeps all; draw gives the exponential numbers. ValueError where a logit is NaN or
+    infinite.
     """
     logits = logits.float()
     if temperature == 0:
@@ -39,10 +37,23 @@ def next_token(logits, temperature=1.0, top_k=None, draw=multinomial):
         require_finite(logits)
         # So cold that float32 overflows: the limit, where only the likeliest are left.
         scaled = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
-    if top_k:
-        kth = scaled.topk(min(top_k, scaled.size(-1))).values[:, -1:]
-        scaled.masked_fill_(scaled < kth, -torch.inf)
-    return draw(scaled.softmax(dim=-1))
+    ids = None
+    if top_k and top_k < logits.size(-1):
+        scaled, ids = likeliest(scaled, top_k)
+    won = (scaled.softmax(dim=-1) / draw(logits.shape, ids, logits.device)).argmax(dim=-1, keepdim=True)
+    return won if ids is None else ids.gather(1, won)
+
+
+def likeliest(logits, k):
+    """(B, V) logits -> the k largest of each row and all that tie with the last of them, and their ids: two (B, K).
+
+    Where a row has fewer than others it is filled up with -inf.
+    """
+    values, ids = logits.topk(k + 1) # one more shows whether there are ties
+    if (values[:, k] == values[:, k - 1]).any():
+        most = (logits >= values[:, k - 1:k]).sum(dim=-1).max()
+        values, ids = logits.topk(int(most))
+    return values.masked_fill(values < values[:, k - 1:k], -torch.inf), ids
 
 
 def finite(logits):
@@ -59,7 +70,7 @@ def require_finite(logits):
 
 
 class RowDraws:
-    """multinomial for a batch, each row drawing as if the samples before it had been drawn before it.
+    """exponentials for a batch, each row drawing as if the samples before it had been drawn before it.
 
     The stream starts at seed, past initialisation numbers; a sample spends steps draws over width tokens.
     On a CUDA device it is CUDA's own stream, elsewhere the CPU's.
@@ -68,45 +79,47 @@ class RowDraws:
     def __init__(self, seed, device="cpu", initialisation=0, steps=0, width=0):
         device = torch.device(device)
         self.generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
-        count = 0 if device.type == "cuda" else initialisation # networks are initialised on the CPU
-        # Half a second for GPT-2's, while the weights are made ready.
-        self.start = Thread(target=skip_numbers, args=(self.generator, count), daemon=True)
-        self.start.start()
+        if device.type != "cuda": # networks are initialised on the CPU
+            skip_numbers(self.generator, initialisation)
         self.steps, self.width = steps, width
-        self.passed = 0 # exponential_ calls of the latest row, skipped when another follows
+        self.first = 0 # the sample that the generator has come to
         self.rows, self.numbers = [], None
 
-    def next_rows(self, count):
-        """Turn to the next count samples of the run; returns self, ready to draw for a batch of them."""
-        self.start.join()
-        self.rows = []
-        for _ in range(count):
-            skip_exponentials(self.generator, self.passed, self.width)
-            self.passed = self.steps
-            row = torch.Generator(self.generator.device)
-            self.rows.append(row.set_state(self.generator.get_state()))
-        dtype = torch.float64 if self.from_uniforms() else torch.float32
-        self.numbers = torch.empty(count, self.width, dtype=dtype, device=self.generator.device)
+    def for_samples(self, first, count):
+        """Turn to samples first, first + 1, ... of the run, none before those of the last call; returns self.
+
+        As long as count stays, the rows keep their generators and their memory: a CUDA graph may hold them.
+        """
+        for _ in range(first - self.first):
+            skip_exponentials(self.generator, self.steps, self.width)
+        self.first = first
+        if count != len(self.rows):
+            self.rows = [torch.Generator(self.generator.device) for _ in range(count)]
+            dtype = torch.float64 if self.from_uniforms() else torch.float32
+            self.numbers = torch.empty(count, self.width, dtype=dtype, device=self.generator.device)
+        place = self.generator.get_state()
+        for row in self.rows:
+            if row is not self.rows[0]:
+                skip_exponentials(self.generator, self.steps, self.width)
+            row.set_state(self.generator.get_state())
+        self.generator.set_state(place)
         return self
 
     def from_uniforms(self):
         """Whether exponentials are made here, from uniform numbers, and only where they are needed."""
         return self.generator.device.type == "cpu" and exponentials_are_uniforms()
 
-    def __call__(self, probs):
-        """(B, V) probabilities -> (B, 1) ids, on the device of probs."""
-        home, probs = probs.device, probs.to(self.generator.device)
-        if self.from_uniforms():
-            for row, generator in zip(self.numbers, self.rows, strict=True):
+    def __call__(self, shape, ids, device):
+        """exponentials from the rows' own streams; shape is (count, width)."""
+        for row, generator in zip(self.numbers, self.rows, strict=True):
+            if self.from_uniforms():
                 row.uniform_(generator=generator)
-            at = probs.nonzero(as_tuple=True) # what top-k left can win, the rest needs no logarithm
-            scores = torch.zeros_like(probs)
-            scores[at] = probs[at] / -torch.log1p(-self.numbers[at]).float()
-        else:
-            for row, generator in zip(self.numbers, self.rows, strict=True):
+            else:
                 row.exponential_(generator=generator)
-            scores = probs / self.numbers
-        return scores.argmax(dim=-1, keepdim=True).to(home)
+        q = self.numbers if ids is None else self.numbers.gather(1, ids.to(self.numbers.device))
+        if self.from_uniforms():
+            q = -torch.log1p(-q).float() # for what top-k left alone
+        return q.to(device)
 
 
 @cache
@@ -145,14 +158,66 @@ def skip_numbers(generator, count):
         return
     state = generator.get_state()
     words = state.numpy().view(np.uint32)
-    key = words[6:6 + 2 * 624:2]
+    key, place = words[6:6 + 2 * 624:2], 625 - int(words[2])
     twister = np.random.MT19937()
-    twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": 625 - int(words[2])}}
-    for done in range(0, count, 2**26): # in slices, for Ctrl-C to come through
-        twister.random_raw(min(2**26, count - done), output=False)
+    twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": place}}
+    if count >= FAR:
+        twister.random_raw(624 - place, output=False)
+        blocks, count = divmod(count - (624 - place), 624)
+        jump(twister, blocks)
+    twister.random_raw(count, output=False)
     key[:], place = twister.state["state"].values()
     words[2], words[4] = 625 - place, place
     generator.set_state(state)
+
+
+# From here on a jump is quicker than a run.
+FAR = 2**24
+
+
+def jump(twister, blocks):
+    """Move an MT19937 that stands at a block's end on by so many blocks of 624 numbers, in a few milliseconds.
+
+    Every word is a sum over GF(2) of earlier ones, so the words n further on are the sum of those near
+    by that the polynomial t**n mod P names (Haramoto et al., Efficient jump ahead for F2-linear random
+    number generators, 2008).
+    """
+    near = []
+    for _ in range(1 + DEGREE // 624 + 1):
+        twister.random_raw(624, output=False)
+        near.append(twister.state["state"]["key"])
+    polynomial = power_of_t(624 * (blocks - 1)).to_bytes(DEGREE // 8 + 1, "little")
+    named = np.flatnonzero(np.unpackbits(np.frombuffer(polynomial, np.uint8), bitorder="little"))
+    windows = np.lib.stride_tricks.sliding_window_view(np.concatenate(near), 624)
+    key = np.bitwise_xor.reduce(windows[named], axis=0)
+    twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": 624}}
+
+
+# Polynomials over GF(2) are whole numbers here, bit i standing for t**i.
+DEGREE = 19937
+
+
+@cache
+def power_of_t(n):
+    """t**n mod MT19937's characteristic polynomial."""
+    tail = [i for i, bit in enumerate(reversed(f"{characteristic():b}")) if bit == "1"][:-1]
+    power = 1
+    for bit in f"{n:b}":
+        power = int(f"{power:b}", 4) << (bit == "1") # the square: its bits with a 0 between each two
+        while power >> DEGREE: # t**DEGREE is the sum of the tail
+            high, power = power >> DEGREE, power & ((1 << DEGREE) - 1)
+            for i in tail:
+                power ^= high << i
+    return power
+
+
+def characteristic():
+    """MT19937's characteristic polynomial, in Matsumoto and Nishimura's closed form (Mersenne Twister, 1998)."""
+    a = 0x9908B0DF
+    p = 1
+    for i in range(31):
+        p = (p << 623) ^ (p << 396) ^ (a >> i & 1)
+    return (p << 624) ^ (p << 397) ^ (a >> 31)
 
 
 def initialisation_numbers(model):

@@ -5,26 +5,43 @@ from conftest import make_gpt
 
 import sampler
 from model import GPT, GPTConfig
-from sampler import RowDraws, initialisation_numbers, multinomial, next_token, skip_numbers
+from sampler import RowDraws, exponentials, initialisation_numbers, next_token, skip_numbers
 
 FIVE = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]])
 
 
-def spy(probs):
-    """A draw that shows the probabilities it got."""
-    spy.probs = probs
-    return multinomial(probs)
+def frequencies(logits, **settings):
+    """How often each token comes in 4096 draws."""
+    torch.manual_seed(1)
+    tokens = next_token(logits.expand(4096, -1), **settings)
+    return tokens.flatten().bincount(minlength=logits.size(1)) / 4096
 
 
 def test_probabilities_are_the_softmax_of_logits_over_temperature():
-    next_token(FIVE, temperature=0.5, draw=spy)
-    assert torch.allclose(spy.probs, (FIVE / 0.5).softmax(-1))
+    assert torch.allclose(frequencies(FIVE, temperature=2.0), (FIVE / 2).softmax(-1), atol=0.03)
 
 
-@pytest.mark.parametrize("top_k, kept", [(1, [1, 3]), (2, [1, 3]), (3, [1, 2, 3]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize("top_k, kept", [(1, [1, 3]), (2, [1, 3]), (3, [1, 2, 3]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4]),
+                                         (None, [0, 1, 2, 3, 4]), (0, [0, 1, 2, 3, 4])])
 def test_top_k_keeps_the_likeliest_and_all_that_tie_with_the_last(top_k, kept):
-    next_token(FIVE, top_k=top_k, draw=spy)
-    assert spy.probs[0].nonzero().flatten().tolist() == kept
+    found = frequencies(FIVE, top_k=top_k)
+    assert found.nonzero().flatten().tolist() == kept
+    masked = torch.full_like(FIVE, -torch.inf)
+    masked[:, kept] = FIVE[:, kept]
+    assert torch.allclose(found, masked.softmax(-1), atol=0.03)
+
+
+@pytest.mark.parametrize("top_k", [None, 3, 40, 999, 1000])
+def test_a_token_is_what_multinomial_draws_from_the_masked_probabilities(top_k):
+    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(4)).mul(3).bfloat16() # with many ties
+    scaled = logits.float() / 0.8
+    if top_k:
+        scaled[scaled < scaled.topk(top_k).values[:, -1:]] = -torch.inf
+    for seed in range(20):
+        torch.manual_seed(seed)
+        expected = torch.multinomial(scaled.softmax(-1), 1)
+        torch.manual_seed(seed)
+        assert torch.equal(next_token(logits, 0.8, top_k), expected)
 
 
 def test_temperature_0_takes_the_likeliest_and_draws_nothing():
@@ -51,32 +68,35 @@ def test_logits_that_are_no_numbers_stop_the_run(bad, temperature):
         next_token(torch.tensor([[1.0, 2.0], [0.0, bad]]), temperature=temperature)
 
 
-@pytest.mark.parametrize("width", [2, 65, 1000])
+@pytest.mark.parametrize("width, top_k", [(2, None), (65, 200), (1000, None), (1000, 30)])
 @pytest.mark.parametrize("known_cpu", [True, False], ids=["uniforms", "exponential_"])
-def test_rows_draw_what_multinomial_draws_one_after_another(width, known_cpu, monkeypatch):
+def test_rows_draw_what_is_drawn_one_after_another(width, top_k, known_cpu, monkeypatch):
     monkeypatch.setattr(sampler, "exponentials_are_uniforms", lambda: known_cpu and exponentials_are_uniforms())
     steps, samples = 30, 5
-    probs = torch.rand(samples, steps, width, generator=torch.Generator().manual_seed(2)).pow(8)
-    probs[probs < 0.01] = 0 # as top-k leaves them
-    probs[:, :, 0] += 1e-3
-    probs /= probs.sum(-1, keepdim=True)
+    logits = torch.randn(samples, steps, width, generator=torch.Generator().manual_seed(2)).mul(3)
     torch.manual_seed(11)
     torch.empty(123).uniform_()
-    expected = torch.stack([torch.stack([torch.multinomial(p, 1) for p in row]) for row in probs])[..., 0]
+    expected = torch.cat([next_token(logits[i, j, None], 0.8, top_k) for i in range(samples) for j in range(steps)])
     draws = RowDraws(11, initialisation=123, steps=steps, width=width)
-    drawn = []
-    for batch in probs.split(3):
-        draws.next_rows(len(batch))
-        drawn.append(torch.cat([draws(batch[:, i]) for i in range(steps)], dim=1))
-    assert torch.equal(torch.cat(drawn), expected)
+
+    def drawn(first, count):
+        draws.for_samples(first, count)
+        return [next_token(logits[first:first + count, i], 0.8, top_k, draws) for i in range(steps)]
+
+    first_three, again, last_three = drawn(0, 3), drawn(0, 2), drawn(2, 3)
+    assert torch.equal(torch.cat(first_three[:steps], dim=1), expected.view(samples, steps)[:3])
+    assert torch.equal(torch.cat(again, dim=1), expected.view(samples, steps)[:2])
+    assert torch.equal(torch.cat(last_three, dim=1), expected.view(samples, steps)[2:])
 
 
 exponentials_are_uniforms = sampler.exponentials_are_uniforms
 
 
 @pytest.mark.parametrize("before", [0, 1, 623, 624, 625, 1000])
-@pytest.mark.parametrize("count", [0, 1, 622, 623, 624, 625, 5000])
-def test_numbers_are_skipped_as_if_drawn(before, count):
+@pytest.mark.parametrize("count", [0, 1, 622, 623, 624, 625, 5000, 624 * 50, 123456])
+@pytest.mark.parametrize("far", [sampler.FAR, 2000], ids=["run", "jump"])
+def test_numbers_are_skipped_as_if_drawn(before, count, far, monkeypatch):
+    monkeypatch.setattr(sampler, "FAR", far)
     drawn, skipped = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     for generator in drawn, skipped:
         torch.empty(before).uniform_(generator=generator)
@@ -99,11 +119,21 @@ def test_initialisation_is_counted_without_making_it(shape):
     assert torch.equal(generator.get_state(), built)
 
 
+def test_a_jump_lands_where_a_run_does():
+    run, jumped = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    for _ in range(4):
+        skip_numbers(run, sampler.FAR - 1)
+    skip_numbers(jumped, 4 * (sampler.FAR - 1))
+    assert torch.equal(run.get_state(), jumped.get_state())
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-def test_rows_draw_what_multinomial_draws_on_cuda():
-    probs = torch.rand(3, 20, 50304, device="cuda").softmax(-1)
+@pytest.mark.parametrize("top_k", [None, 200])
+def test_rows_draw_on_cuda_what_multinomial_draws(top_k):
+    scaled = torch.randn(3, 20, 50304, device="cuda").mul(3)
+    masked = scaled if top_k is None else scaled.masked_fill(scaled < scaled.topk(top_k).values[..., -1:], -torch.inf)
     torch.manual_seed(11)
-    expected = torch.stack([torch.cat([torch.multinomial(p, 1) for p in row]) for row in probs])
-    draws = RowDraws(11, "cuda", initialisation=123, steps=20, width=50304).next_rows(3)
-    assert torch.equal(torch.cat([draws(probs[:, i]) for i in range(20)], dim=1), expected)
+    expected = torch.stack([torch.cat([torch.multinomial(p, 1) for p in row]) for row in masked.softmax(-1)])
+    draws = RowDraws(11, "cuda", initialisation=123, steps=20, width=50304).for_samples(0, 3)
+    assert torch.equal(torch.cat([next_token(scaled[:, i], 1.0, top_k, draws) for i in range(20)], dim=1), expected)
