@@ -49,8 +49,8 @@ def likeliest(logits, k):
 
     Where a row has fewer than others it is filled up with -inf.
     """
-    values, ids = logits.topk(k + 1) # one more shows whether there are ties
-    if (values[:, k] == values[:, k - 1]).any():
+    values, ids = logits.topk(min(k + 64, logits.size(-1))) # some more: in bfloat16 there are always ties
+    if (values[:, -1] == values[:, k - 1]).any():
         most = (logits >= values[:, k - 1:k]).sum(dim=-1).max()
         values, ids = logits.topk(int(most))
     return values.masked_fill(values < values[:, k - 1:k], -torch.inf), ids

@@ -3,7 +3,9 @@
 Both give model_args (GPTConfig's fields) and a state_dict of float32 tensors under nanoGPT's names.
 Files are data here: whatever they name, none of it runs.
 """
+import ctypes
 import json
+import mmap
 import os
 import re
 import warnings
@@ -101,11 +103,13 @@ def fitted(model_args, state_dict, source):
         tied = torch.equal(head.float(), embedding.float())
     if tied:
         state_dict.pop(EMBEDDING, None)
-    state_dict = {name: tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-                  for name, tensor in state_dict.items()}
+    mapped, copies = pages_of(source), {}
+    for name, tensor in state_dict.items():
+        copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        let_go(mapped)
     if tied and head is not None:
-        state_dict[EMBEDDING] = state_dict[HEAD]
-    return {**model_args, "tied": tied}, state_dict
+        copies[EMBEDDING] = copies[HEAD]
+    return {**model_args, "tied": tied}, copies
 
 
 def require_tensors(state_dict, source):
@@ -150,6 +154,27 @@ def read_pickle(path):
 def first_line(error):
     """The first line of an exception's text, or its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
+
+
+def pages_of(path):
+    """Where in this process's memory a file is mapped, as (address, bytes), where the system tells."""
+    path, found = os.path.realpath(path), []
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as f:
+            for line in f:
+                addresses, *_, name = line.rstrip("\n").split(maxsplit=5)
+                if name == path:
+                    start, end = (int(address, 16) for address in addresses.split("-"))
+                    found.append((start, end - start))
+    except OSError: # no Linux
+        return []
+    return found
+
+
+def let_go(pages):
+    """Tell the system that what was read of mapped pages need not stay: it counts as this process's memory."""
+    for start, size in pages:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 class NumpyDtype:
