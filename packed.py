@@ -103,6 +103,29 @@ class PackedBlock(nn.Module):
             q, k, v = self.attn.heads(h)
             y = self.attn.merge(F.scaled_dot_product_attention(q[:, :, -1:], k, v))
         else:
-            y = self.attn.attend(h, past)
+            y = self.attend(h, past)
         x = self.attn.c_proj(y, add=x)
         return self.c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), add=x)
+
+    def attend(self, x, past=None):
+        """CausalSelfAttention.attend, by plain products where something is cached.
+
+        For single queries they are quicker than the fused kernel, in bfloat16 twice as quick, if the keys
+        lie transposed: that is how the cache's memory holds them here.
+        """
+        if past is None:
+            return self.attn.attend(x)
+        q, k, v = self.attn.heads(x)
+        keys, values, start = past
+        end = start + x.size(1)
+        B, H, S, D = keys.shape
+        keys = keys.view(B, H, D, S)
+        keys[..., start:end] = k.mT # one row fills all: a prompt they share is read once
+        values[:, :, start:end] = v
+        if start == 0:
+            return self.attn.merge(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        scores = torch.bmm((q * D**-0.5).flatten(0, 1), keys.flatten(0, 1)[..., :end]) # (B * H, T, end)
+        if end - start > 1:
+            future = torch.ones(end - start, end, dtype=torch.bool, device=x.device).triu(start + 1)
+            scores = scores.masked_fill(future, -torch.inf)
+        return self.attn.merge(torch.bmm(scores.softmax(-1), values.flatten(0, 1)[:, :end]).unflatten(0, (B, H)))

@@ -4,6 +4,7 @@ import torch
 from conftest import make_gpt, plain_generate
 
 import packed
+from model import KVCache
 from packed import PackedBlock, pack
 
 WIDE = dict(n_embd=packed.NARROW, n_head=4, n_layer=2)
@@ -35,6 +36,18 @@ def test_the_same_tokens_in_float32(length, rows, gelu, bias, n_embd):
 
 
 @needs_operators
+@pytest.mark.parametrize("parts", [(5, 1, 7), (1, 14), (15,), (3, 12)], ids=str)
+def test_a_cache_may_be_filled_in_any_parts(parts):
+    plain, packed_model, idx = make_gpt(**WIDE), pack(make_gpt(**WIDE)), prompt_of(sum(parts), 2)
+    cache, read = KVCache(plain.config, 2, 16), 0
+    with torch.no_grad():
+        for length in parts:
+            logits, _ = packed_model(idx[:, read:read + length], cache=cache)
+            read += length
+            torch.testing.assert_close(logits, plain(idx[:, :read])[0], atol=1e-5, rtol=1e-5)
+
+
+@needs_operators
 @pytest.mark.parametrize("cached", [True, False])
 def test_bfloat16_is_as_near_to_float32_as_autocast(cached):
     idx = prompt_of(15, 2)
@@ -42,7 +55,7 @@ def test_bfloat16_is_as_near_to_float32_as_autocast(cached):
     def logits(model):
         if not cached:
             return model(idx)[0].float()
-        cache = packed_cache(model)
+        cache = KVCache(model.config, 2, 16, dtype=model.compute_dtype())
         model(idx[:, :14], cache=cache)
         return model(idx[:, 14:], cache=cache)[0].float()
 
@@ -52,11 +65,6 @@ def test_bfloat16_is_as_near_to_float32_as_autocast(cached):
             autocast = logits(make_gpt(**WIDE))
             ours = logits(pack(make_gpt(**WIDE).cast_linears(torch.bfloat16)))
     assert 0 < (ours - exact).abs().mean() <= 1.2 * (autocast - exact).abs().mean()
-
-
-def packed_cache(model):
-    from model import KVCache
-    return KVCache(model.config, 2, 16, dtype=model.compute_dtype())
 
 
 def test_the_plain_path_stays_where_the_operators_are_missing(monkeypatch):
