@@ -36,7 +36,7 @@ batch_size: int | None = None # how many samples to draw at once; None: what mem
 def main():
     """Load the network and its tokenizer, encode the prompt, then draw the samples and print them."""
     gc.disable() # while everything is loaded there is nothing to collect, and looking for it takes 0.15 s
-    import torch # not above: a mistake in the settings should not have to wait for it
+    import torch  # not above: a mistake in the settings should not have to wait for it
 
     from packed import hold_memory, pack
     from sampler import RowDraws, initialisation_numbers
@@ -56,12 +56,13 @@ def main():
     ids = tokenizer.encode(text)
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
         f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
-    model.cast_linears(precision).to(place)
+    generator = model.cast_linears(precision).to(place)
     if place.type == 'cpu' and not compile: # Inductor cannot see into packed weights
         pack(model)
     if place.type == 'cuda':
+        from graphs import GraphedGPT
         torch.set_float32_matmul_precision('high') # TF32, as nanoGPT has it
-
+        generator = GraphedGPT(model, compile)
     gc.freeze()
     gc.enable()
 
@@ -69,15 +70,30 @@ def main():
         context = torch.tensor([ids[-model.config.block_size:]], device=place) # what the network can see of the prompt
         at_once = min(num_samples, batch_size or batch_that_fits(model, len(ids) + max_new_tokens))
         if compile:
-            compile_for(model, context, {at_once, num_samples % at_once or at_once})
+            compile_for(generator, context, {at_once, num_samples % at_once or at_once})
         began = time.perf_counter()
-        for first in range(0, num_samples, at_once):
-            idx = context.expand(min(at_once, num_samples - first), -1)
-            samples = model.generate(idx, max_new_tokens, temperature, top_k, draws.for_samples(first, len(idx)), context_shift)
-            for new in samples[:, idx.size(1):].tolist():
-                print(tokenizer.decode(ids + new), '---------------', sep='\n', flush=True)
+        for new in draw_samples(generator, context, draws, at_once):
+            print(tokenizer.decode(ids + new), '---------------', sep='\n', flush=True)
     took, tokens = time.perf_counter() - began, num_samples * max_new_tokens
     say(f"{num_samples} samples, {tokens} tokens in {took:.1f} s: {tokens / took:.0f} tokens/s")
+
+
+def draw_samples(generator, context, draws, at_once):
+    """Yield the new ids of each sample in turn. Where memory does not suffice, half as many are drawn at once."""
+    done = 0
+    while done < num_samples:
+        idx = context.expand(min(at_once, num_samples - done), -1)
+        draws.for_samples(done, len(idx))
+        try:
+            samples = generator.generate(idx, max_new_tokens, temperature, top_k, draws, context_shift)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error) or len(idx) == 1:
+                raise
+            at_once = len(idx) // 2
+            say(f"out of memory with {len(idx)} samples at once: going on with {at_once}")
+            continue
+        yield from samples[:, idx.size(1):].tolist()
+        done += len(idx)
 
 
 def check_settings():
@@ -179,13 +195,19 @@ def batch_that_fits(model, length):
     return max(1, min(most, free // 2 // model.bytes_per_sample(length)))
 
 
-def compile_for(model, context, batch_sizes):
+def out_of_memory(error):
+    """Whether that is what an exception means; torch has several for it."""
+    said = f"{type(error).__name__} {error}".lower()
+    return 'memory' in said or 'could not create a primitive' in said # oneDNN's words for it
+
+
+def compile_for(generator, context, batch_sizes):
     """Compile what generation will run, and say how long that took; ValueError where this machine cannot."""
     say("compiling ...")
     began = time.perf_counter()
     try:
         for rows in batch_sizes:
-            model.compile_generation(context.expand(rows, -1), max_new_tokens, context_shift)
+            generator.compile_generation(context.expand(rows, -1), max_new_tokens, context_shift)
     except Exception as e: # a missing compiler or driver shows in many ways
         raise ValueError(f"compile=True does not work here, leave it out ({type(e).__name__}: {e!s:.300})") from None
     say(f"compiled in {time.perf_counter() - began:.1f} s")
@@ -230,7 +252,7 @@ def run():
     except (ValueError, OSError) as error:
         fail(1, error)
     except (MemoryError, RuntimeError) as error:
-        if 'memory' not in f"{type(error).__name__} {error}".lower():
+        if not out_of_memory(error):
             raise
         fail(1, f"out of memory: pass a smaller --batch_size ({error!s:.200})")
 

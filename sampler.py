@@ -1,9 +1,10 @@
 """From logits to the next token, and the random stream that the choice draws from.
 
 torch.multinomial(probs, 1) is argmax(probs / q) with q exponential, one number for each entry of the
-vocabulary in order of id: the way it is done here, where only q differs. nanoGPT draws its samples one after another from one stream, so sample k
-starts k * max_new_tokens * V exponentials into it. RowDraws gives every row of a batch its own place
-there: all samples at once, each with the tokens it would have had alone.
+vocabulary in order of id; so is the choice here, and only where q comes from differs. nanoGPT draws its
+samples one after another from one stream, so sample k starts k * max_new_tokens * V exponentials into it.
+RowDraws gives every row of a batch its own place there: all samples at once, each with the tokens it would
+have had alone.
 """
 from functools import cache
 

@@ -375,3 +375,23 @@ def test_the_demo_is_nanogpts_format():
     assert all(tensor.dtype == torch.float32 for tensor in checkpoint["model"].values())
     assert sum(file.stat().st_size for file in (PROJECT / "out-shakespeare-char").iterdir() if file.is_file()) <= 6_000_000
     json.dumps(checkpoint["config"]) # plain values, which any reader takes
+
+
+LITTLE_MEMORY = """
+import resource, runpy, sys, torch
+torch.ones(2, 2) @ torch.ones(2, 2)
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + 400 * 2**20, -1))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
+def test_where_memory_is_short_fewer_samples_are_drawn_at_once(sample, tmp_path):
+    save_checkpoint(tmp_path, make_gpt(n_layer=4, n_embd=128, block_size=1024))
+    settings = [f"--out_dir={tmp_path}", "--start=" + "a" * 1000, "--max_new_tokens=3", "--num_samples=128"]
+    code = f"import sys; sys.argv = {[str(PROJECT / 'sample.py'), *settings, '--batch_size=128']!r}\n{LITTLE_MEMORY}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
+    assert done.returncode == 0, done.stderr
+    assert "out of memory with 128 samples at once: going on with 64" in done.stderr
+    assert done.stdout == sample(*settings, "--batch_size=16").stdout

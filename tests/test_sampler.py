@@ -5,7 +5,7 @@ from conftest import make_gpt
 
 import sampler
 from model import GPT, GPTConfig
-from sampler import RowDraws, exponentials, initialisation_numbers, next_token, skip_numbers
+from sampler import RowDraws, initialisation_numbers, next_token, skip_numbers
 
 FIVE = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]])
 

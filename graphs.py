@@ -1,0 +1,171 @@
+"""GPT's generation on a GPU: every step after the prompt is one CUDA graph.
+
+A step of a small network is a hundred kernels of a few microseconds each, and sending them one by one takes
+longer than running them. A CUDA graph sends them at once; choosing the token is part of it, so that nothing
+waits for the CPU. On other devices the same steps run without graphs.
+"""
+from collections import deque
+
+import torch
+from torch.nn import functional as F
+
+from model import KVCache
+from sampler import exponentials, require_finite
+
+BUCKET = 128 # a step attends to so many cached positions or a multiple of it; each multiple has its graph
+
+
+class GraphedGPT:
+    """Generates what the GPT it is given would; with compile, torch.compile fuses what the graphs hold."""
+
+    def __init__(self, model, compile=False):
+        self.model, self.steps = model, None
+        self.decode = torch.compile(decode, dynamic=False) if compile else decode
+        self.forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=exponentials, context_shift=False):
+        """As GPT.generate."""
+        return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, draw, context_shift)], dim=1)
+
+    @torch.no_grad()
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=exponentials, context_shift=False):
+        """As GPT.stream, but ValueError where logits were NaN or infinite comes at the end, not at the step."""
+        if 0 < temperature < 1e-30: # logits over it overflow, which only next_token minds
+            yield from self.model.stream(idx, max_new_tokens, temperature, top_k, draw, context_shift)
+            return
+        size = self.model.config.block_size
+        steps = self.prepare(idx, max_new_tokens, temperature, top_k, draw)
+        recent = deque(idx[:, -size:].split(1, dim=1), maxlen=size)
+        filled = 0 # positions of the cache; past size, of the window
+        for _ in range(max_new_tokens):
+            if filled == 0 or (filled == size and context_shift):
+                keep = len(recent) if filled == 0 else size - size // 2
+                steps.read(torch.cat(list(recent)[-keep:], dim=1))
+                filled = keep
+            elif filled < size:
+                filled += 1
+                steps.decode(filled)
+            else: # positions are learned: in a window that has moved, every key and value is new
+                steps.read_window(recent if filled == size else None)
+                filled = size + 1
+            recent.append(steps.token.clone())
+            yield recent[-1]
+        require_finite(steps.sum)
+
+    def prepare(self, idx, max_new_tokens, temperature, top_k, draw):
+        """The Steps for such a call: those of the last one where they fit, since making graphs takes a while."""
+        rows = tuple(getattr(draw, "rows", ()))
+        made_for = idx.shape, max_new_tokens, temperature, top_k, draw, rows
+        if self.steps is None or self.steps.made_for != made_for:
+            self.steps = None # gives its memory back first
+            self.steps = Steps(self, len(idx), idx.size(1) + max_new_tokens, rows,
+                               lambda logits: choose(logits, temperature, top_k, draw))
+            self.steps.made_for = made_for
+        self.steps.sum.zero_()
+        return self.steps
+
+    @torch.no_grad()
+    def compile_generation(self, idx, max_new_tokens, context_shift=False):
+        """As GPT.compile_generation."""
+        steps = self.prepare(idx, max_new_tokens, 0, None, None)
+        for filled in range(1, steps.capacity + 1, BUCKET):
+            steps.position.fill_(filled - 1)
+            self.decode(self.model, *steps.cached, steps.token, steps.position, steps.bucket(filled))
+        if idx.size(1) + max_new_tokens > self.model.config.block_size and not context_shift:
+            self.forward(steps.window)
+
+
+class Steps:
+    """What the steps of one batch read and write in place, as graphs must, and their graphs."""
+
+    def __init__(self, gpt, batch_size, length, rows, choose):
+        self.gpt, self.rows, self.choose = gpt, rows, choose
+        self.graphs, self.pool = {}, None
+        config, self.device = gpt.model.config, gpt.model.lm_head.weight.device
+        self.capacity = -(-min(length, config.block_size) // 8) * 8 # attention with a mask wants multiples of 8
+        self.cache = KVCache(config, batch_size, self.capacity, self.device, gpt.model.compute_dtype())
+        self.cached = self.cache.keys, self.cache.values
+        for tensor in (*self.cache.keys, *self.cache.values):
+            tensor.zero_() # what is masked must be a number all the same
+        self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=self.device) # the latest
+        self.position = torch.zeros(1, dtype=torch.long, device=self.device) # of the last token in the cache
+        self.window = torch.zeros(batch_size, config.block_size, dtype=torch.long, device=self.device)
+        self.sum = torch.zeros((), device=self.device) # of all logits: NaN or infinite once one of them is
+
+    def bucket(self, filled):
+        """How many positions of the cache a step looks at that has filled so many."""
+        return min(-(-filled // BUCKET) * BUCKET, self.capacity)
+
+    def read(self, idx):
+        """Read (B, T) ids into the empty cache and choose the next token."""
+        shared = idx[:1] if (idx == idx[:1]).all() else idx
+        self.cache.size = 0
+        self.choose_from(self.gpt.model(shared, cache=self.cache)[0])
+        self.position.fill_(idx.size(1) - 1)
+
+    def decode(self, filled):
+        """Read the latest token, which makes so many in the cache, and choose the next."""
+        def step():
+            self.position.add_(1)
+            self.choose_from(self.gpt.decode(self.gpt.model, *self.cached, self.token, self.position, length))
+        length = self.bucket(filled)
+        self.run(length, step)
+
+    def read_window(self, tokens=None):
+        """Move the window on by the latest token, read all of it and choose the next; tokens, if it is new, fill it."""
+        def step():
+            self.window.copy_(torch.cat([self.window[:, 1:], self.token], dim=1))
+            self.choose_from(self.gpt.forward(self.window)[0])
+        if tokens is not None:
+            self.window[:, 1:] = torch.cat(list(tokens)[:-1], dim=1) # the step adds the last
+        self.run("window", step)
+
+    def choose_from(self, logits):
+        """Make the choice from (B or 1, 1, V) logits the latest token."""
+        logits = logits[:, -1].float().expand(len(self.token), -1)
+        self.sum.add_(logits.sum())
+        self.token.copy_(self.choose(logits))
+
+    def run(self, name, step):
+        """Run a step: the first of its name as it is, which readies all it needs; the second is captured."""
+        if self.device.type != "cuda" or name not in self.graphs:
+            self.graphs[name] = None
+            step()
+            return
+        if self.graphs[name] is None:
+            graph = torch.cuda.CUDAGraph()
+            for generator in self.rows:
+                graph.register_generator_state(generator)
+            with torch.cuda.graph(graph, pool=self.pool):
+                step()
+            self.graphs[name], self.pool = graph, graph.pool()
+        self.graphs[name].replay()
+
+
+def decode(model, keys, values, token, position, length):
+    """GPT.forward for one token (B, 1) at a position that is a tensor (1,), attending to length cached ones.
+
+    keys and values are KVCache's; those of the token are added. Returns logits (B, 1, V).
+    """
+    x = model.transformer.wte(token) + model.transformer.wpe(position)
+    future = torch.arange(length, device=token.device) > position
+    mask = torch.zeros(1, length, device=token.device, dtype=keys[0].dtype).masked_fill(future, -torch.inf)
+    for block, k_cache, v_cache in zip(model.transformer.h, keys, values, strict=True):
+        q, k, v = block.attn.heads(block.ln_1(x)) # (B, H, 1, D)
+        k_cache.index_copy_(2, position, k)
+        v_cache.index_copy_(2, position, v)
+        y = F.scaled_dot_product_attention(q, k_cache[:, :, :length], v_cache[:, :, :length], attn_mask=mask)
+        x = x + block.attn.c_proj(block.attn.merge(y))
+        x = x + block.mlp(block.ln_2(x))
+    return model.lm_head(model.transformer.ln_f(x))
+
+
+def choose(logits, temperature, top_k, draw):
+    """next_token without its looks at the logits, which would have to wait for the GPU."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    scaled = logits / temperature
+    if top_k:
+        kth = scaled.topk(min(top_k, scaled.size(-1))).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < kth, -torch.inf)
+    return (scaled.softmax(dim=-1) / draw(scaled.shape, None, scaled.device)).argmax(dim=-1, keepdim=True)

@@ -1,0 +1,128 @@
+"""Steps that read and write in place, for CUDA graphs, give what GPT.generate gives; here mostly without graphs."""
+import pytest
+import torch
+from conftest import make_gpt, plain_generate
+
+import graphs
+from graphs import GraphedGPT
+from model import KVCache
+from sampler import RowDraws
+
+
+def prompt_of(length, rows=1):
+    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=[4, 128], ids=["buckets", "one-bucket"])
+def bucket(request, monkeypatch):
+    monkeypatch.setattr(graphs, "BUCKET", request.param)
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(top_k=5), dict(temperature=0), dict(temperature=0.7, top_k=99),
+                                      dict(temperature=1e-45), dict(context_shift=True), dict(context_shift=True, top_k=5)], ids=str)
+@pytest.mark.parametrize("length, new", [(1, 15), (5, 40), (16, 20), (30, 3), (5, 1), (5, 0)]) # its block_size is 16
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_same_tokens_as_generate(settings, length, new, rows, bucket):
+    model, idx = make_gpt(), prompt_of(length, rows)
+    torch.manual_seed(3)
+    expected = model.generate(idx, new, **settings)
+    torch.manual_seed(3)
+    assert torch.equal(GraphedGPT(model).generate(idx, new, **settings), expected)
+
+
+def test_batches_follow_one_another_on_the_rows_own_streams():
+    model, steps = make_gpt(), 30
+    torch.manual_seed(5)
+    expected = [plain_generate(model, prompt_of(3), steps, top_k=20)[0].tolist() for _ in range(5)]
+    gpt, draws, found = GraphedGPT(model), RowDraws(5, steps=steps, width=61), []
+    for first, count in (0, 2), (2, 2), (4, 1):
+        found += gpt.generate(prompt_of(3).expand(count, -1), steps, 1.0, 20, draws.for_samples(first, count)).tolist()
+        assert gpt.generate(prompt_of(3).expand(count, -1), steps, 1.0, 20, draws.for_samples(first, count)).tolist() == found[first:]
+    assert found == expected
+
+
+def test_what_the_last_batch_left_in_the_cache_is_not_seen():
+    gpt, one, other = GraphedGPT(make_gpt()), prompt_of(12), prompt_of(12).flip(1)
+    expected = [GraphedGPT(make_gpt()).generate(idx, 9, 0).tolist() for idx in (one, other)]
+    assert [gpt.generate(idx, 9, 0).tolist() for idx in (one, other)] == expected
+
+
+@pytest.mark.parametrize("new", [1, 8, 30])
+@pytest.mark.parametrize("context_shift", [True, False])
+def test_logits_that_are_no_numbers_raise_at_the_end(new, context_shift):
+    model = make_gpt()
+    with torch.no_grad():
+        model.lm_head.weight[7] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        GraphedGPT(model).generate(prompt_of(3), new, context_shift=context_shift)
+
+
+def test_a_step_in_bfloat16_is_as_near_to_float32_as_autocast():
+    idx = prompt_of(15, 2)
+
+    def logits(model, last):
+        cache = KVCache(model.config, 2, 16, dtype=model.compute_dtype())
+        for tensor in (*cache.keys, *cache.values):
+            tensor.zero_()
+        model(idx[:, :14], cache=cache)
+        return last(model, cache).float()
+
+    def step(model, cache):
+        return graphs.decode(model, cache.keys, cache.values, idx[:, 14:], torch.tensor([14]), 16)
+
+    def forward(model, cache):
+        return model(idx[:, 14:], cache=cache)[0]
+
+    with torch.no_grad():
+        exact = logits(make_gpt(), forward)
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast = logits(make_gpt(), forward)
+            stepped = logits(make_gpt().cast_linears(torch.bfloat16), step)
+    assert 0 < (stepped - exact).abs().mean() <= 1.2 * (autocast - exact).abs().mean()
+
+
+@pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
+def test_compiled_steps_give_the_same_tokens():
+    model, idx = make_gpt(), prompt_of(5, 2)
+    torch.manual_seed(3)
+    expected = model.generate(idx, 20)
+    gpt = GraphedGPT(model, compile=True)
+    gpt.compile_generation(idx, 20)
+    calls = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch.manual_seed(3)
+    assert torch.equal(gpt.generate(idx, 20), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == calls > 0
+
+
+cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
+
+
+class TestCuda:
+    pytestmark = cuda
+
+    @pytest.mark.parametrize("new", [12, 300, 700]) # its block_size is 512
+    @pytest.mark.parametrize("compile", [False, True])
+    def test_float32_gives_the_plain_loops_tokens_sample_after_sample(self, new, compile):
+        torch.set_float32_matmul_precision("highest")
+        model = make_gpt(block_size=512).cuda()
+        idx = prompt_of(5).cuda()
+        torch.manual_seed(11)
+        expected = [plain_generate(model, idx, new, temperature=0.8, top_k=20)[0].tolist() for _ in range(6)]
+        gpt, draws, found = GraphedGPT(model, compile), RowDraws(11, "cuda", steps=new, width=61), []
+        for first in (0, 3):
+            draws.for_samples(first, 3)
+            found += gpt.generate(idx.expand(3, -1), new, 0.8, 20, draws).tolist()
+        assert found == expected
+
+    def test_steps_are_graphs(self):
+        gpt = GraphedGPT(make_gpt(block_size=512).cuda())
+        gpt.generate(prompt_of(5).cuda(), 600)
+        assert sorted(map(str, gpt.steps.graphs)) == ["128", "256", "384", "512", "window"]
+        assert all(isinstance(graph, torch.cuda.CUDAGraph) for graph in gpt.steps.graphs.values())
+
+    def test_the_script_prints_on_cuda_what_the_plain_loop_draws(self, sample, letters):
+        done = sample(f"--out_dir={letters}", "--start=ROMEO", "--device=cuda", "--dtype=float32", "--num_samples=3",
+                      "--max_new_tokens=12", CUDA_VISIBLE_DEVICES="0")
+        alone = sample(f"--out_dir={letters}", "--start=ROMEO", "--device=cuda", "--dtype=float32", "--num_samples=3",
+                       "--max_new_tokens=12", "--batch_size=1", CUDA_VISIBLE_DEVICES="0")
+        assert done.returncode == 0 and done.stdout == alone.stdout
