@@ -216,6 +216,7 @@ class GPT(nn.Module):
     def compile_generation(self, idx, max_new_tokens, context_shift=False):
         """torch.compile what generate runs for such a call: the prompt, single tokens, a window that moves."""
         torch._dynamo.config.recompile_limit = 32 # each of these, for every batch size, is a graph of its own
+        torch._inductor.config.freezing = self.lm_head.weight.device.type == "cpu" # packs weights, or is half as fast
         self.compile(dynamic=True)
         # The first steps of the very call: a cache of another capacity would be another graph.
         list(islice(self.stream(idx, max_new_tokens, temperature=0), 3))

@@ -28,7 +28,7 @@ top_k: int | None = 200 # draw only from the top_k likeliest tokens; None or 0: 
 seed = 1337 # the same seed gives the same samples
 device = 'auto' # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: the best there is
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto: bfloat16 or else float16 on CUDA, float32 elsewhere
-compile = False # compile the network first: a minute's wait for more speed after it
+compile = False # compile the network first: a minute's wait for more speed after it on a GPU, for none on a CPU
 context_shift = False # past block_size: drop the older half of the window and go on; much faster, other text
 batch_size: int | None = None # how many samples to draw at once; None: what memory allows; the text stays the same
 
