@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import PROJECT, SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint
 
+import weights
 from model import GPT
 from weights import find_checkpoint, load_checkpoint, load_huggingface
 
@@ -130,6 +131,24 @@ def test_the_file_may_be_overwritten_once_it_is_loaded(tmp_path):
     before = {name: tensor.clone() for name, tensor in state_dict.items()}
     path.write_bytes(b"")
     assert all(torch.equal(tensor, before[name]) for name, tensor in state_dict.items())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("name", ["ckpt.pt", "a name\twith spaces.pt"])
+def test_pages_that_were_read_are_let_go(name, tmp_path):
+    path = tmp_path / name
+    torch.save({"a": torch.arange(2**20)}, path)
+
+    def held():
+        lines = pathlib.Path("/proc/self/smaps").read_text().splitlines()
+        at = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
+        return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1])
+
+    mapped = weights.read_pickle(path)["a"]
+    assert mapped.sum() == 2**20 * (2**20 - 1) // 2 and held() >= 8192
+    weights.let_go(weights.pages_of(path))
+    assert held() == 0 and mapped[12345] == 12345
+    assert weights.pages_of(tmp_path / "other.pt") == []
 
 
 def test_out_dir_may_be_the_file(tmp_path):
