@@ -16,10 +16,15 @@ BUCKET = 128 # a step attends to so many cached positions or a multiple of it; e
 
 
 class GraphedGPT:
-    """Generates what the GPT it is given would; with compile, torch.compile fuses what the graphs hold."""
+    """Generates what the GPT it is given would; with compile, torch.compile fuses what the graphs hold.
+
+    Under autocast, its Linears are to be cast already (GPT.cast_linears): graphs keep no copies of weights.
+    """
 
     def __init__(self, model, compile=False):
         self.model, self.steps = model, None
+        if compile:
+            torch._dynamo.config.recompile_limit = 64 # a graph for each bucket and batch size
         self.decode = torch.compile(decode, dynamic=False) if compile else decode
         self.forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
 
@@ -30,11 +35,12 @@ class GraphedGPT:
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=exponentials, context_shift=False):
         """As GPT.stream, but ValueError where logits were NaN or infinite comes at the end, not at the step."""
-        if 0 < temperature < 1e-30: # logits over it overflow, which only next_token minds
+        nothing_to_do = max_new_tokens == 0 or idx.size(1) == 0
+        if nothing_to_do or 0 < temperature < 1e-30: # so cold that float32 overflows, which only next_token minds
             yield from self.model.stream(idx, max_new_tokens, temperature, top_k, draw, context_shift)
             return
         size = self.model.config.block_size
-        steps = self.prepare(idx, max_new_tokens, temperature, top_k, draw)
+        steps = self.take_steps(idx, max_new_tokens, temperature, top_k, draw)
         recent = deque(idx[:, -size:].split(1, dim=1), maxlen=size)
         filled = 0 # positions of the cache; past size, of the window
         for _ in range(max_new_tokens):
@@ -51,23 +57,25 @@ class GraphedGPT:
             recent.append(steps.token.clone())
             yield recent[-1]
         require_finite(steps.sum)
+        self.steps = steps # for the next call: what ended otherwise may have left anything behind
 
-    def prepare(self, idx, max_new_tokens, temperature, top_k, draw):
+    def take_steps(self, idx, max_new_tokens, temperature, top_k, draw):
         """The Steps for such a call: those of the last one where they fit, since making graphs takes a while."""
         rows = tuple(getattr(draw, "rows", ()))
         made_for = idx.shape, max_new_tokens, temperature, top_k, draw, rows
-        if self.steps is None or self.steps.made_for != made_for:
-            self.steps = None # gives its memory back first
-            self.steps = Steps(self, len(idx), idx.size(1) + max_new_tokens, rows,
-                               lambda logits: choose(logits, temperature, top_k, draw))
-            self.steps.made_for = made_for
-        self.steps.sum.zero_()
-        return self.steps
+        steps, self.steps = self.steps, None # nobody else's meanwhile
+        if steps is None or steps.made_for != made_for:
+            steps = None # gives its memory back first
+            steps = Steps(self, len(idx), idx.size(1) + max_new_tokens, rows,
+                          lambda logits: choose(logits, temperature, top_k, draw))
+            steps.made_for = made_for
+        steps.sum.zero_()
+        return steps
 
     @torch.no_grad()
     def compile_generation(self, idx, max_new_tokens, context_shift=False):
         """As GPT.compile_generation."""
-        steps = self.prepare(idx, max_new_tokens, 0, None, None)
+        steps = self.take_steps(idx, max_new_tokens, 0, None, None)
         for filled in range(1, steps.capacity + 1, BUCKET):
             steps.position.fill_(filled - 1)
             self.decode(self.model, *steps.cached, steps.token, steps.position, steps.bucket(filled))
@@ -117,7 +125,7 @@ class Steps:
             self.window.copy_(torch.cat([self.window[:, 1:], self.token], dim=1))
             self.choose_from(self.gpt.forward(self.window)[0])
         if tokens is not None:
-            self.window[:, 1:] = torch.cat(list(tokens)[:-1], dim=1) # the step adds the last
+            self.window[:, 1:] = torch.cat(list(tokens), dim=1)[:, :-1] # the step adds the last
         self.run("window", step)
 
     def choose_from(self, logits):
@@ -132,14 +140,15 @@ class Steps:
             self.graphs[name] = None
             step()
             return
-        if self.graphs[name] is None:
-            graph = torch.cuda.CUDAGraph()
-            for generator in self.rows:
-                graph.register_generator_state(generator)
-            with torch.cuda.graph(graph, pool=self.pool):
-                step()
-            self.graphs[name], self.pool = graph, graph.pool()
-        self.graphs[name].replay()
+        with torch.cuda.device(self.device):
+            if self.graphs[name] is None:
+                graph = torch.cuda.CUDAGraph()
+                for generator in self.rows:
+                    graph.register_generator_state(generator)
+                with torch.cuda.graph(graph, pool=self.pool):
+                    step()
+                self.graphs[name], self.pool = graph, graph.pool()
+            self.graphs[name].replay()
 
 
 def decode(model, keys, values, token, position, length):

@@ -26,7 +26,7 @@ def hold_memory():
     """
     try:
         libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2**31 - 1) # M_TRIM_THRESHOLD: the heap never shrinks
+        libc.mallopt(-1, -1) # M_TRIM_THRESHOLD, as large as can be: the heap never shrinks
         libc.mallopt(-4, 0) # M_MMAP_MAX: all of it is on the heap
         libc.malloc.restype = ctypes.c_void_p
         size = psutil.virtual_memory().available // 2

@@ -178,6 +178,8 @@ def load_model():
     except (OSError, MemoryError):
         raise
     except Exception as e: # what is no network trips torch in many ways
+        if out_of_memory(e):
+            raise
         named = isinstance(e, ValueError) and str(source) in str(e)
         raise ValueError(str(e) if named else f"cannot load {source}: {e}") from None
     return model, table
@@ -188,7 +190,7 @@ def batch_that_fits(model, length):
     import torch
     place = model.lm_head.weight.device
     if place.type == 'cuda':
-        free, most = torch.cuda.mem_get_info(place)[0], 512
+        free, most = torch.cuda.mem_get_info(place)[0], 128 # each row costs launches
     else:
         import psutil
         free, most = psutil.virtual_memory().available, 64 # more is hardly faster, and the first comes later
@@ -196,9 +198,10 @@ def batch_that_fits(model, length):
 
 
 def out_of_memory(error):
-    """Whether that is what an exception means; torch has several for it."""
-    said = f"{type(error).__name__} {error}".lower()
-    return 'memory' in said or 'could not create a primitive' in said # oneDNN's words for it
+    """Whether that is what an exception, or the one it came of, means; torch and oneDNN have several for it."""
+    words = r"MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
+    return error is not None and (bool(re.search(words, f"{type(error).__name__} {error}"))
+                                  or out_of_memory(error.__context__))
 
 
 def compile_for(generator, context, batch_sizes):
@@ -254,7 +257,7 @@ def run():
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        fail(1, f"out of memory: pass a smaller --batch_size ({error!s:.200})")
+        fail(1, f"out of memory: the network, or a single sample, is too large ({str(error) or 'no more is known':.200})")
 
 
 if __name__ == '__main__':

@@ -177,7 +177,7 @@ FAR = 2**24
 
 
 def jump(twister, blocks):
-    """Move an MT19937 that stands at a block's end on by so many blocks of 624 numbers, in a few milliseconds.
+    """Move an MT19937 that stands at a block's end on by so many blocks, one or more, of 624 numbers.
 
     Every word is a sum over GF(2) of earlier ones, so the words n further on are the sum of those near
     by that the polynomial t**n mod P names (Haramoto et al., Efficient jump ahead for F2-linear random
@@ -226,17 +226,19 @@ def initialisation_numbers(model):
 
     PyTorch initialises every Linear (weight and bias) and Embedding, then nanoGPT draws the weights
     of both again and those of every c_proj a third time; its tied head counts as a Linear of its own.
-    normal_ spends one number an entry, and 16 more to redo an end that is no multiple of 16.
+    normal_ spends one number an entry, and 16 more to redo an end that is no multiple of 16. Of fewer
+    than 16 entries it makes two at a time, from four numbers, and keeps what is left over for the next.
     """
-    def normal(weight):
-        """What normal_ spends on a weight."""
-        return weight.numel() + (16 if weight.numel() % 16 else 0)
-
-    count = 0
+    count = few = 0
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            count += module.weight.numel() + (module.bias.numel() if module.bias is not None else 0)
-            count += normal(module.weight) * (2 if name.endswith("c_proj") else 1)
-        elif isinstance(module, nn.Embedding):
-            count += 2 * normal(module.weight)
-    return count
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        size, linear = module.weight.numel(), isinstance(module, nn.Linear)
+        if linear: # its own initialisation is uniform
+            count += size + (module.bias.numel() if module.bias is not None else 0)
+        times = 2 if not linear or name.endswith("c_proj") else 1
+        if size < 16:
+            few += times * size
+        else:
+            count += times * (size + (16 if size % 16 else 0))
+    return count + 4 * -(-few // 2)

@@ -103,7 +103,7 @@ def fitted(model_args, state_dict, source):
         tied = torch.equal(head.float(), embedding.float())
     if tied:
         state_dict.pop(EMBEDDING, None)
-    mapped, copies = pages_of(source), {}
+    mapped, copies = pages_of(state_dict.values()), {}
     for name, tensor in state_dict.items():
         copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         let_go(mapped)
@@ -144,6 +144,8 @@ def read_pickle(path):
             warnings.simplefilter("ignore") # they are for whoever wrote the file
             return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
     except Exception as e: # a damaged file trips torch's reader in many ways
+        if "allocate memory" in str(e):
+            raise MemoryError(first_line(e)) from None
         named = re.search(r"GLOBAL (\S+)", str(e))
         told = re.search(r"WeightsUnpickler error:\s*(.+)", str(e)) # what stands around it is advice to load unsafely
         why = (f"it names {named[1]:.80}, which could run code" if named else
@@ -156,15 +158,15 @@ def first_line(error):
     return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
 
 
-def pages_of(path):
-    """Where in this process's memory a file is mapped, as (address, bytes), where the system tells."""
-    path, found = os.path.realpath(path), []
+def pages_of(tensors):
+    """Where the files are mapped that hold these tensors, as (address, bytes), where the system tells."""
+    found, held = [], [tensor.data_ptr() for tensor in tensors]
     try:
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as f:
+        with open("/proc/self/maps", "rb") as f:
             for line in f:
-                addresses, *_, name = line.rstrip("\n").split(maxsplit=5)
-                if name == path:
-                    start, end = (int(address, 16) for address in addresses.split("-"))
+                span, _, _, _, inode, *_ = line.split(maxsplit=5)
+                start, end = (int(address, 16) for address in span.split(b"-"))
+                if inode != b"0" and any(start <= address < end for address in held):
                     found.append((start, end - start))
     except OSError: # no Linux
         return []
@@ -209,6 +211,8 @@ def read_safetensors(path):
     except OSError:
         raise
     except Exception as e:
+        if "allocate memory" in str(e):
+            raise MemoryError(first_line(e)) from None
         raise ValueError(f"cannot read {path}: damaged, or no safetensors ({first_line(e)})") from None
 
 

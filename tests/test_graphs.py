@@ -41,6 +41,43 @@ def test_batches_follow_one_another_on_the_rows_own_streams():
     assert found == expected
 
 
+def test_streams_may_run_side_by_side_and_be_abandoned():
+    gpt, one, other = GraphedGPT(make_gpt()), prompt_of(5), prompt_of(5).flip(1)
+    expected = [make_gpt().generate(idx, 20, 0)[:, 5:] for idx in (one, other)]
+    streams = [gpt.stream(idx, 20, 0) for idx in (one, other)]
+    for tokens in zip(*(gpt.stream(idx, 20, 0) for idx in (one, other)), strict=True):
+        for stream, token in zip(streams, tokens, strict=True):
+            assert torch.equal(next(stream), token)
+    next(gpt.stream(one, 20, 0))
+    assert [gpt.generate(idx, 20, 0)[:, 5:].tolist() for idx in (one, other)] == [tokens.tolist() for tokens in expected]
+
+
+@pytest.mark.parametrize("idx, new", [(prompt_of(3), 0), (prompt_of(3)[:, :0], 4)])
+def test_nothing_to_do_is_what_generate_makes_of_it(idx, new):
+    try:
+        expected = make_gpt().generate(idx, new)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=str(error)):
+            GraphedGPT(make_gpt()).generate(idx, new)
+    else:
+        assert torch.equal(GraphedGPT(make_gpt()).generate(idx, new), expected)
+
+
+def test_a_window_of_one_token():
+    model = make_gpt(block_size=1)
+    assert torch.equal(GraphedGPT(model).generate(prompt_of(1), 9, 0), model.generate(prompt_of(1), 9, 0))
+
+
+def test_a_run_of_bad_numbers_does_not_spoil_the_next():
+    model = make_gpt(tied=False)
+    with torch.no_grad():
+        model.transformer.wte.weight[5] = torch.nan
+    gpt, good, bad = GraphedGPT(model), torch.tensor([[1, 2, 3]]), torch.tensor([[1, 5, 3]])
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        gpt.generate(bad, 4, 0)
+    assert torch.equal(gpt.generate(good, 1, 0), model.generate(good, 1, 0))
+
+
 def test_what_the_last_batch_left_in_the_cache_is_not_seen():
     gpt, one, other = GraphedGPT(make_gpt()), prompt_of(12), prompt_of(12).flip(1)
     expected = [GraphedGPT(make_gpt()).generate(idx, 9, 0).tolist() for idx in (one, other)]
