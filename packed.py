@@ -5,10 +5,8 @@ hundreds. In oneDNN's own layout a product reaches both, and adds bias, GELU or 
 is still in a register. Inductor does the same when it freezes a network.
 """
 import ctypes
-import mmap
 from functools import partial
 
-import psutil
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
@@ -18,23 +16,15 @@ NARROW, FEW = 256, 8
 
 
 def hold_memory():
-    """Have the C library keep what is freed, and lay out what is to come in huge pages, where it is glibc.
+    """Have the C library keep what is freed, where it is glibc.
 
-    Every step takes and frees the same megabytes. Given back to the system each time, they would return
-    page by page, a fault for each: a third of the time of a small network past its window. In huge pages
-    weights are read some 10 % faster, since there are fewer addresses to translate.
+    Every step takes and frees the same megabytes. Given back to the system each time, they return page by
+    page, a fault for each: a third of the time of a small network past its window.
     """
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, -1) # M_TRIM_THRESHOLD, as large as can be: the heap never shrinks
         libc.mallopt(-4, 0) # M_MMAP_MAX: all of it is on the heap
-        libc.malloc.restype = ctypes.c_void_p
-        size = psutil.virtual_memory().available // 2
-        heap = libc.malloc(ctypes.c_size_t(size)) # addresses alone: nothing is touched
-        if heap:
-            start = -(-heap // mmap.PAGESIZE) * mmap.PAGESIZE
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size - mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
-            libc.free(ctypes.c_void_p(heap))
     except (AttributeError, OSError, TypeError): # another system, or another C library
         return
 

@@ -257,7 +257,7 @@ def run():
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        fail(1, f"out of memory: the network, or a single sample, is too large ({str(error) or 'no more is known':.200})")
+        fail(1, f"out of memory: the network, or one sample of it, is too large ({str(error) or 'no more known':.200})")
 
 
 if __name__ == '__main__':
