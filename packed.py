@@ -5,6 +5,7 @@ hundreds. In oneDNN's own layout a product reaches both, and adds bias, GELU or 
 is still in a register. Inductor does the same when it freezes a network.
 """
 import ctypes
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -21,12 +22,16 @@ def hold_memory():
     Every step takes and frees the same megabytes. Given back to the system each time, they return page by
     page, a fault for each: a third of the time of a small network past its window.
     """
-    try:
+    with suppress(AttributeError, OSError, TypeError): # another system, or another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, -1) # M_TRIM_THRESHOLD, as large as can be: the heap never shrinks
         libc.mallopt(-4, 0) # M_MMAP_MAX: all of it is on the heap
-    except (AttributeError, OSError, TypeError): # another system, or another C library
-        return
+
+
+def return_memory():
+    """Give what hold_memory kept back to the system, which may want it for what lies elsewhere."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def pack(model):

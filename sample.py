@@ -80,6 +80,7 @@ def main():
 
 def draw_samples(generator, context, draws, at_once):
     """Yield the new ids of each sample in turn. Where memory does not suffice, half as many are drawn at once."""
+    from packed import return_memory
     done = 0
     while done < num_samples:
         idx = context.expand(min(at_once, num_samples - done), -1)
@@ -91,6 +92,8 @@ def draw_samples(generator, context, draws, at_once):
                 raise
             at_once = len(idx) // 2
             say(f"out of memory with {len(idx)} samples at once: going on with {at_once}")
+        if at_once < len(idx): # not above, where the error still holds what was drawn
+            return_memory()
             continue
         yield from samples[:, idx.size(1):].tolist()
         done += len(idx)

@@ -108,3 +108,4 @@ def test_without_glibc_memory_stays_as_it_is(missing, monkeypatch):
         raise missing
     monkeypatch.setattr(packed.ctypes, "CDLL", no_library)
     packed.hold_memory()
+    packed.return_memory()
