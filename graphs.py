@@ -4,13 +4,11 @@ A step of a small network is a hundred kernels of a few microseconds each, and s
 longer than running them. A CUDA graph sends them at once; choosing the token is part of it, so that nothing
 waits for the CPU. On other devices the same steps run without graphs.
 """
-from collections import deque
-
 import torch
 from torch.nn import functional as F
 
 from model import KVCache
-from sampler import exponentials, require_finite
+from sampler import next_token, require_finite
 
 BUCKET = 128 # a step attends to so many cached positions or a multiple of it; each multiple has its graph
 
@@ -28,46 +26,57 @@ class GraphedGPT:
         self.decode = torch.compile(decode, dynamic=False) if compile else decode
         self.forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=exponentials, context_shift=False):
+    def next_token(self, logits, temperature=1.0, *rest, **how):
+        """sampler.next_token without its looks at the logits, which would have to wait for the GPU."""
+        if 0 < temperature < 1e-30: # so cold that float32 overflows: the limit
+            temperature = 0
+        return next_token(logits, temperature, *rest, **how, checked=False)
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, context_shift=False, **how):
         """As GPT.generate."""
-        return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, draw, context_shift)], dim=1)
+        def choose(logits, ids):
+            return self.next_token(logits, temperature, top_k, ids=ids, **how)
+        choose.rows = getattr(how.get("draw"), "rows", ())
+        return torch.cat([idx, *self.stream(idx, max_new_tokens, choose, context_shift)], dim=1)
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=exponentials, context_shift=False):
-        """As GPT.stream, but ValueError where logits were NaN or infinite comes at the end, not at the step."""
-        nothing_to_do = max_new_tokens == 0 or idx.size(1) == 0
-        if nothing_to_do or 0 < temperature < 1e-30: # so cold that float32 overflows, which only next_token minds
-            yield from self.model.stream(idx, max_new_tokens, temperature, top_k, draw, context_shift)
+    def stream(self, idx, max_new_tokens, choose, context_shift=False):
+        """As GPT.stream, but ValueError where logits were NaN or infinite comes at the end, not at the step.
+
+        Where choose has rows, those are the generators that it draws from.
+        """
+        if max_new_tokens == 0 or idx.size(1) == 0:
+            yield from self.model.stream(idx, max_new_tokens, choose, context_shift)
             return
         size = self.model.config.block_size
-        steps = self.take_steps(idx, max_new_tokens, temperature, top_k, draw)
-        recent = deque(idx[:, -size:].split(1, dim=1), maxlen=size)
-        filled = 0 # positions of the cache; past size, of the window
+        steps = self.take_steps(idx, max_new_tokens, choose)
+        read, filled = idx[:, -size:], 0 # positions of the cache
         for _ in range(max_new_tokens):
-            if filled == 0 or (filled == size and context_shift):
-                keep = len(recent) if filled == 0 else size - size // 2
-                steps.read(torch.cat(list(recent)[-keep:], dim=1))
-                filled = keep
+            if filled == size and context_shift:
+                read, filled = torch.cat([steps.window, steps.token], dim=1)[:, size // 2 - size:], 0
+            if filled == 0:
+                steps.read(read)
+                filled = read.size(1)
             elif filled < size:
                 filled += 1
                 steps.decode(filled)
             else: # positions are learned: in a window that has moved, every key and value is new
-                steps.read_window(recent if filled == size else None)
-                filled = size + 1
-            recent.append(steps.token.clone())
-            yield recent[-1]
+                steps.read_window()
+            rows = yield steps.token.clone()
+            if rows == []:
+                break
+            if rows is not None:
+                steps.keep(rows)
         require_finite(steps.sum)
         self.steps = steps # for the next call: what ended otherwise may have left anything behind
 
-    def take_steps(self, idx, max_new_tokens, temperature, top_k, draw):
+    def take_steps(self, idx, max_new_tokens, choose):
         """The Steps for such a call: those of the last one where they fit, since making graphs takes a while."""
-        rows = tuple(getattr(draw, "rows", ()))
-        made_for = idx.shape, max_new_tokens, temperature, top_k, draw, rows
+        made_for = idx.shape, max_new_tokens, choose, tuple(getattr(choose, "rows", ()))
         steps, self.steps = self.steps, None # nobody else's meanwhile
         if steps is None or steps.made_for != made_for:
             steps = None # gives its memory back first
-            steps = Steps(self, len(idx), idx.size(1) + max_new_tokens, rows,
-                          lambda logits: choose(logits, temperature, top_k, draw))
+            steps = Steps(self, len(idx), idx.size(1) + max_new_tokens, choose)
             steps.made_for = made_for
         steps.sum.zero_()
         return steps
@@ -75,7 +84,7 @@ class GraphedGPT:
     @torch.no_grad()
     def compile_generation(self, idx, max_new_tokens, context_shift=False):
         """As GPT.compile_generation."""
-        steps = self.take_steps(idx, max_new_tokens, 0, None, None)
+        steps = self.take_steps(idx, max_new_tokens, None)
         for filled in range(1, steps.capacity + 1, BUCKET):
             steps.position.fill_(filled - 1)
             self.decode(self.model, *steps.cached, steps.token, steps.position, steps.bucket(filled))
@@ -86,8 +95,8 @@ class GraphedGPT:
 class Steps:
     """What the steps of one batch read and write in place, as graphs must, and their graphs."""
 
-    def __init__(self, gpt, batch_size, length, rows, choose):
-        self.gpt, self.rows, self.choose = gpt, rows, choose
+    def __init__(self, gpt, batch_size, length, choose):
+        self.gpt, self.choose = gpt, choose
         self.graphs, self.pool = {}, None
         config, self.device = gpt.model.config, gpt.model.lm_head.weight.device
         self.capacity = -(-min(length, config.block_size) // 8) * 8 # attention with a mask wants multiples of 8
@@ -97,8 +106,15 @@ class Steps:
             tensor.zero_() # what is masked must be a number all the same
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=self.device) # the latest
         self.position = torch.zeros(1, dtype=torch.long, device=self.device) # of the last token in the cache
+        # What the network sees; where that does not fill it yet, the first token again.
         self.window = torch.zeros(batch_size, config.block_size, dtype=torch.long, device=self.device)
         self.sum = torch.zeros((), device=self.device) # of all logits: NaN or infinite once one of them is
+
+    def keep(self, rows):
+        """Forget all but these rows. Graphs are made anew for them."""
+        self.graphs, self.pool, self.made_for = {}, None, None
+        self.cache.keep(rows)
+        self.token, self.window = self.token[rows], self.window[rows]
 
     def bucket(self, filled):
         """How many positions of the cache a step looks at that has filled so many."""
@@ -108,6 +124,8 @@ class Steps:
         """Read (B, T) ids into the empty cache and choose the next token."""
         shared = idx[:1] if (idx == idx[:1]).all() else idx
         self.cache.size = 0
+        self.window.copy_(idx[:, :1].expand_as(self.window))
+        self.window[:, :idx.size(1)] = idx
         self.choose_from(self.gpt.model(shared, cache=self.cache)[0])
         self.position.fill_(idx.size(1) - 1)
 
@@ -116,15 +134,14 @@ class Steps:
         length = self.bucket(filled)
         self.run(length, self.read_token, length)
 
-    def read_window(self, tokens=None):
-        """Move the window on by the latest token, read all of it and choose the next; tokens, if it is new, fill it."""
-        if tokens is not None:
-            self.window[:, 1:] = torch.cat(list(tokens), dim=1)[:, :-1] # the step adds the last
+    def read_window(self):
+        """Move the window on by the latest token, read all of it and choose the next."""
         self.run("window", self.move_window)
 
     def read_token(self, length):
         """The step of decode, in which the token attends to length positions."""
         self.position.add_(1)
+        self.window.index_copy_(1, self.position, self.token)
         self.choose_from(self.gpt.decode(self.gpt.model, *self.cached, self.token, self.position, length))
 
     def move_window(self):
@@ -136,7 +153,7 @@ class Steps:
         """Make the choice from (B or 1, 1, V) logits the latest token."""
         logits = logits[:, -1].float().expand(len(self.token), -1)
         self.sum.add_(logits.sum())
-        self.token.copy_(self.choose(logits))
+        self.token.copy_(self.choose(logits, self.window))
 
     def run(self, name, step, *arguments):
         """Run a step: the first of its name as it is, which readies all it needs; the second is captured."""
@@ -147,7 +164,7 @@ class Steps:
         with torch.cuda.device(self.device):
             if self.graphs[name] is None:
                 graph = torch.cuda.CUDAGraph()
-                for generator in self.rows:
+                for generator in getattr(self.choose, "rows", ()):
                     graph.register_generator_state(generator)
                 with torch.cuda.graph(graph, pool=self.pool):
                     step(*arguments)
@@ -171,14 +188,3 @@ def decode(model, keys, values, token, position, length):
         x = x + block.attn.c_proj(block.attn.merge(y))
         x = x + block.mlp(block.ln_2(x))
     return model.lm_head(model.transformer.ln_f(x))
-
-
-def choose(logits, temperature, top_k, draw):
-    """next_token without its looks at the logits, which would have to wait for the GPU."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    scaled = logits / temperature
-    if top_k:
-        kth = scaled.topk(min(top_k, scaled.size(-1))).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < kth, -torch.inf)
-    return (scaled.softmax(dim=-1) / draw(scaled.shape, None, scaled.device)).argmax(dim=-1, keepdim=True)

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sampler import exponentials, next_token
+from sampler import next_token
 
 
 @dataclass
@@ -65,6 +65,12 @@ class KVCache:
     def layer(self, i):
         """What layer i's attention needs: its keys, its values and how many of their positions are filled."""
         return self.keys[i], self.values[i], self.size
+
+    def keep(self, rows):
+        """Forget all but these rows."""
+        for tensors in self.keys, self.values:
+            for i, tensor in enumerate(tensors):
+                tensors[i] = tensor[rows]
 
 
 class CausalSelfAttention(nn.Module):
@@ -180,18 +186,26 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=exponentials, context_shift=False):
+    next_token = staticmethod(next_token) # how logits become tokens, unless stream's caller has another way
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, context_shift=False, **how):
         """Continue token ids (B, T) by max_new_tokens: (B, T + max_new_tokens), idx itself left alone.
 
-        temperature, top_k and draw are sampler.next_token's; draw as it is uses torch's global generator.
+        temperature, top_k and what else says how are sampler.next_token's.
+        """
+        def choose(logits, ids):
+            return self.next_token(logits, temperature, top_k, ids=ids, **how)
+        return torch.cat([idx, *self.stream(idx, max_new_tokens, choose, context_shift)], dim=1)
+
+    @torch.no_grad()
+    def stream(self, idx, max_new_tokens, choose, context_shift=False):
+        """generate, a step at a time: yields (B, 1) ids as they are drawn.
+
+        choose makes them from logits (B, V) and the ids (B, S) in the window. Rows that have had enough are left out
+        by sending a list of the others' indices: the next step is theirs alone, and none the end.
         context_shift is for text longer than block_size, as in llama.cpp: a full window loses its older half and
         is read anew once, where else every further token reads all of the window again.
         """
-        return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, draw, context_shift)], dim=1)
-
-    @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, draw=exponentials, context_shift=False):
-        """generate, a step at a time: yields (B, 1) ids as they are drawn."""
         B, T = idx.shape
         block_size = self.config.block_size
         if T == 0:
@@ -201,8 +215,14 @@ class GPT(nn.Module):
         read = idx[:1] if (idx == idx[:1]).all() else idx # rows that are all the same are read as one
         for _ in range(max_new_tokens):
             logits, _ = self(read, cache=cache)
-            token = next_token(logits[:, -1].expand(B, -1), temperature, top_k, draw)
-            yield token
+            token = choose(logits[:, -1].expand(len(idx), -1), idx)
+            rows = yield token
+            if rows == []:
+                return
+            if rows is not None:
+                idx, token = idx[rows], token[rows]
+                if cache is not None:
+                    cache.keep(rows)
             idx, read = torch.cat([idx, token], dim=1), token
             if idx.size(1) > block_size:
                 # Positions are learned and absolute: in a window that has moved, every key and value is new.
@@ -218,11 +238,14 @@ class GPT(nn.Module):
         torch._dynamo.config.recompile_limit = 32 # each of these, for every batch size, is a graph of its own
         torch._inductor.config.freezing = self.lm_head.weight.device.type == "cpu" # packs weights, or is half as fast
         self.compile(dynamic=True)
+
+        def likeliest(logits, ids):
+            return logits.argmax(dim=-1, keepdim=True)
         # The first steps of the very call: a cache of another capacity would be another graph.
-        list(islice(self.stream(idx, max_new_tokens, temperature=0), 3))
+        list(islice(self.stream(idx, max_new_tokens, likeliest), 3))
         edge = self.config.block_size - 1
         if idx.size(1) <= edge < idx.size(1) + max_new_tokens:
-            self.generate(idx[:, :1].repeat(1, edge), 4, temperature=0, context_shift=context_shift)
+            list(self.stream(idx[:, :1].repeat(1, edge), 4, likeliest, context_shift))
 
     def bytes_per_sample(self, length):
         """About what one more row of length tokens takes in generate: its cache, or its window, and its logits."""

@@ -8,164 +8,102 @@ The samples go to standard output, everything else to standard error. Arguments 
 settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
 """
 import gc
-import math
 import os
-import re
 import signal
 import sys
 import time
-from contextlib import suppress
+from functools import partial
+from itertools import count
 
+import rules
 from configurator import override
+from console import Printer, Progress, fail, on_terminal, say
 
 init_from = 'resume' # 'resume' reads out_dir; or GPT-2: 'gpt2', 'gpt2-xl', a Hugging Face id or folder of its kind
 out_dir = 'out' # folder that holds ckpt.pt, or the path of such a file
-start = "\n" # the prompt; "FILE:prompt.txt" reads it from a file, "FILE:-" from standard input
-num_samples = 10 # how many samples to draw
+start = "\n" # the prompt; FILE:prompt.txt is a file's text, LINES:prompts.txt many, JSONL:prompts.jsonl too; -: stdin
+num_samples = 10 # how many samples to draw of each prompt
 max_new_tokens = 500 # how many tokens each sample adds to the prompt
 temperature = 0.8 # lower is tamer, higher is wilder, 0 always takes the likeliest token
 top_k: int | None = 200 # draw only from the top_k likeliest tokens; None or 0: from all
+top_p: float | None = None # draw only from the fewest tokens that reach this probability together
+min_p: float | None = None # draw only from tokens with at least this share of the likeliest one's probability
+repetition_penalty = 1.0 # above 1: what the text holds already becomes less likely
+stop: str | list | None = None # end a sample where this text begins, such as "<|endoftext|>"; in a file also a list
 seed = 1337 # the same seed gives the same samples
 device = 'auto' # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: the best there is
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto: bfloat16 or else float16 on CUDA, float32 elsewhere
 compile = False # compile the network first: a minute's wait for more speed after it on a GPU, for none on a CPU
 context_shift = False # past block_size: drop the older half of the window and go on; much faster, other text
 batch_size: int | None = None # how many samples to draw at once; None: what memory allows; the text stays the same
+out_file: str | None = None # samples.jsonl: add every sample as a line of JSON; a run that was cut short is taken up
+html_file: str | None = None # samples.html: a page that shows how likely each token was, and what else was
+show_probs = False # colour each token on the terminal by how likely it was
+interactive = False # ask for prompts and answer each with a sample
 
 
 def main():
-    """Load the network and its tokenizer, encode the prompt, then draw the samples and print them."""
+    """Load the network and its tokenizer, then draw the samples that the prompts ask for, show and save them."""
     gc.disable() # while everything is loaded there is nothing to collect, and looking for it takes 0.15 s
     import torch  # not above: a mistake in the settings should not have to wait for it
 
-    from packed import hold_memory, pack
+    from devices import batch_that_fits, choose_device, choose_dtype, compile_for, get_ready, peak_memory
+    from distributed import Team
+    from interactive import converse
+    from packed import hold_memory
+    from prompts import Prompts
     from sampler import RowDraws, initialisation_numbers
     from tokenizer import load_tokenizer
 
     began = time.perf_counter()
-    text = read_prompt()
-    place = choose_device()
-    precision = choose_dtype(place)
-    if place.type == 'cpu':
-        hold_memory()
-    model, table = load_model()
-    # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
-    drawn = initialisation_numbers(model) if init_from == 'resume' else 0
-    draws = RowDraws(seed, place, drawn, steps=max_new_tokens, width=model.config.vocab_size)
-    tokenizer = load_tokenizer(*table, model.config.vocab_size)
-    ids = tokenizer.encode(text)
+    team = Team().join()
+    with team.together():
+        prompts = Prompts(start) if team.first and not interactive else []
+        place = choose_device(device, team.process)
+        precision = choose_dtype(place, dtype)
+        if place.type == 'cpu':
+            hold_memory()
+        model, source, table = load_model()
+        tokenizer = load_tokenizer(*table, model.config.vocab_size)
+        samples, outputs, total, longest = number(prompts, tokenizer), [], None, None
+        if prompts:
+            total, longest = prompts.survey(tokenizer, num_samples)
+            outputs = open_outputs(samples, tokenizer, model, source, place, precision)
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
         f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
-    generator = model.cast_linears(precision).to(place)
-    if place.type == 'cpu' and not compile: # Inductor cannot see into packed weights
-        pack(model)
-    if place.type == 'cuda':
-        from graphs import GraphedGPT
-        torch.set_float32_matmul_precision('high') # TF32, as nanoGPT has it
-        generator = GraphedGPT(model, compile)
+    # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
+    drawn = initialisation_numbers(model) if init_from == 'resume' else 0
+    generator = get_ready(model, place, precision, compile)
     gc.freeze()
     gc.enable()
+    stream = partial(RowDraws, device=place, initialisation=drawn, width=model.config.vocab_size)
 
     with torch.autocast(place.type, precision, enabled=precision != torch.float32):
-        context = torch.tensor([ids[-model.config.block_size:]], device=place) # what the network can see of the prompt
-        at_once = min(num_samples, batch_size or batch_that_fits(model, len(ids) + max_new_tokens))
+        printer = Printer(tokenizer, tinted=show_probs)
+        if interactive:
+            return converse(globals(), partial(make_drawer, generator, tokenizer, stream), tokenizer, printer)
+        at_once = batch_size or batch_that_fits(model, (longest or model.config.block_size) + max_new_tokens)
         if compile:
-            compile_for(generator, context, {at_once, num_samples % at_once or at_once})
-        began = time.perf_counter()
-        for new in draw_samples(generator, context, draws, at_once):
-            print(tokenizer.decode(ids + new), '---------------', sep='\n', flush=True)
-    took, tokens = time.perf_counter() - began, num_samples * max_new_tokens
-    say(f"{num_samples} samples, {tokens} tokens in {took:.1f} s: {tokens / took:.0f} tokens/s")
-
-
-def draw_samples(generator, context, draws, at_once):
-    """Yield the new ids of each sample in turn. Where memory does not suffice, half as many are drawn at once."""
-    from packed import return_memory
-    done = 0
-    while done < num_samples:
-        idx = context.expand(min(at_once, num_samples - done), -1)
-        draws.for_samples(done, len(idx))
-        try:
-            samples = generator.generate(idx, max_new_tokens, temperature, top_k, draws, context_shift)
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error) or len(idx) == 1:
-                raise
-            at_once = len(idx) // 2
-            say(f"out of memory with {len(idx)} samples at once: going on with {at_once}")
-        if at_once < len(idx): # not above, where the error still holds what was drawn
-            return_memory()
-            continue
-        yield from samples[:, idx.size(1):].tolist()
-        done += len(idx)
-
-
-def check_settings():
-    """Raise ValueError where a setting has a value that cannot work, whoever set it."""
-    global top_k
-    top_k = top_k or None
-    must(init_from not in ('', 'scratch'), "init_from must be 'resume' or a Hugging Face id or folder", init_from)
-    must(start, "start is empty, and a sample needs something to continue: a newline is --start='\"\\n\"'", start)
-    must(1 <= num_samples <= 10**9, "num_samples must be at least 1, and at most a thousand million", num_samples)
-    must(0 <= max_new_tokens <= 10**9, "max_new_tokens must be from 0 to a thousand million", max_new_tokens)
-    must(0 <= temperature < math.inf, "temperature must be 0 (always the likeliest token) or more", temperature)
-    must(top_k is None or top_k >= 1, "top_k must be at least 1, or None or 0 for every token", top_k)
-    must(batch_size is None or 1 <= batch_size <= 10**5, "batch_size must be from 1 to 100000, or None", batch_size)
-    must(-2**63 <= seed < 2**64, "seed must lie between -2**63 and 2**64 - 1", seed)
-    must(re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device), "device must be auto, cpu, cuda, cuda:N or mps", device)
-    must(dtype in ('auto', 'float32', 'bfloat16', 'float16'), "dtype must be auto, float32, bfloat16 or float16", dtype)
-
-
-def must(holds, rule, value):
-    """Raise ValueError with the rule and the value that broke it, unless it holds."""
-    if not holds:
-        raise ValueError(f"{rule}; got {value!r:.100}")
-
-
-def read_prompt():
-    """The text that start stands for; ValueError where there is none."""
-    if not start.startswith('FILE:'):
-        return start
-    path = start[5:]
-    try:
-        with open(0 if path == '-' else path, encoding='utf-8', closefd=path != '-') as f:
-            text = f.read()
-    except UnicodeDecodeError as e:
-        raise ValueError(f"the prompt file {path} is not UTF-8: {e}") from None
-    except (OSError, ValueError) as e: # a path may not even be one
-        raise ValueError(f"cannot read the prompt file {path!r:.200}: {getattr(e, 'strerror', e)}") from None
-    if not text:
-        raise ValueError(f"the prompt file {path} is empty: a sample needs something to continue")
-    return text
-
-
-def choose_device():
-    """The torch.device to run on; ValueError where the one that was named is not there."""
-    import torch
-    there = ['cpu']
-    if torch.backends.mps.is_available():
-        there.insert(0, 'mps')
-    if torch.cuda.is_available():
-        there = ['cuda', *(f'cuda:{i}' for i in range(torch.cuda.device_count())), *there]
-    if device not in ['auto', *there]:
-        raise ValueError(f"device={device} is not there: this machine, as its torch sees it, has {', '.join(there)}")
-    return torch.device(there[0] if device == 'auto' else device)
-
-
-def choose_dtype(place):
-    """The torch.dtype that the network computes in; ValueError where the device has not the one that was named."""
-    import torch
-    bfloat16 = place.type != 'cuda' or torch.cuda.is_bf16_supported()
-    if dtype == 'bfloat16' and not bfloat16:
-        raise ValueError("dtype=bfloat16 is not there: this GPU has float16 and float32")
-    if dtype != 'auto':
-        return getattr(torch, dtype)
-    if place.type != 'cuda':
-        return torch.float32
-    return torch.bfloat16 if bfloat16 else torch.float16
+            rows = {min(at_once, total), total % at_once or at_once} if total else {at_once}
+            prompt = min(longest or 1, model.config.block_size)
+            compile_for(generator, place, prompt, rows, max_new_tokens, context_shift, say)
+        progress = Progress(total, max_new_tokens)
+        drawer = make_drawer(generator, tokenizer, stream, at_once=at_once, ragged=rules.many(start),
+                             live=team.first and on_terminal(sys.stdout), say=progress.say, tick=progress.tick)
+        for sample in team.draw(samples, drawer):
+            if sample.ended:
+                for output in outputs:
+                    output.add(sample)
+                progress.count(sample)
+            printer.show(sample)
+    for output in outputs:
+        output.close()
+    progress.close(peak_memory(place))
 
 
 def load_model():
-    """The network that init_from and out_dir say, on the CPU, and where to look for its character table."""
+    """The network that init_from and out_dir say, on the CPU, its source, and where its character table may be."""
+    from devices import out_of_memory
     from model import GPT
     from weights import find_checkpoint, load_checkpoint, load_huggingface
 
@@ -185,52 +123,44 @@ def load_model():
             raise
         named = isinstance(e, ValueError) and str(source) in str(e)
         raise ValueError(str(e) if named else f"cannot load {source}: {e}") from None
-    return model, table
+    return model, source, table
 
 
-def batch_that_fits(model, length):
-    """How many samples of so many tokens to draw at once: what half of the free memory holds, within reason."""
-    import torch
-    place = model.lm_head.weight.device
-    if place.type == 'cuda':
-        free, most = torch.cuda.mem_get_info(place)[0], 128 # each row costs launches
-    else:
-        import psutil
-        free, most = psutil.virtual_memory().available, 64 # more is hardly faster, and the first comes later
-    return max(1, min(most, free // 2 // model.bytes_per_sample(length)))
+def number(prompts, tokenizer):
+    """Yield the run's samples, still to be drawn: num_samples of every prompt."""
+    from batches import Sample
+    numbers = count()
+    for prompt in prompts:
+        ids = prompt.encode(tokenizer)
+        for _ in range(num_samples):
+            yield Sample(next(numbers), prompt, ids)
 
 
-def out_of_memory(error):
-    """Whether that is what an exception, or the one it came of, means; torch and oneDNN have several for it."""
-    words = r"MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
-    return error is not None and (bool(re.search(words, f"{type(error).__name__} {error}"))
-                                  or out_of_memory(error.__context__))
+def open_outputs(samples, tokenizer, model, source, place, precision):
+    """The files that samples go to besides standard output. What they hold already is taken from samples."""
+    settings = {name: globals()[name] for name in rules.TEXT}
+    settings |= {'device': place.type, 'dtype': str(precision).removeprefix('torch.')}
+    outputs, kept = [], 0
+    if out_file:
+        from saving import SampleFile
+        from weights import checksum
+        outputs.append(SampleFile(out_file, {'path': str(source), 'crc32': checksum(model.parameters())}, settings))
+        kept = outputs[0].take_up(samples)
+        if kept:
+            say(f"{out_file} holds {kept} samples: going on after them")
+    if html_file:
+        from page import Page
+        outputs.insert(0, Page(html_file, {'checkpoint': str(source), **settings}, kept, tokenizer))
+    return outputs
 
 
-def compile_for(generator, context, batch_sizes):
-    """Compile what generation will run, and say how long that took; ValueError where this machine cannot."""
-    say("compiling ...")
-    began = time.perf_counter()
-    try:
-        for rows in batch_sizes:
-            generator.compile_generation(context.expand(rows, -1), max_new_tokens, context_shift)
-    except Exception as e: # a missing compiler or driver shows in many ways
-        raise ValueError(f"compile=True does not work here, leave it out ({type(e).__name__}: {e!s:.300})") from None
-    say(f"compiled in {time.perf_counter() - began:.1f} s")
-
-
-def say(text):
-    """Tell the user what is no sample, where there is somebody to tell."""
-    if sys.stderr is not None:
-        with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
-
-
-def fail(status, error):
-    """End with one line that says why, whatever the error's text holds."""
-    text = ''.join(char if char.isprintable() else ' ' for char in f"error: {error}")
-    say(' '.join(text.split()))
-    sys.exit(status)
+def make_drawer(generator, tokenizer, stream, **more):
+    """What draws samples as the settings say now; stream(seed, steps=...) gives the random numbers."""
+    from batches import Drawer
+    how = {name: globals()[name] for name in ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')}
+    watch = 5 if html_file else 0 if out_file or show_probs else None
+    return Drawer(generator, tokenizer, stream(seed, steps=max_new_tokens), how, max_new_tokens,
+                  context_shift=context_shift, stops=rules.stops(stop), watch=watch, **more)
 
 
 def run():
@@ -243,7 +173,7 @@ def run():
     try:
         try:
             changed = override(globals(), sys.argv[1:], warn=say)
-            check_settings()
+            rules.check(globals())
         except ValueError as error:
             fail(2, error)
         if changed:
@@ -258,6 +188,7 @@ def run():
     except (ValueError, OSError) as error:
         fail(1, error)
     except (MemoryError, RuntimeError) as error:
+        from devices import out_of_memory
         if not out_of_memory(error):
             raise
         fail(1, f"out of memory: the network, or one sample of it, is too large ({str(error) or 'no more known':.200})")

@@ -22,27 +22,63 @@ def exponentials(shape, ids, device):
     return q if ids is None else q.gather(1, ids)
 
 
-def next_token(logits, temperature=1.0, top_k=None, draw=exponentials):
+def next_token(logits, temperature=1.0, top_k=None, draw=exponentials, *, top_p=None, min_p=None,
+               repetition_penalty=1.0, ids=None, checked=True):
     """(B, V) logits -> (B, 1) ids; the logits stay as they are.
 
-    temperature 0 takes the likeliest token; top_k keeps the k likeliest and all that tie with the last
-    of them, None or 0 keeps all; draw gives the exponential numbers. ValueError where a logit is NaN or
-    infinite.
+    In the order and with the meaning of transformers: repetition_penalty makes what ids (B, S), the text so far,
+    holds less likely; temperature 0 takes the likeliest token; top_k keeps the k likeliest and all that tie
+    with the last of them, None or 0 keeps all; top_p the fewest that reach this probability together; min_p those that
+    have this share of the likeliest one's. draw gives the exponential numbers. ValueError where a logit is NaN
+    or infinite, unless that is not to be checked: on a GPU it would have to be waited for.
     """
     logits = logits.float()
+    if repetition_penalty != 1:
+        logits = penalise(logits, ids, repetition_penalty)
     if temperature == 0:
-        require_finite(logits)
+        if checked:
+            require_finite(logits)
         return logits.argmax(dim=-1, keepdim=True)
     scaled = logits / temperature
-    if not finite(scaled):
+    if checked and not finite(scaled):
         require_finite(logits)
         # So cold that float32 overflows: the limit, where only the likeliest are left.
         scaled = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
-    ids = None
+    candidates = None
     if top_k and top_k < logits.size(-1):
-        scaled, ids = likeliest(scaled, top_k)
-    won = (scaled.softmax(dim=-1) / draw(logits.shape, ids, logits.device)).argmax(dim=-1, keepdim=True)
-    return won if ids is None else ids.gather(1, won)
+        scaled, candidates = likeliest(scaled, top_k) if checked else (keep_top_k(scaled, top_k), None)
+    scaled = keep_min_p(keep_top_p(scaled, top_p), min_p)
+    won = (scaled.softmax(dim=-1) / draw(logits.shape, candidates, logits.device)).argmax(dim=-1, keepdim=True)
+    return won if candidates is None else candidates.gather(1, won)
+
+
+def penalise(logits, ids, penalty):
+    """Logits (B, V) in which those of ids (B, S) are divided by penalty, or multiplied where negative (CTRL, 2019)."""
+    found = logits.gather(1, ids)
+    return logits.scatter(1, ids, torch.where(found < 0, found * penalty, found / penalty))
+
+
+def keep_top_k(logits, k):
+    """Logits with -inf for all below the k-th largest."""
+    return logits.masked_fill(logits < logits.topk(k).values[:, -1:], -torch.inf)
+
+
+def keep_top_p(logits, top_p):
+    """Logits with -inf for all but the fewest that reach top_p together (nucleus sampling, Holtzman et al., 2019)."""
+    if top_p is None or top_p >= 1:
+        return logits
+    rising, order = logits.sort(dim=-1)
+    out = rising.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    out[:, -1] = False # the likeliest stays
+    return logits.masked_fill(torch.empty_like(out).scatter_(1, order, out), -torch.inf)
+
+
+def keep_min_p(logits, min_p):
+    """Logits with -inf for what has less than min_p of the likeliest one's probability (Nguyen et al., 2024)."""
+    if not min_p:
+        return logits
+    probs = logits.softmax(dim=-1)
+    return logits.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
 
 
 def likeliest(logits, k):
@@ -83,28 +119,37 @@ class RowDraws:
         if device.type != "cuda": # networks are initialised on the CPU
             skip_numbers(self.generator, initialisation)
         self.steps, self.width = steps, width
-        self.first = 0 # the sample that the generator has come to
-        self.rows, self.numbers = [], None
+        self.sample = 0 # that the generator has come to
+        self.rows, self.starts, self.numbers = [], [], None
 
-    def for_samples(self, first, count):
-        """Turn to samples first, first + 1, ... of the run, none before those of the last call; returns self.
+    def place_of(self, sample):
+        """Where in the stream this sample of the run starts: for for_rows. Samples are asked for in order."""
+        skip_exponentials(self.generator, (sample - self.sample) * self.steps, self.width)
+        self.sample = sample
+        return self.generator.get_state()
 
-        As long as count stays, the rows keep their generators and their memory: a CUDA graph may hold them.
+    def for_rows(self, places):
+        """Turn to a batch whose rows start at these places; returns self.
+
+        As long as their number stays, the rows keep their generators and their memory: a CUDA graph may hold them.
         """
-        for _ in range(first - self.first):
-            skip_exponentials(self.generator, self.steps, self.width)
-        self.first = first
-        if count != len(self.rows):
-            self.rows = [torch.Generator(self.generator.device) for _ in range(count)]
+        if len(places) != len(self.rows):
+            self.rows = [torch.Generator(self.generator.device) for _ in places]
             dtype = torch.float64 if self.from_uniforms() else torch.float32
-            self.numbers = torch.empty(count, self.width, dtype=dtype, device=self.generator.device)
-        place = self.generator.get_state()
-        for row in self.rows:
-            if row is not self.rows[0]:
-                skip_exponentials(self.generator, self.steps, self.width)
-            row.set_state(self.generator.get_state())
-        self.generator.set_state(place)
+            self.numbers = torch.empty(len(places), self.width, dtype=dtype, device=self.generator.device)
+        self.starts = list(places)
+        for row in range(len(places)):
+            self.restart(row)
         return self
+
+    def restart(self, row):
+        """Back to where the row's sample starts."""
+        self.rows[row].set_state(self.starts[row])
+
+    def keep(self, rows):
+        """Go on with these rows alone."""
+        self.rows, self.starts = [self.rows[i] for i in rows], [self.starts[i] for i in rows]
+        self.numbers = self.numbers[:len(rows)]
 
     def from_uniforms(self):
         """Whether exponentials are made here, from uniform numbers, and only where they are needed."""

@@ -1,9 +1,10 @@
 """Text <-> token ids: a character table from a meta.pkl, or GPT-2's encoding.
 
-A tokenizer has encode(text) -> list of ids, decode(ids) -> text, size (how many tokens it knows) and
-source (where it came from, for messages). Ids it does not know decode to the replacement character:
-vocabularies are padded.
+A tokenizer has encode(text) -> list of ids, decode(ids) -> text, decoder() -> a function that decodes token by
+token, size (how many tokens it knows) and source (where it came from, for messages). Ids it does not know
+decode to the replacement character: vocabularies are padded.
 """
+import codecs
 import os
 import pickle
 
@@ -43,6 +44,10 @@ class CharTokenizer:
     def decode(self, ids):
         """The text of token ids."""
         return "".join(self.itos.get(i, REPLACEMENT) for i in ids)
+
+    def decoder(self):
+        """A function (id, last=False) -> text, which piece by piece gives what decode would in one."""
+        return lambda i, last=False: self.itos.get(i, REPLACEMENT)
 
     def _explain(self, text, lacking):
         places = {}
@@ -97,9 +102,15 @@ class GPT2Tokenizer:
 
     def decode(self, ids):
         """The text of token ids; bytes that form no character become the replacement character."""
-        unknown = REPLACEMENT.encode()
-        pieces = (self.encoding.decode_single_token_bytes(i) if i < self.size else unknown for i in ids)
-        return b"".join(pieces).decode("utf-8", errors="replace")
+        return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
+
+    def decoder(self):
+        """As CharTokenizer's; a character whose bytes come in several tokens is whole with its last, or at the end."""
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        return lambda i, last=False: decode(self._bytes(i), last)
+
+    def _bytes(self, i):
+        return self.encoding.decode_single_token_bytes(i) if i < self.size else REPLACEMENT.encode()
 
 
 def load_tokenizer(folder, dataset, vocab_size):

@@ -13,6 +13,10 @@ def prompt_of(length, rows=1):
     return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
+def likeliest(logits, ids):
+    return logits.argmax(dim=-1, keepdim=True)
+
+
 @pytest.fixture(params=[4, 128], ids=["buckets", "one-bucket"])
 def bucket(request, monkeypatch):
     monkeypatch.setattr(graphs, "BUCKET", request.param)
@@ -35,21 +39,24 @@ def test_batches_follow_one_another_on_the_rows_own_streams():
     torch.manual_seed(5)
     expected = [plain_generate(model, prompt_of(3), steps, top_k=20)[0].tolist() for _ in range(5)]
     gpt, draws, found = GraphedGPT(model), RowDraws(5, steps=steps, width=61), []
-    for first, count in (0, 2), (2, 2), (4, 1):
-        found += gpt.generate(prompt_of(3).expand(count, -1), steps, 1.0, 20, draws.for_samples(first, count)).tolist()
-        assert gpt.generate(prompt_of(3).expand(count, -1), steps, 1.0, 20, draws.for_samples(first, count)).tolist() == found[first:]
+    places = [draws.place_of(sample) for sample in range(5)]
+    for rows in places[:2], places[2:4], places[4:]:
+        idx = prompt_of(3).expand(len(rows), -1)
+        batch = gpt.generate(idx, steps, 1.0, 20, draw=draws.for_rows(rows)).tolist()
+        assert gpt.generate(idx, steps, 1.0, 20, draw=draws.for_rows(rows)).tolist() == batch
+        found += batch
     assert found == expected
 
 
 def test_streams_may_run_side_by_side_and_be_abandoned():
     gpt, one, other = GraphedGPT(make_gpt()), prompt_of(5), prompt_of(5).flip(1)
     expected = [make_gpt().generate(idx, 20, 0)[:, 5:] for idx in (one, other)]
-    gpt.generate(one, 20, 0) # whose steps one of them takes over
-    streams = [gpt.stream(idx, 20, 0) for idx in (one, other)]
-    for tokens in zip(*(gpt.stream(idx, 20, 0) for idx in (one, other)), strict=True):
+    list(gpt.stream(one, 20, likeliest)) # whose steps one of them takes over
+    streams = [gpt.stream(idx, 20, likeliest) for idx in (one, other)]
+    for tokens in zip(*(gpt.stream(idx, 20, likeliest) for idx in (one, other)), strict=True):
         for stream, token in zip(streams, tokens, strict=True):
             assert torch.equal(next(stream), token)
-    next(gpt.stream(one, 20, 0))
+    next(gpt.stream(one, 20, likeliest))
     assert [gpt.generate(idx, 20, 0)[:, 5:].tolist() for idx in (one, other)] == [tokens.tolist() for tokens in expected]
 
 
@@ -151,9 +158,9 @@ class TestCuda:
         torch.manual_seed(11)
         expected = [plain_generate(model, idx, new, temperature=0.8, top_k=20)[0].tolist() for _ in range(6)]
         gpt, draws, found = GraphedGPT(model, compile), RowDraws(11, "cuda", steps=new, width=61), []
-        for first in (0, 3):
-            draws.for_samples(first, 3)
-            found += gpt.generate(idx.expand(3, -1), new, 0.8, 20, draws).tolist()
+        places = [draws.place_of(i) for i in range(6)]
+        for rows in places[:3], places[3:]:
+            found += gpt.generate(idx.expand(3, -1), new, 0.8, 20, draw=draws.for_rows(rows)).tolist()
         assert found == expected
 
     def test_steps_are_graphs(self):

@@ -80,15 +80,26 @@ def test_rows_draw_what_is_drawn_one_after_another(width, top_k, known_cpu, monk
     torch.empty(123).uniform_()
     expected = torch.cat([next_token(logits[i, j, None], 0.8, top_k) for i in range(samples) for j in range(steps)])
     draws = RowDraws(11, initialisation=123, steps=steps, width=width)
+    places = [draws.place_of(sample) for sample in range(samples)]
+    for rows in [0, 1, 2], [0, 1], [4, 2, 3], [3]:
+        draws.for_rows([places[row] for row in rows])
+        found = torch.cat([next_token(logits[rows, i], 0.8, top_k, draws) for i in range(steps)], dim=1)
+        assert torch.equal(found, expected.view(samples, steps)[rows])
 
-    def drawn(first, count):
-        draws.for_samples(first, count)
-        return [next_token(logits[first:first + count, i], 0.8, top_k, draws) for i in range(steps)]
 
-    first_three, again, last_three = drawn(0, 3), drawn(0, 2), drawn(2, 3)
-    assert torch.equal(torch.cat(first_three[:steps], dim=1), expected.view(samples, steps)[:3])
-    assert torch.equal(torch.cat(again, dim=1), expected.view(samples, steps)[:2])
-    assert torch.equal(torch.cat(last_three, dim=1), expected.view(samples, steps)[2:])
+def test_rows_leave_and_start_again_without_the_others_noticing():
+    logits = torch.randn(10, 3, 40, generator=torch.Generator().manual_seed(2))
+    draws = RowDraws(11, steps=10, width=40)
+    places = [draws.place_of(sample) for sample in (0, 2, 5)] # and a draw between may be skipped
+    alone = [torch.cat([next_token(step[row, None], draw=draws.for_rows([place]) if i == 0 else draws) for i, step in enumerate(logits)])
+             for row, place in enumerate(places)]
+    draws.for_rows(places)
+    found = [next_token(step, draw=draws) for step in logits[:4]]
+    draws.keep([0, 2])
+    draws.restart(1)
+    assert torch.equal(torch.cat(found, dim=1), torch.cat([tokens[:4] for tokens in alone], dim=1).T)
+    rest = torch.cat([next_token(step, draw=draws) for step in torch.stack([logits[4:, 0], logits[:6, 2]], dim=1)], dim=1)
+    assert torch.equal(rest, torch.stack([alone[0][4:, 0], alone[2][:6, 0]]))
 
 
 exponentials_are_uniforms = sampler.exponentials_are_uniforms
@@ -138,5 +149,6 @@ def test_rows_draw_on_cuda_what_multinomial_draws(top_k):
     masked = scaled if top_k is None else scaled.masked_fill(scaled < scaled.topk(top_k).values[..., -1:], -torch.inf)
     torch.manual_seed(11)
     expected = torch.stack([torch.cat([torch.multinomial(p, 1) for p in row]) for row in masked.softmax(-1)])
-    draws = RowDraws(11, "cuda", initialisation=123, steps=20, width=50304).for_samples(0, 3)
+    draws = RowDraws(11, "cuda", initialisation=123, steps=20, width=50304)
+    draws.for_rows([draws.place_of(sample) for sample in range(3)])
     assert torch.equal(torch.cat([next_token(scaled[:, i], 1.0, top_k, draws) for i in range(20)], dim=1), expected)

@@ -1,0 +1,126 @@
+"""What the user sees: samples on standard output, all else on standard error, and how the script ends."""
+import math
+import os
+import sys
+import time
+from contextlib import suppress
+
+RULE = "---------------" # nanoGPT's, after every sample
+
+# Backgrounds of the terminal's 256 colours for tokens below these probabilities; likelier ones have none.
+TINTS = (0.01, 208), (0.05, 215), (0.2, 222), (0.5, 229)
+
+
+def first_process():
+    """Whether this is the only process of the run, or the one that speaks for all that torchrun started."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
+
+
+def say(text):
+    """Tell the user what is no sample, where there is somebody to tell."""
+    if sys.stderr is not None and first_process():
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def fail(status, error):
+    """End with one line that says why, whatever the error's text holds."""
+    say(' '.join(plain(f"error: {error}").split()))
+    sys.exit(status)
+
+
+def plain(text):
+    """The text with nothing in it that could move a terminal's cursor."""
+    return ''.join(char if char.isprintable() else ' ' for char in text)
+
+
+def on_terminal(stream):
+    """Whether somebody reads this stream while it is written."""
+    return stream is not None and stream.isatty()
+
+
+class Printer:
+    """Prints samples as nanoGPT does: whole, or, where it is shown them while they grow, as far as they are known.
+
+    tinted: whether a token's background tells how likely it was.
+    """
+
+    def __init__(self, tokenizer, tinted=False):
+        self.tokenizer, self.tinted = tokenizer, tinted
+        self.begin()
+
+    def begin(self):
+        """Turn to the next sample."""
+        self.shown = None # how many of its characters are; None: not even the prompt
+        self.piece = self.offset = 0 # where the next are
+
+    def show(self, sample):
+        """Print what is new of a sample, and the rule once it has ended."""
+        parts = []
+        if self.shown is None:
+            parts.append(self.tokenizer.decode(sample.ids))
+            self.shown = 0
+        parts += self.fresh(sample)
+        if sample.ended:
+            parts.append(f"\n{RULE}\n")
+            self.begin()
+        if any(parts):
+            print(*parts, sep="", end="", flush=True)
+
+    def fresh(self, sample):
+        """Yield what is certain of the text and not printed yet."""
+        while self.shown < sample.ready:
+            piece = sample.pieces[self.piece]
+            text = piece[self.offset:self.offset + sample.ready - self.shown]
+            yield tint(text, sample.looks[self.piece][0]) if self.tinted else text
+            self.shown, self.offset = self.shown + len(text), self.offset + len(text)
+            if self.offset == len(piece):
+                self.piece, self.offset = self.piece + 1, 0
+
+
+def tint(text, logprob):
+    """The text on a background that tells how likely it was."""
+    colour = next((colour for limit, colour in TINTS if math.exp(logprob) < limit), None)
+    if colour is None:
+        return text
+    begin, end = f"\x1b[30;48;5;{colour}m", "\x1b[0m"
+    return "\n".join(line and begin + line + end for line in text.split("\n"))
+
+
+class Progress:
+    """Counts samples and tokens, with a bar on standard error where somebody looks on and no samples are shown there.
+
+    samples: how many there will be; None: nobody knows.
+    """
+
+    def __init__(self, samples, max_new_tokens):
+        self.began, self.samples, self.tokens, self.bar = time.perf_counter(), 0, 0, None
+        if on_terminal(sys.stderr) and not on_terminal(sys.stdout):
+            from tqdm import tqdm
+            total = samples and samples * max_new_tokens
+            self.bar = tqdm(total=total, unit=" tokens", unit_scale=True, delay=1, postfix="0 samples", leave=False)
+
+    def tick(self, tokens):
+        """So many tokens more."""
+        if self.bar is not None:
+            self.bar.update(tokens)
+
+    def count(self, sample):
+        """A sample more."""
+        self.samples, self.tokens = self.samples + 1, self.tokens + len(sample.new)
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"{self.samples} samples", refresh=False)
+
+    def say(self, text):
+        """Tell the user, without a bar in the way."""
+        if self.bar is not None:
+            self.bar.clear()
+        say(text)
+
+    def close(self, peak_memory):
+        """Say how it went; peak_memory in bytes, or None."""
+        if self.bar is not None:
+            self.bar.close()
+        took = time.perf_counter() - self.began
+        peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
+        say(f"{self.samples} samples, {self.tokens} tokens in {took:.1f} s: {self.tokens / took:.0f} tokens/s{peak}")

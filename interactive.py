@@ -1,0 +1,69 @@
+"""A session: the network stays loaded, every line typed is a prompt, and its sample is shown as it is drawn."""
+import signal
+import sys
+from contextlib import suppress
+
+import rules
+from batches import Sample
+from configurator import override, parse
+from console import on_terminal, say
+from prompts import Prompts
+
+HELP = f"""Type a prompt, as --start takes it: text, "text\\n" with escapes, FILE:prompt.txt.
+  :temperature=0.5   change a setting: {', '.join(rules.FREE)}
+  :settings          show them
+  :help              this
+Ctrl-C ends the sample, Ctrl-D leaves."""
+
+
+def converse(scope, make_drawer, tokenizer, printer):
+    """Read prompts and commands from standard input until it ends; scope holds the settings, which may change."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with suppress(ImportError): # Windows' console edits lines by itself
+        import readline  # noqa: F401, gives input() its history and its editing
+    by_hand = on_terminal(sys.stdin) and on_terminal(sys.stdout)
+    if by_hand:
+        say("type a prompt, or :help")
+    drawn, seed = 0, scope["seed"]
+    while True:
+        try:
+            line = input("> " if by_hand else "")
+        except KeyboardInterrupt: # takes back what was typed
+            say("")
+            continue
+        except EOFError:
+            return
+        try:
+            if line.startswith(":"):
+                obey(line[1:].strip(), scope)
+                drawn, seed = drawn if scope["seed"] == seed else 0, scope["seed"] # whose first sample is next
+            elif line:
+                for prompt in Prompts(parse("start", line, ["str"])):
+                    asked_for, drawn = Sample(drawn, prompt, prompt.encode(tokenizer)), drawn + 1
+                    for sample in make_drawer(live=True).draw([asked_for]):
+                        printer.show(sample)
+        except KeyboardInterrupt: # the sample ends here
+            print(flush=True)
+        except ValueError as error:
+            say(f"error: {error}")
+        printer.begin()
+
+
+def obey(command, scope):
+    """Carry out what was typed after a colon; ValueError where that cannot be."""
+    name, _, value = command.replace("=", " ", 1).partition(" ")
+    name = name.replace("-", "_")
+    if command in ("help", "h", "?"):
+        say(HELP)
+    elif command == "settings":
+        say("\n".join(f"  {name}={scope[name]!r}" for name in rules.FREE))
+    elif name in scope and name not in rules.FREE:
+        raise ValueError(f"{name} cannot be changed here; what can: {', '.join(rules.FREE)}")
+    else:
+        before = {name: scope[name] for name in rules.FREE}
+        try:
+            override(scope, [f"--{name}", value.strip()] if value else [f"--{name}"], warn=say)
+            rules.check(scope)
+        except ValueError:
+            scope.update(before)
+            raise
