@@ -209,20 +209,20 @@ class Drawer:
 
     def run(self, batch, places):
         """Draw a batch, pausing whenever something may be shown. Where memory runs out, half as many at once."""
-        try:
-            yield from self.march(batch, places)
-            return
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error) or len(batch) == 1:
-                raise
-            half = len(batch) // 2
-            self.say(f"out of memory with {len(batch)} samples at once: going on with {half}")
-        return_memory() # not above, where the error still holds what was drawn
-        self.at_once = half
-        for part in batch[:half], batch[half:]:
-            for sample in part:
+        while batch:
+            now, batch = batch[:self.at_once], batch[self.at_once:]
+            try:
+                yield from self.march(now, places)
+                continue
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error) or len(now) == 1:
+                    raise
+                self.at_once = len(now) // 2
+                self.say(f"out of memory with {len(now)} samples at once: going on with {self.at_once}")
+            return_memory() # not above, where the error still holds what was drawn
+            for sample in now:
                 sample.new, sample.pieces, sample.looks, sample.ended, sample.ready = [], [], [], None, 0
-            yield from self.run(part, places)
+            batch = now + batch
 
     def march(self, batch, places):
         """run, if memory suffices."""

@@ -64,8 +64,8 @@ class Printer:
         if sample.ended:
             parts.append(f"\n{RULE}\n")
             self.begin()
-        if any(parts):
-            print(*parts, sep="", end="", flush=True)
+        if text := "".join(parts):
+            print(text, end="", flush=True)
 
     def fresh(self, sample):
         """Yield what is certain of the text and not printed yet."""

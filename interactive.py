@@ -24,7 +24,7 @@ def converse(scope, make_drawer, tokenizer, printer):
     by_hand = on_terminal(sys.stdin) and on_terminal(sys.stdout)
     if by_hand:
         say("type a prompt, or :help")
-    drawn, seed = 0, scope["seed"]
+    drawn = 0 # samples
     while True:
         try:
             line = input("> " if by_hand else "")
@@ -35,8 +35,8 @@ def converse(scope, make_drawer, tokenizer, printer):
             return
         try:
             if line.startswith(":"):
-                obey(line[1:].strip(), scope)
-                drawn, seed = drawn if scope["seed"] == seed else 0, scope["seed"] # whose first sample is next
+                if obey(line[1:].strip(), scope) == "seed":
+                    drawn = 0 # its first sample is next
             elif line:
                 for prompt in Prompts(parse("start", line, ["str"])):
                     asked_for, drawn = Sample(drawn, prompt, prompt.encode(tokenizer)), drawn + 1
@@ -50,7 +50,7 @@ def converse(scope, make_drawer, tokenizer, printer):
 
 
 def obey(command, scope):
-    """Carry out what was typed after a colon; ValueError where that cannot be."""
+    """Carry out what was typed after a colon; returns the setting that it names. ValueError where that cannot be."""
     name, _, value = command.replace("=", " ", 1).partition(" ")
     name = name.replace("-", "_")
     if command in ("help", "h", "?"):
@@ -67,3 +67,4 @@ def obey(command, scope):
         except ValueError:
             scope.update(before)
             raise
+    return name

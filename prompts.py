@@ -31,9 +31,8 @@ class Prompts:
     """
 
     def __init__(self, start):
-        kind, _, path = start.partition(":")
-        self.start, self.many = start, kind in ("LINES", "JSONL")
-        self.pipe = self.many and not os.path.isfile(path)
+        self.start, self.many = start, start.startswith(("LINES:", "JSONL:"))
+        self.pipe = self.many and not os.path.isfile(start.partition(":")[2])
         self.read = read_prompts(start)
         self.first = next(self.read)
 
@@ -55,8 +54,8 @@ class Prompts:
 
 def read_prompts(start):
     """Yield the Prompts that start stands for, line by line; ValueError where there is none, or one is no prompt."""
-    kind, _, path = start.partition(":")
-    if kind not in ("FILE", "LINES", "JSONL"):
+    kind, colon, path = start.partition(":")
+    if not colon or kind not in ("FILE", "LINES", "JSONL"):
         yield Prompt(start)
         return
     found = False

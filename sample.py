@@ -58,6 +58,8 @@ def main():
     began = time.perf_counter()
     team = Team().join()
     with team.together():
+        if interactive and team.size > 1:
+            raise ValueError("interactive=True takes one process, without torchrun")
         prompts = Prompts(start) if team.first and not interactive else []
         place = choose_device(device, team.process)
         precision = choose_dtype(place, dtype)
@@ -147,7 +149,7 @@ def open_outputs(samples, tokenizer, model, source, place, precision):
         outputs.append(SampleFile(out_file, {'path': str(source), 'crc32': checksum(model.parameters())}, settings))
         kept = outputs[0].take_up(samples)
         if kept:
-            say(f"{out_file} holds {kept} samples: going on after them")
+            say(f"{out_file} holds {kept} samples already: going on after them")
     if html_file:
         from page import Page
         outputs.insert(0, Page(html_file, {'checkpoint': str(source), **settings}, kept, tokenizer))

@@ -1,6 +1,7 @@
 """A file of samples, a line of JSON each, that a run cut short takes up again."""
 import json
-from contextlib import suppress
+import os
+from contextlib import contextmanager, suppress
 
 BEGIN = b'{"sample": 0, "prompt": ' # of every such file
 
@@ -15,7 +16,10 @@ class SampleFile:
 
     def __init__(self, path, checkpoint, settings):
         self.path, self.checkpoint, self.settings = path, checkpoint, settings
-        self.file = open(path, "a+b") # noqa: SIM115, as long as the run
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(f"out_file={path} is no file to add samples to")
+        with said_of(path):
+            self.file = open(path, "a+b") # noqa: SIM115, as long as the run
         lock(self.file, path)
         self.file.seek(0)
         head = self.file.read(len(BEGIN))
@@ -30,9 +34,10 @@ class SampleFile:
         self.file.seek(0)
 
     def take_up(self, samples):
-        """Take the samples that the file holds from an iterator of the run's; ValueError if they are others."""
+        """Take the samples that the file holds from an iterator of the run's, and say how many; ValueError if not these."""
         for _ in range(self.count):
             self.check(next(samples, None), self.file.readline())
+        return self.count
 
     def check(self, sample, line):
         """Raise ValueError that names the difference if this is not the line of this sample of this run."""
@@ -65,8 +70,9 @@ class SampleFile:
     def add(self, sample):
         """Write a sample that has ended."""
         text = json.dumps(self.line(sample), ensure_ascii=False) + "\n"
-        self.file.write(text.encode("utf-8", errors="backslashreplace"))
-        self.file.flush()
+        with said_of(self.path):
+            self.file.write(text.encode("utf-8", errors="backslashreplace"))
+            self.file.flush()
 
     def close(self):
         """Nothing more comes."""
@@ -82,6 +88,16 @@ class SampleFile:
             "logprob": round(sample.logprob, 3), "seed": self.settings["seed"],
             "checkpoint": self.checkpoint, "settings": self.settings,
         }
+
+
+@contextmanager
+def said_of(path):
+    """Name the file in what the system says of it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot write {path!r:.200}: {error.strerror}; what it holds stays, and the same command goes on "
+                      "from there") from None
 
 
 def lock(file, path):

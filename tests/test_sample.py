@@ -47,14 +47,15 @@ def test_the_defaults_are_nanogpts(sample, letters):
     assert done.stdout == expected_text(make_gpt(), "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200, temperature=0.8)
 
 
-def test_samples_of_hugging_face_weights_are_those_of_transformers(sample, gpt2_folder, gpt2_encoding):
+@pytest.mark.parametrize("how", [dict(top_k=200), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=str)
+def test_samples_of_hugging_face_weights_are_those_of_transformers(sample, gpt2_folder, gpt2_encoding, how):
     tokenizer, theirs = GPT2Tokenizer(), make_transformers_gpt2()
     idx = torch.tensor([tokenizer.encode("Hello, I'm a")])
     torch.manual_seed(3)
-    expected = [theirs.generate(idx, do_sample=True, max_new_tokens=25, temperature=0.8, top_k=200, eos_token_id=None,
-                                pad_token_id=0)[0].tolist() for _ in range(3)]
+    expected = [theirs.generate(idx, do_sample=True, max_new_tokens=25, temperature=0.8, eos_token_id=None, pad_token_id=0,
+                                **how)[0].tolist() for _ in range(3)]
     done = sample(f"--init_from={gpt2_folder}", "--start=Hello, I'm a", "--num_samples=3", "--max_new_tokens=25", "--seed=3",
-                  "--batch_size=2", "--device=cpu")
+                  "--batch_size=2", "--device=cpu", *(f"--{name}={value}" for name, value in how.items()))
     assert done.stdout == "".join(f"{tokenizer.decode(ids)}\n{RULE}\n" for ids in expected)
 
 
@@ -189,6 +190,24 @@ BAD = {
     "huge-batch": (["--batch_size=" + "9" * 30], 2, "batch_size must be"),
     "huge-number-in-a-file": (["vast.py"], 2, "digits"),
     "file-that-exits": (["exits.py"], 2, "exits.py, line 2: SystemExit"),
+    "top_p-0": (["--top_p=0"], 2, "top_p must be above 0 and at most 1"),
+    "min_p-2": (["--min_p=2"], 2, "min_p must be from 0 to 1"),
+    "penalty-0": (["--repetition_penalty=0"], 2, "repetition_penalty must be above 0"),
+    "penalty-nan": (["nan_penalty.py"], 2, "repetition_penalty must be above 0"),
+    "empty-stop": (["--stop="], 2, "stop must be a text"),
+    "stop-of-numbers": (["stops.py"], 2, "stop must be a text, or in a settings file a list of texts"),
+    "no-out_file": (["--out_file="], 2, "out_file must be the path"),
+    "no-html_file": (["--html_file="], 2, "html_file must be the path"),
+    "out_file-in-no-folder": (["--out_file=no/such/a.jsonl"], 1, "no/such/a.jsonl"),
+    "out_file-is-a-folder": (["--out_file=folder"], 1, "folder"),
+    "out_file-of-others": (["--out_file=bad.py"], 1, "bad.py, line 1: not one of sample.py's"),
+    "interactive-saving": (["--interactive", "--out_file=a.jsonl"], 2, "leave out_file and html_file out"),
+    "no-lines-file": (["--start=LINES:nothing.txt"], 1, "cannot read the prompt file 'nothing.txt'"),
+    "empty-lines": (["--start=LINES:empty.txt"], 1, "empty.txt is empty"),
+    "latin-lines": (["--start=LINES:latin.txt"], 1, "is not UTF-8"),
+    "line-with-a-strange-character": (["--start=LINES:lines.txt"], 1, "lines.txt, line 3: the prompt has characters"),
+    "no-json": (["--start=JSONL:lines.txt"], 1, "lines.txt, line 1: every line must be an object"),
+    "json-without-a-prompt": (["--start=JSONL:objects.jsonl"], 1, "objects.jsonl, line 2: every line must be an object"),
     "nul-in-a-path": (["--start='FILE:a\\0b'"], 1, "null byte"),
 }
 
@@ -204,6 +223,10 @@ def bad_things(tmp_path_factory):
     (folder / "nan.py").write_text("temperature = float('nan')\n")
     (folder / "bad.py").write_text("top_k = -5\n")
     (folder / "broken.py").write_text("top_k = (\n")
+    (folder / "nan_penalty.py").write_text("repetition_penalty = float('nan')\n")
+    (folder / "stops.py").write_text("stop = ['a', 5]\n")
+    (folder / "lines.txt").write_text("good\n\nso \N{EURO SIGN}\n", encoding="utf-8")
+    (folder / "objects.jsonl").write_text('{"prompt": "good"}\n{"prompt": ""}\n')
     (folder / "folder").mkdir()
     (folder / "vast.py").write_text("num_samples = 10**5000\n")
     (folder / "exits.py").write_text("import sys\nsys.exit()\n")

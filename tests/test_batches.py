@@ -1,0 +1,216 @@
+"""Samples drawn many at once: prompts of any length together, stop texts, and what is seen on the way."""
+import random
+
+import pytest
+import torch
+from conftest import CHARS, make_gpt, plain_generate, plain_shifting_generate, save_meta
+
+from batches import Drawer, Sample
+from graphs import GraphedGPT
+from model import KVCache
+from packed import pack
+from prompts import Prompt
+from sampler import RowDraws
+from tokenizer import CharTokenizer, GPT2Tokenizer
+
+PROMPTS = ["The ", "O", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "] # its block_size is 16
+
+
+@pytest.fixture(scope="module")
+def letters_table(tmp_path_factory):
+    save_meta(path := tmp_path_factory.mktemp("table") / "meta.pkl")
+    return CharTokenizer(path)
+
+
+def samples_of(tokenizer, prompts, each=1, first=0):
+    ids = [(prompt, tokenizer.encode(prompt)) for prompt in prompts for _ in range(each)]
+    return [Sample(first + i, Prompt(text), ids) for i, (text, ids) in enumerate(ids)]
+
+
+def drawn(model, tokenizer, samples, new=20, *, kind=None, seed=3, how=None, **settings):
+    """What a Drawer makes of these samples; as whole samples, in the order that they came."""
+    how = dict(temperature=0.9, top_k=30) if how is None else how
+    generator = (kind or (lambda model: model))(model)
+    draws = RowDraws(seed, steps=new, width=model.config.vocab_size)
+    drawer = Drawer(generator, tokenizer, draws, how, new, ragged=True, say=lambda text: None, **settings)
+    return [sample for sample in drawer.draw(samples) if sample.ended]
+
+
+def one_by_one(model, samples, new=20, shift=False):
+    """The oracle: nanoGPT's loop, prompt after prompt, from one stream."""
+    torch.manual_seed(3)
+    plain = (lambda idx: plain_shifting_generate(model, idx, new, top_k=30)) if shift else (
+        lambda idx: plain_generate(model, idx, new, temperature=0.9, top_k=30))
+    return [plain(torch.tensor([sample.ids]))[0, len(sample.ids):].tolist() for sample in samples]
+
+
+@pytest.mark.parametrize("kind", [None, pack, GraphedGPT], ids=["plain", "packed", "graphs"])
+@pytest.mark.parametrize("each, at_once", [(1, 8), (3, 5), (2, 1), (1, 3)])
+def test_prompts_of_all_lengths_share_batches_and_each_has_its_own_text(letters_table, kind, each, at_once):
+    samples = samples_of(letters_table, PROMPTS, each)
+    expected = one_by_one(make_gpt(), samples)
+    found = drawn(make_gpt(), letters_table, samples, kind=kind, at_once=at_once)
+    assert [sample.number for sample in found] == list(range(len(samples)))
+    assert [sample.new for sample in found] == expected
+    assert [sample.text for sample in found] == [letters_table.decode(ids) for ids in expected]
+
+
+@pytest.mark.parametrize("kind", [None, GraphedGPT], ids=["plain", "graphs"])
+def test_context_shift_of_prompts_of_all_lengths(letters_table, kind):
+    samples = samples_of(letters_table, PROMPTS)
+    expected = one_by_one(make_gpt(), samples, 40, shift=True)
+    found = drawn(make_gpt(), letters_table, samples, 40, kind=kind, how=dict(top_k=30), at_once=8, context_shift=True)
+    assert [sample.new for sample in found] == expected
+
+
+@pytest.mark.parametrize("new", [0, 1, 2])
+def test_few_new_tokens(letters_table, new):
+    samples = samples_of(letters_table, PROMPTS)
+    assert [sample.new for sample in drawn(make_gpt(), letters_table, samples, new, at_once=8)] == one_by_one(make_gpt(), samples, new)
+
+
+@pytest.mark.parametrize("first", [1, 7, 8, 20])
+def test_a_run_may_begin_at_any_sample(letters_table, first):
+    samples = samples_of(letters_table, PROMPTS, 3)
+    expected = one_by_one(make_gpt(), samples)
+    found = drawn(make_gpt(), letters_table, samples[first:], at_once=4)
+    assert [sample.new for sample in found] == expected[first:]
+
+
+def test_memory_does_not_grow_with_the_number_of_prompts(letters_table):
+    """No more samples are asked for than are drawn together."""
+    asked_for = []
+
+    def endless():
+        for i in range(10**9):
+            asked_for.append(i)
+            yield Sample(i, Prompt("The "), letters_table.encode("The "))
+    draws = RowDraws(3, steps=2, width=61)
+    drawer = Drawer(make_gpt(), letters_table, draws, {}, 2, at_once=4, ragged=True)
+    for sample in drawer.draw(endless()):
+        if sample.number == 100:
+            break
+    assert len(asked_for) <= 100 + 4 * 8 + 1
+
+
+# ---- stop texts
+
+def cut(text, stops):
+    return text[:min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text))]
+
+
+@pytest.mark.parametrize("kind", [None, pack, GraphedGPT], ids=["plain", "packed", "graphs"])
+@pytest.mark.parametrize("live", [True, False])
+def test_a_sample_ends_where_a_stop_text_begins(letters_table, kind, live):
+    full = [letters_table.decode(ids) for ids in one_by_one(make_gpt(), samples_of(letters_table, PROMPTS, 2), 30)]
+    rng = random.Random(1)
+    for _ in range(10):
+        texts = rng.choices(full, k=3)
+        stops = [text[at:at + rng.randint(1, 4)] for text in texts for at in [rng.randrange(25)]]
+        samples = samples_of(letters_table, PROMPTS, 2)
+        found = drawn(make_gpt(), letters_table, samples, 30, kind=kind, at_once=6, stops=stops, live=live)
+        assert [sample.text for sample in found] == [cut(text, stops) for text in full]
+        for sample, text in zip(found, full, strict=True):
+            assert sample.ended == ("stop" if cut(text, stops) != text else "length")
+            assert letters_table.decode(sample.new).startswith(sample.text) and len(sample.pieces) == len(sample.new)
+            assert sample.ready == len(sample.text)
+
+
+def test_rows_that_have_ended_are_computed_no_more(letters_table):
+    model, rows = make_gpt(), []
+    full = [letters_table.decode(ids) for ids in one_by_one(make_gpt(), samples_of(letters_table, ["O"], 6), 12)]
+    stop = max("".join(full), key="".join(full).count)
+    ends = sorted(min(12, len(cut(text, [stop])) + 1) for text in full)
+    assert len(set(ends)) > 1
+    model.transformer.h[0].register_forward_hook(lambda module, given, result: rows.append(given[0].size(0)))
+    drawn(model, letters_table, samples_of(letters_table, ["O"], 6), 12, at_once=6, stops=[stop])
+    assert rows[1:] == [sum(end > step for end in ends) for step in range(1, ends[-1])] # the first is read as one
+
+
+def test_what_may_be_shown_never_changes(letters_table):
+    """Of a growing sample only as much is called ready as is sure to stay, whatever stop text may come."""
+    full = letters_table.decode(one_by_one(make_gpt(), samples_of(letters_table, ["O"]), 40)[0])
+    stops = [full[20:25], full[30:33] + "\n\n", full[5:8] + "!"]
+    shown = []
+    draws = RowDraws(3, steps=40, width=61)
+    drawer = Drawer(make_gpt(), letters_table, draws, dict(temperature=0.9, top_k=30), 40, stops=stops, live=True)
+    for sample in drawer.draw(samples_of(letters_table, ["O"])):
+        shown.append(sample.text[:sample.ready])
+    assert shown[-1] == cut(full, stops) == full[:full.index(stops[0])]
+    assert all(later.startswith(earlier) for earlier, later in zip(shown, shown[1:], strict=False))
+    assert len(set(shown)) > 10
+
+
+@pytest.mark.parametrize("text", ["naïve 🙂 café — 日本語", "e\N{COMBINING ACUTE ACCENT}", "plain"])
+def test_characters_of_several_tokens_are_never_shown_broken(gpt2_encoding, text):
+    tokenizer = GPT2Tokenizer()
+    decode, ids = tokenizer.decoder(), tokenizer.encode(text)
+    pieces = [decode(i, last=i is ids[-1]) for i in ids]
+    assert "".join(pieces) == text
+    for i in range(len(ids)): # an end within a character is the whole's too
+        decode = tokenizer.decoder()
+        assert "".join(decode(token, last=j == i) for j, token in enumerate(ids[:i + 1])) == tokenizer.decode(ids[:i + 1])
+
+
+def test_a_stop_text_inside_a_token_and_across_tokens(gpt2_encoding):
+    tokenizer = GPT2Tokenizer()
+    model = make_gpt(vocab_size=50257, n_embd=8, block_size=64)
+    full = tokenizer.decode(drawn(model, tokenizer, samples_of(tokenizer, ["Hi"]), 30, at_once=1)[0].new)
+    for begin in range(0, len(full) - 6, 5):
+        stop = full[begin:begin + 6]
+        sample, = drawn(model, tokenizer, samples_of(tokenizer, ["Hi"]), 30, at_once=1, stops=[stop])
+        assert sample.text == cut(full, [stop]) and sample.ended == "stop"
+
+
+# ---- what is seen of the choice
+
+@pytest.mark.parametrize("kind", [None, pack, GraphedGPT], ids=["plain", "packed", "graphs"])
+def test_probabilities_are_the_networks_own(letters_table, kind):
+    model = make_gpt()
+    samples = drawn(make_gpt(), letters_table, samples_of(letters_table, PROMPTS), 20, kind=kind, at_once=3, watch=4,
+                    how=dict(temperature=0.5, top_k=9, repetition_penalty=1.3))
+    for sample in samples:
+        ids, total = list(sample.ids), 0
+        for token, (logprob, values, likeliest) in zip(sample.new, sample.looks, strict=True):
+            window = torch.tensor([ids[-16:]])
+            with torch.no_grad():
+                expected = model(window)[0][0, -1].log_softmax(-1)
+            assert logprob == pytest.approx(expected[token].item(), abs=1e-4)
+            assert values == pytest.approx(expected.topk(4).values.tolist(), abs=1e-4)
+            assert values == pytest.approx(expected[likeliest].tolist(), abs=1e-4)
+            ids.append(token)
+            total += logprob
+        assert sample.logprob == pytest.approx(total)
+        for piece, token, (text, logprob, others) in zip(sample.pieces, sample.new, sample.tokens(letters_table), strict=True):
+            assert piece == text == CHARS[token] and len(others) == 4 and logprob <= others[0][1] + 1e-6
+
+
+def test_a_penalty_sees_the_window(letters_table):
+    """What repeats in the prompt or the sample is penalised, in a batch of all lengths as alone."""
+    how = dict(temperature=0, repetition_penalty=1.5)
+    found = drawn(make_gpt(), letters_table, samples_of(letters_table, PROMPTS), 30, how=how, at_once=8)
+    alone = [drawn(make_gpt(), letters_table, samples_of(letters_table, [prompt]), 30, how=how)[0].new for prompt in PROMPTS]
+    assert [sample.new for sample in found] == alone
+    graphs = drawn(make_gpt(), letters_table, samples_of(letters_table, PROMPTS), 30, how=how, at_once=8, kind=GraphedGPT)
+    assert [sample.new for sample in graphs] == alone
+    assert alone != [drawn(make_gpt(), letters_table, samples_of(letters_table, [prompt]), 30, how=dict(temperature=0))[0].new
+                     for prompt in PROMPTS]
+
+
+# ---- memory that runs out
+
+def test_where_memory_runs_out_half_as_many_are_drawn_and_nothing_changes(letters_table, monkeypatch):
+    model, said, real = make_gpt(), [], KVCache.__init__
+
+    def little(self, config, batch_size, *rest):
+        if batch_size > 2:
+            raise MemoryError
+        real(self, config, batch_size, *rest)
+    samples = samples_of(letters_table, PROMPTS)
+    monkeypatch.setattr(KVCache, "__init__", little)
+    draws = RowDraws(3, steps=20, width=61)
+    drawer = Drawer(model, letters_table, draws, dict(temperature=0.9, top_k=30), 20, at_once=8, ragged=True, live=True, say=said.append)
+    found = [sample for sample in drawer.draw(samples) if sample.ended]
+    monkeypatch.undo()
+    assert [sample.new for sample in found] == one_by_one(make_gpt(), samples)
+    assert said == ["out of memory with 8 samples at once: going on with 4", "out of memory with 4 samples at once: going on with 2"]
