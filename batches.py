@@ -26,7 +26,7 @@ class Sample:
     ids: list[int] # the prompt's
     new: list[int] = field(default_factory=list) # the tokens drawn
     pieces: list[str] = field(default_factory=list) # what they say: a text for each, or, if nobody looks on, for all
-    looks: list[tuple] = field(default_factory=list) # for each its log-probability, then the likeliest tokens' and ids
+    looks: list[tuple] = field(default_factory=list) # for each its log-probability and the likeliest: (text, theirs)
     ended: str | None = None # "length" or "stop"
     ready: int = 0 # so many characters of the text are certain: in the rest a stop text may begin
 
@@ -34,11 +34,6 @@ class Sample:
     def text(self):
         """What has been drawn, up to where a stop text begins."""
         return "".join(self.pieces)
-
-    def tokens(self, tokenizer):
-        """For each token its text, its log-probability, and a list of both for the likeliest at its place."""
-        return [(piece, logprob, [(tokenizer.decode([i]), value) for value, i in zip(*likeliest, strict=True)])
-                for piece, (logprob, *likeliest) in zip(self.pieces, self.looks, strict=True)]
 
     @property
     def logprob(self):
@@ -73,8 +68,9 @@ class Reader:
         sample = self.sample
         sample.new.append(token)
         if look:
-            logprob, *likeliest = look
-            sample.looks.append((logprob[0], *likeliest))
+            (logprob,), likeliest, ids = look
+            others = [(self.tokenizer.decode([i]), value) for i, value in zip(ids, likeliest, strict=True)]
+            sample.looks.append((logprob, others))
         full = len(sample.new) == self.max_new_tokens
         piece = self.decode(token, full)
         sample.pieces.append(piece)

@@ -1,14 +1,15 @@
 """What the user sees: samples on standard output, all else on standard error, and how the script ends."""
 import math
 import os
+import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 RULE = "---------------" # nanoGPT's, after every sample
 
 # Backgrounds of the terminal's 256 colours for tokens below these probabilities; likelier ones have none.
-TINTS = (0.01, 208), (0.05, 215), (0.2, 222), (0.5, 229)
+TINTS = (0.01, 203), (0.05, 216), (0.2, 223)
 
 
 def first_process():
@@ -27,6 +28,39 @@ def fail(status, error):
     """End with one line that says why, whatever the error's text holds."""
     say(' '.join(plain(f"error: {error}").split()))
     sys.exit(status)
+
+
+def prepare_console():
+    """Before anything else: Ctrl-C ends the script at once, and no character that a terminal lacks does."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Without a traceback; importing torch would swallow a KeyboardInterrupt.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="replace")
+
+
+@contextmanager
+def mistakes_told(status=1):
+    """End the script with one line, and this status, for every mistake that a user can make."""
+    try:
+        yield
+    except BrokenPipeError: # the reader has had enough, as in: python sample.py | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, OSError) as error:
+        fail(status, error)
+    except (MemoryError, RuntimeError) as error:
+        from devices import out_of_memory
+        if not out_of_memory(error):
+            raise
+        fail(1, f"out of memory: the network, or one sample of it, is too large ({str(error) or 'no more known':.200})")
+
+
+def leave():
+    """End the script, all being done."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    os._exit(0) # torch's own end takes 0.3 s
 
 
 def plain(text):
@@ -83,7 +117,7 @@ def tint(text, logprob):
     colour = next((colour for limit, colour in TINTS if math.exp(logprob) < limit), None)
     if colour is None:
         return text
-    begin, end = f"\x1b[30;48;5;{colour}m", "\x1b[0m"
+    begin, end = f"\x1b[38;5;16;48;5;{colour}m", "\x1b[0m" # black on it, whatever the terminal's own
     return "\n".join(line and begin + line + end for line in text.split("\n"))
 
 

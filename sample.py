@@ -8,8 +8,6 @@ The samples go to standard output, everything else to standard error. Arguments 
 settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
 """
 import gc
-import os
-import signal
 import sys
 import time
 from functools import partial
@@ -17,7 +15,7 @@ from itertools import count
 
 import rules
 from configurator import override
-from console import Printer, Progress, fail, on_terminal, say
+from console import Printer, Progress, leave, mistakes_told, on_terminal, prepare_console, say
 
 init_from = 'resume' # 'resume' reads out_dir; or GPT-2: 'gpt2', 'gpt2-xl', a Hugging Face id or folder of its kind
 out_dir = 'out' # folder that holds ckpt.pt, or the path of such a file
@@ -50,10 +48,10 @@ def main():
     from devices import batch_that_fits, choose_device, choose_dtype, compile_for, get_ready, peak_memory
     from distributed import Team
     from interactive import converse
+    from loading import load
     from packed import hold_memory
     from prompts import Prompts
     from sampler import RowDraws, initialisation_numbers
-    from tokenizer import load_tokenizer
 
     began = time.perf_counter()
     team = Team().join()
@@ -65,12 +63,11 @@ def main():
         precision = choose_dtype(place, dtype)
         if place.type == 'cpu':
             hold_memory()
-        model, source, table = load_model()
-        tokenizer = load_tokenizer(*table, model.config.vocab_size)
+        model, tokenizer, source = load(init_from, out_dir)
         samples, outputs, total, longest = number(prompts, tokenizer), [], None, None
         if prompts:
             total, longest = prompts.survey(tokenizer, num_samples)
-            outputs = open_outputs(samples, tokenizer, model, source, place, precision)
+            outputs = open_outputs(samples, model, source, place, precision)
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
         f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
@@ -103,31 +100,6 @@ def main():
     progress.close(peak_memory(place))
 
 
-def load_model():
-    """The network that init_from and out_dir say, on the CPU, its source, and where its character table may be."""
-    from devices import out_of_memory
-    from model import GPT
-    from weights import find_checkpoint, load_checkpoint, load_huggingface
-
-    source = find_checkpoint(out_dir) if init_from == 'resume' else init_from
-    try:
-        if init_from == 'resume':
-            model_args, state_dict, config = load_checkpoint(source)
-            table = source.parent, config.get('dataset')
-        else:
-            model_args, state_dict = load_huggingface(source)
-            table = None, None
-        model = GPT.from_state_dict(model_args, state_dict)
-    except (OSError, MemoryError):
-        raise
-    except Exception as e: # what is no network trips torch in many ways
-        if out_of_memory(e):
-            raise
-        named = isinstance(e, ValueError) and str(source) in str(e)
-        raise ValueError(str(e) if named else f"cannot load {source}: {e}") from None
-    return model, source, table
-
-
 def number(prompts, tokenizer):
     """Yield the run's samples, still to be drawn: num_samples of every prompt."""
     from batches import Sample
@@ -138,7 +110,7 @@ def number(prompts, tokenizer):
             yield Sample(next(numbers), prompt, ids)
 
 
-def open_outputs(samples, tokenizer, model, source, place, precision):
+def open_outputs(samples, model, source, place, precision):
     """The files that samples go to besides standard output. What they hold already is taken from samples."""
     settings = {name: globals()[name] for name in rules.TEXT}
     settings |= {'device': place.type, 'dtype': str(precision).removeprefix('torch.')}
@@ -152,7 +124,7 @@ def open_outputs(samples, tokenizer, model, source, place, precision):
             say(f"{out_file} holds {kept} samples already: going on after them")
     if html_file:
         from page import Page
-        outputs.insert(0, Page(html_file, {'checkpoint': str(source), **settings}, kept, tokenizer))
+        outputs.insert(0, Page(html_file, {'checkpoint': str(source), 'start': start, **settings}, kept))
     return outputs
 
 
@@ -167,33 +139,15 @@ def make_drawer(generator, tokenizer, stream, **more):
 
 def run():
     """The settings, then the samples; every mistake that a user can make ends in one line."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # At once, and without a traceback; importing torch would swallow a KeyboardInterrupt.
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    if sys.stdout is not None:
-        sys.stdout.reconfigure(errors='replace') # where it cannot show a character
-    try:
-        try:
-            changed = override(globals(), sys.argv[1:], warn=say)
-            rules.check(globals())
-        except ValueError as error:
-            fail(2, error)
-        if changed:
-            say("settings: " + ', '.join(f"{name}={value!r:.100}" for name, value in changed.items()))
+    prepare_console()
+    with mistakes_told(status=2):
+        changed = override(globals(), sys.argv[1:], warn=say)
+        rules.check(globals())
+    if changed:
+        say("settings: " + ', '.join(f"{name}={value!r:.100}" for name, value in changed.items()))
+    with mistakes_told():
         main()
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        os._exit(0) # torch's own end takes 0.3 s
-    except BrokenPipeError: # the reader has had enough, as in: python sample.py | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except (ValueError, OSError) as error:
-        fail(1, error)
-    except (MemoryError, RuntimeError) as error:
-        from devices import out_of_memory
-        if not out_of_memory(error):
-            raise
-        fail(1, f"out of memory: the network, or one sample of it, is too large ({str(error) or 'no more known':.200})")
+        leave()
 
 
 if __name__ == '__main__':

@@ -34,7 +34,7 @@ class SampleFile:
         self.file.seek(0)
 
     def take_up(self, samples):
-        """Take the samples that the file holds from an iterator of the run's, and say how many; ValueError if not these."""
+        """Take what the file holds from an iterator of the run's samples; returns how many. ValueError if not these."""
         for _ in range(self.count):
             self.check(next(samples, None), self.file.readline())
         return self.count
@@ -107,6 +107,6 @@ def lock(file, path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another run writes {path}: give out_file another name, or wait for its end") from None
+            raise ValueError(f"another run writes {path}: give out_file another name") from None
         except OSError: # a file system without locks
             pass

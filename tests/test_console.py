@@ -78,8 +78,8 @@ def test_probabilities_are_shown_as_colours(sample, letters):
     plain = sample(f"--out_dir={letters}", *RUN).stdout
     done = sample(f"--out_dir={letters}", *RUN, "--show_probs")
     assert re.sub(r"\x1b\[[0-9;]*m", "", done.stdout) == plain
-    assert len(set(re.findall(r"\x1b\[30;48;5;(\d+)m", done.stdout))) >= 3
-    assert all("\n" not in text for text in re.findall(r"\x1b\[30;48;5;\d+m(.*?)\x1b\[0m", done.stdout, re.DOTALL))
+    assert len(set(re.findall(r"\x1b\[38;5;16;48;5;(\d+)m", done.stdout))) >= 3
+    assert all("\n" not in text for text in re.findall(r"\x1b\[38;5;16;48;5;\d+m(.*?)\x1b\[0m", done.stdout, re.DOTALL))
     assert done.stdout.startswith("The ") # the prompt has no colours
 
 
@@ -95,7 +95,7 @@ def test_a_growing_sample_is_printed_once(steps, tinted, capsys):
     pieces, whole = ["a", "", "bc", "d", "", "ef"], "abcdef"
     for ready in steps:
         sample.pieces, sample.ready = pieces, ready
-        sample.looks = [(-0.1,)] * len(pieces)
+        sample.looks = [(-0.1, [])] * len(pieces)
         printer.show(sample)
         assert capsys.readouterr().out[-1:] in ("", "<", whole[ready - 1])
     sample.ended = "length"

@@ -339,7 +339,7 @@ def readme_commands():
 
 @pytest.mark.parametrize("command", readme_commands(), ids=str)
 def test_readme_commands_run(command, gpt2_folder, vocabulary, tmp_path):
-    """As written, but for: the environment that the first one makes, names that need the hub, and how long samples are."""
+    """As written, but for: the environment that the first one makes, names that need the hub, and how long samples are, how many processes."""
     hub = tmp_path / "hub"
     for name in set(re.findall(r"--init_from=(\S+)", command)) | ({"gpt2-xl"} if "config/gpt2.py" in command else set()):
         snapshot = hub / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
@@ -352,6 +352,9 @@ def test_readme_commands_run(command, gpt2_folder, vocabulary, tmp_path):
     (tmp_path / "out-shakespeare-char").symlink_to(PROJECT / "out-shakespeare-char")
     command = command.split("&&")[-1].replace(".venv/bin/python", "python").replace("python sample.py", f"python {PROJECT}/sample.py")
     command = command.replace("python ", f"{shlex.quote(sys.executable)} ", 1)
+    if "torchrun" in command:
+        command = command.replace("torchrun --nproc_per_node=8", f"{shlex.quote(sys.executable)} -m torch.distributed.run --nproc_per_node=2")
+        command = command.replace(" sample.py", f" {PROJECT}/sample.py").replace("--num_samples=1000", "--num_samples=3")
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -374,11 +377,16 @@ def test_the_readme_shows_the_benchmark():
     assert (PROJECT / "tests" / "bench" / "RESULTS.md").read_text().strip() in (PROJECT / "README.md").read_text()
 
 
-def test_the_readme_shows_what_the_demo_prints(sample):
-    shown = readme_blocks("text")[0]
-    command, printed = shown.split("\n", 1)
-    done = sample(*shlex.split(command.removeprefix("$ python sample.py ")))
-    assert done.stdout == printed
+@pytest.mark.parametrize("block", readme_blocks("text"), ids=lambda block: block.split("\n")[0])
+def test_the_readme_shows_what_is_printed(block, vocabulary, tmp_path):
+    (tmp_path / "out-shakespeare-char").symlink_to(PROJECT / "out-shakespeare-char")
+    commands = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
+    shown = "".join(line for line in block.splitlines(keepends=True) if not line.startswith("$ "))
+    script = "\n".join(commands).replace("python sample.py", f"{shlex.quote(sys.executable)} {PROJECT}/sample.py")
+    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown
 
 
 def test_the_demo_prints_what_nanogpt_draws(sample):
