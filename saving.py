@@ -96,8 +96,8 @@ def said_of(path):
     try:
         yield
     except OSError as error:
-        raise OSError(f"cannot write {path!r:.200}: {error.strerror}; what it holds stays, and the same command goes on "
-                      "from there") from None
+        raise OSError(f"cannot write {path!r:.200}: {error.strerror}; what it holds stays, and the same command goes "
+                      "on from there") from None
 
 
 def lock(file, path):

@@ -47,12 +47,12 @@ def torchrun(folder, vocabulary):
     ["--start=O", "--num_samples=1", "--max_new_tokens=0"],
 ], ids=["many-prompts", "stop", "one-prompt", "nothing-for-most"])
 def test_the_text_and_the_files_are_those_of_one_process(torchrun, sample, folder, processes, arguments):
-    alone = sample(*arguments, "--out_file=alone.jsonl", cwd=folder)
-    shared = torchrun(processes, *arguments, "--out_file=shared.jsonl")
+    alone = sample(*arguments, "--out_file=alone.jsonl", "--html_file=alone.html", cwd=folder)
+    shared = torchrun(processes, *arguments, "--out_file=shared.jsonl", "--html_file=shared.html")
     printed, said = shared.communicate(timeout=120)
     assert shared.returncode == 0, said
     assert printed == alone.stdout and alone.returncode == 0
-    for name in ("alone.jsonl",):
+    for name in "alone.jsonl", "alone.html":
         assert (folder / name).read_bytes() == (folder / name.replace("alone", "shared")).read_bytes()
     assert said.count("parameters on cpu") == 1 and "error" not in said
 
