@@ -97,9 +97,8 @@ def content_hash(page, element):
 
 
 def title(about):
-    """The page's title, from the settings that say whose samples these are."""
-    source = about.get("out_dir") if about.get("init_from") == "resume" else about.get("init_from")
-    return f"Samples from {source}" if source else "Samples"
+    """The page's title, which says whose samples these are."""
+    return f"Samples from {about.get('model', 'a network')}"
 
 
 def describe(about):

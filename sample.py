@@ -124,7 +124,8 @@ def open_outputs(samples, model, source, place, precision):
             say(f"{out_file} holds {kept} samples already: going on after them")
     if html_file:
         from page import Page
-        outputs.insert(0, Page(html_file, {'checkpoint': str(source), 'start': start, **settings}, kept))
+        name = out_dir if init_from == 'resume' else init_from
+        outputs.insert(0, Page(html_file, {'model': name, 'start': start, **settings}, kept))
     return outputs
 
 

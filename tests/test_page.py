@@ -11,7 +11,7 @@ from batches import Sample
 from page import Page
 from prompts import Prompt
 
-ABOUT = {"init_from": "resume", "out_dir": "out-letters", "start": "ROMEO:\n", "top_k": None}
+ABOUT = {"model": "out-letters", "start": "ROMEO:\n", "top_k": None}
 PROBABILITIES = [0.9, 0.3, 0.15, 0.07, 0.03, 0.015, 0.002] # one for each background
 HOSTILE = "</script><script>hacked=1</script><!--<script> ]]>'\"></p></article><img src=//evil.test/x onerror=hacked=1>" \
     "<svg onload=hacked=1>&lt;{{text}} <!-- cut here -->\n\r\n\t\x00\x01\x1b\x85\u2028\u202e\u05d0\ud800😀"
@@ -118,7 +118,7 @@ def test_errors_of_the_system_pass_through(tmp_path, kept):
 
 
 def test_hostile_text_stays_in_its_place(tmp_path):
-    page = Page(tmp_path / "page.html", {HOSTILE: HOSTILE, "init_from": HOSTILE})
+    page = Page(tmp_path / "page.html", {HOSTILE: HOSTILE, "model": HOSTILE})
     add(page, 0, HOSTILE, [token(HOSTILE, 0.5, **{HOSTILE: 0.2})], "length")
     page.close()
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -287,7 +287,7 @@ def test_a_character_of_several_tokens_is_one(view):
 
 @needs_browser
 def test_hostile_text_runs_nothing_and_asks_for_nothing(view, tmp_path):
-    page = Page(tmp_path / "page.html", {HOSTILE: HOSTILE, "init_from": HOSTILE})
+    page = Page(tmp_path / "page.html", {HOSTILE: HOSTILE, "model": HOSTILE})
     add(page, 0, HOSTILE, [token(HOSTILE, 0.5, **{HOSTILE: 0.2}), token("x", 0.01)], "length")
     page.close()
     page = view(tmp_path / "page.html", bypass_csp=True) # the escaping alone has to do
@@ -328,7 +328,7 @@ def test_the_page_allows_no_other_script_style_or_request(view):
 
 @needs_browser
 def test_a_phone_scrolls_one_way_only(view, tmp_path):
-    page = Page(tmp_path / "page.html", {"start": "x" * 300, "out_dir": "/" * 300, "init_from": "resume"})
+    page = Page(tmp_path / "page.html", {"start": "x" * 300, "model": "/" * 300})
     add(page, 0, "y" * 300, [*words(60), token("z" * 300, 0.1, **{"v" * 300: 0.2}), token("\n", 0.5)] , "length")
     page.close()
     page = view(tmp_path / "page.html", viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True, color_scheme="dark")
