@@ -15,7 +15,7 @@ from packed import return_memory
 from prompts import Prompt
 
 CHUNK = 8 # so many batches of different prompts are sorted by length
-PAUSE = 64 # steps, after which a GPU is waited for where nobody looks on
+PAUSE = 16 # steps, after which a GPU is waited for where nobody looks on
 
 
 @dataclass(eq=False)

@@ -49,7 +49,7 @@ class GraphedGPT:
             yield from self.model.stream(idx, max_new_tokens, choose, context_shift)
             return
         size = self.model.config.block_size
-        steps = self.take_steps(idx, max_new_tokens, choose)
+        steps = self.take_steps(len(idx), idx.size(1) + max_new_tokens, choose)
         read, filled = idx[:, -size:], 0 # positions of the cache
         for _ in range(max_new_tokens):
             if filled == size and context_shift:
@@ -70,13 +70,15 @@ class GraphedGPT:
         require_finite(steps.sum)
         self.steps = steps # for the next call: what ended otherwise may have left anything behind
 
-    def take_steps(self, idx, max_new_tokens, choose):
+    def take_steps(self, batch_size, length, choose):
         """The Steps for such a call: those of the last one where they fit, since making graphs takes a while."""
-        made_for = idx.shape, max_new_tokens, choose, tuple(getattr(choose, "rows", ()))
+        size = self.model.config.block_size
+        capacity = min(-(-length // BUCKET) * BUCKET, -(-size // 8) * 8) # attention with a mask wants multiples of 8
+        made_for = batch_size, choose, tuple(getattr(choose, "rows", ()))
         steps, self.steps = self.steps, None # nobody else's meanwhile
-        if steps is None or steps.made_for != made_for:
+        if steps is None or steps.made_for != made_for or steps.capacity < capacity:
             steps = None # gives its memory back first
-            steps = Steps(self, len(idx), idx.size(1) + max_new_tokens, choose)
+            steps = Steps(self, batch_size, capacity, choose)
             steps.made_for = made_for
         steps.sum.zero_()
         return steps
@@ -84,7 +86,7 @@ class GraphedGPT:
     @torch.no_grad()
     def compile_generation(self, idx, max_new_tokens, context_shift=False):
         """As GPT.compile_generation."""
-        steps = self.take_steps(idx, max_new_tokens, None)
+        steps = self.take_steps(len(idx), idx.size(1) + max_new_tokens, None)
         for filled in range(1, steps.capacity + 1, BUCKET):
             steps.position.fill_(filled - 1)
             self.decode(self.model, *steps.cached, steps.token, steps.position, steps.bucket(filled))
@@ -95,12 +97,11 @@ class GraphedGPT:
 class Steps:
     """What the steps of one batch read and write in place, as graphs must, and their graphs."""
 
-    def __init__(self, gpt, batch_size, length, choose):
-        self.gpt, self.choose = gpt, choose
+    def __init__(self, gpt, batch_size, capacity, choose):
+        self.gpt, self.choose, self.capacity = gpt, choose, capacity
         self.graphs, self.pool = {}, None
         config, self.device = gpt.model.config, gpt.model.lm_head.weight.device
-        self.capacity = -(-min(length, config.block_size) // 8) * 8 # attention with a mask wants multiples of 8
-        self.cache = KVCache(config, batch_size, self.capacity, self.device, gpt.model.compute_dtype())
+        self.cache = KVCache(config, batch_size, capacity, self.device, gpt.model.compute_dtype())
         self.cached = self.cache.keys, self.cache.values
         for tensor in (*self.cache.keys, *self.cache.values):
             tensor.zero_() # what is masked must be a number all the same

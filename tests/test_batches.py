@@ -215,3 +215,20 @@ def test_where_memory_runs_out_half_as_many_are_drawn_and_nothing_changes(letter
     monkeypatch.undo()
     assert [sample.new for sample in found] == one_by_one(make_gpt(), samples)
     assert said == ["out of memory with 8 samples at once: going on with 4", "out of memory with 4 samples at once: going on with 2"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("stops", [[], ["e", "t"]], ids=["whole", "stopped"])
+def test_on_cuda_each_has_its_own_text_too(letters_table, stops):
+    torch.set_float32_matmul_precision("highest")
+    model, samples = make_gpt(block_size=256).cuda(), samples_of(letters_table, PROMPTS, 3)
+    torch.manual_seed(3)
+    expected = [plain_generate(model, torch.tensor([sample.ids]).cuda(), 300, temperature=0.9, top_k=30)[0, len(sample.ids):].tolist()
+                for sample in samples]
+    draws = RowDraws(3, "cuda", steps=300, width=61)
+    drawer = Drawer(GraphedGPT(model), letters_table, draws, dict(temperature=0.9, top_k=30), 300, at_once=8, ragged=True, stops=stops,
+                    watch=3)
+    found = list(drawer.draw(samples))
+    assert [sample.text for sample in found] == [cut(letters_table.decode(ids), stops) for ids in expected]
+    assert all(len(sample.looks) == len(sample.new) for sample in found)
