@@ -19,7 +19,7 @@ class Team:
 
     def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.process = int(os.environ["LOCAL_RANK"]) if self.size > 1 else None # its number on this machine
+        self.process = int(os.environ.get("LOCAL_RANK", 0)) if self.size > 1 else None # its number on this machine
         self.first = self.rank == 0
 
     def join(self):

@@ -18,16 +18,14 @@ Ctrl-C ends the sample, Ctrl-D leaves."""
 
 def converse(scope, make_drawer, tokenizer, printer):
     """Read prompts and commands from standard input until it ends; scope holds the settings, which may change."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ImportError): # Windows' console edits lines by itself
         import readline  # noqa: F401, gives input() its history and its editing
-    by_hand = on_terminal(sys.stdin) and on_terminal(sys.stdout)
-    if by_hand:
+    drawn, interrupts = 0, []
+    if by_hand():
         say("type a prompt, or :help")
-    drawn = 0 # samples
     while True:
         try:
-            line = input("> " if by_hand else "")
+            line = ask(interrupts)
         except KeyboardInterrupt: # takes back what was typed
             say("")
             continue
@@ -42,11 +40,29 @@ def converse(scope, make_drawer, tokenizer, printer):
                     asked_for, drawn = Sample(drawn, prompt, prompt.encode(tokenizer)), drawn + 1
                     for sample in make_drawer(live=True).draw([asked_for]):
                         printer.show(sample)
-        except KeyboardInterrupt: # the sample ends here
-            print(flush=True)
+                        if interrupts:
+                            break
+                    if interrupts:
+                        print(flush=True)
+                        break
         except ValueError as error:
             say(f"error: {error}")
         printer.begin()
+
+
+def by_hand():
+    """Whether somebody types, and sees what comes."""
+    return on_terminal(sys.stdin) and on_terminal(sys.stdout)
+
+
+def ask(interrupts):
+    """The next line. Ctrl-C raises KeyboardInterrupt here alone; afterwards it is noted: it may come at any place."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return input("> " if by_hand() else "")
+    finally:
+        interrupts.clear()
+        signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
 
 
 def obey(command, scope):

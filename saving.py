@@ -84,8 +84,8 @@ class SampleFile:
             "sample": sample.number, "prompt": sample.prompt.text,
             **({} if sample.prompt.id is None else {"id": sample.prompt.id}),
             "text": sample.text, "tokens": len(sample.new), "ended": sample.ended,
-            # The last bits of a sum depend on which samples shared a batch.
-            "logprob": round(sample.logprob, 3), "seed": self.settings["seed"],
+            # Four digits: further ones depend on which samples shared a batch.
+            "logprob": float(f"{sample.logprob:.4g}"), "seed": self.settings["seed"],
             "checkpoint": self.checkpoint, "settings": self.settings,
         }
 
