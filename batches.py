@@ -169,7 +169,7 @@ class Drawer:
     """Draws samples with a generator, GPT or its like; draws is a RowDraws, how next_token's other arguments.
 
     live: whether somebody looks on; at_once: the size of a batch; watch: as Chooser's; ragged: whether prompts differ;
-    say is told what the user should know, tick how many tokens each step gave.
+    say is told what the user should know, tick how many tokens more there are.
     """
 
     def __init__(self, generator, tokenizer, draws, how, max_new_tokens, *, at_once=1, context_shift=False, stops=(),
@@ -258,5 +258,6 @@ class Drawer:
         looks = [look and list(zip(*(kept.tolist() for kept in look), strict=True)) for _, look in pending]
         for row, (reader, rest) in enumerate(zip(readers, self.chooser.rests, strict=True)):
             given = max(0, len(rest) - (step - len(pending))) # that were no draws, but its prompt
+            before = len(reader.sample.new)
             reader.take(tokens[row][given:], [look and look[row] for look in looks[given:]])
-        self.tick(len(pending) * len(readers))
+            self.tick(len(reader.sample.new) - before)

@@ -21,6 +21,8 @@ def say(text):
     """Tell the user what is no sample, where there is somebody to tell."""
     if sys.stderr is not None and first_process():
         with suppress(OSError):
+            if Progress.bar is not None:
+                Progress.bar.clear()
             print(text, file=sys.stderr, flush=True)
 
 
@@ -34,7 +36,7 @@ def prepare_console():
     """Before anything else: Ctrl-C ends the script at once, and no character that a terminal lacks does."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Without a traceback; importing torch would swallow a KeyboardInterrupt.
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        signal.signal(signal.SIGINT, lambda *_: leave(130))
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="replace")
 
@@ -56,11 +58,11 @@ def mistakes_told(status=1):
         fail(1, f"out of memory: the network, or one sample of it, is too large ({str(error) or 'no more known':.200})")
 
 
-def leave():
-    """End the script, all being done."""
-    if sys.stdout is not None:
-        sys.stdout.flush()
-    os._exit(0) # torch's own end takes 0.3 s
+def leave(status=0):
+    """End the script at once: torch's own end takes 0.3 s."""
+    if Progress.bar is not None:
+        say("") # for what comes next on the terminal
+    os._exit(status)
 
 
 def plain(text):
@@ -126,13 +128,14 @@ class Progress:
 
     samples: how many there will be; None: nobody knows.
     """
+    bar = None # there is one standard error
 
     def __init__(self, samples, max_new_tokens):
-        self.began, self.samples, self.tokens, self.bar = time.perf_counter(), 0, 0, None
+        self.began, self.samples, self.tokens, self.max_new_tokens = time.perf_counter(), 0, 0, max_new_tokens
         if on_terminal(sys.stderr) and not on_terminal(sys.stdout):
             from tqdm import tqdm
             total = samples and samples * max_new_tokens
-            self.bar = tqdm(total=total, unit=" tokens", unit_scale=True, delay=1, postfix="0 samples", leave=False)
+            Progress.bar = tqdm(total=total, unit=" tokens", unit_scale=True, delay=1, postfix="0 samples", leave=False)
 
     def tick(self, tokens):
         """So many tokens more."""
@@ -143,18 +146,15 @@ class Progress:
         """A sample more."""
         self.samples, self.tokens = self.samples + 1, self.tokens + len(sample.new)
         if self.bar is not None:
+            if self.bar.total:
+                self.bar.total -= self.max_new_tokens - len(sample.new)
             self.bar.set_postfix_str(f"{self.samples} samples", refresh=False)
-
-    def say(self, text):
-        """Tell the user, without a bar in the way."""
-        if self.bar is not None:
-            self.bar.clear()
-        say(text)
 
     def close(self, peak_memory):
         """Say how it went; peak_memory in bytes, or None."""
         if self.bar is not None:
             self.bar.close()
+            Progress.bar = None
         took = time.perf_counter() - self.began
         peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
         say(f"{self.samples} samples, {self.tokens} tokens in {took:.1f} s: {self.tokens / took:.0f} tokens/s{peak}")

@@ -88,7 +88,7 @@ def main():
             compile_for(generator, place, prompt, rows, max_new_tokens, context_shift, say)
         progress = Progress(total, max_new_tokens)
         drawer = make_drawer(generator, tokenizer, stream, at_once=at_once, ragged=rules.many(start),
-                             live=team.first and on_terminal(sys.stdout), say=progress.say, tick=progress.tick)
+                             live=team.first and on_terminal(sys.stdout), say=say, tick=progress.tick)
         for sample in team.draw(samples, drawer):
             if sample.ended:
                 for output in outputs:
