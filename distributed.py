@@ -26,7 +26,8 @@ class Team:
         """Find the others."""
         if self.size > 1:
             import torch.distributed as dist
-            dist.init_process_group("gloo", timeout=timedelta(days=7)) # a process that is lost is noticed at once
+            with stdout_to_stderr():
+                dist.init_process_group("gloo", timeout=timedelta(days=7)) # a process that is lost is noticed at once
             if self.first:
                 signal.signal(signal.SIGTERM, lambda *_: end(143)) # torchrun's, when another has failed
         return self
@@ -100,6 +101,22 @@ class Team:
                 if rank > 0:
                     drawer.tick(sum(len(sample.new) for sample in share))
                     yield from share
+
+
+@contextmanager
+def stdout_to_stderr():
+    """Standard output is for samples, and Gloo greets there in some versions of torch."""
+    try:
+        kept = os.dup(1)
+    except OSError: # it is closed
+        yield
+        return
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextmanager
