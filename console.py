@@ -23,12 +23,12 @@ def say(text):
         with suppress(OSError):
             if Progress.bar is not None:
                 Progress.bar.clear()
-            print(text, file=sys.stderr, flush=True)
+            print(visible(text), file=sys.stderr, flush=True)
 
 
 def fail(status, error):
     """End with one line that says why, whatever the error's text holds."""
-    say(' '.join(plain(f"error: {error}").split()))
+    say(" ".join(f"error: {error}".split()))
     sys.exit(status)
 
 
@@ -65,9 +65,14 @@ def leave(status=0):
     os._exit(status)
 
 
-def plain(text):
-    """The text with nothing in it that could move a terminal's cursor."""
-    return ''.join(char if char.isprintable() else ' ' for char in text)
+# Control characters, but for tab and newline, as Unicode's pictures of them: a terminal obeys those of a file too.
+PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
+            **dict.fromkeys(range(0x80, 0xa0), "\ufffd")}
+
+
+def visible(text):
+    """The text with nothing in it that a terminal would take for a command."""
+    return text.translate(PICTURES)
 
 
 def on_terminal(stream):
@@ -83,6 +88,7 @@ class Printer:
 
     def __init__(self, tokenizer, tinted=False):
         self.tokenizer, self.tinted = tokenizer, tinted
+        self.safe = visible if on_terminal(sys.stdout) else lambda text: text
         self.begin()
 
     def begin(self):
@@ -94,7 +100,7 @@ class Printer:
         """Print what is new of a sample, and the rule once it has ended."""
         parts = []
         if self.shown is None:
-            parts.append(self.tokenizer.decode(sample.ids))
+            parts.append(self.safe(self.tokenizer.decode(sample.ids)))
             self.shown = 0
         parts += self.fresh(sample)
         if sample.ended:
@@ -108,7 +114,7 @@ class Printer:
         while self.shown < sample.ready:
             piece = sample.pieces[self.piece]
             text = piece[self.offset:self.offset + sample.ready - self.shown]
-            yield tint(text, sample.looks[self.piece][0]) if self.tinted else text
+            yield tint(self.safe(text), sample.looks[self.piece][0]) if self.tinted else self.safe(text)
             self.shown, self.offset = self.shown + len(text), self.offset + len(text)
             if self.offset == len(piece):
                 self.piece, self.offset = self.piece + 1, 0

@@ -11,6 +11,8 @@ import os
 import re
 from pathlib import Path
 
+from saving import lock
+
 ENDED = {"length": "stopped at the length limit", "stop": "stopped at a stop sequence"}
 
 
@@ -60,6 +62,7 @@ class Page:
 def open_empty(path):
     """The file to write a page to from its beginning; ValueError where it holds anything."""
     file = open(path, "ab") # noqa: SIM115, until the page is closed
+    lock(file, path)
     if os.fstat(file.fileno()).st_size:
         file.close()
         raise ValueError(f"{path} is there already, and nothing is overwritten: move it, or give html_file another "
@@ -71,6 +74,7 @@ def open_after(path, start, kept):
     """The file of a page that begins with start, cut after so many samples; ValueError where it has not as many."""
     try:
         file = open(path, "r+b") # noqa: SIM115, until the page is closed
+        lock(file, path)
     except FileNotFoundError:
         raise ValueError(f"{path} is not there, and should hold the run's first {kept} samples") from None
     found = 0

@@ -69,7 +69,8 @@ def read_prompts(start):
 def read_file(kind, path):
     """read_prompts for a file, which may be empty."""
     try:
-        with open(0 if path == "-" else path, encoding="utf-8", closefd=path != "-") as f:
+        # A byte-order mark at the beginning is no text.
+        with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as f:
             if kind == "FILE":
                 if text := f.read():
                     yield Prompt(text)

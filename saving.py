@@ -107,6 +107,6 @@ def lock(file, path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another run writes {path}: give out_file another name") from None
+            raise ValueError(f"another run writes {path}: give the file another name") from None
         except OSError: # a file system without locks
             pass

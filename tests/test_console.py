@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import PROJECT, Terminal
+from conftest import PROJECT, Terminal, make_gpt, save_checkpoint, save_meta
 
 from batches import Sample
 from console import Printer
@@ -103,3 +103,20 @@ def test_a_growing_sample_is_printed_once(steps, tinted, capsys):
     assert capsys.readouterr().out == "\n---------------\n"
     printer.show(Sample(1, Prompt("<"), [62], ended="length"))
     assert capsys.readouterr().out == ">\n---------------\n"
+
+
+def test_a_terminal_gets_no_commands_from_samples(terminal, sample, tmp_path):
+    """Control characters are shown as pictures there, and through a pipe are what they are."""
+    chars = "\n\x1b[]2J\x07\x08\x9bab\r\x7f"
+    save_checkpoint(tmp_path, make_gpt(vocab_size=len(chars)))
+    save_meta(tmp_path / "meta.pkl", chars)
+    run = (f"--out_dir={tmp_path}", "--start=\x1b[2Ja", "--num_samples=2", "--max_new_tokens=300", "--device=cpu")
+    printed = sample(*run).stdout
+    shown = terminal(*run, stderr=False).rest()
+    assert all(char in printed for char in chars) and not set(chars) - set("\n[]2Jab") & set(shown)
+    assert shown.translate({0x241b: 0x1b, 0x2407: 7, 0x2408: 8, 0xfffd: 0x9b, 0x240d: 0xd, 0x2421: 0x7f}) == printed
+
+
+def test_error_messages_hold_no_commands(sample):
+    done = sample("--out_dir=a\x1b[2Jb\x9bc\nd")
+    assert done.returncode == 1 and done.stderr.count("\n") == 2 and not set("\x1b\x9b") & set(done.stderr)

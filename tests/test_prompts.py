@@ -18,12 +18,12 @@ def test_a_text_is_a_prompt(start):
 
 
 @pytest.mark.parametrize("content, lines", [
-    ("a\nb\n", ["a", "b"]), ("a\n\n\nb", ["a", "b"]), ("a\r\nb\r\n", ["a", "b"]), (" a \n\tb\n", [" a ", "\tb"]), ("é\n🙂", ["é", "🙂"]),
+    ("a\nb\n", ["a", "b"]), ("a\n\n\nb", ["a", "b"]), ("a\r\nb\r\n", ["a", "b"]), (" a \n\tb\n", [" a ", "\tb"]), ("é\n🙂", ["é", "🙂"]), ("\ufeffa\r\nb", ["a", "b"]),
 ], ids=repr)
 def test_lines(tmp_path, content, lines):
     (tmp_path / "p.txt").write_bytes(content.encode())
     assert texts(f"LINES:{tmp_path}/p.txt") == lines
-    assert len(texts(f"FILE:{tmp_path}/p.txt")) == 1
+    assert len(texts(f"FILE:{tmp_path}/p.txt")) == 1 and not texts(f"FILE:{tmp_path}/p.txt")[0].startswith("\ufeff")
 
 
 def test_jsonl(tmp_path):
