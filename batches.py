@@ -3,6 +3,7 @@
 The prompts of a batch may differ in length: its rows march in step from the end of the shortest prompt on, and a
 longer one is read on, token by token, while the others are drawn. A row that has ended leaves the batch.
 """
+import math
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from devices import out_of_memory
 from packed import return_memory
 from prompts import Prompt
 
-CHUNK = 8 # so many batches of different prompts are sorted by length
 PAUSE = 16 # steps, after which a GPU is waited for where nobody looks on
 
 
@@ -29,6 +29,7 @@ class Sample:
     looks: list[tuple] = field(default_factory=list) # for each its log-probability and the likeliest: (text, theirs)
     ended: str | None = None # "length" or "stop"
     ready: int = 0 # so many characters of the text are certain: in the rest a stop text may begin
+    kept: bool = False # it was saved by the run that this one takes up
 
     @property
     def text(self):
@@ -184,20 +185,28 @@ class Drawer:
     def draw(self, samples):
         """Yield every sample of an iterable, in order, once it has ended; live: also the next, as it grows."""
         samples = iter(samples)
-        size = self.at_once * (CHUNK if self.ragged else 1)
-        while first := next(samples, None):
-            # Batches begin at multiples of their size also in a run that is taken up: the same sums, to the last bit.
-            chunk = [first, *islice(samples, size - 1 - first.number % size)]
-            places = {sample: self.draws.place_of(sample.number) for sample in chunk}
-            waiting = deque(chunk)
-            by_length = sorted(chunk, key=lambda sample: len(self.seen(sample)))
-            batches = [by_length[i:i + self.at_once] for i in range(0, len(chunk), self.at_once)]
-            for batch in sorted(batches, key=lambda batch: min(sample.number for sample in batch)):
-                for _ in self.run(batch, places):
+        while batch := list(islice(samples, self.at_once)):
+            # What is kept takes part where others of its batch are drawn: the same sums as before, to the last bit.
+            waiting = deque(sample for sample in batch if not sample.kept)
+            if not waiting:
+                continue
+            places = {sample: self.draws.place_of(sample.number) for sample in batch}
+            for part in self.alike(batch):
+                for _ in self.run(part, places):
                     while waiting and waiting[0].ended:
                         yield waiting.popleft()
                     if waiting and self.live:
                         yield waiting[0]
+
+    def alike(self, batch):
+        """Parts of a batch, each of prompts whose lengths differ by no more than a sample's own."""
+        parts, shortest = [], -math.inf
+        for sample in sorted(batch, key=lambda sample: len(self.seen(sample))):
+            if len(self.seen(sample)) > shortest + self.max_new_tokens:
+                parts.append([])
+                shortest = len(self.seen(sample))
+            parts[-1].append(sample)
+        return sorted(parts, key=lambda part: min(sample.number for sample in part))
 
     def seen(self, sample):
         """What the network can see of a sample's prompt."""
@@ -260,4 +269,5 @@ class Drawer:
             given = max(0, len(rest) - (step - len(pending))) # that were no draws, but its prompt
             before = len(reader.sample.new)
             reader.take(tokens[row][given:], [look and look[row] for look in looks[given:]])
-            self.tick(len(reader.sample.new) - before)
+            if not reader.sample.kept:
+                self.tick(len(reader.sample.new) - before)

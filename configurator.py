@@ -13,7 +13,8 @@ import sys
 import warnings
 from contextlib import redirect_stdout
 
-TAKES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "None": "None"}
+TAKES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
+         "None": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 

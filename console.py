@@ -12,14 +12,14 @@ RULE = "---------------" # nanoGPT's, after every sample
 TINTS = (0.01, 203), (0.05, 216), (0.2, 223)
 
 
-def first_process():
-    """Whether this is the only process of the run, or the one that speaks for all that torchrun started."""
-    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
+def rank_and_size():
+    """Which process of the run this is, and how many there are, as torchrun says; process 0 speaks for all."""
+    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if "TORCHELASTIC_RUN_ID" in os.environ else (0, 1)
 
 
 def say(text):
     """Tell the user what is no sample, where there is somebody to tell."""
-    if sys.stderr is not None and first_process():
+    if sys.stderr is not None and rank_and_size()[0] == 0:
         with suppress(OSError):
             if Progress.bar is not None:
                 Progress.bar.clear()
@@ -29,7 +29,7 @@ def say(text):
 def fail(status, error):
     """End with one line that says why, whatever the error's text holds."""
     say(" ".join(f"error: {error}".split()))
-    sys.exit(status)
+    leave(status)
 
 
 def prepare_console():
@@ -47,8 +47,7 @@ def mistakes_told(status=1):
     try:
         yield
     except BrokenPipeError: # the reader has had enough, as in: python sample.py | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        leave(141)
     except (ValueError, OSError) as error:
         fail(status, error)
     except (MemoryError, RuntimeError) as error:
@@ -138,7 +137,7 @@ class Progress:
 
     def __init__(self, samples, max_new_tokens):
         self.began, self.samples, self.tokens, self.max_new_tokens = time.perf_counter(), 0, 0, max_new_tokens
-        if on_terminal(sys.stderr) and not on_terminal(sys.stdout):
+        if on_terminal(sys.stderr) and not on_terminal(sys.stdout) and rank_and_size()[0] == 0:
             from tqdm import tqdm
             total = samples and samples * max_new_tokens
             Progress.bar = tqdm(total=total, unit=" tokens", unit_scale=True, delay=1, postfix="0 samples", leave=False)

@@ -36,14 +36,17 @@ def choose_dtype(device, name):
     return torch.bfloat16 if bfloat16 else torch.float16
 
 
-def batch_that_fits(model, length):
-    """How many samples of so many tokens to draw at once: what half of the free memory holds, within reason."""
+def batch_that_fits(model, length, processes=1):
+    """How many samples of so many tokens to draw at once: what half of the free memory holds, within reason.
+
+    processes: how many share a CPU's.
+    """
     place = model.lm_head.weight.device
     if place.type == "cuda":
         free, most = torch.cuda.mem_get_info(place)[0], 128 # each row costs launches
     else:
         import psutil
-        free, most = psutil.virtual_memory().available, 64 # more is hardly faster, and the first comes later
+        free, most = psutil.virtual_memory().available // processes, 64 # more is hardly faster
     return max(1, min(most, free // 2 // model.bytes_per_sample(length)))
 
 

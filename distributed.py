@@ -9,17 +9,19 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import islice
 
-from batches import CHUNK
+from console import rank_and_size
 
 LOST = "another process of this run has ended; with out_file, the same command takes it up again"
+TOLD = "this run was told to end, as when a process of it has failed; with out_file, the same command takes it up again"
 
 
 class Team:
     """The processes of this run, as torchrun's environment says; mostly there is one."""
 
     def __init__(self):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.size = rank_and_size()
         self.process = int(os.environ.get("LOCAL_RANK", 0)) if self.size > 1 else None # its number on this machine
+        self.beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self.size > 1 else 1 # how many that has
         self.first = self.rank == 0
 
     def join(self):
@@ -77,8 +79,9 @@ class Team:
 
     def share_out(self, samples, drawer):
         """The next samples in as many parts as there are processes, in order; None for each when there are no more."""
-        size = self.size * drawer.at_once * (CHUNK if drawer.ragged else 1)
-        chunk = list(islice(samples, size))
+        chunk = list(islice(samples, self.size * drawer.at_once))
+        while chunk and all(sample.kept for sample in chunk):
+            chunk = list(islice(samples, self.size * drawer.at_once))
         ends = [len(chunk) * (rank + 1) // self.size for rank in range(self.size)]
         return [chunk[begin:end] if chunk else None for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -99,8 +102,9 @@ class Team:
                         yield sample
             for rank, share in enumerate(self.gather(mine) or []):
                 if rank > 0:
-                    drawer.tick(sum(len(sample.new) for sample in share))
-                    yield from share
+                    new = [sample for sample in share if not sample.kept]
+                    drawer.tick(sum(len(sample.new) for sample in new))
+                    yield from new
 
 
 @contextmanager
@@ -130,5 +134,5 @@ def told_if_lost():
 
 def end(status):
     """Leave at once, with a line that says why."""
-    os.write(2, f"error: {LOST}\n".encode())
+    os.write(2, f"error: {TOLD}\n".encode())
     os._exit(status)

@@ -35,6 +35,8 @@ def converse(scope, make_drawer, tokenizer, printer):
             if line.startswith(":"):
                 if obey(line[1:].strip(), scope) == "seed":
                     drawn = 0 # its first sample is next
+            elif line.startswith(("FILE:-", "LINES:-", "JSONL:-")):
+                raise ValueError("standard input is where you type: give a file's name, or the text itself")
             elif line:
                 for prompt in Prompts(parse("start", line, ["str"])):
                     asked_for, drawn = Sample(drawn, prompt, prompt.encode(tokenizer)), drawn + 1
@@ -46,7 +48,7 @@ def converse(scope, make_drawer, tokenizer, printer):
                         print(flush=True)
                         break
         except ValueError as error:
-            say(f"error: {error}")
+            say(f"error: {error}".replace("--", ":")) # which settings begin with here
         printer.begin()
 
 

@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from saving import lock
+from saving import named, open_output
 
 ENDED = {"length": "stopped at the length limit", "stop": "stopped at a stop sequence"}
 
@@ -19,8 +19,8 @@ ENDED = {"length": "stopped at the length limit", "stop": "stopped at a stop seq
 class Page:
     """A page of samples, written as they come: after each of them the file is a page that a browser shows.
 
-    kept is how many samples a resumed run has there already: the page is cut after them and goes on, its settings as
-    they were. ValueError where the file is none to write to: nothing is overwritten.
+    kept is how many samples a resumed run has there already: the page is cut after them and goes on. ValueError where
+    the file holds anything else: nothing is overwritten.
     """
 
     def __init__(self, path, about, kept=0):
@@ -28,12 +28,16 @@ class Page:
         head, self.sample, self.tail = template.split("<!-- cut here -->\n")
         # The browser applies the style and runs the script that have these hashes, and no others.
         hashes = {element: content_hash(head, element) for element in ("style", "script")}
-        if kept:
-            self.head = ""
-            self.file = open_after(path, fill(head.partition("{{title}}")[0], **hashes).encode(), kept)
-        else:
-            self.head = fill(head, title=escape(title(about)), about=describe(about), **hashes)
-            self.file = open_empty(path)
+        self.head = fill(head, title=escape(title(about)), about=describe(about), **hashes)
+        self.path = path
+        if kept and not os.path.exists(path):
+            raise self.lacking(kept, 0)
+        self.file = open_output(path)
+        try:
+            self.cut(kept)
+        except BaseException:
+            self.file.close()
+            raise
 
     def add(self, sample):
         """Write a sample that has ended to the file at once.
@@ -52,41 +56,33 @@ class Page:
         self._write(self.tail)
         self.file.close()
 
+    def cut(self, kept):
+        """Leave the file's first kept samples; ValueError, with all as it was, where it is no page with as many."""
+        head, found = self.head.encode(), 0
+        if kept and self.file.read(len(head)) == head:
+            for line in self.file: # not all at once: a page can be large
+                found += line.startswith(b'<article id="sample-%d"' % (found + 1)) and line.endswith(b"</article>\n")
+                if found == kept:
+                    self.file.truncate(self.file.tell())
+                    self.head = ""
+                    return
+        if kept:
+            raise self.lacking(kept, found)
+        if os.fstat(self.file.fileno()).st_size:
+            raise ValueError(f"{self.path} is there already, and nothing is overwritten: move it, or give html_file "
+                             "another name")
+
+    def lacking(self, kept, found):
+        """The error for a page that cannot go on where out_file does."""
+        return ValueError(f"{self.path} should be the page of this very run and hold its first {kept} samples, as "
+                          f"out_file does, and has {found}: leave html_file out, or give both files other names")
+
     def _write(self, text):
         # What stands before the samples comes with the first: a run that dies earlier leaves the file empty.
-        self.file.write((self.head + text).encode())
-        self.file.flush()
+        with named(self.path):
+            self.file.write((self.head + text).encode())
+            self.file.flush()
         self.head = ""
-
-
-def open_empty(path):
-    """The file to write a page to from its beginning; ValueError where it holds anything."""
-    file = open(path, "ab") # noqa: SIM115, until the page is closed
-    lock(file, path)
-    if os.fstat(file.fileno()).st_size:
-        file.close()
-        raise ValueError(f"{path} is there already, and nothing is overwritten: move it, or give html_file another "
-                         "name")
-    return file
-
-
-def open_after(path, start, kept):
-    """The file of a page that begins with start, cut after so many samples; ValueError where it has not as many."""
-    try:
-        file = open(path, "r+b") # noqa: SIM115, until the page is closed
-        lock(file, path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is not there, and should hold the run's first {kept} samples") from None
-    found = 0
-    if file.read(len(start)) == start:
-        for line in file: # not all at once: a page can be large
-            found += line.startswith(b'<article id="sample-%d"' % (found + 1)) and line.endswith(b"</article>\n")
-            if found == kept:
-                file.truncate(file.tell())
-                return file
-    file.close()
-    raise ValueError(f"{path} should be a page with the run's first {kept} samples, as this version writes it, and has "
-                     f"{found}: it cannot go on there")
 
 
 def fill(template, **values):

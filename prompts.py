@@ -48,8 +48,10 @@ class Prompts:
         """
         if self.pipe:
             return None, None
-        lengths = [len(prompt.encode(tokenizer)) for prompt in self]
-        return len(lengths) * num_samples, max(lengths)
+        found = longest = 0
+        for prompt in self:
+            found, longest = found + 1, max(longest, len(prompt.encode(tokenizer)))
+        return found * num_samples, longest
 
 
 def read_prompts(start):
@@ -68,6 +70,7 @@ def read_prompts(start):
 
 def read_file(kind, path):
     """read_prompts for a file, which may be empty."""
+    number = 0
     try:
         # A byte-order mark at the beginning is no text.
         with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as f:
@@ -80,7 +83,8 @@ def read_file(kind, path):
                     place = f"{path}, line {number}"
                     yield Prompt(line, place=place) if kind == "LINES" else parse(line, place)
     except UnicodeDecodeError as e:
-        raise ValueError(f"the prompt file {path} is not UTF-8: {e}") from None
+        where = f" after line {number}" if kind != "FILE" else ""
+        raise ValueError(f"the prompt file {path} is not UTF-8{where}: {e.reason}") from None
     except OSError as e:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {e.strerror}") from None
     except ValueError as e: # a path may not even be one
@@ -92,7 +96,7 @@ def read_file(kind, path):
 def parse(line, place):
     """The Prompt of a line of JSON; ValueError where it is none."""
     try:
-        found = json.loads(line)
+        found = json.loads(line, parse_constant=int) # which refuses NaN: it is no JSON
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str) or not found["prompt"]:

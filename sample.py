@@ -64,10 +64,10 @@ def main():
         if place.type == 'cpu':
             hold_memory()
         model, tokenizer, source = load(init_from, out_dir)
-        samples, outputs, total, longest = number(prompts, tokenizer), [], None, None
+        samples, outputs, kept, total, longest = number(prompts, tokenizer), [], 0, None, None
         if prompts:
             total, longest = prompts.survey(tokenizer, num_samples)
-            outputs = open_outputs(samples, model, source, place, precision)
+            samples, outputs, kept = open_outputs(samples, model, source, place, precision)
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
         f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
@@ -81,12 +81,13 @@ def main():
         printer = Printer(tokenizer, tinted=show_probs)
         if interactive:
             return converse(globals(), partial(make_drawer, generator, tokenizer, stream), tokenizer, printer)
-        at_once = batch_size or batch_that_fits(model, (longest or model.config.block_size) + max_new_tokens)
+        length = (longest or model.config.block_size) + max_new_tokens
+        at_once = batch_size or batch_that_fits(model, length, team.beside)
         if compile:
             rows = {min(at_once, total), total % at_once or at_once} if total else {at_once}
             prompt = min(longest or 1, model.config.block_size)
             compile_for(generator, place, prompt, rows, max_new_tokens, context_shift, say)
-        progress = Progress(total, max_new_tokens)
+        progress = Progress(total and total - kept, max_new_tokens)
         drawer = make_drawer(generator, tokenizer, stream, at_once=at_once, ragged=rules.many(start),
                              live=team.first and on_terminal(sys.stdout), say=say, tick=progress.tick)
         for sample in team.draw(samples, drawer):
@@ -111,22 +112,23 @@ def number(prompts, tokenizer):
 
 
 def open_outputs(samples, model, source, place, precision):
-    """The files that samples go to besides standard output. What they hold already is taken from samples."""
-    settings = {name: globals()[name] for name in rules.TEXT}
+    """The samples, those marked that were saved before; the files that they go to; how many these hold."""
+    settings = rules.of_text(globals())
     settings |= {'device': place.type, 'dtype': str(precision).removeprefix('torch.')}
     outputs, kept = [], 0
     if out_file:
         from saving import SampleFile
         from weights import checksum
-        outputs.append(SampleFile(out_file, {'path': str(source), 'crc32': checksum(model.parameters())}, settings))
-        kept = outputs[0].take_up(samples)
+        saved = SampleFile(out_file, {'path': str(source), 'crc32': checksum(model.parameters())}, settings)
+        samples, kept = saved.take_up(samples), saved.count
+        outputs.append(saved)
         if kept:
             say(f"{out_file} holds {kept} samples already: going on after them")
     if html_file:
         from page import Page
         name = out_dir if init_from == 'resume' else init_from
         outputs.insert(0, Page(html_file, {'model': name, 'start': start, **settings}, kept))
-    return outputs
+    return samples, outputs, kept
 
 
 def make_drawer(generator, tokenizer, stream, **more):

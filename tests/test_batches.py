@@ -94,6 +94,36 @@ def test_memory_does_not_grow_with_the_number_of_prompts(letters_table):
     assert len(asked_for) <= 100 + 4 * 8 + 1
 
 
+@pytest.mark.parametrize("new", [1, 20])
+def test_no_more_is_withheld_than_a_batch(letters_table, new):
+    """Whatever the prompts' lengths, what has been drawn comes out before the next batch is begun."""
+    samples, begun = samples_of(letters_table, random.Random(1).choices(PROMPTS, k=40)), set()
+    drawer = Drawer(make_gpt(), letters_table, RowDraws(3, steps=new, width=61), {}, new, at_once=6, ragged=True)
+    march = drawer.march
+    drawer.march = lambda batch, places: begun.update(sample.number for sample in batch) or march(batch, places)
+    for sample in drawer.draw(samples):
+        assert max(begun) < sample.number - sample.number % 6 + 6
+
+
+def test_prompts_of_very_different_lengths_march_apart(letters_table):
+    steps = []
+    model = make_gpt(block_size=256)
+    model.transformer.h[0].register_forward_hook(lambda module, given, result: steps.append(tuple(given[0].shape[:2])))
+    drawn(model, letters_table, samples_of(letters_table, ["a", "b" * 200, "cc", "d" * 201]), 10, at_once=4)
+    assert len(steps) == 2 * 11 and steps[0][1] == 1 and steps[11][1] == 200
+
+
+@pytest.mark.parametrize("kept", [1, 3, 4, 6, 7, 11])
+def test_what_is_kept_is_not_given_again_and_the_rest_stays_the_same_to_the_last_bit(letters_table, kept):
+    samples = [samples_of(letters_table, PROMPTS * 2) for _ in range(2)]
+    for sample in samples[1][:kept]:
+        sample.kept = True
+    whole, rest = (drawn(make_gpt(n_embd=256, n_head=8), letters_table, given, 20, at_once=4, watch=2, stops=["e"]) for given in samples)
+    assert [sample.number for sample in rest] == list(range(kept, 16))
+    for sample, again in zip(whole[kept:], rest, strict=True):
+        assert again.new == sample.new and again.looks == sample.looks
+
+
 # ---- stop texts
 
 def cut(text, stops):

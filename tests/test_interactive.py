@@ -49,11 +49,11 @@ def test_settings_change(session, sample, letters):
 
 
 @pytest.mark.parametrize("typed, said", [
-    (":temprature=1", "error: unknown setting --temprature; did you mean temperature?"),
+    (":temprature=1", "error: unknown setting :temprature; did you mean temperature?; :help lists"),
     (":temperature=cold", "error: temperature takes a number"),
     (":temperature=-1", "error: temperature must be 0"),
     (":out_dir=x", "error: out_dir cannot be changed here"),
-    (":", "error: unknown setting"),
+    (":", "error: unknown setting :"), (":stop", "error: :stop needs a value"), ("FILE:-", "error: standard input is where you type"),
     ("¡", "error: the prompt has characters"),
     ("FILE:nowhere.txt", "error: cannot read the prompt file"),
     ('""', "error: "),

@@ -82,7 +82,7 @@ def test_resuming_gives_the_same_bytes(tmp_path, left):
     path.write_bytes(left(whole, ends))
     write(path, SAMPLES[:2], first=2, close=False)
     assert path.read_bytes() == whole[:ends[1]]
-    assert write(path, SAMPLES, first=2, about={}).read_bytes() == whole
+    assert write(path, SAMPLES, first=2).read_bytes() == whole
 
 
 def test_an_empty_page_is_one_too(tmp_path):
@@ -93,15 +93,16 @@ def test_an_empty_page_is_one_too(tmp_path):
 @pytest.mark.parametrize("there, kept, said", [
     (lambda page: b"mine", 0, "is there already, and nothing is overwritten: move it, or give html_file another name"),
     (lambda page: page, 0, "is there already"),
-    (lambda page: b"mine", 1, "first 1 samples, as this version writes it, and has 0"),
+    (lambda page: b"mine", 1, "first 1 samples, as out_file does, and has 0"),
     (lambda page: b"", 1, "and has 0"),
     (lambda page: b"<p>" + page, 1, "and has 0"),
     (lambda page: page.replace(b"default-src 'none'", b"default-src *"), 1, "and has 0"),
     (lambda page: page.replace(b'"sample-2"', b'"sample-7"'), 2, "and has 1"),
-    (lambda page: page, 5, "first 5 samples, as this version writes it, and has 4"),
+    (lambda page: page, 5, "first 5 samples, as out_file does, and has 4"),
     (lambda page: page[:-45], 4, "and has 3"),
-    (None, 1, "is not there, and should hold the run's first 1 samples"),
-], ids=["a-file", "a-page", "no-page", "empty", "prefixed", "another-version", "gap", "too-few", "half", "missing"])
+    (lambda page: page.replace(b"out-letters", b"out-lettres"), 2, "the page of this very run and hold its first 2 samples"),
+    (None, 1, "and has 0"),
+], ids=["a-file", "a-page", "no-page", "empty", "prefixed", "another-version", "gap", "too-few", "half", "another-run", "missing"])
 def test_what_is_there_stays(tmp_path, there, kept, said):
     path = tmp_path / "page.html"
     page = write(path, SAMPLES).read_bytes()
@@ -112,8 +113,8 @@ def test_what_is_there_stays(tmp_path, there, kept, said):
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_errors_of_the_system_pass_through(tmp_path, kept):
-    with pytest.raises(OSError):
+def test_a_folder_is_no_file(tmp_path, kept):
+    with pytest.raises(ValueError, match="is no file"):
         Page(tmp_path, ABOUT, kept=kept)
 
 

@@ -1,8 +1,11 @@
 """What the setting start stands for."""
 import json
+import os
+import subprocess
+import sys
 
 import pytest
-from conftest import save_meta
+from conftest import PROJECT, save_meta
 
 from prompts import Prompt, Prompts, read_prompts
 from tokenizer import CharTokenizer
@@ -56,7 +59,18 @@ def test_a_survey_counts_and_checks_all_before_anything_is_drawn(tmp_path):
     assert Prompts("abc").survey(tokenizer, 2) == (2, 3)
 
 
-def test_a_pipe_is_read_as_it_comes(sample, letters):
+def test_a_line_from_a_pipe_is_answered_before_the_next_comes(letters, vocabulary):
+    command = [sys.executable, PROJECT / "sample.py", f"--out_dir={letters}", "--start=LINES:-", "--num_samples=1", "--batch_size=1",
+               "--max_new_tokens=5"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        for line in b"The \n", b"O\n":
+            process.stdin.write(line)
+            process.stdin.flush()
+            assert os.read(process.stdout.fileno(), 1000).startswith(line[:-1])
+        process.stdin.close()
+
+
+def test_a_pipe_is_read_once(sample, letters):
     done = sample(f"--out_dir={letters}", "--start=LINES:-", "--num_samples=2", "--max_new_tokens=5", stdin=b"The \n\nO\n")
     assert done.returncode == 0, done.stderr
     assert [text[:1] for text in done.stdout.split("\n---------------\n")] == ["T", "T", "O", "O", ""]

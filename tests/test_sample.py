@@ -192,8 +192,12 @@ BAD = {
     "file-that-exits": (["exits.py"], 2, "exits.py, line 2: SystemExit"),
     "top_p-0": (["--top_p=0"], 2, "top_p must be above 0 and at most 1"),
     "min_p-2": (["--min_p=2"], 2, "min_p must be from 0 to 1"),
-    "penalty-0": (["--repetition_penalty=0"], 2, "repetition_penalty must be above 0"),
-    "penalty-nan": (["nan_penalty.py"], 2, "repetition_penalty must be above 0"),
+    "penalty-0": (["--repetition_penalty=0"], 2, "repetition_penalty must be from 0.01 to 100"),
+    "penalty-nan": (["nan_penalty.py"], 2, "repetition_penalty must be from 0.01 to 100"),
+    "stop-is-a-number": (["stop.py"], 2, "stop.py: stop takes text or a list or None, got 5"),
+    "one-file-for-two": (["--out_file=a.x", "--html_file=folder/../a.x"], 2, "out_file and html_file must be two files"),
+    "nul-in-out_file": (["--out_file='a\\0b'"], 1, "null byte"),
+    "nan-as-an-id": (["--start=JSONL:nan.jsonl"], 1, "nan.jsonl, line 1: every line must be an object"),
     "empty-stop": (["--stop="], 2, "stop must be a text"),
     "stop-of-numbers": (["stops.py"], 2, "stop must be a text, or in a settings file a list of texts"),
     "no-out_file": (["--out_file="], 2, "out_file must be the path"),
@@ -224,6 +228,8 @@ def bad_things(tmp_path_factory):
     (folder / "bad.py").write_text("top_k = -5\n")
     (folder / "broken.py").write_text("top_k = (\n")
     (folder / "nan_penalty.py").write_text("repetition_penalty = float('nan')\n")
+    (folder / "stop.py").write_text("stop = 5\n")
+    (folder / "nan.jsonl").write_text('{"prompt": "a", "id": NaN}\n')
     (folder / "stops.py").write_text("stop = ['a', 5]\n")
     (folder / "lines.txt").write_text("good\n\nso \N{EURO SIGN}\n", encoding="utf-8")
     (folder / "objects.jsonl").write_text('{"prompt": "good"}\n{"prompt": ""}\n')

@@ -37,7 +37,7 @@ def test_a_line_a_sample(sample, folder, whole):
     assert {line["ended"] for line in lines} == {"stop", "length"}
     for line in lines:
         assert line["ended"] == ("length" if line["tokens"] == 20 and len(line["text"]) == 20 else "stop")
-        assert line["seed"] == 1337 and line["settings"]["stop"] == "e" and line["settings"]["dtype"] == "float32"
+        assert line["seed"] == 1337 and line["settings"]["stop"] == ["e"] and line["settings"]["dtype"] == "float32"
         assert line["checkpoint"]["path"] == "out/ckpt.pt" and len(line["checkpoint"]["crc32"]) == 8
         assert line["logprob"] <= 0
     assert sample(*RUN, cwd=folder).stdout == whole[1] # saving changes nothing
@@ -96,7 +96,7 @@ def test_a_killed_run_is_taken_up(sample, folder):
     (["--seed=1"], "there seed is 1337, here 1"),
     (["--num_samples=4"], "there num_samples is 3, here 4"),
     (["--top_p=0.5"], "there top_p is None, here 0.5"),
-    (["--stop=None"], "there stop is 'e', here None"),
+    (["--stop=None"], "there stop is ['e'], here []"),
     (["--dtype=bfloat16"], "there dtype is 'float32', here 'bfloat16'"),
     (["--out_dir=other"], "the checkpoint's checksum is"),
     (["--start=LINES:others.txt"], "line 4, is of another run: there prompt is 'O', here 'A'"),
@@ -120,6 +120,49 @@ def test_what_others_wrote_stays(sample, folder, content):
         assert done.returncode == 0
     else:
         assert done.returncode == 1 and "nothing is overwritten" in done.stderr and (folder / "a.jsonl").read_bytes() == content
+
+
+def test_ten_more_samples_of_one_prompt_are_added(sample, folder):
+    run = ("--start=O", "--max_new_tokens=9", "--device=cpu")
+    for count in 3, 8:
+        assert sample(*run, f"--num_samples={count}", "--out_file=grown.jsonl", cwd=folder).returncode == 0
+    assert sample(*run, "--num_samples=8", "--out_file=at_once.jsonl", cwd=folder).returncode == 0
+    assert (folder / "grown.jsonl").read_bytes() == (folder / "at_once.jsonl").read_bytes()
+
+
+def test_settings_said_otherwise_are_the_same(sample, folder):
+    run = ("--start=O", "--num_samples=2", "--max_new_tokens=9", "--out_file=a.jsonl")
+    for ways in ["--top_k=0", "--top_p=1", "--min_p=0", "--stop=e"], ["--top_k=None", "--top_p=None", "--min_p=None", "stop.py"]:
+        (folder / "stop.py").write_text("stop = ['e']\n")
+        assert sample(*run, *ways, cwd=folder).returncode == 0
+
+
+@pytest.mark.parametrize("lines", [1, 5])
+def test_a_file_without_its_last_newline(sample, folder, whole, lines):
+    """As editors leave it: refused as it is by another run, completed by the same."""
+    left = b"".join(whole[0].splitlines(keepends=True)[:lines])[:-1]
+    (folder / "a.jsonl").write_bytes(left)
+    assert sample(*RUN, "--seed=2", "--out_file=a.jsonl", cwd=folder).returncode == 1
+    assert (folder / "a.jsonl").read_bytes() == left
+    assert sample(*RUN, "--out_file=a.jsonl", cwd=folder).returncode == 0
+    assert (folder / "a.jsonl").read_bytes() == whole[0]
+
+
+def test_a_page_of_another_run_stays(sample, folder):
+    (folder / "p.txt").write_text("O\n")
+    run = ("--num_samples=4", "--max_new_tokens=9", "--html_file=a.html")
+    assert sample("--start=O", *run, cwd=folder).returncode == 0
+    page = (folder / "a.html").read_bytes()
+    assert sample("--start=The ", "--num_samples=2", "--max_new_tokens=9", "--out_file=a.jsonl", cwd=folder).returncode == 0
+    done = sample("--start=The ", *run, "--out_file=a.jsonl", cwd=folder)
+    assert done.returncode == 1 and "should be the page of this very run" in done.stderr
+    assert (folder / "a.html").read_bytes() == page
+
+
+def test_standard_output_is_no_file_to_save_to(sample, folder):
+    command = f"{sys.executable} {PROJECT / 'sample.py'} --num_samples=2 --max_new_tokens=3 --out_file=/dev/stdout > out.txt"
+    done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 1 and "is where standard output goes" in done.stderr and (folder / "out.txt").read_text() == ""
 
 
 def test_batches_of_other_sizes_continue_a_file(sample, folder, whole):
