@@ -105,4 +105,4 @@ def test_ctrl_d_leaves(session):
 def test_lines_may_come_from_a_pipe(sample, letters):
     done = sample(f"--out_dir={letters}", *HERE, stdin=b'The \n\n:top_k=5\n"\\n"\n:nothing\n')
     assert done.returncode == 0 and done.stdout.count(RULE) == 2 and done.stdout.startswith("The ")
-    assert "> " not in done.stdout and "error: unknown setting --nothing" in done.stderr
+    assert "> " not in done.stdout and "error: unknown setting :nothing" in done.stderr
