@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import CHARS, make_gpt, plain_generate, plain_shifting_generate, save_meta
 
-from batches import Drawer, Sample
+from batches import Drawer, Reader, Sample
 from graphs import GraphedGPT
 from model import KVCache
 from packed import pack
@@ -181,6 +181,18 @@ def test_characters_of_several_tokens_are_never_shown_broken(gpt2_encoding, text
     for i in range(len(ids)): # an end within a character is the whole's too
         decode = tokenizer.decoder()
         assert "".join(decode(token, last=j == i) for j, token in enumerate(ids[:i + 1])) == tokenizer.decode(ids[:i + 1])
+
+
+@pytest.mark.parametrize("stops", [[], ["語"], ["\N{REPLACEMENT CHARACTER}"]], ids=ascii)
+def test_what_is_ready_ends_between_characters(gpt2_encoding, stops):
+    tokenizer, text = GPT2Tokenizer(), "naïve 🙂 — 日本語 x"
+    ids, seen = tokenizer.encode(text), []
+    sample = Sample(0, Prompt("a"), [64])
+    reader = Reader(sample, tokenizer, len(ids), stops, piecewise=True)
+    for i in ids:
+        reader.take([i], [None])
+        seen.append(sample.text[:sample.ready])
+    assert sample.text == cut(text, stops) and all(text.startswith(part) for part in seen)
 
 
 def test_a_stop_text_inside_a_token_and_across_tokens(gpt2_encoding):

@@ -1,4 +1,5 @@
 """What is seen: through a pipe, and on a real terminal."""
+import io
 import os
 import re
 import signal
@@ -8,9 +9,10 @@ import time
 
 import pytest
 from conftest import PROJECT, Terminal, make_gpt, save_checkpoint, save_meta
+from tqdm import tqdm
 
 from batches import Sample
-from console import Printer
+from console import Printer, Progress
 from prompts import Prompt
 
 RUN = ("--start=The ", "--num_samples=3", "--max_new_tokens=30", "--device=cpu")
@@ -81,6 +83,14 @@ def test_probabilities_are_shown_as_colours(sample, letters):
     assert len(set(re.findall(r"\x1b\[38;5;16;48;5;(\d+)m", done.stdout))) >= 3
     assert all("\n" not in text for text in re.findall(r"\x1b\[38;5;16;48;5;\d+m(.*?)\x1b\[0m", done.stdout, re.DOTALL))
     assert done.stdout.startswith("The ") # the prompt has no colours
+
+
+def test_a_sample_that_ends_early_shortens_the_bar(monkeypatch):
+    progress = Progress(10, 100)
+    with tqdm(total=1000, file=io.StringIO()) as bar:
+        monkeypatch.setattr(Progress, "bar", bar)
+        progress.count(Sample(0, Prompt("a"), [1], new=[2] * 30, ended="stop"))
+        assert bar.total == 930
 
 
 class Letters:

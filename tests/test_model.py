@@ -135,7 +135,7 @@ def test_logits_equal_transformers(changes, tmp_path):
 @pytest.mark.parametrize("how", [
     dict(temperature=0.9, top_k=30), dict(top_p=0.9), dict(top_p=0.3, top_k=50), dict(top_p=1e-9), dict(top_p=1.0),
     dict(min_p=0.05), dict(min_p=0.9), dict(min_p=0.0), dict(min_p=1.0), dict(repetition_penalty=1.3), dict(repetition_penalty=0.7),
-    dict(temperature=1.7, top_k=60, top_p=0.8, min_p=0.1, repetition_penalty=1.2),
+    dict(temperature=1.7, top_k=60, top_p=0.8, min_p=0.1, repetition_penalty=1.2), dict(temperature=1.5, top_p=0.7, min_p=0.3),
 ], ids=str)
 def test_samples_equal_transformers(how, kind, tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)

@@ -11,6 +11,10 @@ import time
 import pytest
 from conftest import PROJECT, make_gpt, save_checkpoint
 
+from batches import Sample
+from prompts import Prompt
+from saving import SampleFile
+
 RUN = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--stop=e", "--batch_size=4", "--device=cpu")
 
 
@@ -75,6 +79,14 @@ def test_a_run_is_taken_up_wherever_it_was_cut(sample, folder, whole):
         kept = whole[0][:cut].count(b"\n")
         assert done.stdout == "---------------\n".join(lines[kept:]) # only what is new is drawn
         assert kept == 0 or f"cut.jsonl holds {kept} samples" in done.stderr
+
+
+def test_a_sample_is_in_the_file_at_once(tmp_path):
+    file = SampleFile(tmp_path / "a.jsonl", {"crc32": "0"}, {"seed": 1})
+    for number in range(3):
+        file.add(Sample(number, Prompt("O"), [1], ended="length"))
+        assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == number + 1
+    file.close()
 
 
 def test_a_killed_run_is_taken_up(sample, folder):
