@@ -26,7 +26,7 @@ def override(scope, arguments, warn=print):
     """
     settings = find_settings(scope["__file__"])
     if {"--help", "-h"} & set(arguments):
-        print(describe(scope.get("__doc__") or "", settings), end="")
+        print(describe(scope.get("__doc__") or "", settings), end="", flush=True)
         sys.exit(0)
     arguments, changed = list(arguments), {}
     while arguments:
@@ -110,13 +110,15 @@ def literal(text):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore") # of odd escapes
             return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError): # the last two: absurdly deep nesting
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # {{}} too, and absurdly deep nesting
         return text
 
 
 def fit(name, value, kinds, shown):
     """The value as its setting takes it, an int where a float stands included."""
     kind = "None" if value is None else type(value).__name__
+    if kind == "int" and value.bit_length() > 4000: # Python refuses to write much longer ones
+        raise ValueError(f"{name} takes {' or '.join(TAKES[k] for k in kinds)}, got one of {value.bit_length()} bits")
     if kind == "int" and "float" in kinds:
         try:
             return float(value)
@@ -176,7 +178,7 @@ def describe_error(path, error):
         if traceback.tb_frame.f_code.co_filename == path:
             line = traceback.tb_lineno
         traceback = traceback.tb_next
-    return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}"
+    return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error!s:.300}"
 
 
 def nearest(name, settings):

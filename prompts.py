@@ -88,7 +88,7 @@ def read_file(kind, path):
     except OSError as e:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {e.strerror}") from None
     except ValueError as e: # a path may not even be one
-        if "null" not in str(e):
+        if "\0" not in path:
             raise
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {e}") from None
 

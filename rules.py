@@ -36,7 +36,7 @@ def check(settings):
          "dtype must be auto, float32, bfloat16 or float16")
     must("batch_size", lambda v: v is None or 1 <= v <= 10**5, "batch_size must be from 1 to 100000, or None")
     for name in "out_file", "html_file":
-        must(name, lambda v: v != "", f"{name} must be the path of a file, or None")
+        must(name, lambda v: v is None or (v and "\0" not in v), f"{name} must be the path of a file, or None")
     if settings["out_file"] and settings["html_file"] and same_file(settings["out_file"], settings["html_file"]):
         raise ValueError(f"out_file and html_file must be two files; got {settings['out_file']!r:.100} for both")
     if settings["interactive"] and (settings["out_file"] or settings["html_file"]):
