@@ -28,7 +28,8 @@ def say(text):
 
 def fail(status, error):
     """End with one line that says why, whatever the error's text holds."""
-    say(" ".join(f"error: {error}".split()))
+    line = " ".join(f"error: {error}".split())
+    say(line if len(line) < 3000 else f"{line[:1500]} ... {line[-1500:]}")
     leave(status)
 
 

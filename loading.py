@@ -25,5 +25,5 @@ def load(init_from, out_dir):
         if out_of_memory(e):
             raise
         named = isinstance(e, ValueError) and str(source) in str(e)
-        raise ValueError(str(e) if named else f"cannot load {source}: {e}") from None
+        raise ValueError(f"{e!s:.2000}" if named else f"cannot load {source}: {e!s:.1000}") from None
     return model, load_tokenizer(*table, model.config.vocab_size), source

@@ -37,17 +37,18 @@ class GPTConfig:
                 raise ValueError(f"{name} must be a whole number, at least 1 and below 2**31, got {value!r:.100}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
-        if self.n_inner is not None and (type(self.n_inner) is not int or self.n_inner < 1):
-            raise ValueError(f"n_inner must be a whole number, at least 1, or None, got {self.n_inner!r:.100}")
+        if self.n_inner is not None and (type(self.n_inner) is not int or not 1 <= self.n_inner < 2**31):
+            raise ValueError("n_inner must be a whole number, at least 1 and below 2**31, or None, "
+                             f"got {self.n_inner!r:.100}")
         for name in "dropout", "layer_norm_epsilon":
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
+                raise ValueError(f"{name} must be a number between 0 and 1, got {value!r:.100}")
         for name in "bias", "tied":
             if getattr(self, name) not in (True, False):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.100}")
         if self.gelu not in ("none", "tanh"):
-            raise ValueError(f"gelu must be 'none' or 'tanh', got {self.gelu!r}")
+            raise ValueError(f"gelu must be 'none' or 'tanh', got {self.gelu!r:.100}")
 
 
 class KVCache:

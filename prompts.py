@@ -96,7 +96,8 @@ def read_file(kind, path):
 def parse(line, place):
     """The Prompt of a line of JSON; ValueError where it is none."""
     try:
-        found = json.loads(line, parse_constant=int) # which refuses NaN: it is no JSON
+        found = json.loads(line)
+        json.dumps(found, allow_nan=False) # which are no JSON, nor what a huge number becomes
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str) or not found["prompt"]:

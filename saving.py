@@ -1,4 +1,5 @@
 """A file of samples, a line of JSON each, that a run cut short takes up again."""
+import errno
 import json
 import os
 from contextlib import contextmanager, suppress
@@ -74,6 +75,8 @@ class SampleFile:
         """Write a sample that has ended."""
         text = json.dumps(self.line(sample), ensure_ascii=False) + "\n"
         with named(self.path):
+            if not os.fstat(self.file.fileno()).st_nlink: # or a night's samples would go nowhere
+                raise FileNotFoundError(errno.ENOENT, "it was removed during the run")
             self.file.write(text.encode("utf-8", errors="backslashreplace"))
             self.file.flush()
 

@@ -5,10 +5,14 @@ token, size (how many tokens it knows) and source (where it came from, for messa
 decode to the replacement character: vocabularies are padded.
 """
 import codecs
+import io
 import os
 import pickle
 
+from guard import MOST_BYTES, check_pickle
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LONGEST, IDS = 2**8, 2**31 # no table has longer texts, or ids beyond
 
 
 class CharTokenizer:
@@ -21,17 +25,25 @@ class CharTokenizer:
         self.source = str(path)
         try:
             with open(path, "rb") as f:
-                meta = DataOnly(f).load()
+                pickled = f.read(MOST_BYTES)
+            check_pickle(pickled)
+            meta = DataOnly(io.BytesIO(pickled)).load()
             self.stoi, itos = dict(meta["stoi"]), meta["itos"]
             self.itos = dict(enumerate(itos)) if isinstance(itos, list) else dict(itos)
         except OSError:
             raise
         except Exception as e: # a damaged pickle can raise anything
-            raise ValueError(f"cannot read {path}: {type(e).__name__}: {e}; it must hold the dicts stoi and itos "
-                             "of a character table, and nothing but data") from None
+            raise ValueError(f"cannot read {path}: {type(e).__name__}: {e!s:.200}; it must hold the dicts stoi and "
+                             "itos of a character table, and nothing but data") from None
         ids, chars = [*self.stoi.values(), *self.itos], [*self.stoi, *self.itos.values()]
-        if not ids or not all(type(i) is int and i >= 0 for i in ids) or not all(isinstance(c, str) for c in chars):
+        if not (ids and all(type(i) is int and 0 <= i < IDS for i in ids)
+                and all(isinstance(char, str) and len(char) <= LONGEST for char in chars)):
             raise ValueError(f"{path} must map characters to token ids in stoi and back in itos")
+        pairs, back = set(self.stoi.items()), {(char, i) for i, char in self.itos.items()}
+        known, taken = set(self.itos.values()), set(self.stoi.values())
+        odd = [char for char, _ in pairs - back if char in known] + [char for char, i in back - pairs if i in taken]
+        if odd: # several characters of one id, or ids of one, are fine
+            raise ValueError(f"{path} is damaged: stoi and itos disagree about {odd[0]!r:.40}")
         self.size = 1 + max(ids)
 
     def encode(self, text):
@@ -102,6 +114,8 @@ class GPT2Tokenizer:
 
     def decode(self, ids):
         """The text of token ids; bytes that form no character become the replacement character."""
+        if max(ids, default=0) < self.size: # at once, or a prompt of megabytes takes seconds
+            return self.encoding.decode(ids, errors="replace")
         return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
 
     def decoder(self):
@@ -119,9 +133,12 @@ def load_tokenizer(folder, dataset, vocab_size):
     folder and dataset may be None. ValueError where it does not fit the network, or cannot be had.
     """
     places = [os.path.join(folder, "meta.pkl")] if folder is not None else []
-    if isinstance(dataset, str):
+    if isinstance(dataset, str) and len(dataset) < 1000:
         places.append(os.path.join("data", dataset, "meta.pkl"))
     found = next((path for path in places if os.path.isfile(path)), None)
+    if found and found != places[0] and (os.path.isabs(dataset) or ".." in dataset.replace("\\", "/").split("/")):
+        raise ValueError(f"the checkpoint names {found}, which is outside of data/, as its table of characters: where "
+                         "that is right, put it beside ckpt.pt")
     tokenizer = CharTokenizer(found) if found else GPT2Tokenizer
     # A vocabulary may be padded to a round size; to more than twice its own it is another one.
     if not tokenizer.size <= vocab_size <= 2 * tokenizer.size:

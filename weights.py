@@ -14,8 +14,11 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
+from guard import MOST_BYTES, Refused, check_pickle, check_zip
+
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 MASKS = re.compile(r"\.attn\.(masked_)?bias$") # buffers of older models; the network needs none
+LAYERS, JSON = 2**12, 2**23 # more layers than anybody trained, and more bytes than describe a network
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
@@ -25,6 +28,8 @@ def find_checkpoint(out_dir):
     if path.is_dir():
         path /= "ckpt.pt"
     if path.is_file():
+        if any("\ud800" <= char <= "\udfff" for char in str(path)):
+            raise ValueError(f"torch cannot read {path}, since its path is not UTF-8: rename its folder")
         return path
     around = Path(out_dir), Path(out_dir).parent, Path()
     nearby = sorted({str(found.parent) for folder in around for found in folder.glob("*/ckpt.pt")})
@@ -42,24 +47,27 @@ def load_checkpoint(path):
     ValueError where the file is damaged, no such checkpoint, or more than data; OSError where it cannot
     be opened.
     """
-    checkpoint = read_pickle(path)
+    checkpoint, sums = read_pickle(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
         held = f"a {type(checkpoint).__name__}"
         if isinstance(checkpoint, dict):
-            held = ", ".join(map(str, list(checkpoint)[:5]))
+            held = ", ".join(map(shown, list(checkpoint)[:5]))
         raise ValueError(f"{path} is no checkpoint of nanoGPT's: it must hold model and model_args, "
                          f"and holds {held:.200}")
     state_dict, model_args, config = checkpoint["model"], checkpoint["model_args"], checkpoint.get("config")
     if not isinstance(model_args, dict):
         raise ValueError(f"{path} holds model_args that are no dict but a {type(model_args).__name__}")
+    for name, value in model_args.items():
+        if not (isinstance(name, str) and isinstance(value, str | int | float | None)):
+            raise ValueError(f"{path} holds model_args with {shown(name)}: {shown(value)}, no number or text")
     require_tensors(state_dict, path)
     for prefix in "_orig_mod.", "module.", "_orig_mod.": # of torch.compile and DDP, in either order
         state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
     if HEAD not in state_dict and EMBEDDING in state_dict:
         state_dict[HEAD] = state_dict[EMBEDDING]
-    shown = {"bias": "transformer.ln_f.bias" in state_dict} # what older checkpoints do not say
-    model_args = shown | {key: value for key, value in model_args.items() if value is not None}
-    return *fitted(model_args, state_dict, path), config if isinstance(config, dict) else {}
+    found = {"bias": "transformer.ln_f.bias" in state_dict} # what older checkpoints do not say
+    model_args = found | {key: value for key, value in model_args.items() if value is not None}
+    return *fitted(model_args, state_dict, path, sums), config if isinstance(config, dict) else {}
 
 
 def load_huggingface(model):
@@ -75,26 +83,29 @@ def load_huggingface(model):
         raise ValueError(f"{folder} holds no config.json, so no Hugging Face model")
     config = read_json(folder / "config.json")
     model_args = gpt2_args(config, folder)
-    state_dict = {}
+    state_dict, sums = {}, []
     for path in weight_files(folder):
-        read = read_safetensors if path.suffix == ".safetensors" else read_pickle
-        state_dict |= require_tensors(read(path), path)
+        tensors, more = read_safetensors(path) if path.suffix == ".safetensors" else read_pickle(path)
+        state_dict |= require_tensors(tensors, path)
+        sums.append(more)
     state_dict = nanogpt_names(state_dict)
     if config.get("tie_word_embeddings", True) and EMBEDDING in state_dict:
         state_dict[HEAD] = state_dict[EMBEDDING]
-    model_args, state_dict = fitted(model_args, state_dict, folder)
+    model_args, state_dict = fitted(model_args, state_dict, folder, set().union(*sums) if all(sums) else set())
     rescale_queries(config, model_args, state_dict)
     return model_args, state_dict
 
 
-def fitted(model_args, state_dict, source):
+def fitted(model_args, state_dict, source, sums):
     """Drop mask buffers, find out whether the head is tied, and copy the rest in float32.
 
     Copied, because a training run may overwrite a file that is only mapped. Layers are counted before
-    anybody builds as many as model_args claims.
+    anybody builds as many as model_args claims. ValueError where a tensor's numbers have none of the checksums.
     """
     state_dict = {name: tensor for name, tensor in state_dict.items() if not MASKS.search(name)}
     layers = len({name.split(".")[2] for name in state_dict if name.startswith("transformer.h.")})
+    if layers > LAYERS:
+        raise ValueError(f"{source} holds tensors of {layers} layers; at most {LAYERS} are read")
     if model_args.get("n_layer") != layers:
         raise ValueError(f"{source} says n_layer={model_args.get('n_layer')!r:.40} "
                          f"and holds tensors of {layers} layers")
@@ -104,8 +115,12 @@ def fitted(model_args, state_dict, source):
         tied = torch.equal(head.float(), embedding.float())
     if tied:
         state_dict.pop(EMBEDDING, None)
-    mapped, copies = pages_of(state_dict.values()), {}
+    mapped, copies, seen = pages_of(state_dict.values()), {}, set()
     for name, tensor in state_dict.items():
+        if sums and (place := tensor.untyped_storage().data_ptr()) not in seen:
+            seen.add(place)
+            if stored_checksum(tensor) not in sums:
+                raise ValueError(f"{source} is damaged: the numbers of {name!r:.60} do not match their checksum")
         copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         let_go(mapped)
     if tied and head is not None:
@@ -114,43 +129,59 @@ def fitted(model_args, state_dict, source):
 
 
 def require_tensors(state_dict, source):
-    """The state_dict itself; ValueError where it is anything but dense tensors of numbers by name."""
+    """The state_dict itself; ValueError where it is anything but dense tensors of numbers by name.
+
+    Nor may they be more than the file holds twice, as views such as expand's are, and one storage under many names:
+    once copied they take memory. A tied head's is under two.
+    """
     if not isinstance(state_dict, dict) or not state_dict:
-        raise ValueError(f"{source} must hold tensors by name, and holds {state_dict!r:.60}")
+        held = "none" if state_dict == {} else shown(state_dict)
+        raise ValueError(f"{source} must hold tensors by name, and holds {held}")
     for name, tensor in state_dict.items():
         if not (isinstance(name, str) and isinstance(tensor, torch.Tensor)):
-            raise ValueError(f"{source} must hold tensors by name, and holds {name!r:.60}: {type(tensor).__name__}")
+            raise ValueError(f"{source} must hold tensors by name, and holds {shown(name)}: {type(tensor).__name__}")
         dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
         if not dense or not (tensor.is_floating_point() or MASKS.search(name)):
             raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}, {tensor.device}: "
                              "only dense floating point is read")
+    claimed, size = sum(tensor.nbytes for tensor in state_dict.values()), os.path.getsize(source)
+    if claimed > 2 * size:
+        raise ValueError(f"{source} has {size} bytes and claims tensors of {claimed}")
     return state_dict
+
+
+def shown(value):
+    """A value for a message: what it holds, if it is text or a number, else what it is."""
+    return f"{value!r:.60}" if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 # ---- files
 
 def read_pickle(path):
-    """What torch.save wrote, as data alone; tensors stay in the file until they are used.
+    """What torch.save wrote, as data alone, and its records' checksums: a set, empty where it has none.
 
-    Training settings may hold numpy's numbers and paths: they come back as plain numbers and text.
+    Tensors stay in the file until they are used. Training settings may hold numpy's numbers and paths: they come
+    back as plain numbers and text.
     """
-    stand_ins = [(plain_number, "numpy._core.multiarray.scalar"), (plain_number, "numpy.core.multiarray.scalar"),
-                 (NumpyDtype, "numpy.dtype")]
-    stand_ins += [(plain_path, f"pathlib{local}.{kind}Path") for local in ("", "._local")
-                  for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")]
     with open(path, "rb") as f:
-        zipped = f.read(4) == b"PK\3\4" # torch before 1.6 wrote no zip, and none can be mapped
+        zipped = f.read(4) == b"PK\3\4" # torch before 1.6 wrote no zip
+        f.seek(0)
+        pickled, sums = f.read(0 if zipped else 5 * MOST_BYTES), set()
     try:
-        with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
+        if zipped:
+            pickled, sums = check_zip(path)
+        for _ in range(1 if zipped else 5): # a number, a version, sizes, what was saved, keys of storages
+            pickled = pickled[check_pickle(pickled, NAMES):]
+        with torch.serialization.safe_globals(STAND_INS), warnings.catch_warnings():
             warnings.simplefilter("ignore") # they are for whoever wrote the file
-            return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+            # What has the other byte order is changed in memory, and could not be let go.
+            return torch.load(path, map_location="cpu", mmap=bool(sums), weights_only=True), sums
     except Exception as e: # a damaged file trips torch's reader in many ways
         if "allocate memory" in str(e):
-            raise MemoryError(first_line(e)) from None
-        named = re.search(r"GLOBAL (\S+)", str(e))
+            raise MemoryError(f"reading {path}") from None
         told = re.search(r"WeightsUnpickler error:\s*(.+)", str(e)) # what stands around it is advice to load unsafely
-        why = (f"it names {named[1]:.80}, which could run code" if named else
-               f"it is damaged, or torch.save did not write it ({told[1] if told else first_line(e)})")
+        why = (str(e) if isinstance(e, Refused) else
+               f"it is damaged, or torch.save did not write it ({told[1] if told else first_line(e):.200})")
         raise ValueError(f"cannot read {path}: {why}; only tensors, numbers and text are taken") from None
 
 
@@ -204,22 +235,37 @@ def plain_path(*parts):
     return str(PurePosixPath(*parts))
 
 
+# What a file may name: tensors, types of numbers, and what settings may hold.
+STAND_INS = [(plain_number, "numpy._core.multiarray.scalar"), (plain_number, "numpy.core.multiarray.scalar"),
+             (NumpyDtype, "numpy.dtype"),
+             *((plain_path, f"pathlib{local}.{kind}Path") for local in ("", "._local")
+               for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows"))]
+NAMES = {" ".join(name.rsplit(".", 1)) for name in [
+    *(name for _, name in STAND_INS), "_codecs.encode", "collections.OrderedDict", "collections.Counter",
+    "builtins.set", "__builtin__.set", "torch.Size", "torch.device", "torch.storage.UntypedStorage",
+    *(f"torch.{name}" for name in vars(torch) if name.endswith("Storage")),
+    *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
+    *(f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter"))]}
+
+
 def read_safetensors(path):
-    """The tensors of a safetensors file by name."""
+    """The tensors of a safetensors file by name; of checksums it has none."""
     from safetensors.torch import load_file
     try:
-        return load_file(path)
+        return load_file(path), set()
     except OSError:
         raise
     except Exception as e:
         if "allocate memory" in str(e):
-            raise MemoryError(first_line(e)) from None
+            raise MemoryError(f"reading {path}") from None
         raise ValueError(f"cannot read {path}: damaged, or no safetensors ({first_line(e)})") from None
 
 
 def read_json(path):
     """The object in a JSON file."""
     try:
+        if path.stat().st_size > JSON:
+            raise ValueError(f"it has more than {JSON} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"cannot read {path}: {first_line(e)}") from None
@@ -262,7 +308,7 @@ def weight_files(folder):
             shards = read_json(index).get("weight_map")
             names = shards.values() if isinstance(shards, dict) else [None]
             for name in names:
-                if not (isinstance(name, str) and name == Path(name).name and (folder / name).is_file()):
+                if not (isinstance(name, str) and name == Path(name).name[:250] and (folder / name).is_file()):
                     raise ValueError(f"{index} must name files of its own folder in weight_map; {name!r:.100} is none")
             return [folder / name for name in sorted(set(names))]
     raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin, nor the index of either")
@@ -315,3 +361,9 @@ def checksum(tensors):
     for tensor in tensors:
         found = zlib.crc32(tensor.detach().flatten().view(torch.uint8).numpy(), found)
     return f"{found:08x}"
+
+
+def stored_checksum(tensor):
+    """The CRC-32 of all that is stored where the tensor, perhaps a view, has its numbers."""
+    stored = tensor.untyped_storage()
+    return zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(stored).numpy())

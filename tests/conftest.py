@@ -4,6 +4,7 @@ import pickle
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -54,6 +55,14 @@ def save_meta(path, chars=CHARS):
     path.parent.mkdir(parents=True, exist_ok=True)
     table = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {char: i for i, char in enumerate(chars)}}
     path.write_bytes(pickle.dumps(table))
+
+
+def end_as_torch(content):
+    """A zip with the longer end that torch.save gives it."""
+    content, end = content[:-22], content[-22:]
+    entries, length, start = struct.unpack("<10xHII2x", end)
+    full = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, length, start)
+    return content + full + struct.pack("<4sIQI", b"PK\6\7", 0, len(content), 1) + end
 
 
 @torch.no_grad()
@@ -150,7 +159,6 @@ class Terminal:
     def __init__(self, arguments, vocabulary, stdout=True, stderr=True, columns=100):
         import fcntl
         import pty
-        import struct
         import termios
         self.screen, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))

@@ -130,3 +130,8 @@ def test_a_terminal_gets_no_commands_from_samples(terminal, sample, tmp_path):
 def test_error_messages_hold_no_commands(sample):
     done = sample("--out_dir=a\x1b[2Jb\x9bc\nd")
     assert done.returncode == 1 and done.stderr.count("\n") == 2 and not set("\x1b\x9b") & set(done.stderr)
+
+
+def test_error_messages_are_not_longer_than_a_screen(sample):
+    done = sample(f"--out_dir={'x' * 100_000}")
+    assert done.returncode == 1 and len(done.stderr) < 4000 and "error: " in done.stderr and "xx ... xx" in done.stderr

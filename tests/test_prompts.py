@@ -37,7 +37,7 @@ def test_jsonl(tmp_path):
                                                     Prompt("c", {"x": 1}, f"{path}, line 5")]
 
 
-@pytest.mark.parametrize("line", ["[]", '"a"', "{}", '{"prompt": 5}', '{"prompt": ""}', "{", "[" * 10**5, '{"prompt": null}'], ids=lambda line: line[:20])
+@pytest.mark.parametrize("line", ["[]", '"a"', "{}", '{"prompt": 5}', '{"prompt": ""}', "{", "[" * 10**5, '{"prompt": null}', '{"prompt": "a", "id": 1e400}'], ids=lambda line: line[:20])
 def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line)
     prompts = read_prompts(f"JSONL:{tmp_path}/p.jsonl")

@@ -89,6 +89,17 @@ def test_a_sample_is_in_the_file_at_once(tmp_path):
     file.close()
 
 
+def test_a_file_that_is_removed_ends_the_run(tmp_path):
+    """A night's samples would go nowhere; one that is renamed still gets them."""
+    file = SampleFile(str(tmp_path / "a.jsonl"), {"crc32": "0"}, {"seed": 1})
+    (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
+    file.add(Sample(0, Prompt("O"), [1], ended="length"))
+    (tmp_path / "b.jsonl").unlink()
+    with pytest.raises(OSError, match=r"a\.jsonl': it was removed"):
+        file.add(Sample(1, Prompt("O"), [1], ended="length"))
+    file.close()
+
+
 def test_a_killed_run_is_taken_up(sample, folder):
     run = ("--num_samples=400", "--max_new_tokens=30", "--batch_size=8", "--start=The ", "--device=cpu")
     assert sample(*run, "--out_file=whole.jsonl", cwd=folder).returncode == 0
