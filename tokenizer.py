@@ -12,7 +12,7 @@ import pickle
 from guard import MOST_BYTES, check_pickle
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-LONGEST, IDS = 2**8, 2**31 # no table has longer texts, or ids beyond
+LONGEST = 2**8 # no table has a longer text for a token
 
 
 class CharTokenizer:
@@ -36,7 +36,7 @@ class CharTokenizer:
             raise ValueError(f"cannot read {path}: {type(e).__name__}: {e!s:.200}; it must hold the dicts stoi and "
                              "itos of a character table, and nothing but data") from None
         ids, chars = [*self.stoi.values(), *self.itos], [*self.stoi, *self.itos.values()]
-        if not (ids and all(type(i) is int and 0 <= i < IDS for i in ids)
+        if not (ids and all(type(i) is int and i >= 0 for i in ids)
                 and all(isinstance(char, str) and len(char) <= LONGEST for char in chars)):
             raise ValueError(f"{path} must map characters to token ids in stoi and back in itos")
         pairs, back = set(self.stoi.items()), {(char, i) for i, char in self.itos.items()}

@@ -412,6 +412,13 @@ def test_a_network_larger_than_its_file_is_refused(change, refused, tmp_path):
     refused("claims tensors of")
 
 
+def test_a_large_storage_under_many_names_is_summed_once(refused, tmp_path):
+    model, large = make_gpt(), torch.zeros(2**23)
+    views = {f"transformer.h.0.x{i}": large[i:i + 1] for i in range(6000)}
+    save_checkpoint(tmp_path / "out", model, model=model.state_dict() | views, optimizer=None)
+    refused("unexpected: transformer.h.0.x0")
+
+
 def test_a_network_of_too_many_layers_is_refused(refused, tmp_path):
     """Each takes a millisecond to build."""
     model, one = make_gpt(), torch.ones(1)
@@ -551,7 +558,7 @@ def test_names_of_tensors_move_no_cursor(tensors, refused, tmp_path):
 # ---- tables of characters
 
 @pytest.mark.parametrize("table", [
-    {"stoi": {"a": 2**40}, "itos": {0: "a"}}, {"stoi": {"a": 10**4000}, "itos": {0: "a"}}, {"stoi": {"a": 0}, "itos": {0: "x" * 10**6}}, {"stoi": {"a" * 10**6: 0}, "itos": {0: "a"}},
+    {"stoi": {"a": 2**40}, "itos": {0: "a"}}, {"stoi": {"a": 10**4000}, "itos": {0: "a"}}, {"stoi": {"x" * 10**6: 60}, "itos": {60: "x" * 10**6}}, {"stoi": {"a" * 10**6: 0}, "itos": {0: "a"}},
     {"stoi": {"a": 0}, "itos": [None]}, {"stoi": [["a", 0]] * 10, "itos": {0.0: "a"}}, {"stoi": "abc", "itos": "abc"}, {"stoi": {"a": 0, "b": 0}, "itos": {0: "b", 1: "a"}},
     {"stoi": {"\x1b[31m": 0, "b": 0}, "itos": {0: "b", 1: "\x1b[31m"}}, {"stoi": {"a": 0}}, ["stoi", "itos"], {"stoi": {"a": 0}, "itos": {0: "a"}},
 ], ids=["far-id", "long-id", "long-text", "long-character", "none", "float-id", "text", "disagreeing", "escape-codes", "half", "list", "too-small"])
