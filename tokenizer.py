@@ -96,9 +96,10 @@ class GPT2Tokenizer:
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
         except Exception as e:
+            why = f"{type(e).__name__} {getattr(e, 'strerror', None) or ''}".strip()
             # tiktoken names a cached file by the SHA-1 of its address.
             raise ValueError(
-                f"GPT-2's encoding is not on this machine and could not be downloaded ({type(e).__name__}): where "
+                f"GPT-2's encoding is not on this machine and could not be downloaded and kept ({why}): where "
                 "there is a network, get vocab.bpe and encoder.json from "
                 "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/, save them as "
                 "6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in a folder "

@@ -3,6 +3,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,3 +219,17 @@ def test_what_is_no_file_is_refused(sample, folder):
     os.mkfifo(folder / "pipe")
     done = sample(*RUN, "--out_file=pipe", cwd=folder)
     assert done.returncode == 1 and "pipe is no file" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux" or (os.geteuid() == 0 and not shutil.which("setpriv")), reason="needs a user who is refused")
+def test_a_folder_that_may_not_be_written(folder):
+    run = [sys.executable, PROJECT / "sample.py", "--num_samples=1", "--max_new_tokens=5", "--device=cpu"]
+    run = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *run] if os.geteuid() == 0 else run
+    folder.chmod(0o555)
+    try:
+        for more in [], ["--out_file=a.jsonl"], ["--html_file=a.html"]:
+            done = subprocess.run([*run, *more], cwd=folder, capture_output=True, text=True)
+            assert done.returncode == (1 if more else 0)
+            assert ("error: cannot write 'a." in done.stderr and "Permission denied" in done.stderr) if more else done.stdout.endswith("-\n")
+    finally:
+        folder.chmod(0o755)

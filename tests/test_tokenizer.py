@@ -127,3 +127,20 @@ def test_gpt2_without_its_files_says_which(tmp_path, monkeypatch):
         GPT2Tokenizer()
     for said in "vocab.bpe", "encoder.json", "TIKTOKEN_CACHE_DIR", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee":
         assert said in str(error.value)
+
+
+def test_a_cache_without_room_is_named(vocabulary, tmp_path, monkeypatch):
+    """Where the encoding can be downloaded but not kept."""
+    import tiktoken.load
+    from tiktoken.registry import ENCODINGS
+    files = {name: (vocabulary / digest).read_bytes() for name, digest in (
+        ("vocab.bpe", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"), ("encoder.json", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"))}
+    monkeypatch.setattr(tiktoken.load, "read_file", lambda address: files[address.rpartition("/")[2]])
+    monkeypatch.delitem(ENCODINGS, "gpt2", raising=False)
+    (tmp_path / "cache").symlink_to("/dev/full")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"could not be downloaded and kept \(\w+Error (File exists|Not a directory)\)"):
+        GPT2Tokenizer()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "new"))
+    assert GPT2Tokenizer().decode([15496]) == "Hello"
+    assert {file.read_bytes() for file in (tmp_path / "new").iterdir()} == set(files.values())
