@@ -13,6 +13,7 @@ import torch
 from conftest import (
     CHARS,
     PROJECT,
+    SHAPE,
     make_gpt,
     make_transformers_gpt2,
     nanogpt_args,
@@ -432,3 +433,12 @@ def test_where_memory_is_short_fewer_samples_are_drawn_at_once(sample, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "out of memory with 128 samples at once: going on with 64" in done.stderr
     assert done.stdout == sample(*settings, "--batch_size=16").stdout
+
+
+def test_a_prompt_of_ten_megabytes(sample, letters, tmp_path):
+    """Only its end fits the window; all of it is printed."""
+    prompt = ("To be, or not to be: that is the question.\n" * 250_000)[-10_000_000:]
+    (tmp_path / "long.txt").write_text(prompt)
+    long = sample(f"--out_dir={letters}", *FAST, f"--start=FILE:{tmp_path / 'long.txt'}").stdout
+    end = prompt[-SHAPE["block_size"]:]
+    assert long.startswith(prompt) and long[len(prompt) - len(end):] == sample(f"--out_dir={letters}", *FAST, f"--start={end}").stdout
