@@ -176,7 +176,7 @@ RAN = value("ran")
 ATTACKS = {
     "GLOBAL-REDUCE": b"cos\nmkdir\n(" + RAN + b"tR",
     "STACK_GLOBAL": value("os") + value("mkdir") + b"\x93" + RAN + b"\x85R",
-    "STACK_GLOBAL-dotted": value("pathlib") + value("os.mkdir") + b"\x93" + RAN + b"\x85R",
+    "STACK_GLOBAL-dotted": value("shutil") + value("os.mkdir") + b"\x93" + RAN + b"\x85R",
     "INST": b"(" + RAN + b"ios\nmkdir\n",
     "OBJ": b"(cos\nmkdir\n" + RAN + b"o",
     "NEWOBJ": b"cbuiltins\nbytes\ncbuiltins\nmap\ncos\nmkdir\n](" + RAN + b"e\x86\x81\x85\x81",
@@ -584,19 +584,11 @@ SCRIPT = {
 
 
 @pytest.mark.parametrize("kind, payload", SCRIPT.values(), ids=SCRIPT)
-def test_the_script_refuses_them_too(kind, payload, good, vocabulary, tmp_path):
+def test_the_script_refuses_them_too(kind, payload, sample, good, tmp_path):
     settings = place(kind, payload, tmp_path, good)
-    arguments = [f"--init_from={settings[0]}"] if settings else ["--out_dir=out"]
-    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "CUDA_VISIBLE_DEVICES": ""}
-    with open(tmp_path / "said", "w+") as said:
-        process = subprocess.Popen([sys.executable, PROJECT / "sample.py", *arguments], cwd=tmp_path, env=env, stdout=said, stderr=said)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        said.seek(0)
-        lines = said.read().splitlines()
-    assert process.returncode == 1 and lines[-1].startswith("error: ") and "Traceback" not in lines
-    assert len([line for line in lines if not line.startswith("settings: ")]) == 1
-    assert used.ru_maxrss / 1024 < 1000 and not (tmp_path / "ran").exists()
+    done = sample(f"--init_from={settings[0]}" if settings else "--out_dir=out", cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "ran").exists()
+    assert [line[:6] for line in done.stderr.splitlines()] == ["settin", "error:"]
 
 
 def test_the_names_of_files_move_no_cursor(sample, tmp_path):

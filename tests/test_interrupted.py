@@ -246,8 +246,9 @@ def test_signals_to_torchrun(new_folder, whole):
             process = start(folder, torchrun)
             wait(process, folder, kept, moment)
             process.send_signal(deadly)
-            printed, _ = process.communicate()
-            assert process.returncode != 0 or printed.endswith(whole[0][-1])
+            printed, said = process.communicate()
+            # Until the first line of ours, what torchrun makes of a signal is its own.
+            assert process.returncode != 0 or printed.endswith(whole[0][-1]) or b"settings: " not in said, said
             check(folder, whole, kept, printed)
             assert not left(folder)
         finish(folder, whole)
