@@ -51,6 +51,8 @@ def mistakes_told(status=1):
         leave(141)
     except (ValueError, OSError) as error:
         fail(status, error)
+    except ModuleNotFoundError as error:
+        fail(1, f"{error} in {sys.executable}: use a Python that has what requirements.txt lists, as .venv/bin/python")
     except (MemoryError, RuntimeError) as error:
         from devices import out_of_memory
         if not out_of_memory(error):

@@ -6,34 +6,41 @@ and nothing is made of them.
 """
 import io
 import os
+import pickle
 import pickletools
 import struct
 import sys
+import tarfile
 import zipfile
 import zlib
+from contextlib import suppress
 
 import torch
 
-# A pickle's bytes; its values and all copies of them; how deep they lie. A table of all of Unicode's characters has
-# three quarters and a quarter of that, a checkpoint of twelve layers with its optimizer a hundredth.
-MOST_BYTES, MOST_VALUES, MOST_DEPTH = 2**22, 2**21, 100
+# A pickle's bytes; its opcodes, with all that they copy; how deep they lie. A checkpoint of twelve layers with its
+# optimizer has a hundredth of that, a table of all of Unicode's characters half.
+MOST_BYTES, MOST_STEPS, MOST_DEPTH = 2**23, 2**21, 100
+WIDE, SET = 2**10, 4 # what an integer of over 64 bits counts, of which keys can collide, and an empty set
 TRAILER = struct.Struct("<4s36xQQ4s4xQ4x4s16xH") # the end of a zip64: where its directory is, and where that is said
-WIDE = 2**10 # what an integer of more than 64 bits counts: as keys of a dict such can be made to collide
 
 REMEMBER, RECALL = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"GET", "BINGET", "LONG_BINGET"}
 GROW = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 COPY = {"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST", "BUILD", "BINPERSID", "DUP"} # or may do so
+KEYS = {"SETITEM": slice(1, None, 2), "SETITEMS": slice(1, None, 2), "DICT": slice(0, None, 2),
+        "ADDITEMS": slice(1, None), "FROZENSET": slice(None)} # which of what they take are hashed
+HASHED = {"collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set"} # so do they
 
 
 class Value:
     """What an opcode would push: how many values that is with all copies, and how deep.
 
-    known: its text, or the "module name" it stands for; of a pair both.
+    known: its text, or the "module name" it stands for; of a tuple those of its items. held: it is part of another, or
+    was taken from the memo.
     """
-    __slots__ = "depth", "known", "size"
+    __slots__ = "depth", "held", "known", "size"
 
     def __init__(self, size, depth=0, known=None):
-        self.size, self.depth, self.known = size, depth, known
+        self.size, self.depth, self.known, self.held = size, depth, known, False
 
 
 def check_pickle(pickled, names=()):
@@ -44,7 +51,7 @@ def check_pickle(pickled, names=()):
     file, stack, marks, memo, total = io.BytesIO(pickled[:MOST_BYTES]), [], [], {}, 0
     try:
         for opcode, argument, _ in pickletools.genops(file):
-            name = opcode.name
+            name, total = opcode.name, total + 1
             if name == "MARK":
                 marks.append(len(stack))
             elif name in REMEMBER:
@@ -53,18 +60,20 @@ def check_pickle(pickled, names=()):
                 memo[place] = stack[-1]
             elif name in RECALL:
                 stack.append(memo[argument])
-                total += memo[argument].size if memo[argument].depth else 1 # a text is no copy
+                stack[-1].held = True
+                total += stack[-1].size if stack[-1].depth else 0 # a text is no copy
             else:
                 taken = take(stack, marks, opcode.stack_before)
                 value = outcome(name, argument, taken)
-                check_names(name, value, taken, names)
+                check_use(name, value, taken, names)
                 stack += [value] * len(opcode.stack_after)
-                total += value.size if name in COPY or not taken else 1
-            require(total <= MOST_VALUES and (not stack or stack[-1].depth <= MOST_DEPTH),
+                total += value.size if name in COPY or not taken else 0
+            require(total <= MOST_STEPS and (not stack or stack[-1].depth <= MOST_DEPTH),
                     "it would take far more memory or time than data of its kind has use for")
     except Refused:
         raise
     except (LookupError, ValueError, TypeError, AttributeError) as e:
+        require(len(pickled) <= MOST_BYTES, f"its pickle has more than {MOST_BYTES} bytes")
         raise ValueError(f"its pickle is damaged: {e}") from None
     return file.tell()
 
@@ -92,48 +101,58 @@ def take(stack, marks, before):
 
 def outcome(name, argument, taken):
     """The Value that an opcode makes of its argument and what it takes."""
-    if name in GROW: # in place: others may hold it too
-        grown, *more = taken
-        grown.size += sum(value.size for value in more)
-        grown.depth = max([grown.depth, *(value.depth + 1 for value in more)])
-        return grown
-    size, depth, known = 1, 0, None
+    if name in GROW:
+        grown, *taken = taken
+        require(not grown.held, "it adds to what is part of something else already")
+    else:
+        grown = Value(SET if name in ("EMPTY_SET", "FROZENSET") else 1)
     for value in taken:
-        size, depth = size + value.size, max(depth, value.depth + 1)
+        grown.size, grown.depth, value.held = grown.size + value.size, max(grown.depth, value.depth + 1), True
     if isinstance(argument, int) and argument.bit_length() > 64:
-        size += WIDE
+        grown.size += WIDE
     elif isinstance(argument, str | bytes | bytearray):
-        size, known = size + len(argument) // 16, argument # characters are small
-    elif name == "TUPLE2":
-        known = [value.known for value in taken]
+        grown.size, grown.known = grown.size + len(argument) // 16, argument # characters are small
+    elif name.startswith("TUPLE"):
+        grown.known = [value.known for value in taken]
     elif name == "STACK_GLOBAL":
-        known = " ".join(value.known for value in taken)
-    return Value(size, depth, known)
+        grown.known = " ".join(value.known for value in taken)
+    return grown
 
 
-def check_names(name, value, taken, names):
-    """Raise Refused if an opcode names anything else, or would call what takes long."""
+def check_use(name, value, taken, names):
+    """Raise Refused if an opcode names what it may not, or would do what takes long."""
     if name in ("GLOBAL", "INST", "STACK_GLOBAL"):
         require(value.known in names, f"it names {value.known.replace(' ', '.'):.80}, which could run code")
-    if name == "REDUCE" and taken[0].known == "_codecs encode": # so bytes are pickled; other codecs are slow
-        require(taken[1].known and taken[1].known[1:] == ["latin1"], "it holds bytes as pickle never writes them")
+    elif name in KEYS: # tuples can be made to collide, and their hashes take as long as they are
+        require(not any(key.depth for key in taken[KEYS[name]]), "it has keys that are neither text nor numbers")
+    elif name == "REDUCE":
+        function, arguments = taken
+        if function.known in HASHED:
+            require(arguments.depth <= 2, "it has keys that are neither text nor numbers")
+        if function.known == "_codecs encode": # so bytes are pickled; other codecs are slow
+            require(arguments.known[1:] == ["latin1"], "it holds bytes as pickle never writes them")
+    elif name == "BINPERSID": # torch's reader takes names that differ in case for the same
+        require(taken[0].known[2].isdecimal(), "it names a storage as torch.save never does")
 
 
 def check_zip(path):
-    """The pickle in a zip that torch.save wrote, and its records' checksums; Refused where it is no such zip.
+    """The pickle in a zip that torch.save wrote, and {(bytes, CRC-32)} of its records; Refused where it is no such zip.
 
-    They are a set, empty where torch was told to leave them out, or the file has the other byte order.
+    These are left out where torch was told to leave them out, or the file has the other byte order.
     """
     require_plain_directory(path)
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
-        require(all(record.compress_type == zipfile.ZIP_STORED for record in records), "a record of it is compressed")
-        require(sum(record.file_size for record in records) <= os.path.getsize(path), "its records overlap")
+    require(all(record.compress_type == zipfile.ZIP_STORED for record in records), "a record of it is compressed")
+    require(sum(record.file_size for record in records) <= os.path.getsize(path), "its records overlap")
+    others = [record.file_size for record in records if record.filename.split("/")[1:2] != ["data"]]
+    require(max(others, default=0) <= MOST_BYTES, f"its pickle has more than {MOST_BYTES} bytes")
     reader = torch._C.PyTorchFileReader(os.fspath(path)) # as torch.load has
-    pickled, sums = reader.get_record("data.pkl"), {record.CRC for record in records}
-    if not any(sums) or (reader.has_record("byteorder") and reader.get_record("byteorder") != sys.byteorder.encode()):
+    pickled, sums = reader.get_record("data.pkl"), {(record.file_size, record.CRC) for record in records}
+    order = reader.get_record("byteorder") if reader.has_record("byteorder") else b""
+    if order not in (b"", sys.byteorder.encode()) or not any(checksum for _, checksum in sums):
         return pickled, set()
-    require(zlib.crc32(pickled) in sums, "its pickle does not match its checksum")
+    require((len(pickled), zlib.crc32(pickled)) in sums, "its pickle does not match its checksum")
     return pickled, sums
 
 
@@ -150,3 +169,12 @@ def require_plain_directory(path):
     *signs, length, start, found, comment = (TRAILER.unpack(end)[i] for i in (0, 3, 5, 1, 2, 4, 6))
     require(signs == [b"PK\6\6", b"PK\6\7", b"PK\5\6"] and start + length == found == size - TRAILER.size
             and not comment, "its directory of records is not where torch.save puts it")
+    require(length <= MOST_BYTES, "it has far more records than a network has use for")
+
+
+def check_old(head):
+    """Raise Refused unless a file begins as torch.save's did before 1.6, and not as its still older ones, a tar."""
+    require(head.startswith(pickle.dumps(torch.serialization.MAGIC_NUMBER, 2)), "torch.save did not write it")
+    with suppress(tarfile.HeaderError):
+        tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
+        raise Refused("it is a tar")

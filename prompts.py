@@ -6,6 +6,7 @@ JSONL:path the "prompt" of every object, which may also have an "id". A path of 
 import json
 import os
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 
 
@@ -97,7 +98,8 @@ def parse(line, place):
     """The Prompt of a line of JSON; ValueError where it is none."""
     try:
         found = json.loads(line)
-        json.dumps(found, allow_nan=False) # which are no JSON, nor what a huge number becomes
+        # In out_file it lies deeper, and must be read again; NaN and what a huge number becomes are no JSON.
+        json.dumps(reduce(lambda inner, _: [inner], range(50), found), allow_nan=False)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str) or not found["prompt"]:

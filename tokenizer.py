@@ -25,7 +25,7 @@ class CharTokenizer:
         self.source = str(path)
         try:
             with open(path, "rb") as f:
-                pickled = f.read(MOST_BYTES)
+                pickled = f.read(MOST_BYTES + 1)
             check_pickle(pickled)
             meta = DataOnly(io.BytesIO(pickled)).load()
             self.stoi, itos = dict(meta["stoi"]), meta["itos"]
@@ -33,8 +33,9 @@ class CharTokenizer:
         except OSError:
             raise
         except Exception as e: # a damaged pickle can raise anything
-            raise ValueError(f"cannot read {path}: {type(e).__name__}: {e!s:.200}; it must hold the dicts stoi and "
-                             "itos of a character table, and nothing but data") from None
+            why = str(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
+            raise ValueError(f"cannot read {path}: {why:.200}; it must hold the dicts stoi and itos of a character "
+                             "table, and nothing but data") from None
         ids, chars = [*self.stoi.values(), *self.itos], [*self.stoi, *self.itos.values()]
         if not (ids and all(type(i) is int and i >= 0 for i in ids)
                 and all(isinstance(char, str) and len(char) <= LONGEST for char in chars)):
@@ -48,9 +49,8 @@ class CharTokenizer:
 
     def encode(self, text):
         """Token ids of text; ValueError where it has characters outside the table."""
-        lacking = [(i, char) for i, char in enumerate(text) if char not in self.stoi]
-        if lacking:
-            raise ValueError(self._explain(text, lacking))
+        if not set(text) <= self.stoi.keys():
+            raise ValueError(self._explain(text))
         return [self.stoi[char] for char in text]
 
     def decode(self, ids):
@@ -61,10 +61,11 @@ class CharTokenizer:
         """A function (id, last=False) -> text, which piece by piece gives what decode would in one."""
         return lambda i, last=False: self.itos.get(i, REPLACEMENT)
 
-    def _explain(self, text, lacking):
-        places = {}
-        for i, char in lacking:
-            places.setdefault(char, []).append(str(i + 1))
+    def _explain(self, text):
+        places = {} # the first three, and whether there are more
+        for i, char in enumerate(text, 1):
+            if char not in self.stoi and len(places.setdefault(char, [])) < 4:
+                places[char].append(str(i))
         said = [f"{char!r} at {', '.join(at[:3])}{' ...' if len(at) > 3 else ''}" for char, at in places.items()]
         message = (f"the prompt has characters that {self.source} lacks: {'; '.join(said[:5])}"
                    f"{f'; {len(said) - 5} more' if len(said) > 5 else ''} (counted from 1)")

@@ -14,11 +14,11 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from guard import MOST_BYTES, Refused, check_pickle, check_zip
+from guard import MOST_BYTES, Refused, check_old, check_pickle, check_zip, require
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 MASKS = re.compile(r"\.attn\.(masked_)?bias$") # buffers of older models; the network needs none
-LAYERS, JSON = 2**12, 2**23 # more layers than anybody trained, and more bytes than describe a network
+LAYERS, JSON = 2**12, 2**21 # more layers than anybody trained, and more bytes than describe a network
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
@@ -119,10 +119,11 @@ def fitted(model_args, state_dict, source, sums):
     for name, tensor in state_dict.items():
         if sums and (place := tensor.untyped_storage().data_ptr()) not in seen:
             seen.add(place)
-            if stored_checksum(tensor) not in sums:
+            if length_and_checksum(tensor.untyped_storage()) not in sums:
                 raise ValueError(f"{source} is damaged: the numbers of {name!r:.60} do not match their checksum")
         copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        let_go(mapped)
+        if sums: # else they may be in the other byte order, and were changed in memory
+            let_go(mapped)
     if tied and head is not None:
         copies[EMBEDDING] = copies[HEAD]
     return {**model_args, "tied": tied}, copies
@@ -144,9 +145,11 @@ def require_tensors(state_dict, source):
         if not dense or not (tensor.is_floating_point() or MASKS.search(name)):
             raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}, {tensor.device}: "
                              "only dense floating point is read")
-    claimed, size = sum(tensor.nbytes for tensor in state_dict.values()), os.path.getsize(source)
-    if claimed > 2 * size:
-        raise ValueError(f"{source} has {size} bytes and claims tensors of {claimed}")
+    storages = [tensor.untyped_storage() for tensor in state_dict.values()]
+    stored = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    claimed = max(sum(tensor.nbytes for tensor in state_dict.values()), sum(stored.values()))
+    if claimed > 2 * os.path.getsize(source):
+        raise ValueError(f"{source} has {os.path.getsize(source)} bytes and claims tensors of {claimed}")
     return state_dict
 
 
@@ -158,7 +161,7 @@ def shown(value):
 # ---- files
 
 def read_pickle(path):
-    """What torch.save wrote, as data alone, and its records' checksums: a set, empty where it has none.
+    """What torch.save wrote, as data alone, and {(bytes, CRC-32)} of its records, where it has them.
 
     Tensors stay in the file until they are used. Training settings may hold numpy's numbers and paths: they come
     back as plain numbers and text.
@@ -170,12 +173,15 @@ def read_pickle(path):
     try:
         if zipped:
             pickled, sums = check_zip(path)
+        else:
+            check_old(pickled)
         for _ in range(1 if zipped else 5): # a number, a version, sizes, what was saved, keys of storages
+            require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch reads no weights of pickle_protocol=4 and above")
             pickled = pickled[check_pickle(pickled, NAMES):]
         with torch.serialization.safe_globals(STAND_INS), warnings.catch_warnings():
             warnings.simplefilter("ignore") # they are for whoever wrote the file
-            # What has the other byte order is changed in memory, and could not be let go.
-            return torch.load(path, map_location="cpu", mmap=bool(sums), weights_only=True), sums
+            # Mapped, since elsewhere torch believes a pickle that says its storages are longer than they are.
+            return torch.load(path, map_location="cpu", mmap=zipped, weights_only=True), sums
     except Exception as e: # a damaged file trips torch's reader in many ways
         if "allocate memory" in str(e):
             raise MemoryError(f"reading {path}") from None
@@ -251,6 +257,10 @@ NAMES = {" ".join(name.rsplit(".", 1)) for name in [
 def read_safetensors(path):
     """The tensors of a safetensors file by name; of checksums it has none."""
     from safetensors.torch import load_file
+    with open(path, "rb") as f:
+        header = int.from_bytes(f.read(8), "little")
+    if header > MOST_BYTES:
+        raise ValueError(f"cannot read {path}: it claims a header of {header} bytes; at most {MOST_BYTES} are read")
     try:
         return load_file(path), set()
     except OSError:
@@ -363,7 +373,6 @@ def checksum(tensors):
     return f"{found:08x}"
 
 
-def stored_checksum(tensor):
-    """The CRC-32 of all that is stored where the tensor, perhaps a view, has its numbers."""
-    stored = tensor.untyped_storage()
-    return zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(stored).numpy())
+def length_and_checksum(storage):
+    """The bytes of a storage, all that its tensors and others have there, and their CRC-32."""
+    return storage.nbytes(), zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())

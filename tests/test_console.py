@@ -135,3 +135,8 @@ def test_error_messages_hold_no_commands(sample):
 def test_error_messages_are_not_longer_than_a_screen(sample):
     done = sample(f"--out_dir={'x' * 100_000}")
     assert done.returncode == 1 and len(done.stderr) < 4000 and "error: " in done.stderr and "xx ... xx" in done.stderr
+
+
+def test_a_python_without_torch_is_told_so():
+    done = subprocess.run([sys.executable, "-S", PROJECT / "sample.py"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: No module named 'torch' in ") and done.stderr.count("\n") == 1

@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import PROJECT, SHAPE, end_as_torch, make_gpt, make_transformers_gpt2, save_checkpoint, save_meta
 
-from guard import MOST_VALUES
+from guard import MOST_STEPS
 
 MEMORY, SECONDS = 300, 20
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f]") # what moves a cursor
@@ -134,6 +134,21 @@ def many(piece, code):
     return b"](" + piece + b"q\x01" + code * 3000 + b"e"
 
 
+def colliding_pairs(count):
+    """Pairs of integers of 64 bits that all have one hash: each step of Python's, which is xxHash's, can be undone."""
+    mask, one, two, five = 2**64 - 1, 11400714785074694791, 14029467366897019727, 2870177450012600261
+    wanted, by_one, by_two, a = (0x123456789abcdef0 - (2 ^ five ^ 3527539)) & mask, pow(one, -1, 2**64), pow(two, -1, 2**64), 0
+    while count:
+        a += 1
+        first, last = (five + a * two) & mask, wanted * by_one & mask
+        first = (first << 31 | first >> 33) * one & mask
+        b = ((last >> 31 | last << 33) - first) * by_two & mask
+        b -= 2**64 if b >> 63 else 0
+        if abs(b) < 2**61 - 1: # whose hash is itself
+            count -= 1
+            yield a, b
+
+
 def poison(good, key="config", piece=b"N", **how):
     """The bytes of a good checkpoint where key is this piece; how are ZipFile's options."""
     content, out = zipfile.ZipFile(io.BytesIO(good)), io.BytesIO()
@@ -240,6 +255,10 @@ BOMBS = {
     "quantized": call("torch._utils _rebuild_qtensor", tensor((1,)), value(0), value((2**31,)), value((1,)), b"(ctorch\nper_tensor_affine\nG" + bytes(8) + b"K\x00t", value(False), b"N"),
     "bytes-of-one-text": many(value("x" * 2**20), b"c_codecs\nencode\nh\x01" + value("latin1") + b"\x86R"),
     "bytes-by-a-slow-codec": call("_codecs encode", value("".join(map(chr, range(0x3000, 0xd000)))), value("punycode")),
+    "colliding-pairs": b"}(" + b"".join(value(pair).replace(b"q\0", b"") + b"N" for pair in colliding_pairs(60_000)) + b"u",
+    "colliding-pairs-in-a-set": call("__builtin__ set", b"](" + b"".join(value(pair).replace(b"q\0", b"") for pair in colliding_pairs(60_000)) + b"e"),
+    "colliding-pairs-put-in-later": b"](" + b"]q\1" + b"h\1\x85q\2" + b"h\1(" + b"".join(
+        value(pair).replace(b"q\0", b"") for pair in colliding_pairs(60_000)) + b"e" + b"c__builtin__\nset\nh\2R" + b"e",
     "colliding-keys": b"}(" + b"".join(value(i * (2**61 - 1)) + b"N" for i in range(1, 200_000)) + b"u",
     "paths-of-one-text": many(value("x" * 2**20), b"cpathlib\nPosixPath\nh\x01\x85R"),
     "copies-of-a-set": many(value(list(range(300_000))), b"c__builtin__\nset\nh\x01\x85R"),
@@ -274,14 +293,31 @@ def test_a_checkpoint_of_nested_keys_is_refused(refused, good, tmp_path):
     refused("")
 
 
-@pytest.mark.parametrize("kind, piece", [("ckpt.pt", b"}"), ("meta.pkl", b"N\x85"), ("meta.pkl", b"(")], ids=["dicts", "tuples", "marks"])
+@pytest.mark.parametrize("kind, piece", [("ckpt.pt", b"}"), ("meta.pkl", b"N\x85"), ("meta.pkl", b"("), ("meta.pkl", b"\x8f")],
+                         ids=["dicts", "tuples", "marks", "sets"])
 def test_the_largest_pickles_take_little(kind, piece, refused, good, tmp_path):
-    refused("", *place(kind, piece * (MOST_VALUES // len(piece) - 9999), tmp_path, good))
+    refused("", *place(kind, piece * (MOST_STEPS // len(piece) - 9999), tmp_path, good))
 
 
-@pytest.mark.parametrize("kind, piece", [("ckpt.pt", b"N"), ("old ckpt.pt", b"("), ("meta.pkl", b"(")])
-def test_longer_pickles_are_refused(kind, piece, refused, good, tmp_path):
-    refused("far more memory" if piece == b"N" else "damaged", *place(kind, piece * 2**23 + META, tmp_path, good))
+@pytest.mark.parametrize("kind", ["ckpt.pt", "old ckpt.pt", "meta.pkl"])
+@pytest.mark.parametrize("piece, said", [(b"N" * 2**22 + META, "far more memory"), (b"(" * 2**22 + META, "far more memory"),
+                                         (value("x" * 9_000_000), "its pickle has more than 8388608 bytes")], ids=["values", "marks", "text"])
+def test_longer_pickles_are_refused(kind, piece, said, refused, good, tmp_path):
+    refused(said, *place(kind, piece, tmp_path, good))
+
+
+def test_an_old_file_is_no_tar(refused, good, tmp_path):
+    """torch would read all of its first header, of any length: this one has 900 megabytes."""
+    place("old ckpt.pt", b"N", tmp_path, good)
+    path = tmp_path / "out" / "ckpt.pt"
+    header = bytearray(path.read_bytes().ljust(512, b"\0"))
+    header[100:108], header[124:136], header[136:148], header[156:157] = b"0000644\0", b"%011o\0" % (900 << 20), b"00000000000\0", b"x"
+    header[148:156], header[257:265] = b" " * 8, b"ustar\x0000"
+    header[148:156] = b"%06o\0 " % sum(header)
+    with open(path, "wb") as f:
+        f.write(header)
+        f.truncate(901 << 20)
+    refused("it is a tar")
 
 
 # ---- zips
@@ -340,6 +376,63 @@ def test_records_that_overlap_are_refused(refused, good, tmp_path):
     place("ckpt.pt", b"N", tmp_path, good)
     (tmp_path / "out" / "ckpt.pt").write_bytes(change_directory(good, first_one))
     refused("its records overlap")
+
+
+def zip_of(pickled, records, order=b"little", sums=None):
+    """A zip with that pickle and those records, [(name, bytes)]; its directory may say other checksums, [number]."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, held in [("data.pkl", b"\x80\x02" + pickled + b"."), ("byteorder", order), ("version", b"3\n"), *records]:
+            archive.writestr(f"archive/{name}", held)
+    content, at = bytearray(end_as_torch(out.getvalue())), 0
+    for number in sums or []:
+        at = content.index(b"PK\1\2", at) + 4
+        content[at + 12:at + 16] = content[at + 12:at + 16] if number is None else struct.pack("<I", number)
+    return bytes(content)
+
+
+def test_a_long_pickle_is_not_read(refused, good, tmp_path):
+    place("ckpt.pt", b"N", tmp_path, good)
+    (tmp_path / "out" / "ckpt.pt").write_bytes(zip_of(b"N." + b"N" * 300_000_000, []))
+    refused("its pickle has more than 8388608 bytes")
+
+
+def test_a_directory_without_end_is_not_read(refused, good, tmp_path):
+    place("ckpt.pt", b"N", tmp_path, good)
+    (tmp_path / "out" / "ckpt.pt").write_bytes(zip_of(b"N", [(f"data/{i:0100}", b"") for i in range(60_000)]))
+    refused("far more records than a network has use for")
+
+
+@pytest.mark.parametrize("how", [{"order": b"big"}, {"sums": [0] * 4}], ids=["big-endian", "no-checksums"])
+def test_a_storage_under_many_names_is_read_once(how, refused, good, tmp_path):
+    """torch finds a record by its name in any case."""
+    keys = ["".join(char.upper() if i >> n & 1 else char for n, char in enumerate("abcdefg")) for i in range(100)]
+    model = b"](" + b"".join(tensor((1,), key=key, count=2 << 20) for key in keys) + b"e"
+    place("ckpt.pt", b"N", tmp_path, good)
+    content = zip_of(b"}(" + value("model") + model + value("model_args") + b"}u", [("data/abcdefg", bytes(8 << 20))], **how)
+    (tmp_path / "out" / "ckpt.pt").write_bytes(content)
+    refused("it names a storage as torch.save never does")
+
+
+@pytest.mark.parametrize("how", [{"order": b"big"}, {"sums": [0] * 4}], ids=["big-endian", "no-checksums"])
+def test_nothing_beyond_the_file_is_read(how, refused, good, tmp_path):
+    """As torch does where it is not mapped."""
+    model = b"}" + value("transformer.wpe.weight") + tensor((2**24,), count=2**24) + b"s"
+    place("ckpt.pt", b"N", tmp_path, good)
+    content = zip_of(b"}(" + value("model") + model + value("model_args") + b"}u", [("data/0", bytes(64))], **how)
+    (tmp_path / "out" / "ckpt.pt").write_bytes(content)
+    refused("out/ckpt.pt")
+
+
+def test_storages_that_overlap_are_refused(refused, good, tmp_path):
+    """Each is a short record and all zeros that follow: a thousand times 20 megabytes, with the right checksums."""
+    names, size = range(1000), 20 << 20
+    model = b"}(" + b"".join(value(f"transformer.h.0.x{i}") + tensor((1,), key=str(i), count=size // 4) for i in names) + b"u"
+    records = [*((f"data/{i}", b"") for i in names), ("data/zeros", bytes(size + 200_000))]
+    place("ckpt.pt", b"N", tmp_path, good)
+    content = zip_of(b"}(" + value("model") + model + value("model_args") + value({"n_layer": 1}) + b"u", records)
+    (tmp_path / "out" / "ckpt.pt").write_bytes(content)
+    refused("claims tensors of")
 
 
 @pytest.mark.parametrize("change", [
@@ -484,6 +577,12 @@ def test_hostile_json_is_refused(content, refused, hub_copy):
 def safetensors_file(header, data=b"", length=None):
     header = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(header) if length is None else length) + header + data
+
+
+def test_a_long_header_is_not_read(refused, hub_copy):
+    header = {f"{i:0100}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(60_000)}
+    (hub_copy / "model.safetensors").write_bytes(safetensors_file(header))
+    refused("a header of", "out", "")
 
 
 def one_tensor(**changes):

@@ -83,3 +83,16 @@ def test_many_prompts_are_not_held_in_memory(tmp_path):
     prompts = iter(Prompts(f"LINES:{tmp_path}/p.txt"))
     assert next(prompts) == Prompt("a", place=f"{tmp_path}/p.txt, line 1")
     assert sum(1 for _ in prompts) == 10**5 - 1
+
+
+def test_an_id_that_is_taken_can_be_read_again(tmp_path):
+    """From a line of out_file, where it lies deeper."""
+    path = tmp_path / "p.jsonl"
+    for depth in range(800, 1000):
+        path.write_text('{"prompt": "a", "id": ' + "[" * depth + "]" * depth + "}")
+        try:
+            prompt = next(read_prompts(f"JSONL:{path}"))
+        except ValueError:
+            break
+        assert json.loads(json.dumps([[[prompt.id]]])) == [[[prompt.id]]]
+    assert depth > 800

@@ -2,6 +2,7 @@
 import os
 import pickle
 import re
+import tracemalloc
 
 import pytest
 from conftest import CHARS, save_meta
@@ -127,6 +128,14 @@ def test_gpt2_without_its_files_says_which(tmp_path, monkeypatch):
         GPT2Tokenizer()
     for said in "vocab.bpe", "encoder.json", "TIKTOKEN_CACHE_DIR", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee":
         assert said in str(error.value)
+
+
+def test_a_long_prompt_in_another_script_takes_no_memory_to_refuse(letters_table):
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=re.escape("'é' at 1, 3, 5 ...; 'ü' at 2, 4, 6 ... (counted from 1)")):
+        letters_table.encode("éü" * 500_000)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 def test_a_cache_without_room_is_named(vocabulary, tmp_path, monkeypatch):

@@ -34,6 +34,18 @@ def test_a_path_that_is_not_utf_8_is_refused_as_such(tmp_path):
         find_checkpoint(folder)
 
 
+def test_a_pickle_that_torch_cannot_read_is_not_called_damaged(tmp_path):
+    path = save_checkpoint(tmp_path, make_gpt())
+    torch.save(torch.load(path, weights_only=True), path, pickle_protocol=4)
+    with pytest.raises(ValueError, match="torch reads no weights of pickle_protocol=4"):
+        load_checkpoint(path)
+
+
+def test_long_lists_of_losses(tmp_path):
+    model = make_gpt()
+    assert same_network(save_checkpoint(tmp_path, model, losses=[i / 7 for i in range(600_000)]), model)
+
+
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "_orig_mod.module.", "module._orig_mod."])
 def test_prefixes_of_compile_and_ddp(prefix, tmp_path):
     model = make_gpt()
