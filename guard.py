@@ -6,7 +6,6 @@ and nothing is made of them.
 """
 import io
 import os
-import pickle
 import pickletools
 import struct
 import sys
@@ -172,9 +171,8 @@ def require_plain_directory(path):
     require(length <= MOST_BYTES, "it has far more records than a network has use for")
 
 
-def check_old(head):
-    """Raise Refused unless a file begins as torch.save's did before 1.6, and not as its still older ones, a tar."""
-    require(head.startswith(pickle.dumps(torch.serialization.MAGIC_NUMBER, 2)), "torch.save did not write it")
+def require_no_tar(head):
+    """Raise Refused if this is how a tar begins: torch would look for its own first files there, and read all of it."""
     with suppress(tarfile.HeaderError):
         tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
         raise Refused("it is a tar")

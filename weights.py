@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from guard import MOST_BYTES, Refused, check_old, check_pickle, check_zip, require
+from guard import MOST_BYTES, Refused, check_pickle, check_zip, require, require_no_tar
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 MASKS = re.compile(r"\.attn\.(masked_)?bias$") # buffers of older models; the network needs none
@@ -174,7 +174,7 @@ def read_pickle(path):
         if zipped:
             pickled, sums = check_zip(path)
         else:
-            check_old(pickled)
+            require_no_tar(pickled)
         for _ in range(1 if zipped else 5): # a number, a version, sizes, what was saved, keys of storages
             require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch reads no weights of pickle_protocol=4 and above")
             pickled = pickled[check_pickle(pickled, NAMES):]

@@ -135,7 +135,7 @@ def many(piece, code):
 
 
 def colliding_pairs(count):
-    """Pairs of integers of 64 bits that all have one hash: each step of Python's, which is xxHash's, can be undone."""
+    """Pickled pairs of 64 bits each that all have one hash: every step of Python's, which is xxHash's, can be undone."""
     mask, one, two, five = 2**64 - 1, 11400714785074694791, 14029467366897019727, 2870177450012600261
     wanted, by_one, by_two, a = (0x123456789abcdef0 - (2 ^ five ^ 3527539)) & mask, pow(one, -1, 2**64), pow(two, -1, 2**64), 0
     while count:
@@ -146,7 +146,7 @@ def colliding_pairs(count):
         b -= 2**64 if b >> 63 else 0
         if abs(b) < 2**61 - 1: # whose hash is itself
             count -= 1
-            yield a, b
+            yield value(a) + value(b) + b"\x86"
 
 
 def poison(good, key="config", piece=b"N", **how):
@@ -255,10 +255,9 @@ BOMBS = {
     "quantized": call("torch._utils _rebuild_qtensor", tensor((1,)), value(0), value((2**31,)), value((1,)), b"(ctorch\nper_tensor_affine\nG" + bytes(8) + b"K\x00t", value(False), b"N"),
     "bytes-of-one-text": many(value("x" * 2**20), b"c_codecs\nencode\nh\x01" + value("latin1") + b"\x86R"),
     "bytes-by-a-slow-codec": call("_codecs encode", value("".join(map(chr, range(0x3000, 0xd000)))), value("punycode")),
-    "colliding-pairs": b"}(" + b"".join(value(pair).replace(b"q\0", b"") + b"N" for pair in colliding_pairs(60_000)) + b"u",
-    "colliding-pairs-in-a-set": call("__builtin__ set", b"](" + b"".join(value(pair).replace(b"q\0", b"") for pair in colliding_pairs(60_000)) + b"e"),
-    "colliding-pairs-put-in-later": b"](" + b"]q\1" + b"h\1\x85q\2" + b"h\1(" + b"".join(
-        value(pair).replace(b"q\0", b"") for pair in colliding_pairs(60_000)) + b"e" + b"c__builtin__\nset\nh\2R" + b"e",
+    "colliding-pairs": b"}(" + b"".join(pair + b"N" for pair in colliding_pairs(60_000)) + b"u",
+    "colliding-pairs-in-a-set": call("__builtin__ set", b"](" + b"".join(colliding_pairs(60_000)) + b"e"),
+    "colliding-pairs-put-in-later": b"](" + b"]q\1" + b"h\1\x85q\2" + b"h\1(" + b"".join(colliding_pairs(60_000)) + b"e" + b"c__builtin__\nset\nh\2R" + b"e",
     "colliding-keys": b"}(" + b"".join(value(i * (2**61 - 1)) + b"N" for i in range(1, 200_000)) + b"u",
     "paths-of-one-text": many(value("x" * 2**20), b"cpathlib\nPosixPath\nh\x01\x85R"),
     "copies-of-a-set": many(value(list(range(300_000))), b"c__builtin__\nset\nh\x01\x85R"),
