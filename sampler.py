@@ -42,8 +42,10 @@ def next_token(logits, temperature=1.0, top_k=None, draw=exponentials, *, top_p=
     scaled = logits / temperature
     if checked and not finite(scaled):
         require_finite(logits)
-        # So cold that float32 overflows: the limit, where only the likeliest are left.
-        scaled = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
+        # Rows so cold that float32 overflows: the limit, where only the likeliest are left.
+        limit = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
+        spread = scaled.amax(dim=-1, keepdim=True) - scaled.amin(dim=-1, keepdim=True)
+        scaled = torch.where(spread.isfinite(), scaled, limit)
     candidates = None
     if top_k and top_k < logits.size(-1):
         scaled, candidates = likeliest(scaled, top_k) if checked else (keep_top_k(scaled, top_k), None)

@@ -57,6 +57,14 @@ def test_a_tiny_temperature_is_the_limit_and_not_an_overflow(temperature):
     assert next_token(torch.tensor([[1.0, 900.0, -3.0]]), temperature=temperature).item() == 1
 
 
+def test_a_row_too_cold_for_float32_leaves_others_alone():
+    """Found at random: together the two rows span more than float32 does, each alone does not."""
+    rows, draw = torch.tensor([[-2.25, 1e-40, 0.0], [0.0, 0.0, 1.25]]), torch.tensor([[3.5, 1.23, 0.6]])
+    together = next_token(rows, 1e-38, draw=lambda shape, ids, device: draw.expand(shape))
+    alone = [next_token(row[None], 1e-38, draw=lambda shape, ids, device: draw) for row in rows]
+    assert torch.equal(together, torch.cat(alone)) and together.tolist() == [[2], [2]]
+
+
 def test_logits_stay_as_they_are():
     logits = FIVE.clone()
     next_token(logits, temperature=0.7, top_k=2)
