@@ -24,33 +24,37 @@ TRAILER = struct.Struct("<4s36xQQ4s4xQ4x4s16xH") # the end of a zip64: where its
 
 REMEMBER, RECALL = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"GET", "BINGET", "LONG_BINGET"}
 GROW = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
-COPY = {"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST", "BUILD", "BINPERSID", "DUP"} # or may do so
 KEYS = {"SETITEM": slice(1, None, 2), "SETITEMS": slice(1, None, 2), "DICT": slice(0, None, 2),
         "ADDITEMS": slice(1, None), "FROZENSET": slice(None)} # which of what they take are hashed
 HASHED = {"collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set"} # so do they
+# Readers differ in what these do, or call more than a name; data needs none.
+FOREIGN = {"POP", "POP_MARK", "DUP", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "PERSID", "EXT1", "EXT2", "EXT4"}
 
 
 class Value:
     """What an opcode would push: how many values that is with all copies, and how deep.
 
-    known: its text, or the "module name" it stands for; of a tuple those of its items. held: it is part of another, or
-    was taken from the memo.
+    known: its text or number; the items of a tuple, the keys of a dict, what names a storage; the "module name" of a
+    global. made: "GLOBAL", or the global that was called for it. held: it is part of another, or was recalled.
     """
-    __slots__ = "depth", "held", "known", "size"
+    __slots__ = "depth", "held", "known", "made", "size"
 
-    def __init__(self, size, depth=0, known=None):
-        self.size, self.depth, self.known, self.held = size, depth, known, False
+    def __init__(self, size):
+        self.size, self.depth, self.known, self.made, self.held = size, 0, None, None, False
 
 
-def check_pickle(pickled, names=()):
+def check_pickle(pickled, names=(), most=MOST_STEPS):
     """Raise Refused if loading these bytes, up to a pickle's end, would take more than a pickle of data does.
 
-    names: what it may name and call, each as "module name". Returns how many bytes the pickle has.
+    names: what it may name and call, each as "module name". most: how many steps, and values copied, are many. Returns
+    how many bytes the pickle has.
     """
     file, stack, marks, memo, total = io.BytesIO(pickled[:MOST_BYTES]), [], [], {}, 0
     try:
         for opcode, argument, _ in pickletools.genops(file):
-            name, total = opcode.name, total + 1
+            name = opcode.name
+            require(name not in FOREIGN, f"it holds {name}, which no pickle of data does")
+            total += 16 if name in ("GLOBAL", "REDUCE") else 1 # these are slow
             if name == "MARK":
                 marks.append(len(stack))
             elif name in REMEMBER:
@@ -63,11 +67,11 @@ def check_pickle(pickled, names=()):
                 total += stack[-1].size if stack[-1].depth else 0 # a text is no copy
             else:
                 taken = take(stack, marks, opcode.stack_before)
+                check_use(name, argument, taken, names)
                 value = outcome(name, argument, taken)
-                check_use(name, value, taken, names)
                 stack += [value] * len(opcode.stack_after)
-                total += value.size if name in COPY or not taken else 0
-            require(total <= MOST_STEPS and (not stack or stack[-1].depth <= MOST_DEPTH),
+                total += value.size if name in ("REDUCE", "BUILD", "BINPERSID") or not taken else 0
+            require(total <= most and (not stack or stack[-1].depth <= MOST_DEPTH),
                     "it would take far more memory or time than data of its kind has use for")
     except Refused:
         raise
@@ -98,40 +102,70 @@ def take(stack, marks, before):
     return taken
 
 
-def outcome(name, argument, taken):
-    """The Value that an opcode makes of its argument and what it takes."""
-    if name in GROW:
-        grown, *taken = taken
-        require(not grown.held, "it adds to what is part of something else already")
-    else:
-        grown = Value(SET if name in ("EMPTY_SET", "FROZENSET") else 1)
-    for value in taken:
-        grown.size, grown.depth, value.held = grown.size + value.size, max(grown.depth, value.depth + 1), True
-    if isinstance(argument, int) and argument.bit_length() > 64:
-        grown.size += WIDE
-    elif isinstance(argument, str | bytes | bytearray):
-        grown.size, grown.known = grown.size + len(argument) // 16, argument # characters are small
-    elif name.startswith("TUPLE"):
-        grown.known = [value.known for value in taken]
-    elif name == "STACK_GLOBAL":
-        grown.known = " ".join(value.known for value in taken)
-    return grown
-
-
-def check_use(name, value, taken, names):
+def check_use(name, argument, taken, names):
     """Raise Refused if an opcode names what it may not, or would do what takes long."""
-    if name in ("GLOBAL", "INST", "STACK_GLOBAL"):
-        require(value.known in names, f"it names {value.known.replace(' ', '.'):.80}, which could run code")
+    if name in ("GLOBAL", "STACK_GLOBAL"):
+        wanted = " ".join(value.known for value in taken) or argument
+        require(wanted in names, f"it names {wanted.replace(' ', '.'):.80}, which could run code")
     elif name in KEYS: # tuples can be made to collide, and their hashes take as long as they are
         require(not any(key.depth for key in taken[KEYS[name]]), "it has keys that are neither text nor numbers")
     elif name == "REDUCE":
-        function, arguments = taken
-        if function.known in HASHED:
-            require(arguments.depth <= 2, "it has keys that are neither text nor numbers")
-        if function.known == "_codecs encode": # so bytes are pickled; other codecs are slow
-            require(arguments.known[1:] == ["latin1"], "it holds bytes as pickle never writes them")
+        check_call(*taken)
+    elif name == "BUILD": # what torch.save writes of a state_dict, and numpy of its types; others change methods
+        made, state = taken
+        require((made.made, state.known) == ("collections OrderedDict", ["_metadata"])
+                or (made.made == "numpy dtype" and isinstance(state.known, list) and state.depth <= 1),
+                "it changes what it made as torch.save never does")
     elif name == "BINPERSID": # torch's reader takes names that differ in case for the same
         require(taken[0].known[2].isdecimal(), "it names a storage as torch.save never does")
+
+
+def check_call(function, arguments):
+    """Raise Refused if a call is none that torch.save writes, or would take long."""
+    name, given = function.known, arguments.known
+    require(function.made == "GLOBAL" and isinstance(given, list) and not name.endswith("Storage"),
+            "it calls something as torch.save never does")
+    if name.startswith("torch._utils _rebuild_tensor"): # torch would make a storage longer that is too short for it
+        (*_, numbers), offset, sizes, strides = given[0][:5], *given[1:4]
+        reach = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        require(min([offset, *sizes, *strides]) >= 0 and (0 in sizes or reach < numbers),
+                "a tensor of it reaches beyond what is stored, or has an impossible shape")
+    elif name == "_codecs encode": # so bytes are pickled; other codecs are slow
+        require(given[1:] == ["latin1"], "it holds bytes as pickle never writes them")
+    elif name in HASHED: # a text would become as many values as it has characters
+        require(arguments.depth <= 2 and not any(isinstance(value, str) for value in given),
+                "it has keys that are neither text nor numbers")
+    elif not name.startswith("torch._utils"): # no tensor, which may say that it has any number of values
+        require(arguments.depth <= 3, "it calls something as torch.save never does")
+
+
+def outcome(name, argument, taken):
+    """The Value that an opcode makes of its argument and what it takes."""
+    if name in GROW:
+        made, *taken = taken
+        require(not made.held, "it adds to what is part of something else already")
+    else:
+        made = Value(SET if name in ("EMPTY_SET", "FROZENSET") else 1)
+    for value in taken:
+        made.size, made.depth, value.held = made.size + value.size, max(made.depth, value.depth + 1), True
+    if isinstance(argument, str | bytes | bytearray | int):
+        made.known = argument
+        wide = isinstance(argument, int) and argument.bit_length() > 64
+        made.size += WIDE * wide if isinstance(argument, int) else len(argument) // 16 # characters are small
+    if "TUPLE" in name:
+        made.known = [value.known for value in taken]
+    elif name in ("SETITEM", "SETITEMS"):
+        made.known = made.known or []
+        made.known += (key.known for key in taken[::2])
+    elif name == "BINPERSID":
+        made.known = taken[0].known
+    elif name == "STACK_GLOBAL":
+        made.known = " ".join(value.known for value in taken)
+    if "GLOBAL" in name:
+        made.made = "GLOBAL"
+    elif name == "REDUCE":
+        made.made = taken[0].known
+    return made
 
 
 def check_zip(path):

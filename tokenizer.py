@@ -28,8 +28,10 @@ class CharTokenizer:
                 pickled = f.read(MOST_BYTES + 1)
             check_pickle(pickled)
             meta = DataOnly(io.BytesIO(pickled)).load()
-            self.stoi, itos = dict(meta["stoi"]), meta["itos"]
-            self.itos = dict(enumerate(itos)) if isinstance(itos, list) else dict(itos)
+            self.stoi, itos = meta["stoi"], meta["itos"]
+            self.itos = dict(enumerate(itos)) if isinstance(itos, list) else itos
+            if not (isinstance(self.stoi, dict) and isinstance(self.itos, dict)):
+                raise ValueError("stoi or itos is none")
         except OSError:
             raise
         except Exception as e: # a damaged pickle can raise anything

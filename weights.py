@@ -7,14 +7,15 @@ import ctypes
 import json
 import mmap
 import os
+import posixpath
 import re
 import warnings
 import zlib
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 
-from guard import MOST_BYTES, Refused, check_pickle, check_zip, require, require_no_tar
+from guard import MOST_BYTES, MOST_STEPS, Refused, check_pickle, check_zip, require, require_no_tar
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 MASKS = re.compile(r"\.attn\.(masked_)?bias$") # buffers of older models; the network needs none
@@ -84,8 +85,10 @@ def load_huggingface(model):
     config = read_json(folder / "config.json")
     model_args = gpt2_args(config, folder)
     state_dict, sums = {}, []
-    for path in weight_files(folder):
-        tensors, more = read_safetensors(path) if path.suffix == ".safetensors" else read_pickle(path)
+    paths = weight_files(folder)
+    for path in paths: # all together take no longer than one may
+        tensors, more = (read_safetensors(path, MOST_BYTES // len(paths)) if path.suffix == ".safetensors" else
+                         read_pickle(path, MOST_STEPS // len(paths)))
         state_dict |= require_tensors(tensors, path)
         sums.append(more)
     state_dict = nanogpt_names(state_dict)
@@ -160,11 +163,11 @@ def shown(value):
 
 # ---- files
 
-def read_pickle(path):
+def read_pickle(path, most=MOST_STEPS):
     """What torch.save wrote, as data alone, and {(bytes, CRC-32)} of its records, where it has them.
 
     Tensors stay in the file until they are used. Training settings may hold numpy's numbers and paths: they come
-    back as plain numbers and text.
+    back as plain numbers and text. most: as check_pickle's.
     """
     with open(path, "rb") as f:
         zipped = f.read(4) == b"PK\3\4" # torch before 1.6 wrote no zip
@@ -175,9 +178,10 @@ def read_pickle(path):
             pickled, sums = check_zip(path)
         else:
             require_no_tar(pickled)
-        for _ in range(1 if zipped else 5): # a number, a version, sizes, what was saved, keys of storages
+        # One, or a number, a version, sizes, what was saved and the keys of its storages.
+        for part in [most] if zipped else [4000, 4000, 4000, most, most // 4]:
             require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch reads no weights of pickle_protocol=4 and above")
-            pickled = pickled[check_pickle(pickled, NAMES):]
+            pickled = pickled[check_pickle(pickled, NAMES, part):]
         with torch.serialization.safe_globals(STAND_INS), warnings.catch_warnings():
             warnings.simplefilter("ignore") # they are for whoever wrote the file
             # Mapped, since elsewhere torch believes a pickle that says its storages are longer than they are.
@@ -238,7 +242,7 @@ def plain_number(dtype, data):
 
 def plain_path(*parts):
     """Stands in for pathlib's classes: the path as text."""
-    return str(PurePosixPath(*parts))
+    return posixpath.join("", *parts) or "."
 
 
 # What a file may name: tensors, types of numbers, and what settings may hold.
@@ -254,13 +258,13 @@ NAMES = {" ".join(name.rsplit(".", 1)) for name in [
     *(f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter"))]}
 
 
-def read_safetensors(path):
-    """The tensors of a safetensors file by name; of checksums it has none."""
+def read_safetensors(path, most=MOST_BYTES):
+    """The tensors of a safetensors file by name; it has no checksums. most: how many bytes of header are many."""
     from safetensors.torch import load_file
     with open(path, "rb") as f:
         header = int.from_bytes(f.read(8), "little")
-    if header > MOST_BYTES:
-        raise ValueError(f"cannot read {path}: it claims a header of {header} bytes; at most {MOST_BYTES} are read")
+    if header > most:
+        raise ValueError(f"cannot read {path}: it claims a header of {header} bytes; at most {most} are read")
     try:
         return load_file(path), set()
     except OSError:

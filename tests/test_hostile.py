@@ -263,6 +263,14 @@ BOMBS = {
     "copies-of-a-set": many(value(list(range(300_000))), b"c__builtin__\nset\nh\x01\x85R"),
     "copies-of-a-dict": many(value(dict.fromkeys(range(100_000))), b"ccollections\nOrderedDict\nh\x01\x85R"),
     "copies-of-a-size": many(value(tuple(range(300_000))), b"ctorch\nSize\nh\x01\x85R"),
+    "size-of-an-expanded-tensor": call("torch Size", tensor((2**25,), (0,))), "path-of-an-expanded-tensor": b"cpathlib\nPath\n" + tensor((2**25,), (0,)) + b"R",
+    "a-tensor-called": tensor((7,) * 12, (0,) * 12) + b")R", "set-of-a-text": many(value("".join(map(chr, range(0x10000, 0x60000)))), b"c__builtin__\nset\nh\x01\x85R"),
+    "methods-of-a-dict": b"ccollections\nOrderedDict\n)R}" + value("values") + b"c__builtin__\nset\nsb",
+    "pairs-for-a-dict": b"ccollections\nOrderedDict\n)R](" + b"".join(colliding_pairs(60_000)) + b"eb",
+    "a-storage-made-longer": tensor((1,)) + b"(ctorch.storage\nUntypedStorage\n" + value(2**30) + b"\x85RK\0" + value((2**30 + 1,)) + value((1,)) + b"tb",
+    "numbers-of-a-type": b"cnumpy\ndtype\n" * 600_000 + b"]", "deep-by-popping": b"N" * 380_000 + b")" + b"\x85(0" * 379_995 + b"q\0}h\0Ns",
+    "wide-by-popping": b"N" * 200 + b")" + b"(0q\0h\0\x86(0" * 40 + b"q\0}h\0Ns",
+    "pairs-as-a-table": b"}(" + value("stoi") + b"](" + b"".join(colliding_pairs(60_000)) + b"e" + value("itos") + b"]u",
     "many-arguments": many(value(tuple(range(300_000))), b"c__builtin__\nset\nh\x01R"),
 }
 
@@ -491,6 +499,22 @@ def test_tensors_that_are_impossible_or_too_large_are_refused(name, zipped, refu
         content = start + b"\x80\x02}(" + value("model") + model.replace(b"tQ", b"NtQ") + value("model_args") + args + b"u." + pickle.dumps(keys, 2) + struct.pack("<qf", 1, 1.0)
     (tmp_path / "out" / "ckpt.pt").write_bytes(content)
     refused("claims tensors of" if name.startswith("expanded") else "out/ckpt.pt")
+
+
+@pytest.mark.parametrize("size, stride", [((2**30 + 1,), (1,)), ((2**20, 2**10 + 1), (2**10, 1)), ((2,), (2**30,))])
+def test_an_old_storage_is_not_made_longer(size, stride, refused, good, tmp_path):
+    """As torch would, and copy it."""
+    piece = tensor(size, stride, count=2**30, kind="torch ByteStorage").replace(b"tQ", b"NtQ")
+    refused("reaches beyond what is stored", *place("old ckpt.pt", b"}" + value("model") + b"}" + value("a") + piece + b"ss", tmp_path, good))
+
+
+def test_many_shards_take_no_longer_than_one(refused, good, hub_copy):
+    (hub_copy / "model.safetensors").unlink()
+    (hub_copy / "0.bin").write_bytes(poison(good, "x", b"](" + b"c__builtin__\nset\n)R" * 60_000 + b"e"))
+    for i in range(1, 20):
+        (hub_copy / f"{i}.bin").hardlink_to(hub_copy / "0.bin")
+    (hub_copy / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {str(i): f"{i}.bin" for i in range(20)}}))
+    refused("far more memory or time", "out", "")
 
 
 @pytest.mark.parametrize("change", [
