@@ -19,7 +19,7 @@ import torch
 # A pickle's bytes; its opcodes, with all that they copy; how deep they lie. A checkpoint of twelve layers with its
 # optimizer has a hundredth of that, a table of all of Unicode's characters half.
 MOST_BYTES, MOST_STEPS, MOST_DEPTH = 2**23, 2**21, 100
-WIDE, SET = 2**10, 4 # what an integer of over 64 bits counts, of which keys can collide, and an empty set
+WIDE = 2**10 # what an integer of more than 64 bits counts: as keys, such can be made to collide
 TRAILER = struct.Struct("<4s36xQQ4s4xQ4x4s16xH") # the end of a zip64: where its directory is, and where that is said
 
 REMEMBER, RECALL = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"GET", "BINGET", "LONG_BINGET"}
@@ -145,7 +145,7 @@ def outcome(name, argument, taken):
         made, *taken = taken
         require(not made.held, "it adds to what is part of something else already")
     else:
-        made = Value(SET if name in ("EMPTY_SET", "FROZENSET") else 1)
+        made = Value(1)
     for value in taken:
         made.size, made.depth, value.held = made.size + value.size, max(made.depth, value.depth + 1), True
     if isinstance(argument, str | bytes | bytearray | int):
