@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import torch
 
-# A pickle's bytes; its opcodes, with all that they copy; how deep its values lie. A checkpoint of twelve layers with its
+# A pickle's bytes; its opcodes, with all that they copy; how deep values lie. A checkpoint of twelve layers with its
 # optimizer takes a fortieth of that, a table of all of Unicode's characters two thirds.
 MOST_BYTES, MOST_STEPS, MOST_DEPTH = 2**23, 2**21, 100
 WIDE = 2**10 # what an integer of more than 64 bits counts: as keys, such can be made to collide
@@ -171,7 +171,7 @@ def outcome(name, argument, taken):
 def check_zip(path):
     """The pickle in a zip that torch.save wrote, and {(bytes, CRC-32)} of its records; Refused where it is no such zip.
 
-    These are left out where torch was told to leave them out, or the file has the other byte order.
+    These are left out where torch was told to leave them out.
     """
     require_plain_directory(path)
     with zipfile.ZipFile(path) as archive:
@@ -182,8 +182,10 @@ def check_zip(path):
     require(max(others, default=0) <= MOST_BYTES, f"its pickle has more than {MOST_BYTES} bytes")
     reader = torch._C.PyTorchFileReader(os.fspath(path)) # as torch.load has
     pickled, sums = reader.get_record("data.pkl"), {(record.file_size, record.CRC) for record in records}
-    order = reader.get_record("byteorder") if reader.has_record("byteorder") else b""
-    if order not in (b"", sys.byteorder.encode()) or not any(checksum for _, checksum in sums):
+    order = sys.byteorder.encode()
+    require(not reader.has_record("byteorder") or reader.get_record("byteorder") == order,
+            "a machine of the other byte order wrote it")
+    if not any(checksum for _, checksum in sums):
         return pickled, set()
     require((len(pickled), zlib.crc32(pickled)) in sums, "its pickle does not match its checksum")
     return pickled, sums

@@ -125,8 +125,7 @@ def fitted(model_args, state_dict, source, sums):
             if length_and_checksum(tensor.untyped_storage()) not in sums:
                 raise ValueError(f"{source} is damaged: the numbers of {name!r:.60} do not match their checksum")
         copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        if sums: # else they may be in the other byte order, and were changed in memory
-            let_go(mapped)
+        let_go(mapped)
     if tied and head is not None:
         copies[EMBEDDING] = copies[HEAD]
     return {**model_args, "tied": tied}, copies

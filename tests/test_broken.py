@@ -161,21 +161,15 @@ def test_tensors_of_every_kind_that_torch_saves(tmp_path):
                                tensor.contiguous().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor), name
 
 
-def test_the_other_byte_order(tmp_path):
-    """As a machine writes it whose numbers begin with the highest byte."""
-    path = make_checkpoint(tmp_path, zipped=True)
-    good = loaded(("resume", str(path)))
-    checkpoint = torch.load(path, weights_only=True)
-    for name, tensor in checkpoint["model"].items():
-        if name != "lm_head.weight": # it is the same as wte's
-            tensor.untyped_storage().byteswap(tensor.dtype)
-    torch.save(checkpoint, path)
-    held, swapped = zipfile.ZipFile(path), io.BytesIO()
-    with zipfile.ZipFile(swapped, "w") as archive:
+def test_the_other_byte_order_is_refused(tmp_path):
+    """torch turns numbers round where they are mapped, which does not go with letting pages go."""
+    path, swapped = make_checkpoint(tmp_path, zipped=True), io.BytesIO()
+    with zipfile.ZipFile(path) as held, zipfile.ZipFile(swapped, "w") as archive:
         for name in held.namelist():
             archive.writestr(name, b"big" if name.endswith("byteorder") else held.read(name))
     path.write_bytes(end_as_torch(swapped.getvalue()))
-    assert same(loaded(("resume", str(path))), good)
+    with pytest.raises(ValueError, match="a machine of the other byte order wrote it"):
+        load("resume", str(tmp_path))
 
 
 @pytest.mark.parametrize("which", range(6))
