@@ -247,8 +247,8 @@ def test_signals_to_torchrun(new_folder, whole):
             wait(process, folder, kept, moment)
             process.send_signal(deadly)
             printed, said = process.communicate()
-            # Until the first line of ours, what torchrun makes of a signal is its own.
-            assert process.returncode != 0 or printed.endswith(whole[0][-1]) or b"settings: " not in said, said
+            # While torch is imported, torchrun may miss the signal: then this run, or the one before it, was whole.
+            assert process.returncode != 0 or printed.endswith(whole[0][-1]) or kept == whole[1].count(b"\n"), said
             check(folder, whole, kept, printed)
             assert not left(folder)
         finish(folder, whole)
