@@ -31,7 +31,7 @@ class CharTokenizer:
             self.stoi, itos = meta["stoi"], meta["itos"]
             self.itos = dict(enumerate(itos)) if isinstance(itos, list) else itos
             if not (isinstance(self.stoi, dict) and isinstance(self.itos, dict)):
-                raise ValueError("stoi or itos is none")
+                raise ValueError("stoi or itos is no table")
         except OSError:
             raise
         except Exception as e: # a damaged pickle can raise anything
