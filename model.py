@@ -187,6 +187,10 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
+    def new_cache(self, batch_size, capacity):
+        """An empty KVCache for forward."""
+        return KVCache(self.config, batch_size, capacity, self.lm_head.weight.device, self.compute_dtype())
+
     next_token = staticmethod(next_token) # how logits become tokens, unless stream's caller has another way
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, context_shift=False, **how):
@@ -211,7 +215,7 @@ class GPT(nn.Module):
         block_size = self.config.block_size
         if T == 0:
             raise ValueError("there is nothing to continue: idx must hold at least one token")
-        cache = KVCache(self.config, B, min(T + max_new_tokens, block_size), idx.device, self.compute_dtype())
+        cache = self.new_cache(B, min(T + max_new_tokens, block_size))
         idx = idx[:, -block_size:]
         read = idx[:1] if (idx == idx[:1]).all() else idx # rows that are all the same are read as one
         for _ in range(max_new_tokens):

@@ -6,14 +6,20 @@ is still in a register. Inductor does the same when it freezes a network.
 """
 import ctypes
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+from model import GPT
+
 # Layers narrower than this keep their plain weights for fewer rows than that: there the call costs the most.
 NARROW, FEW = 256, 8
+# How many queries attend at once.
+CHUNK = 64
+# Bytes that FirstQKV may take.
+TABLE = 2**27
 
 
 def hold_memory():
@@ -35,17 +41,10 @@ def return_memory():
 
 
 def pack(model):
-    """Replace a GPT's blocks and head by packed ones that give the same logits, where this torch can.
-
-    It can only generate from then on. Returns the model.
-    """
+    """Make a GPT a PackedGPT, where this torch can; it gives the same logits. Returns it."""
     if available(model.lm_head.weight.dtype):
-        blocks = model.transformer.h
-        for i, block in enumerate(blocks):
-            blocks[i] = PackedBlock(block, last=i + 1 == len(blocks))
-        head = PackedLinear(model.lm_head)
-        del model.lm_head # a module's place takes modules alone
-        model.lm_head = head
+        model.__class__ = PackedGPT # where it stands: a second one would take its memory again
+        model.pack()
     return model
 
 
@@ -61,6 +60,134 @@ def available(dtype=torch.float32):
         return False
 
 
+class PackedGPT(GPT):
+    """A GPT that can only generate, in fewer steps and passes."""
+
+    def pack(self):
+        """Replace blocks and head by packed ones."""
+        blocks = self.transformer.h
+        self.glance = Glance(blocks[-1].attn)
+        for i, block in enumerate(blocks):
+            blocks[i] = PackedBlock(block)
+        head = PackedLinear(self.lm_head)
+        del self.lm_head # a module's place takes modules alone
+        self.lm_head, self.ln_f = head, plain_norm(self.transformer.ln_f)
+        self.embeddings = self.transformer.wte.weight, self.transformer.wpe.weight
+        self.first_qkv = FirstQKV(blocks[0], *self.embeddings)
+
+    def new_cache(self, batch_size, capacity):
+        """As GPT.new_cache. Single rows attend in float32: there are no quick products for them in less."""
+        dtype = self.lm_head.weight.dtype if batch_size > 1 else torch.float32
+        return PackedCache(self.config, batch_size, capacity, dtype)
+
+    def forward(self, idx, *, cache=None):
+        """As GPT.forward without targets."""
+        T, start = idx.size(1), 0 if cache is None else cache.size
+        end = start + T
+        if end > self.config.block_size:
+            raise ValueError(f"cannot read {end} tokens: block_size is {self.config.block_size}")
+        with torch.autocast("cpu", enabled=False): # what it would cast is cast here
+            wte, wpe = self.embeddings
+            x = F.embedding(idx, wte) + wpe[start:end]
+            if cache is None:
+                x = self.read_window(x, idx)
+            elif start and T == 1:
+                x = self.read_token(x[:, 0], cache)
+            else:
+                x = self.read(x, cache)
+            return self.lm_head(self.ln_f(x))[:, None], None
+
+    def read(self, x, cache):
+        """The blocks, for T more tokens: (B, T, E) -> (B, E) of the last. The cache grows by them."""
+        T, last = x.size(1), self.config.n_layer - 1
+        for i, block in enumerate(self.transformer.h):
+            q, k, v = self.heads(block.qkv(x))
+            if i == last: # where only the last position counts
+                q, x = q[:, :, -1:], x[:, -1:].contiguous()
+            x = block.rest(x, causal(q, *cache.add(i, k, v)))
+        cache.size += T
+        return x[:, -1]
+
+    def read_token(self, x, cache):
+        """read for one more token of each row: (B, E) -> (B, E)."""
+        B, E = x.shape
+        H = self.config.n_head
+        scale = (E / H)**-0.5
+        for block, k_slot, v_slot, keys, values in zip(self.transformer.h, *cache.next_token(), strict=True):
+            q, k, v = block.qkv(x).view(B, 3, H, -1).unbind(1) # (B, H, D)
+            k_slot.copy_(k)
+            v_slot.copy_(v)
+            q = q.reshape(B * H, 1, -1).to(keys.dtype)
+            scores = torch.baddbmm(cache.nothing, q, keys, beta=0, alpha=scale) # (B * H, 1, S)
+            x = block.rest(x, torch.bmm(scores.softmax(-1), values).view(B, E))
+        return x
+
+    def read_window(self, x, idx):
+        """read where nothing is kept; idx (B, T) are the tokens."""
+        *blocks, last = self.transformer.h
+        for i, block in enumerate(blocks):
+            qkv = self.first_qkv(x, idx) if i == 0 else block.qkv(x)
+            x = block.rest(x, causal(*self.heads(qkv)))
+        return last.rest(x[:, -1].contiguous(), self.glance(last.ln_1(x)))
+
+    def heads(self, qkv):
+        """(B, T, 3 * E) -> the heads' queries, keys and values: three of (B, H, T, D)."""
+        return qkv.unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+
+class PackedCache:
+    """A KVCache whose layers are one tensor: a step's view of all of them is made at once.
+
+    Keys lie transposed: plain products with single queries, quicker than the fused kernel, want them so.
+    """
+
+    def __init__(self, config, batch_size, capacity, dtype):
+        N, H, D = config.n_layer, config.n_head, config.n_embd // config.n_head
+        self.keys = torch.empty(N, batch_size, H, D, capacity, dtype=dtype)
+        self.values = torch.empty(N, batch_size, H, capacity, D, dtype=dtype)
+        self.nothing = torch.empty((), dtype=dtype)
+        self.size = 0
+
+    def add(self, layer, k, v):
+        """Add (B or 1, H, T, D) to a layer; returns the keys and values to attend to. size stays."""
+        start, end = self.size, self.size + k.size(2)
+        keys, values = self.keys[layer, ..., :end], self.values[layer, :, :, :end]
+        keys[..., start:] = k.mT
+        values[:, :, start:] = v
+        return (keys.mT, values) if start else (k, v)
+
+    def next_token(self):
+        """Make room for one more position: of every layer, where its keys go, its values, and (B * H, ...) of all."""
+        i = self.size
+        self.size = end = i + 1
+        return (self.keys[..., i].unbind(), self.values[..., i, :].unbind(),
+                self.keys[..., :end].flatten(1, 2).unbind(), self.values[..., :end, :].flatten(1, 2).unbind())
+
+    def keep(self, rows):
+        """Forget all but these rows."""
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+
+
+class PackedBlock(nn.Module):
+    """The parts of a model.Block."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.ln_1, self.ln_2 = plain_norm(block.ln_1), plain_norm(block.ln_2)
+        self.c_attn, self.attn_c_proj = PackedLinear(block.attn.c_attn), PackedLinear(block.attn.c_proj)
+        self.c_fc, self.c_proj = PackedLinear(block.mlp.c_fc), PackedLinear(block.mlp.c_proj)
+        self.gelu = block.mlp.gelu.approximate
+
+    def qkv(self, x):
+        """Queries, keys and values side by side: (..., E) -> (..., 3 * E)."""
+        return self.c_attn(self.ln_1(x))
+
+    def rest(self, x, y):
+        """The residual stream x after what attention found, y, and the MLP: (..., E) each."""
+        x = self.attn_c_proj(y, add=x)
+        return self.c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), add=x)
+
+
 class PackedLinear:
     """A Linear that can also add a residual, or apply GELU ("none" or "tanh", as in F.gelu), in one pass.
 
@@ -73,41 +200,16 @@ class PackedLinear:
         self.plain = linear if linear.in_features < NARROW else None
 
     def __call__(self, x, add=None, gelu=None):
-        """(B, T, in) -> (B, T, out); add, of that shape too, is the residual."""
+        """(..., in) -> (..., out); add, of that shape too, is the residual."""
+        x = x.to(self.weight.dtype)
         if self.plain is not None and x.numel() < FEW * x.size(-1):
             y = self.plain(x)
             y = F.gelu(y, approximate=gelu) if gelu else y
             return y if add is None else add + y
-        x = x.to(self.weight.dtype)
         if add is not None and add.dtype == x.dtype:
             return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.weight, self.bias, "add")
         y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "gelu" if gelu else "none", [], gelu or "")
         return y if add is None else add + y # a float32 residual of bfloat16 layers, as autocast has it
-
-
-class PackedBlock(nn.Module):
-    """model.Block in fewer passes; the last one computes only the last position where no cache wants the rest."""
-
-    def __init__(self, block, last):
-        super().__init__()
-        self.ln_1, self.ln_2 = plain_norm(block.ln_1), plain_norm(block.ln_2)
-        self.c_attn, self.attn_c_proj = PackedLinear(block.attn.c_attn), PackedLinear(block.attn.c_proj)
-        self.c_fc, self.c_proj = PackedLinear(block.mlp.c_fc), PackedLinear(block.mlp.c_proj)
-        self.n_head, self.gelu, self.last = block.attn.n_head, block.mlp.gelu.approximate, last
-
-    def forward(self, x, past=None):
-        """(B, T, E) -> (B, T, E), or (B, 1, E) where only the last position is computed."""
-        qkv = self.c_attn(self.ln_1(x))
-        q, k, v = qkv.view(*x.shape[:2], 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind() # (B, H, T, D)
-        if past is not None:
-            y = attend(q, k, v, *past)
-        elif self.last:
-            x = x[:, -1:].contiguous()
-            y = F.scaled_dot_product_attention(q[:, :, -1:], k, v)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = self.attn_c_proj(y.transpose(1, 2).flatten(2), add=x)
-        return self.c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), add=x)
 
 
 def plain_norm(norm):
@@ -116,22 +218,70 @@ def plain_norm(norm):
                    eps=norm.eps)
 
 
-def attend(q, k, v, keys, values, start):
-    """What queries (B, H, T, D) make of what is cached and of k and v, which are added; the rest is KVCache.layer's.
+def causal(q, k, v):
+    """What queries (B, H, T, D), the last T of S positions, make of keys and values (B, H, S, D): (B, T, E).
 
-    For single queries plain products are quicker than the fused kernel, in bfloat16 twice as quick, if the
-    keys lie transposed: that is how the cache's memory holds them here.
+    Few at once: the fused kernel computes what it masks, up to 512 keys of it.
     """
-    B, H, S, D = keys.shape
-    T = k.size(2)
-    end = start + T
-    keys = keys.view(B, H, D, S)
-    keys.narrow(3, start, T).copy_(k.mT) # one row fills all: a prompt they share is read once
-    values.narrow(2, start, T).copy_(v)
-    if start == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    scores = torch.bmm((q * D**-0.5).flatten(0, 1), keys.narrow(3, 0, end).flatten(0, 1)) # (B * H, T, end)
-    if T > 1:
-        future = torch.ones(T, end, dtype=torch.bool, device=q.device).triu(start + 1)
-        scores = scores.masked_fill(future, -torch.inf)
-    return torch.bmm(scores.softmax(-1), values.narrow(2, 0, end).flatten(0, 1)).view(B, H, T, D)
+    T, S = q.size(2), k.size(2)
+    found = []
+    for i in range(0, T, CHUNK):
+        some = q[:, :, i:i + CHUNK].to(k.dtype)
+        end = S - T + i + some.size(2)
+        mask = future(some.size(2), end, k.dtype) if some.size(2) > 1 else None
+        y = F.scaled_dot_product_attention(some, k[:, :, :end], v[:, :, :end], attn_mask=mask)
+        found.append(y.transpose(1, 2).flatten(2))
+    return torch.cat(found, dim=1) if len(found) > 1 else found[0]
+
+
+@lru_cache(32)
+def future(T, S, dtype):
+    """What to add to the scores (T, S) of the last T of S positions: -inf where a key comes later."""
+    return torch.full((T, S), -torch.inf, dtype=dtype).triu(1 + S - T)
+
+
+class Glance:
+    """Attention for the last position alone, without the other positions' keys and values.
+
+    q @ (W_k h) is (W_k.T q) @ h, and the weighted sum of W_v h is W_v times that of h: two products with h for each
+    head, not with two matrices for each position (absorption, DeepSeek-V2, 2024). A bias of the keys adds the same to
+    every score, which softmax does not see. All of it is so little that float32 will do.
+    """
+
+    def __init__(self, attention):
+        weight, bias, H = attention.c_attn.weight.detach().float(), attention.c_attn.bias, attention.n_head
+        q, self.k, self.v = weight.view(3, H, -1, weight.size(1)).unbind() # (H, D, E)
+        self.q = q.flatten(0, 1)
+        self.q_bias, _, self.v_bias = (None,) * 3 if bias is None else bias.detach().float().chunk(3)
+
+    def __call__(self, h):
+        """(B, T, E), normed -> (B, E)."""
+        H, D, _ = self.k.shape
+        q = F.linear(h[:, -1], self.q, self.q_bias).view(-1, H, D).transpose(0, 1) * D**-0.5 # (H, B, D)
+        scores = (q @ self.k).transpose(0, 1) @ h.mT # (B, H, T)
+        seen = scores.softmax(-1) @ h # (B, H, E)
+        y = (seen.transpose(0, 1) @ self.v.mT).transpose(0, 1).flatten(1)
+        return y if self.v_bias is None else y + self.v_bias
+
+
+class FirstQKV:
+    """PackedBlock.qkv of the first block, looked up: there it depends on a token and its position alone.
+
+    The table costs as much as it saves over its own number of tokens, so it is made when so many have been read.
+    """
+
+    def __init__(self, block, wte, wpe):
+        self.block, self.wte, self.wpe = block, wte, wpe
+        self.rows, self.read, self.table = len(wte) * len(wpe), 0, None
+        self.allowed = self.rows * 3 * wte.size(1) * 4 <= TABLE
+
+    def __call__(self, x, idx):
+        """(B, T, E) that come of idx (B, T) -> (B, T, 3 * E)."""
+        self.read += idx.numel()
+        if self.table is None:
+            if not self.allowed or self.read < self.rows:
+                return self.block.qkv(x)
+            self.table = self.block.qkv(x[0, 0]).new_empty(self.rows, 3 * x.size(-1))
+            for rows, token in zip(self.table.split(len(self.wpe)), self.wte, strict=True):
+                rows.copy_(self.block.qkv(token + self.wpe))
+        return F.embedding(idx * len(self.wpe) + torch.arange(idx.size(1)), self.table)

@@ -6,6 +6,7 @@ samples one after another from one stream, so sample k starts k * max_new_tokens
 RowDraws gives every row of a batch its own place there: all samples at once, each with the tokens it would
 have had alone.
 """
+import math
 from functools import cache
 
 import numpy as np
@@ -98,7 +99,7 @@ def likeliest(logits, k):
 def finite(logits):
     """Whether every logit is a finite number, in one pass over them."""
     low, high = logits.aminmax()
-    return bool((high - low).isfinite())
+    return math.isfinite(high - low)
 
 
 def require_finite(logits):

@@ -25,10 +25,13 @@ SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=len(CHARS
 def make_gpt(seed=1, **changes):
     """A small random network in eval mode, its weights large enough for its samples to depend on the prompt."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**{**SHAPE, **changes})).eval()
+    model, own = GPT(GPTConfig(**{**SHAPE, **changes})).eval(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4 if parameter.dim() > 1 else 1)
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+            else: # biases and norms, which start at 0 and 1
+                parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=own))
     return model
 
 

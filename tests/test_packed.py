@@ -7,7 +7,6 @@ import torch
 from conftest import PROJECT, make_gpt, plain_generate
 
 import packed
-from model import KVCache
 from packed import PackedBlock, pack
 
 WIDE = dict(n_embd=packed.NARROW, n_head=4, n_layer=2)
@@ -42,7 +41,7 @@ def test_the_same_tokens_in_float32(length, rows, gelu, bias, n_embd):
 @pytest.mark.parametrize("parts", [(5, 1, 7), (1, 14), (15,), (3, 12)], ids=str)
 def test_a_cache_may_be_filled_in_any_parts(parts):
     plain, packed_model, idx = make_gpt(**WIDE), pack(make_gpt(**WIDE)), prompt_of(sum(parts), 2)
-    cache, read = KVCache(plain.config, 2, 16), 0
+    cache, read = packed_model.new_cache(2, 16), 0
     with torch.no_grad():
         for length in parts:
             logits, _ = packed_model(idx[:, read:read + length], cache=cache)
@@ -51,22 +50,82 @@ def test_a_cache_may_be_filled_in_any_parts(parts):
 
 
 @needs_operators
-@pytest.mark.parametrize("cached", [True, False])
-def test_bfloat16_is_as_near_to_float32_as_autocast(cached):
-    idx = prompt_of(15, 2)
+@pytest.mark.parametrize("length", [1, 9])
+def test_rows_that_share_a_prompt(length):
+    plain, packed_model, idx = make_gpt(), pack(make_gpt()), prompt_of(length, 1).repeat(3, 1)
+    torch.manual_seed(3)
+    expected = plain_generate(plain, idx, 25)
+    torch.manual_seed(3)
+    assert torch.equal(packed_model.generate(idx, 25), expected)
+
+
+@needs_operators
+@pytest.mark.parametrize("parts", [(17,), (16, 1), (10, 7)], ids=str)
+def test_more_than_block_size_is_refused(parts):
+    model, idx = pack(make_gpt()), prompt_of(17, 1)
+    cache = model.new_cache(1, 32)
+    with torch.no_grad(), pytest.raises(ValueError, match="cannot read 17 tokens: block_size is 16"):
+        for part in idx.split(parts, dim=1):
+            model(part, cache=cache)
+
+
+@needs_operators
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("parts", [(1,), (63,), (64,), (65,), (150,), (64, 1, 70), (1, 129), (100, 50)], ids=str)
+def test_windows_longer_than_what_attends_at_once(parts, bias):
+    shape = dict(WIDE, block_size=150, bias=bias)
+    plain, packed_model, idx = make_gpt(**shape), pack(make_gpt(**shape)), prompt_of(sum(parts), 3)
+    cache, read = packed_model.new_cache(3, 150), 0
+    with torch.no_grad():
+        expected = plain(idx)[0]
+        for length in parts:
+            logits, _ = packed_model(idx[:, read:read + length], cache=cache)
+            read += length
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(packed_model(idx)[0], expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_operators
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [5, 16])
+def test_the_first_layer_is_looked_up_once_that_pays(length, dtype, near):
+    plain, packed_model, idx = make_gpt(**WIDE), pack(make_gpt(**WIDE).cast_linears(dtype)), prompt_of(length, 7)
+    with torch.no_grad():
+        expected = plain(idx)[0]
+        for i in range(61 * 16 // idx.numel() + 2): # its vocab_size and block_size
+            torch.testing.assert_close(packed_model(idx)[0].float(), expected, atol=near, rtol=near)
+            assert (packed_model.first_qkv.table is None) == ((i + 1) * idx.numel() < 61 * 16)
+
+
+@needs_operators
+def test_a_table_that_takes_too_much_is_not_made(monkeypatch):
+    idx = prompt_of(16, 7)
+    monkeypatch.setattr(packed, "TABLE", 61 * 16 * 3 * WIDE["n_embd"] * 4 - 1)
+    model = pack(make_gpt(**WIDE))
+    with torch.no_grad():
+        for _ in range(20):
+            model(idx)
+    assert model.first_qkv.table is None
+
+
+@needs_operators
+@pytest.mark.parametrize("shape", [{}, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("rows", [1, 2], ids=["1-row", "2-rows"])
+@pytest.mark.parametrize("parts", [(), (14, 1), (5, 10)], ids=["no-cache", "a-token", "several"])
+def test_bfloat16_is_as_near_to_float32_as_autocast(parts, rows, shape):
+    idx = prompt_of(15, rows)
 
     def logits(model):
-        if not cached:
+        if not parts:
             return model(idx)[0].float()
-        cache = KVCache(model.config, 2, 16, dtype=model.compute_dtype())
-        model(idx[:, :14], cache=cache)
-        return model(idx[:, 14:], cache=cache)[0].float()
+        cache = model.new_cache(rows, 16)
+        return [model(part, cache=cache)[0].float() for part in idx.split(parts, dim=1)][-1]
 
     with torch.no_grad():
-        exact = logits(make_gpt(**WIDE))
+        exact = logits(make_gpt(**shape))
         with torch.autocast("cpu", torch.bfloat16):
-            autocast = logits(make_gpt(**WIDE))
-            ours = logits(pack(make_gpt(**WIDE).cast_linears(torch.bfloat16)))
+            autocast = logits(make_gpt(**shape))
+            ours = logits(pack(make_gpt(**shape).cast_linears(torch.bfloat16)))
     assert 0 < (ours - exact).abs().mean() <= 1.2 * (autocast - exact).abs().mean()
 
 
