@@ -175,7 +175,7 @@ def share_of_limit(case, bandwidth, float32, bfloat16):
         if length <= window: # the weights and what is cached are read once
             read = size * (layers * block + head + case.at_once * 2 * layers * width * length) / bandwidth
             work = 2 * case.at_once * (layers * block + head + 2 * layers * width * length) / rate
-        else: # all of the window but, of the last layer, queries and what follows; of attention causality's half
+        else: # the window but for what follows the last layer's keys and values; of attention causality's half
             read = 0
             work = 2 * case.at_once * window * ((layers - 1) * (block + width * window) + 3 * width**2) / rate
         reading, computing = (reading + read, computing) if read > work else (reading, computing + work)
