@@ -1,4 +1,4 @@
-"""GPT's layers for generation on a CPU, their weights packed once for oneDNN.
+"""GPT's generation on a CPU: weights packed once for oneDNN, and as few and as little as text needs of everything else.
 
 F.linear reaches less than half of what memory gives at one row, and of what the arithmetic units give at
 hundreds. In oneDNN's own layout a product reaches both, and adds bias, GELU or residual while the result
@@ -6,7 +6,7 @@ is still in a register. Inductor does the same when it freezes a network.
 """
 import ctypes
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import torch
 import torch.nn as nn
@@ -165,7 +165,8 @@ class PackedCache:
 
     def keep(self, rows):
         """Forget all but these rows."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.keys = self.keys[:, rows]
+        self.values = self.values[:, rows] # in two lines: the one's memory goes before the other's comes
 
 
 class PackedBlock(nn.Module):
@@ -227,17 +228,18 @@ def causal(q, k, v):
     found = []
     for i in range(0, T, CHUNK):
         some = q[:, :, i:i + CHUNK].to(k.dtype)
-        end = S - T + i + some.size(2)
-        mask = future(some.size(2), end, k.dtype) if some.size(2) > 1 else None
+        n = some.size(2)
+        end = S - T + i + n
+        mask = F.pad(future(n, k.dtype), (end - n, 0)) if n > 1 else None
         y = F.scaled_dot_product_attention(some, k[:, :, :end], v[:, :, :end], attn_mask=mask)
         found.append(y.transpose(1, 2).flatten(2))
     return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
 
-@lru_cache(32)
-def future(T, S, dtype):
-    """What to add to the scores (T, S) of the last T of S positions: -inf where a key comes later."""
-    return torch.full((T, S), -torch.inf, dtype=dtype).triu(1 + S - T)
+@cache
+def future(n, dtype):
+    """What to add to the scores (n, n) of as many positions among themselves: -inf where a key comes later."""
+    return torch.full((n, n), -torch.inf, dtype=dtype).triu(1)
 
 
 class Glance:
@@ -278,10 +280,16 @@ class FirstQKV:
     def __call__(self, x, idx):
         """(B, T, E) that come of idx (B, T) -> (B, T, 3 * E)."""
         self.read += idx.numel()
+        if self.allowed and self.read >= self.rows:
+            self.allowed = False # to try again, should memory not suffice
+            self.table = self.make()
         if self.table is None:
-            if not self.allowed or self.read < self.rows:
-                return self.block.qkv(x)
-            self.table = self.block.qkv(x[0, 0]).new_empty(self.rows, 3 * x.size(-1))
-            for rows, token in zip(self.table.split(len(self.wpe)), self.wte, strict=True):
-                rows.copy_(self.block.qkv(token + self.wpe))
+            return self.block.qkv(x)
         return F.embedding(idx * len(self.wpe) + torch.arange(idx.size(1)), self.table)
+
+    def make(self):
+        """The table: (V * block_size, 3 * E)."""
+        table = torch.empty(self.rows, 3 * self.wte.size(1), dtype=self.block.c_attn.weight.dtype)
+        for rows, token in zip(table.split(len(self.wpe)), self.wte, strict=True):
+            rows.copy_(self.block.qkv(token + self.wpe))
+        return table

@@ -98,6 +98,19 @@ def test_the_first_layer_is_looked_up_once_that_pays(length, dtype, near):
 
 
 @needs_operators
+def test_a_table_that_memory_does_not_hold_is_tried_once(monkeypatch):
+    model, idx = pack(make_gpt(**WIDE)), prompt_of(16, 61)
+
+    def fail(self):
+        raise MemoryError
+    monkeypatch.setattr(packed.FirstQKV, "make", fail)
+    with torch.no_grad():
+        with pytest.raises(MemoryError):
+            model(idx)
+        torch.testing.assert_close(model(idx)[0], make_gpt(**WIDE)(idx)[0], atol=1e-5, rtol=1e-5)
+
+
+@needs_operators
 def test_a_table_that_takes_too_much_is_not_made(monkeypatch):
     idx = prompt_of(16, 7)
     monkeypatch.setattr(packed, "TABLE", 61 * 16 * 3 * WIDE["n_embd"] * 4 - 1)
