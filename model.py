@@ -256,7 +256,7 @@ class GPT(nn.Module):
         """About what one more row of length tokens takes in generate: its cache, or its window, and its logits."""
         config = self.config
         tokens = min(length, config.block_size)
-        cached = 2 * config.n_layer * config.n_embd * self.compute_dtype().itemsize
+        cached = 2 * config.n_layer * config.n_embd * self.new_cache(1, 1).keys[0].itemsize
         window = 10 * 4 * config.n_embd if length > config.block_size else 0
         return tokens * (cached + window) + 40 * config.vocab_size
 

@@ -52,7 +52,7 @@ def available(dtype=torch.float32):
     """Whether this torch has the operators, which are Inductor's and not public, and for this dtype here."""
     try:
         x = torch.ones(1, 16, dtype=dtype)
-        layer = PackedLinear(nn.Linear(16, 16, dtype=dtype))
+        layer = PackedLinear(nn.utils.skip_init(nn.Linear, 16, 16, dtype=dtype)) # which draws no random numbers
         layer.plain = None
         layer(layer(x, gelu="tanh"), add=x)
         return True
@@ -61,7 +61,7 @@ def available(dtype=torch.float32):
 
 
 class PackedGPT(GPT):
-    """A GPT that can only generate, in fewer steps and passes."""
+    """A GPT that can only generate, in fewer steps and passes; not to be trained, copied or saved."""
 
     def pack(self):
         """Replace blocks and head by packed ones."""
@@ -72,14 +72,14 @@ class PackedGPT(GPT):
         head = PackedLinear(self.lm_head)
         del self.lm_head # a module's place takes modules alone
         self.lm_head, self.ln_f = head, plain_norm(self.transformer.ln_f)
-        self.embeddings = self.transformer.wte.weight, self.transformer.wpe.weight
+        self.embeddings = self.transformer.wte.weight, self.transformer.wpe.weight # modules are slow to look up
         self.first_qkv = FirstQKV(blocks[0], *self.embeddings)
 
     def new_cache(self, batch_size, capacity):
-        """As GPT.new_cache. Single rows attend in float32: there are no quick products for them in less."""
-        dtype = self.lm_head.weight.dtype if batch_size > 1 else torch.float32
-        return PackedCache(self.config, batch_size, capacity, dtype)
+        """As GPT.new_cache."""
+        return PackedCache(self.config, batch_size, capacity)
 
+    @torch.no_grad()
     def forward(self, idx, *, cache=None):
         """As GPT.forward without targets."""
         T, start = idx.size(1), 0 if cache is None else cache.size
@@ -117,7 +117,7 @@ class PackedGPT(GPT):
             q, k, v = block.qkv(x).view(B, 3, H, -1).unbind(1) # (B, H, D)
             k_slot.copy_(k)
             v_slot.copy_(v)
-            q = q.reshape(B * H, 1, -1).to(keys.dtype)
+            q = q.reshape(B * H, 1, -1).float()
             scores = torch.baddbmm(cache.nothing, q, keys, beta=0, alpha=scale) # (B * H, 1, S)
             x = block.rest(x, torch.bmm(scores.softmax(-1), values).view(B, E))
         return x
@@ -138,14 +138,15 @@ class PackedGPT(GPT):
 class PackedCache:
     """A KVCache whose layers are one tensor: a step's view of all of them is made at once.
 
-    Keys lie transposed: plain products with single queries, quicker than the fused kernel, want them so.
+    Keys lie transposed: plain products with single queries, quicker than the fused kernel, want them so. In float32
+    whatever the weights: for less, oneDNN makes and keeps new kernels for every length, and scores round too coarsely.
     """
 
-    def __init__(self, config, batch_size, capacity, dtype):
+    def __init__(self, config, batch_size, capacity):
         N, H, D = config.n_layer, config.n_head, config.n_embd // config.n_head
-        self.keys = torch.empty(N, batch_size, H, D, capacity, dtype=dtype)
-        self.values = torch.empty(N, batch_size, H, capacity, D, dtype=dtype)
-        self.nothing = torch.empty((), dtype=dtype)
+        self.keys = torch.empty(N, batch_size, H, D, capacity)
+        self.values = torch.empty(N, batch_size, H, capacity, D)
+        self.nothing = torch.empty(())
         self.size = 0
 
     def add(self, layer, k, v):
@@ -275,13 +276,13 @@ class FirstQKV:
     def __init__(self, block, wte, wpe):
         self.block, self.wte, self.wpe = block, wte, wpe
         self.rows, self.read, self.table = len(wte) * len(wpe), 0, None
-        self.allowed = self.rows * 3 * wte.size(1) * 4 <= TABLE
+        self.wanted = self.rows * 3 * wte.size(1) * 4 <= TABLE
 
     def __call__(self, x, idx):
         """(B, T, E) that come of idx (B, T) -> (B, T, 3 * E)."""
         self.read += idx.numel()
-        if self.allowed and self.read >= self.rows:
-            self.allowed = False # to try again, should memory not suffice
+        if self.wanted and self.read >= self.rows:
+            self.wanted = False # even where memory does not suffice
             self.table = self.make()
         if self.table is None:
             return self.block.qkv(x)

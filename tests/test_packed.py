@@ -142,6 +142,43 @@ def test_bfloat16_is_as_near_to_float32_as_autocast(parts, rows, shape):
     assert 0 < (ours - exact).abs().mean() <= 1.2 * (autocast - exact).abs().mean()
 
 
+@needs_operators
+@pytest.mark.parametrize("rows", [1, 3], ids=["1-row", "3-rows"])
+def test_bfloat16_of_large_scores_is_as_near_too(rows):
+    idx, shape = prompt_of(60, rows), dict(WIDE, block_size=64)
+
+    def network():
+        model = make_gpt(**shape)
+        with torch.no_grad():
+            for block in model.transformer.h:
+                q, k, _ = block.attn.c_attn.bias.chunk(3)
+                q += 5 # and all scores by the same: of coarse numbers little is left after that
+                k += 0.6
+        return model
+
+    def logits(model):
+        cache = model.new_cache(rows, 64)
+        return torch.cat([model(token, cache=cache)[0].float() for token in idx.split(1, dim=1)])
+
+    with torch.no_grad():
+        exact = logits(network())
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast = logits(network())
+            ours = logits(pack(network().cast_linears(torch.bfloat16)))
+    assert 0 < (ours - exact).abs().mean() <= 1.2 * (autocast - exact).abs().mean()
+
+
+@needs_operators
+def test_gradients_may_be_on_and_random_numbers_stay_where_they_are():
+    plain, model, idx = make_gpt(), make_gpt(), prompt_of(6, 2)
+    before = torch.get_rng_state()
+    pack(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    cache = model.new_cache(2, 16)
+    model(idx[:, :5], cache=cache)
+    torch.testing.assert_close(model(idx[:, 5:], cache=cache)[0], plain(idx)[0].detach(), atol=1e-5, rtol=1e-5)
+
+
 def test_the_plain_path_stays_where_the_operators_are_missing(monkeypatch):
     monkeypatch.setattr(packed, "available", lambda dtype: False)
     model = make_gpt()
