@@ -52,7 +52,8 @@ def available(dtype=torch.float32):
     """Whether this torch has the operators, which are Inductor's and not public, and for this dtype here."""
     try:
         x = torch.ones(1, 16, dtype=dtype)
-        layer = PackedLinear(nn.utils.skip_init(nn.Linear, 16, 16, dtype=dtype)) # which draws no random numbers
+        with torch.random.fork_rng(devices=[]): # a layer draws random numbers
+            layer = PackedLinear(nn.Linear(16, 16, dtype=dtype))
         layer.plain = None
         layer(layer(x, gelu="tanh"), add=x)
         return True
