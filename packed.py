@@ -1,4 +1,4 @@
-"""GPT's generation on a CPU: weights packed once for oneDNN, and as few and as little as text needs of everything else.
+"""GPT's generation on a CPU: weights packed once for oneDNN, few operations a token, and none that no token needs.
 
 F.linear reaches less than half of what memory gives at one row, and of what the arithmetic units give at
 hundreds. In oneDNN's own layout a product reaches both, and adds bias, GELU or residual while the result

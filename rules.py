@@ -13,6 +13,7 @@ FREE = "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_p
 def check(settings):
     """Raise ValueError where a setting, by name, has a value that cannot work, whoever set it."""
     def must(name, holds, rule):
+        """Raise ValueError with the rule and what came, where it does not hold."""
         value = settings[name]
         if not holds(value):
             raise ValueError(f"{rule}; got {value!r:.100}")
