@@ -89,7 +89,7 @@ class GraphedGPT:
         steps = self.take_steps(len(idx), idx.size(1) + max_new_tokens, None)
         for filled in range(1, steps.capacity + 1, BUCKET):
             steps.position.fill_(filled - 1)
-            self.decode(self.model, *steps.cached, steps.token, steps.position, steps.bucket(filled))
+            self.decode(self.model, steps.cache.layers, steps.token, steps.position, steps.bucket(filled))
         if idx.size(1) + max_new_tokens > self.model.config.block_size and not context_shift:
             self.forward(steps.window)
 
@@ -102,9 +102,8 @@ class Steps:
         self.graphs, self.pool = {}, None
         config, self.device = gpt.model.config, gpt.model.lm_head.weight.device
         self.cache = KVCache(config, batch_size, capacity, self.device, gpt.model.compute_dtype())
-        self.cached = self.cache.keys, self.cache.values
-        for tensor in (*self.cache.keys, *self.cache.values):
-            tensor.zero_() # what is masked must be a number all the same
+        for layer in self.cache.layers:
+            layer.zero_() # what is masked must be a number all the same
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=self.device) # the latest
         self.position = torch.zeros(1, dtype=torch.long, device=self.device) # of the last token in the cache
         # What the network sees; where that does not fill it yet, the first token again.
@@ -143,7 +142,7 @@ class Steps:
         """The step of decode, in which the token attends to length positions."""
         self.position.add_(1)
         self.window.index_copy_(1, self.position, self.token)
-        self.choose_from(self.gpt.decode(self.gpt.model, *self.cached, self.token, self.position, length))
+        self.choose_from(self.gpt.decode(self.gpt.model, self.cache.layers, self.token, self.position, length))
 
     def move_window(self):
         """The step of read_window."""
@@ -173,19 +172,19 @@ class Steps:
             self.graphs[name].replay()
 
 
-def decode(model, keys, values, token, position, length):
+def decode(model, cached, token, position, length):
     """GPT.forward for one token (B, 1) at a position that is a tensor (1,), attending to length cached ones.
 
-    keys and values are KVCache's; those of the token are added. Returns logits (B, 1, V).
+    cached is KVCache's layers, to which the token's keys and values are added. Returns logits (B, 1, V).
     """
     x = model.transformer.wte(token) + model.transformer.wpe(position)
     future = torch.arange(length, device=token.device) > position
-    mask = torch.zeros(1, length, device=token.device, dtype=keys[0].dtype).masked_fill(future, -torch.inf)
-    for block, k_cache, v_cache in zip(model.transformer.h, keys, values, strict=True):
-        q, k, v = block.attn.heads(block.ln_1(x)) # (B, H, 1, D)
-        k_cache.index_copy_(2, position, k)
-        v_cache.index_copy_(2, position, v)
-        y = F.scaled_dot_product_attention(q, k_cache[:, :, :length], v_cache[:, :, :length], attn_mask=mask)
+    mask = torch.zeros(1, length, device=token.device, dtype=cached[0].dtype).masked_fill(future, -torch.inf)
+    for block, layer in zip(model.transformer.h, cached, strict=True):
+        qkv = block.attn.heads(block.ln_1(x)) # (3, B, H, 1, D)
+        layer.index_copy_(3, position, qkv[1:])
+        keys, values = layer[..., :length, :] # (B, H, length, D)
+        y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=mask)
         x = x + block.attn.c_proj(block.attn.merge(y))
         x = x + block.mlp(block.ln_2(x))
     return model.lm_head(model.transformer.ln_f(x))

@@ -58,20 +58,23 @@ class KVCache:
     """
 
     def __init__(self, config, batch_size, capacity, device=None, dtype=None):
-        shape = batch_size, config.n_head, capacity, config.n_embd // config.n_head # (B, H, S, D)
-        self.keys, self.values = ([torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
-                                  for _ in range(2))
+        shape = 2, batch_size, config.n_head, capacity, config.n_embd // config.n_head # keys, values: (2, B, H, S, D)
+        self.layers = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.size = 0
 
     def layer(self, i):
-        """What layer i's attention needs: its keys, its values and how many of their positions are filled."""
-        return self.keys[i], self.values[i], self.size
+        """What layer i's attention needs: its keys and values, and how many of their positions are filled."""
+        return self.layers[i], self.size
 
     def keep(self, rows):
         """Forget all but these rows."""
-        for tensors in self.keys, self.values:
-            for i, tensor in enumerate(tensors):
-                tensors[i] = tensor[rows]
+        for i, layer in enumerate(self.layers):
+            self.layers[i] = layer[:, rows]
+
+    @property
+    def nbytes(self):
+        """The memory it takes."""
+        return sum(layer.nbytes for layer in self.layers)
 
 
 class CausalSelfAttention(nn.Module):
@@ -89,21 +92,21 @@ class CausalSelfAttention(nn.Module):
     def attend(self, x, past=None):
         """What the heads make of x and of the past, side by side: (B, T, E)."""
         T = x.size(1)
-        q, k, v = self.heads(x)
+        qkv = self.heads(x)
+        q, k, v = qkv
         causal, mask = True, None
         if past is not None:
-            keys, values, start = past
-            keys[:, :, start:start + T] = k # one row fills all: a prompt they share is read once
-            values[:, :, start:start + T] = v
+            cached, start = past
+            cached[..., start:start + T, :] = qkv[1:] # one row fills all: a prompt they share is read once
             if start:
-                k, v = keys[:, :, :start + T], values[:, :, :start + T] # (B, H, S, D)
+                k, v = cached[..., :start + T, :] # (B, H, S, D) each
                 causal = False # its triangle would stand at the first key, not at the last
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=x.device).tril(start) if T > 1 else None
         dropout = self.dropout.p if self.training else 0.0
         return self.merge(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout))
 
     def heads(self, x):
-        """Queries, keys and values of every head: three of (B, H, T, D)."""
+        """Queries, keys and values of every head: (3, B, H, T, D)."""
         return self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
 
     def merge(self, y):
@@ -256,9 +259,8 @@ class GPT(nn.Module):
         """About what one more row of length tokens takes in generate: its cache, or its window, and its logits."""
         config = self.config
         tokens = min(length, config.block_size)
-        cached = 2 * config.n_layer * config.n_embd * self.new_cache(1, 1).keys[0].itemsize
         window = 10 * 4 * config.n_embd if length > config.block_size else 0
-        return tokens * (cached + window) + 40 * config.vocab_size
+        return tokens * (self.new_cache(1, 1).nbytes + window) + 40 * config.vocab_size
 
     def compute_dtype(self):
         """The dtype that Linears give here: autocast's where it is on, else that of their weights."""

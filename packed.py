@@ -165,6 +165,11 @@ class PackedCache:
         return (self.keys[..., i].unbind(), self.values[..., i, :].unbind(),
                 self.keys[..., :end].flatten(1, 2).unbind(), self.values[..., :end, :].flatten(1, 2).unbind())
 
+    @property
+    def nbytes(self):
+        """The memory it takes."""
+        return self.keys.nbytes + self.values.nbytes
+
     def keep(self, rows):
         """Forget all but these rows."""
         self.keys = self.keys[:, rows]

@@ -4,9 +4,10 @@ import torch
 from conftest import make_gpt, plain_generate
 
 import graphs
-from graphs import GraphedGPT
+from batches import Chooser
+from graphs import GraphedGPT, Steps
 from model import KVCache
-from sampler import RowDraws
+from sampler import RowDraws, exponentials
 
 
 def prompt_of(length, rows=1):
@@ -107,13 +108,13 @@ def test_a_step_in_bfloat16_is_as_near_to_float32_as_autocast():
 
     def logits(model, last):
         cache = KVCache(model.config, 2, 16, dtype=model.compute_dtype())
-        for tensor in (*cache.keys, *cache.values):
-            tensor.zero_()
+        for layer in cache.layers:
+            layer.zero_()
         model(idx[:, :14], cache=cache)
         return last(model, cache).float()
 
     def step(model, cache):
-        return graphs.decode(model, cache.keys, cache.values, idx[:, 14:], torch.tensor([14]), 16)
+        return graphs.decode(model, cache.layers, idx[:, 14:], torch.tensor([14]), 16)
 
     def forward(model, cache):
         return model(idx[:, 14:], cache=cache)[0]
@@ -124,6 +125,24 @@ def test_a_step_in_bfloat16_is_as_near_to_float32_as_autocast():
             autocast = logits(make_gpt(), forward)
             stepped = logits(make_gpt().cast_linears(torch.bfloat16), step)
     assert 0 < (stepped - exact).abs().mean() <= 1.2 * (autocast - exact).abs().mean()
+
+
+@pytest.mark.parametrize("watch", [None, 0, 3])
+@pytest.mark.parametrize("how", [dict(), dict(temperature=0), dict(top_k=5), dict(top_p=0.9, min_p=0.1, repetition_penalty=1.2)],
+                         ids=str)
+def test_a_step_looks_at_no_number(how, watch):
+    """A graph cannot: it would have to wait for the GPU. On the meta device there are none, and whoever looks raises."""
+    gpt = GraphedGPT(make_gpt().to("meta"))
+    gpt.model.compute_dtype = lambda: torch.float32 # there is no autocast to ask
+    choose = Chooser(gpt.next_token, exponentials, how, watch)
+    choose.given = torch.empty(2, 1, dtype=torch.long, device="meta")
+    if watch is not None:
+        choose.look = [torch.empty(2, n, device="meta") for n in (1, watch, watch)]
+    steps = Steps(gpt, 2, 16, choose)
+    steps.read_token(8)
+    steps.move_window()
+    with pytest.raises(RuntimeError, match="meta"):
+        steps.sum.item()
 
 
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
