@@ -114,12 +114,11 @@ class Chooser:
 
     def __init__(self, next_token, draws, how, watch=None):
         self.next_token, self.draws, self.how, self.watch = next_token, draws, how, watch
-        self.given, self.look = None, None
+        self.given, self.table, self.look = None, None, None
 
-    @property
-    def rows(self):
-        """The generators that the rows draw from."""
-        return self.draws.rows
+    def ahead(self):
+        """Draw the random numbers of the next choice, outside of its graph."""
+        self.draws.ahead()
 
     def begin(self, prompts, places, device, ragged):
         """Turn to a batch of prompts (lists of ids) whose samples start at these places in the random stream."""
@@ -129,17 +128,18 @@ class Chooser:
         self.longest = max(map(len, self.rests))
         if ragged and (self.given is None or len(self.given) != B):
             self.given = torch.empty(B, 1, dtype=torch.long, device=device)
-        if ragged:
-            self.given.fill_(-1)
+        if ragged: # all steps at once, since a GPU is waited for
+            self.table = torch.tensor([[rest[step:step + 1] or [-1] for rest in self.rests]
+                                       for step in range(self.longest + 1)], device=device) # (longest + 1, B, 1)
         if self.watch is not None and (self.look is None or len(self.look[0]) != B):
             self.look = (torch.zeros(B, 1, device=device), torch.zeros(B, self.watch, device=device),
                          torch.zeros(B, self.watch, dtype=torch.long, device=device))
 
     def prepare(self, step):
         """Say which step is next, counted from 0 at the end of the shortest prompt."""
-        if self.longest == 0 or step > self.longest:
+        if self.given is None or step > self.longest:
             return
-        self.given.copy_(torch.tensor([rest[step:step + 1] or [-1] for rest in self.rests]))
+        self.given.copy_(self.table[step])
         for row, rest in enumerate(self.rests):
             if step == len(rest):
                 self.draws.restart(row) # until now its draws were for nothing
@@ -161,7 +161,7 @@ class Chooser:
         self.draws.keep(rows)
         self.rests = [self.rests[i] for i in rows]
         if self.given is not None:
-            self.given = self.given[rows]
+            self.given, self.table = self.given[rows], self.table[:, rows]
         if self.look is not None:
             self.look = tuple(kept[rows] for kept in self.look)
 
@@ -181,6 +181,7 @@ class Drawer:
         self.chooser = Chooser(generator.next_token, draws, how, watch)
         self.model = getattr(generator, "model", generator)
         self.device = self.model.lm_head.weight.device
+        self.patience = PAUSE if self.device.type == "cuda" and not live else 1
 
     def draw(self, samples):
         """Yield every sample of an iterable, in order, once it has ended; live: also the next, as it grows."""
@@ -243,19 +244,19 @@ class Drawer:
         stream = self.generator.stream(idx, max(ends), chooser, self.context_shift)
         piecewise = self.live or bool(self.stops) or chooser.watch is not None
         readers = [Reader(sample, self.tokenizer, self.max_new_tokens, self.stops, piecewise) for sample in batch]
+        pause = self.patience if piecewise else PAUSE
         pending, kept = [], None
         for step in range(1, max(ends) + 1):
             chooser.prepare(step - 1)
             pending.append((stream.send(kept), chooser.look and [kept.clone() for kept in chooser.look]))
             kept = None
-            if piecewise or step in ends or len(pending) == PAUSE:
+            if step in ends or len(pending) == pause:
                 self.hand_out(pending, step, readers)
                 pending, running = [], [i for i, reader in enumerate(readers) if not reader.sample.ended]
                 yield
                 if not running:
                     break
-                # On a GPU a row costs little and new graphs much.
-                if len(running) <= len(readers) // 2 or (len(running) < len(readers) and self.device.type != "cuda"):
+                if len(running) < len(readers) and len(running) <= self.generator.shrink_at * len(readers):
                     kept, readers = running, [readers[i] for i in running]
                     chooser.keep(running)
         with suppress(StopIteration):
@@ -263,6 +264,7 @@ class Drawer:
 
     def hand_out(self, pending, step, readers):
         """Give the readers what the latest steps have drawn, the last of which was this one."""
+        self.generator.check()
         tokens = torch.cat([token for token, _ in pending], dim=1).tolist()
         looks = [look and list(zip(*(kept.tolist() for kept in look), strict=True)) for _, look in pending]
         for row, (reader, rest) in enumerate(zip(readers, self.chooser.rests, strict=True)):

@@ -26,14 +26,15 @@ def choose_device(name, process=None):
 
 def choose_dtype(device, name):
     """The torch.dtype of that name, or the device's best for 'auto'; ValueError where the device has it not."""
-    bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported()
-    if name == "bfloat16" and not bfloat16:
-        raise ValueError("dtype=bfloat16 is not there: this GPU has float16 and float32")
-    if name != "auto":
-        return getattr(torch, name)
     if device.type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if bfloat16 else torch.float16
+        return torch.float32 if name == "auto" else getattr(torch, name)
+    with torch.cuda.device(device):
+        if name == "bfloat16" and not torch.cuda.is_bf16_supported():
+            raise ValueError("dtype=bfloat16 is not there: this GPU has float16 and float32")
+        if name != "auto":
+            return getattr(torch, name)
+        native = torch.cuda.is_bf16_supported(including_emulation=False) # elsewhere it is slow
+        return torch.bfloat16 if native else torch.float16
 
 
 def batch_that_fits(model, length, processes=1):
@@ -52,7 +53,7 @@ def batch_that_fits(model, length, processes=1):
 
 def out_of_memory(error):
     """Whether that is what an exception, or the one it came of, means; torch and oneDNN have several for it."""
-    words = r"MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
+    words = r"MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive|ALLOC_FAILED"
     return error is not None and (bool(re.search(words, f"{type(error).__name__} {error}"))
                                   or out_of_memory(error.__context__))
 
@@ -74,6 +75,7 @@ def get_ready(model, device, dtype, compile=False):
     if device.type == "cuda":
         from graphs import GraphedGPT
         torch.set_float32_matmul_precision("high") # TF32, as nanoGPT has it
+        torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN plans anew for every shape, and every length is one
         return GraphedGPT(model, compile)
     if device.type == "cpu" and not compile: # Inductor cannot see into packed weights
         from packed import pack

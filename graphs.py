@@ -2,7 +2,7 @@
 
 A step of a small network is a hundred kernels of a few microseconds each, and sending them one by one takes
 longer than running them. A CUDA graph sends them at once; choosing the token is part of it, so that nothing
-waits for the CPU. On other devices the same steps run without graphs.
+waits for the CPU, which only has the random numbers drawn. On other devices the same steps run without graphs.
 """
 import torch
 from torch.nn import functional as F
@@ -20,7 +20,9 @@ class GraphedGPT:
     """
 
     def __init__(self, model, compile=False):
-        self.model, self.steps = model, None
+        self.model, self.compiled, self.steps, self.sum = model, compile, None, None
+        # A row costs a GPU little, and new graphs much; compiled ones most of all.
+        self.shrink_at = 0 if compile else 0.5
         if compile:
             torch._dynamo.config.recompile_limit = 64 # a graph for each bucket and batch size
         self.decode = torch.compile(decode, dynamic=False) if compile else decode
@@ -36,14 +38,14 @@ class GraphedGPT:
         """As GPT.generate."""
         def choose(logits, ids):
             return self.next_token(logits, temperature, top_k, ids=ids, **how)
-        choose.rows = getattr(how.get("draw"), "rows", ())
+        choose.ahead = getattr(how.get("draw"), "ahead", lambda: None)
         return torch.cat([idx, *self.stream(idx, max_new_tokens, choose, context_shift)], dim=1)
 
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, choose, context_shift=False):
-        """As GPT.stream, but ValueError where logits were NaN or infinite comes at the end, not at the step.
+        """As GPT.stream, but ValueError where logits were NaN or infinite comes in check and at the end.
 
-        Where choose has rows, those are the generators that it draws from.
+        Where choose has a function ahead, it is called before each step, outside of its graph.
         """
         if max_new_tokens == 0 or idx.size(1) == 0:
             yield from self.model.stream(idx, max_new_tokens, choose, context_shift)
@@ -51,7 +53,9 @@ class GraphedGPT:
         size = self.model.config.block_size
         steps = self.take_steps(len(idx), idx.size(1) + max_new_tokens, choose)
         read, filled = idx[:, -size:], 0 # positions of the cache
+        ahead = getattr(choose, "ahead", lambda: None)
         for _ in range(max_new_tokens):
+            ahead()
             if filled == size and context_shift:
                 read, filled = torch.cat([steps.window, steps.token], dim=1)[:, size // 2 - size:], 0
             if filled == 0:
@@ -70,27 +74,33 @@ class GraphedGPT:
         require_finite(steps.sum)
         self.steps = steps # for the next call: what ended otherwise may have left anything behind
 
+    def check(self):
+        """Raise ValueError where logits of the last stream were NaN or infinite, which waits for the GPU."""
+        require_finite(self.sum)
+
     def take_steps(self, batch_size, length, choose):
         """The Steps for such a call: those of the last one where they fit, since making graphs takes a while."""
         size = self.model.config.block_size
-        capacity = min(-(-length // BUCKET) * BUCKET, -(-size // 8) * 8) # attention with a mask wants multiples of 8
-        made_for = batch_size, choose, tuple(getattr(choose, "rows", ()))
+        most = -(-size // 8) * 8 # attention with a mask wants multiples of 8
+        capacity = most if self.compiled else min(-(-length // BUCKET) * BUCKET, most) # another is compiled anew
+        made_for = batch_size, choose
         steps, self.steps = self.steps, None # nobody else's meanwhile
         if steps is None or steps.made_for != made_for or steps.capacity < capacity:
             steps = None # gives its memory back first
             steps = Steps(self, batch_size, capacity, choose)
             steps.made_for = made_for
-        steps.sum.zero_()
+        self.sum = steps.sum
         return steps
 
     @torch.no_grad()
     def compile_generation(self, idx, max_new_tokens, context_shift=False):
         """As GPT.compile_generation."""
-        steps = self.take_steps(len(idx), idx.size(1) + max_new_tokens, None)
-        for filled in range(1, steps.capacity + 1, BUCKET):
+        length = idx.size(1) + max_new_tokens
+        steps = self.take_steps(len(idx), length, None)
+        for filled in range(1, min(length, steps.capacity) + 1, BUCKET):
             steps.position.fill_(filled - 1)
             self.decode(self.model, steps.cache.layers, steps.token, steps.position, steps.bucket(filled))
-        if idx.size(1) + max_new_tokens > self.model.config.block_size and not context_shift:
+        if length > self.model.config.block_size and not context_shift:
             self.forward(steps.window)
 
 
@@ -164,8 +174,6 @@ class Steps:
         with torch.cuda.device(self.device):
             if self.graphs[name] is None:
                 graph = torch.cuda.CUDAGraph()
-                for generator in getattr(self.choose, "rows", ()):
-                    graph.register_generator_state(generator)
                 with torch.cuda.graph(graph, pool=self.pool):
                     step(*arguments)
                 self.graphs[name], self.pool = graph, graph.pool()

@@ -195,6 +195,10 @@ class GPT(nn.Module):
         return KVCache(self.config, batch_size, capacity, self.lm_head.weight.device, self.compute_dtype())
 
     next_token = staticmethod(next_token) # how logits become tokens, unless stream's caller has another way
+    shrink_at = 1 # rows that have ended are worth leaving out of a batch once at most this share of it is left
+
+    def check(self):
+        """Raise ValueError where logits were NaN or infinite and stream has not said so: here next_token has."""
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, context_shift=False, **how):
         """Continue token ids (B, T) by max_new_tokens: (B, T + max_new_tokens), idx itself left alone.
@@ -271,7 +275,7 @@ class GPT(nn.Module):
     def cast_linears(self, dtype):
         """Cast once what autocast would cast at every step; the embedding stays as it is. Returns self."""
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module.weight.dtype != dtype: # or a tied head would be so no longer
                 for name, value in module.named_parameters():
                     setattr(module, name, nn.Parameter(value.to(dtype), requires_grad=False))
         return self

@@ -123,7 +123,7 @@ class RowDraws:
             skip_numbers(self.generator, initialisation)
         self.steps, self.width = steps, width
         self.sample = 0 # that the generator has come to
-        self.rows, self.starts, self.numbers = [], [], None
+        self.rows, self.starts, self.numbers, self.drawn = [], [], None, False
 
     def place_of(self, sample):
         """Where in the stream this sample of the run starts: for for_rows. Samples are asked for in order."""
@@ -134,13 +134,13 @@ class RowDraws:
     def for_rows(self, places):
         """Turn to a batch whose rows start at these places; returns self.
 
-        As long as their number stays, the rows keep their generators and their memory: a CUDA graph may hold them.
+        As long as their number stays, the rows keep their memory: a CUDA graph may hold it.
         """
         if len(places) != len(self.rows):
             self.rows = [torch.Generator(self.generator.device) for _ in places]
             dtype = torch.float64 if self.from_uniforms() else torch.float32
             self.numbers = torch.empty(len(places), self.width, dtype=dtype, device=self.generator.device)
-        self.starts = list(places)
+        self.starts, self.drawn = list(places), False
         for row in range(len(places)):
             self.restart(row)
         return self
@@ -158,13 +158,20 @@ class RowDraws:
         """Whether exponentials are made here, from uniform numbers, and only where they are needed."""
         return self.generator.device.type == "cpu" and exponentials_are_uniforms()
 
-    def __call__(self, shape, ids, device):
-        """exponentials from the rows' own streams; shape is (count, width)."""
+    def ahead(self):
+        """Draw what the next call gives. A CUDA graph may hold that call, but every generator in it costs time."""
         for row, generator in zip(self.numbers, self.rows, strict=True):
             if self.from_uniforms():
                 row.uniform_(generator=generator)
             else:
                 row.exponential_(generator=generator)
+        self.drawn = True
+
+    def __call__(self, shape, ids, device):
+        """exponentials from the rows' own streams; shape is (count, width)."""
+        if not self.drawn:
+            self.ahead()
+        self.drawn = False
         q = self.numbers if ids is None else self.numbers.gather(1, ids.to(self.numbers.device))
         if self.from_uniforms():
             q = -torch.log1p(-q).float() # for what top-k left alone

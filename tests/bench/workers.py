@@ -137,6 +137,8 @@ def save_transformers(folder, shape):
 def print_limits(folder, device):
     """Bytes a second that memory gives, and operations a second of matrix products in float32 and in bfloat16."""
     import torch
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high") # TF32, as sample.py has it
     print(memory_bandwidth(device), matrix_rate(device, torch.float32), matrix_rate(device, torch.bfloat16))
 
 
