@@ -6,6 +6,7 @@ longer one is read on, token by token, while the others are drawn. A row that ha
 import math
 from collections import deque
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -118,7 +119,8 @@ class Chooser:
 
     def ahead(self):
         """Draw the random numbers of the next choice, outside of its graph."""
-        self.draws.ahead()
+        if self.how.get("temperature", 1):
+            self.draws.ahead()
 
     def begin(self, prompts, places, device, ragged):
         """Turn to a batch of prompts (lists of ids) whose samples start at these places in the random stream."""
@@ -225,6 +227,7 @@ class Drawer:
                     raise
                 self.at_once = len(now) // 2
                 self.say(f"out of memory with {len(now)} samples at once: going on with {self.at_once}")
+            self.chooser = copy(self.chooser) # graphs that were made for it may hold tensors that it has no longer
             return_memory() # not above, where the error still holds what was drawn
             for sample in now:
                 sample.new, sample.pieces, sample.looks, sample.ended, sample.ready = [], [], [], None, 0

@@ -81,7 +81,8 @@ def main():
         printer = Printer(tokenizer, tinted=show_probs)
         if interactive:
             return converse(globals(), partial(make_drawer, generator, tokenizer, stream), tokenizer, printer)
-        length = (longest or model.config.block_size) + max_new_tokens
+        room = model.config.block_size if compile else 0 # compiled steps have a cache of one size
+        length = max((longest or model.config.block_size) + max_new_tokens, room)
         at_once = batch_size or batch_that_fits(model, length, team.beside)
         if compile:
             rows = {min(at_once, total), total % at_once or at_once} if total else {at_once}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import CHARS, make_gpt, plain_generate, plain_shifting_generate, save_meta
 
-from batches import PAUSE, Drawer, Reader, Sample
+from batches import PAUSE, Chooser, Drawer, Reader, Sample
 from graphs import GraphedGPT
 from model import KVCache
 from packed import pack
@@ -263,6 +263,25 @@ def test_where_memory_runs_out_half_as_many_are_drawn_and_nothing_changes(letter
     monkeypatch.undo()
     assert [sample.new for sample in found] == one_by_one(make_gpt(), samples)
     assert said == ["out of memory with 8 samples at once: going on with 4", "out of memory with 4 samples at once: going on with 2"]
+
+
+def test_graphs_of_before_memory_ran_out_are_not_used_after_it(letters_table, recorded, monkeypatch):
+    samples, said, begin = samples_of(letters_table, ["O", "x", "a" * 15, "b" * 15, "P", "y", "Q", "z"]), [], Chooser.begin
+
+    def little(self, prompts, *rest):
+        begin(self, prompts, *rest)
+        if len(prompts) > 2:
+            raise MemoryError
+    monkeypatch.setattr(Chooser, "begin", little)
+    drawer = Drawer(GraphedGPT(make_gpt()), letters_table, RowDraws(3, steps=9, width=61), dict(temperature=0.9, top_k=30), 9,
+                    at_once=4, ragged=True, say=said.append)
+    found = [sample.new for sample in drawer.draw(samples) if sample.ended]
+    assert said and found == one_by_one(make_gpt(), samples, 9)
+
+
+def test_without_chance_no_random_numbers_are_drawn(letters_table, kind, monkeypatch):
+    monkeypatch.setattr(RowDraws, "ahead", None)
+    assert len(drawn(make_gpt(), letters_table, samples_of(letters_table, PROMPTS), kind=kind, how=dict(temperature=0))) == 8
 
 
 @pytest.mark.parametrize("settings", [dict(), dict(live=True), dict(watch=2), dict(stops=["never so"])], ids=str)
