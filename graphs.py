@@ -37,6 +37,7 @@ class GraphedGPT:
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, context_shift=False, **how):
         """As GPT.generate."""
         def choose(logits, ids):
+            """As stream wants it."""
             return self.next_token(logits, temperature, top_k, ids=ids, **how)
         choose.ahead = getattr(how.get("draw"), "ahead", lambda: None)
         return torch.cat([idx, *self.stream(idx, max_new_tokens, choose, context_shift)], dim=1)

@@ -206,6 +206,7 @@ class GPT(nn.Module):
         temperature, top_k and what else says how are sampler.next_token's.
         """
         def choose(logits, ids):
+            """As stream wants it."""
             return self.next_token(logits, temperature, top_k, ids=ids, **how)
         return torch.cat([idx, *self.stream(idx, max_new_tokens, choose, context_shift)], dim=1)
 
@@ -252,6 +253,7 @@ class GPT(nn.Module):
         self.compile(dynamic=True)
 
         def likeliest(logits, ids):
+            """A choice without chance, which compiles nothing."""
             return logits.argmax(dim=-1, keepdim=True)
         # The first steps of the very call: a cache of another capacity would be another graph.
         list(islice(self.stream(idx, max_new_tokens, likeliest), 3))
