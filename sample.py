@@ -61,8 +61,6 @@ def main():
         prompts = Prompts(start) if team.first and not interactive else []
         place = choose_device(device, team.process)
         precision = choose_dtype(place, dtype)
-        if place.type == 'cpu':
-            hold_memory()
         model, tokenizer, source = load(init_from, out_dir)
         samples, outputs, kept, total, longest = number(prompts, tokenizer), [], 0, None, None
         if prompts:
@@ -73,6 +71,8 @@ def main():
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
     drawn = initialisation_numbers(model) if init_from == 'resume' else 0
     generator = get_ready(model, place, precision, compile)
+    if place.type == 'cpu':
+        hold_memory() # not before: what loading frees would leave holes
     gc.freeze()
     gc.enable()
     stream = partial(RowDraws, device=place, initialisation=drawn, width=model.config.vocab_size)
