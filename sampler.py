@@ -244,8 +244,9 @@ def jump(twister, blocks):
         near.append(twister.state["state"]["key"])
     polynomial = power_of_t(624 * (blocks - 1)).to_bytes(DEGREE // 8 + 1, "little")
     named = np.flatnonzero(np.unpackbits(np.frombuffer(polynomial, np.uint8), bitorder="little"))
-    windows = np.lib.stride_tricks.sliding_window_view(np.concatenate(near), 624)
-    key = np.bitwise_xor.reduce(windows[named], axis=0)
+    words, key = np.concatenate(near), np.zeros(624, np.uint32)
+    for i in named.tolist():
+        key ^= words[i:i + 624]
     twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": 624}}
 
 

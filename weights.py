@@ -116,11 +116,14 @@ def fitted(model_args, state_dict, source, sums):
         state_dict.pop(EMBEDDING, None)
     mapped, copies, seen = pages_of(state_dict.values()), {}, set()
     for name, tensor in state_dict.items():
-        if sums and (place := tensor.untyped_storage().data_ptr()) not in seen:
-            seen.add(place)
-            if length_and_checksum(tensor.untyped_storage()) not in sums:
+        copies[name] = copy = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        stored = tensor.untyped_storage()
+        if sums and stored.data_ptr() not in seen:
+            seen.add(stored.data_ptr())
+            whole = tensor.dtype == copy.dtype and tensor.is_contiguous() and stored.nbytes() == copy.nbytes
+            # Of a whole storage the copy is looked at: it is what is used, and quicker to read.
+            if length_and_checksum(copy.untyped_storage() if whole else stored) not in sums:
                 raise ValueError(f"{source} is damaged: the numbers of {name!r:.60} do not match their checksum")
-        copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         let_go(mapped)
     if tied and head is not None:
         copies[EMBEDDING] = copies[HEAD]
