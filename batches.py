@@ -12,8 +12,7 @@ from itertools import islice
 
 import torch
 
-from devices import out_of_memory
-from packed import return_memory
+from devices import out_of_memory, return_memory
 from prompts import Prompt
 
 PAUSE = 16 # steps, after which a GPU is waited for where nobody looks on

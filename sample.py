@@ -49,7 +49,6 @@ def main():
     from distributed import Team
     from interactive import converse
     from loading import load
-    from packed import hold_memory
     from prompts import Prompts
     from sampler import RowDraws, initialisation_numbers
 
@@ -71,8 +70,6 @@ def main():
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
     drawn = initialisation_numbers(model) if init_from == 'resume' else 0
     generator = get_ready(model, place, precision, compile)
-    if place.type == 'cpu':
-        hold_memory() # not before: what loading frees would leave holes
     gc.freeze()
     gc.enable()
     stream = partial(RowDraws, device=place, initialisation=drawn, width=model.config.vocab_size)

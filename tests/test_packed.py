@@ -1,12 +1,10 @@
 """Packed layers give what plain ones give."""
-import subprocess
-import sys
-
 import pytest
 import torch
-from conftest import PROJECT, make_gpt, plain_generate
+from conftest import make_gpt, plain_generate
 
 import packed
+import window
 from packed import PackedBlock, pack
 
 WIDE = dict(n_embd=packed.NARROW, n_head=4, n_layer=2)
@@ -103,7 +101,7 @@ def test_a_table_that_memory_does_not_hold_is_tried_once(monkeypatch):
 
     def fail(self):
         raise MemoryError
-    monkeypatch.setattr(packed.FirstQKV, "make", fail)
+    monkeypatch.setattr(window.FirstQKV, "make", fail)
     with torch.no_grad():
         with pytest.raises(MemoryError):
             model(idx)
@@ -113,7 +111,7 @@ def test_a_table_that_memory_does_not_hold_is_tried_once(monkeypatch):
 @needs_operators
 def test_a_table_that_takes_too_much_is_not_made(monkeypatch):
     idx = prompt_of(16, 7)
-    monkeypatch.setattr(packed, "TABLE", 61 * 16 * 3 * WIDE["n_embd"] * 4 - 1)
+    monkeypatch.setattr(window, "TABLE", 61 * 16 * 3 * WIDE["n_embd"] * 4 - 1)
     model = pack(make_gpt(**WIDE))
     with torch.no_grad():
         for _ in range(20):
@@ -189,32 +187,3 @@ def test_the_plain_path_stays_where_the_operators_are_missing(monkeypatch):
 def test_float16_generates_whether_or_not_it_can_be_packed():
     with torch.autocast("cpu", torch.float16):
         assert pack(make_gpt().cast_linears(torch.float16)).generate(prompt_of(5, 2), 20, temperature=0).shape == (2, 25)
-
-
-FAULTS = """
-import resource, sys, torch
-if sys.argv[1] == "held":
-    from packed import hold_memory
-    hold_memory()
-for i in range(20):
-    if i == 10:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.zeros(8 * 2**20)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
-def test_held_memory_is_not_fetched_again():
-    def faults(how):
-        return int(subprocess.run([sys.executable, "-c", FAULTS, how], cwd=PROJECT, capture_output=True, check=True).stdout)
-    assert faults("held") < 100 < faults("given-back")
-
-
-@pytest.mark.parametrize("missing", [AttributeError, OSError, TypeError])
-def test_without_glibc_memory_stays_as_it_is(missing, monkeypatch):
-    def no_library(name):
-        raise missing
-    monkeypatch.setattr(packed.ctypes, "CDLL", no_library)
-    packed.hold_memory()
-    packed.return_memory()
