@@ -39,7 +39,8 @@ class GraphedGPT:
         def choose(logits, ids):
             """As stream wants it."""
             return self.next_token(logits, temperature, top_k, ids=ids, **how)
-        choose.ahead = getattr(how.get("draw"), "ahead", lambda: None)
+        if hasattr(how.get("draw"), "ahead"):
+            choose.ahead = how["draw"].ahead
         return torch.cat([idx, *self.stream(idx, max_new_tokens, choose, context_shift)], dim=1)
 
     @torch.no_grad()
