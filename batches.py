@@ -15,7 +15,7 @@ import torch
 from devices import out_of_memory, return_memory
 from prompts import Prompt
 
-PAUSE = 16 # steps, after which a GPU is waited for where nobody looks on
+PAUSE = 16 # steps, after which what was drawn is looked at where nobody looks on: a GPU is waited for
 
 
 @dataclass(eq=False)
@@ -126,19 +126,18 @@ class Chooser:
         self.draws.for_rows(places)
         B, self.shortest = len(prompts), min(map(len, prompts))
         self.rests = [ids[self.shortest:] for ids in prompts]
-        self.longest = max(map(len, self.rests))
         if ragged and (self.given is None or len(self.given) != B):
             self.given = torch.empty(B, 1, dtype=torch.long, device=device)
         if ragged: # all steps at once, since a GPU is waited for
             self.table = torch.tensor([[rest[step:step + 1] or [-1] for rest in self.rests]
-                                       for step in range(self.longest + 1)], device=device) # (longest + 1, B, 1)
+                                       for step in range(max(map(len, self.rests)) + 1)], device=device) # (steps, B, 1)
         if self.watch is not None and (self.look is None or len(self.look[0]) != B):
             self.look = (torch.zeros(B, 1, device=device), torch.zeros(B, self.watch, device=device),
                          torch.zeros(B, self.watch, dtype=torch.long, device=device))
 
     def prepare(self, step):
         """Say which step is next, counted from 0 at the end of the shortest prompt."""
-        if self.given is None or step > self.longest:
+        if self.given is None or step >= len(self.table):
             return
         self.given.copy_(self.table[step])
         for row, rest in enumerate(self.rests):
@@ -228,7 +227,9 @@ class Drawer:
                 self.say(f"out of memory with {len(now)} samples at once: going on with {self.at_once}")
             self.chooser = copy(self.chooser) # graphs that were made for it may hold tensors that it has no longer
             return_memory() # not above, where the error still holds what was drawn
+            now = [sample for sample in now if not sample.ended] # those have been handed out
             for sample in now:
+                self.tick(0 if sample.kept else -len(sample.new))
                 sample.new, sample.pieces, sample.looks, sample.ended, sample.ready = [], [], [], None, 0
             batch = now + batch
 
@@ -247,11 +248,11 @@ class Drawer:
         piecewise = self.live or bool(self.stops) or chooser.watch is not None
         readers = [Reader(sample, self.tokenizer, self.max_new_tokens, self.stops, piecewise) for sample in batch]
         pause = self.patience if piecewise else PAUSE
-        pending, kept = [], None
+        pending, rows = [], None
         for step in range(1, max(ends) + 1):
             chooser.prepare(step - 1)
-            pending.append((stream.send(kept), chooser.look and [kept.clone() for kept in chooser.look]))
-            kept = None
+            pending.append((stream.send(rows), chooser.look and [tensor.clone() for tensor in chooser.look]))
+            rows = None
             if step in ends or len(pending) == pause:
                 self.hand_out(pending, step, readers)
                 pending, running = [], [i for i, reader in enumerate(readers) if not reader.sample.ended]
@@ -259,7 +260,7 @@ class Drawer:
                 if not running:
                     break
                 if len(running) < len(readers) and len(running) <= self.generator.shrink_at * len(readers):
-                    kept, readers = running, [readers[i] for i in running]
+                    rows, readers = running, [readers[i] for i in running]
                     chooser.keep(running)
         with suppress(StopIteration):
             stream.send([])

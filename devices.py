@@ -42,11 +42,11 @@ def choose_dtype(device, name):
 def batch_that_fits(model, length, processes=1):
     """How many samples of so many tokens to draw at once: what half of the free memory holds, within reason.
 
-    processes: how many share a CPU's.
+    processes: how many share the machine's memory, where that is what counts.
     """
     place = model.lm_head.weight.device
     if place.type == "cuda":
-        free, most = torch.cuda.mem_get_info(place)[0], 128 # each row costs launches
+        free, most = torch.cuda.mem_get_info(place)[0], 128 # each row's random numbers are a kernel of their own
     else:
         import psutil
         free, most = psutil.virtual_memory().available // processes, 64 # more is hardly faster

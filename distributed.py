@@ -69,6 +69,18 @@ class Team:
             dist.gather_object(mine, found)
         return found
 
+    def batch_sizes(self, total, at_once):
+        """The sizes of the batches that this process will draw, as share_out gives them; total None: not known."""
+        if total is None:
+            return {at_once}
+        rest = total % (self.size * at_once)
+        last = rest * (self.rank + 1) // self.size - rest * self.rank // self.size
+        return {size for size in (at_once if total > rest else 0, last) if size}
+
+    def told(self, said):
+        """What process 0 says, everywhere."""
+        return said if self.size == 1 else self.hand_out([said] * self.size if self.first else None)
+
     def hand_out(self, shares):
         """This process's part of what process 0 hands out."""
         import torch.distributed as dist

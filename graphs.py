@@ -1,8 +1,8 @@
-"""GPT's generation on a GPU: every step after the prompt is one CUDA graph.
+"""GPT's generation on a GPU: nearly every step after the prompt is one CUDA graph.
 
 A step of a small network is a hundred kernels of a few microseconds each, and sending them one by one takes
 longer than running them. A CUDA graph sends them at once; choosing the token is part of it, so that nothing
-waits for the CPU, which only has the random numbers drawn. On other devices the same steps run without graphs.
+waits for the CPU, which only has the random numbers drawn. Only tests run these steps on other devices, without graphs.
 """
 import torch
 from torch.nn import functional as F
@@ -25,7 +25,7 @@ class GraphedGPT:
         self.shrink_at = 0 if compile else 0.5
         if compile:
             torch._dynamo.config.recompile_limit = 64 # a graph for each bucket and batch size
-        self.decode = torch.compile(decode, dynamic=False) if compile else decode
+        self.step = torch.compile(block_step, dynamic=False) if compile else block_step # layers share what it makes
         self.forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
 
     def next_token(self, logits, temperature=1.0, *rest, **how):
@@ -65,9 +65,10 @@ class GraphedGPT:
                 filled = read.size(1)
             elif filled < size:
                 filled += 1
-                steps.decode(filled)
+                length = steps.bucket(filled)
+                steps.run(length, steps.read_token, length)
             else: # positions are learned: in a window that has moved, every key and value is new
-                steps.read_window()
+                steps.run("window", steps.move_window)
             rows = yield steps.token.clone()
             if rows == []:
                 break
@@ -85,14 +86,25 @@ class GraphedGPT:
         size = self.model.config.block_size
         most = -(-size // 8) * 8 # attention with a mask wants multiples of 8
         capacity = most if self.compiled else min(-(-length // BUCKET) * BUCKET, most) # another is compiled anew
-        made_for = batch_size, choose
         steps, self.steps = self.steps, None # nobody else's meanwhile
-        if steps is None or steps.made_for != made_for or steps.capacity < capacity:
+        if not (steps and len(steps.token) == batch_size and steps.choose is choose and steps.capacity >= capacity):
             steps = None # gives its memory back first
             steps = Steps(self, batch_size, capacity, choose)
-            steps.made_for = made_for
         self.sum = steps.sum
         return steps
+
+    def decode(self, layers, token, position, length):
+        """GPT.forward for one token (B, 1) at a position that is a tensor (1,), attending to length cached ones.
+
+        layers are KVCache's, to which the token's keys and values are added. Returns logits (B, 1, V).
+        """
+        model = self.model.transformer
+        x = model.wte(token) + model.wpe(position)
+        future = torch.arange(length, device=token.device) > position
+        mask = torch.zeros(1, length, device=token.device, dtype=layers[0].dtype).masked_fill(future, -torch.inf)
+        for block, layer in zip(model.h, layers, strict=True):
+            x = self.step(block, x, layer, position, mask, length)
+        return self.model.lm_head(model.ln_f(x))
 
     @torch.no_grad()
     def compile_generation(self, idx, max_new_tokens, context_shift=False):
@@ -101,7 +113,7 @@ class GraphedGPT:
         steps = self.take_steps(len(idx), length, None)
         for filled in range(1, min(length, steps.capacity) + 1, BUCKET):
             steps.position.fill_(filled - 1)
-            self.decode(self.model, steps.cache.layers, steps.token, steps.position, steps.bucket(filled))
+            self.decode(steps.cache.layers, steps.token, steps.position, steps.bucket(filled))
         if length > self.model.config.block_size and not context_shift:
             self.forward(steps.window)
 
@@ -124,7 +136,7 @@ class Steps:
 
     def keep(self, rows):
         """Forget all but these rows. Graphs are made anew for them."""
-        self.graphs, self.pool, self.made_for = {}, None, None
+        self.graphs, self.pool = {}, None
         self.cache.keep(rows)
         self.token, self.window = self.token[rows], self.window[rows]
 
@@ -141,23 +153,14 @@ class Steps:
         self.choose_from(self.gpt.model(shared, cache=self.cache)[0])
         self.position.fill_(idx.size(1) - 1)
 
-    def decode(self, filled):
-        """Read the latest token, which makes so many in the cache, and choose the next."""
-        length = self.bucket(filled)
-        self.run(length, self.read_token, length)
-
-    def read_window(self):
-        """Move the window on by the latest token, read all of it and choose the next."""
-        self.run("window", self.move_window)
-
     def read_token(self, length):
-        """The step of decode, in which the token attends to length positions."""
+        """Read the latest token, which attends to length positions, and choose the next."""
         self.position.add_(1)
         self.window.index_copy_(1, self.position, self.token)
-        self.choose_from(self.gpt.decode(self.gpt.model, self.cache.layers, self.token, self.position, length))
+        self.choose_from(self.gpt.decode(self.cache.layers, self.token, self.position, length))
 
     def move_window(self):
-        """The step of read_window."""
+        """Move the window on by the latest token, read all of it and choose the next."""
         self.window.copy_(torch.cat([self.window[:, 1:], self.token], dim=1))
         self.choose_from(self.gpt.forward(self.window)[0])
 
@@ -182,19 +185,11 @@ class Steps:
             self.graphs[name].replay()
 
 
-def decode(model, cached, token, position, length):
-    """GPT.forward for one token (B, 1) at a position that is a tensor (1,), attending to length cached ones.
-
-    cached is KVCache's layers, to which the token's keys and values are added. Returns logits (B, 1, V).
-    """
-    x = model.transformer.wte(token) + model.transformer.wpe(position)
-    future = torch.arange(length, device=token.device) > position
-    mask = torch.zeros(1, length, device=token.device, dtype=cached[0].dtype).masked_fill(future, -torch.inf)
-    for block, layer in zip(model.transformer.h, cached, strict=True):
-        qkv = block.attn.heads(block.ln_1(x)) # (3, B, H, 1, D)
-        layer.index_copy_(3, position, qkv[1:])
-        keys, values = layer[..., :length, :] # (B, H, length, D)
-        y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=mask)
-        x = x + block.attn.c_proj(block.attn.merge(y))
-        x = x + block.mlp(block.ln_2(x))
-    return model.lm_head(model.transformer.ln_f(x))
+def block_step(block, x, layer, position, mask, length):
+    """A model.Block for one more token: (B, 1, E) -> (B, 1, E), its keys and values added to the layer of the cache."""
+    qkv = block.attn.heads(block.ln_1(x)) # (3, B, H, 1, D)
+    layer.index_copy_(3, position, qkv[1:])
+    keys, values = layer[..., :length, :] # (B, H, length, D)
+    y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=mask)
+    x = x + block.attn.c_proj(block.attn.merge(y))
+    return x + block.mlp(block.ln_2(x))

@@ -62,10 +62,6 @@ class KVCache:
         self.layers = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.size = 0
 
-    def layer(self, i):
-        """What layer i's attention needs: its keys and values, and how many of their positions are filled."""
-        return self.layers[i], self.size
-
     def keep(self, rows):
         """Forget all but these rows."""
         for i, layer in enumerate(self.layers):
@@ -86,11 +82,7 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, past=None):
-        """(B, T, E) -> (B, T, E); past is what KVCache.layer gives."""
-        return self.dropout(self.c_proj(self.attend(x, past)))
-
-    def attend(self, x, past=None):
-        """What the heads make of x and of the past, side by side: (B, T, E)."""
+        """(B, T, E) -> (B, T, E); past: the layer of a KVCache, and how many of its positions are filled."""
         T = x.size(1)
         qkv = self.heads(x)
         q, k, v = qkv
@@ -103,7 +95,8 @@ class CausalSelfAttention(nn.Module):
                 causal = False # its triangle would stand at the first key, not at the last
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=x.device).tril(start) if T > 1 else None
         dropout = self.dropout.p if self.training else 0.0
-        return self.merge(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout)
+        return self.dropout(self.c_proj(self.merge(y)))
 
     def heads(self, x):
         """Queries, keys and values of every head: (3, B, H, T, D)."""
@@ -182,7 +175,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(start, end, device=idx.device))
         x = self.transformer.drop(x) # (B, T, E)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, None if cache is None else cache.layer(i))
+            x = block(x, None if cache is None else (cache.layers[i], start))
         if cache is not None:
             cache.size = end
         if targets is None:
@@ -214,8 +207,8 @@ class GPT(nn.Module):
     def stream(self, idx, max_new_tokens, choose, context_shift=False):
         """generate, a step at a time: yields (B, 1) ids as they are drawn.
 
-        choose makes them from logits (B, V) and the ids (B, S) in the window. Rows that have had enough are left out
-        by sending a list of the others' indices: the next step is theirs alone, and none the end.
+        choose makes them from logits (B, V) and the ids (B, S) in the window. Sending a list of row indices goes on
+        with those rows alone, an empty one ends the stream.
         context_shift is for text longer than block_size, as in llama.cpp: a full window loses its older half and
         is read anew once, where else every further token reads all of the window again.
         """

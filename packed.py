@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from model import GPT
 from window import FirstQKV, Glance, causal
 
-# Layers narrower than this keep their plain weights for fewer rows than that: there the call costs the most.
+# Layers with fewer than NARROW inputs are plain for fewer than FEW rows: oneDNN's call costs more than the product.
 NARROW, FEW = 256, 8
 
 

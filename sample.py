@@ -61,10 +61,12 @@ def main():
         place = choose_device(device, team.process)
         precision = choose_dtype(place, dtype)
         model, tokenizer, source = load(init_from, out_dir)
-        samples, outputs, kept, total, longest = number(prompts, tokenizer), [], 0, None, None
+        samples, outputs, kept = number(prompts, tokenizer), [], 0
+        total = longest = None
         if prompts:
             total, longest = prompts.survey(tokenizer, num_samples)
             samples, outputs, kept = open_outputs(samples, model, source, place, precision)
+    total, longest = team.told((total, longest))
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {place} in "
         f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
@@ -82,9 +84,8 @@ def main():
         length = max((longest or model.config.block_size) + max_new_tokens, room)
         at_once = batch_size or batch_that_fits(model, length, team.beside)
         if compile:
-            rows = {min(at_once, total), total % at_once or at_once} if total else {at_once}
-            prompt = min(longest or 1, model.config.block_size)
-            compile_for(generator, place, prompt, rows, max_new_tokens, context_shift, say)
+            prompt, sizes = min(longest or 1, model.config.block_size), team.batch_sizes(total, at_once)
+            compile_for(generator, place, prompt, sizes, max_new_tokens, context_shift, say)
         progress = Progress(total and total - kept, max_new_tokens)
         drawer = make_drawer(generator, tokenizer, stream, at_once=at_once, ragged=rules.many(start),
                              live=team.first and on_terminal(sys.stdout), say=say, tick=progress.tick)

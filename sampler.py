@@ -45,8 +45,7 @@ def next_token(logits, temperature=1.0, top_k=None, draw=exponentials, *, top_p=
         require_finite(logits)
         # Rows so cold that float32 overflows: the limit, where only the likeliest are left.
         limit = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
-        spread = scaled.amax(dim=-1, keepdim=True) - scaled.amin(dim=-1, keepdim=True)
-        scaled = torch.where(spread.isfinite(), scaled, limit)
+        scaled = torch.where(scaled.isfinite().all(dim=-1, keepdim=True), scaled, limit)
     candidates = None
     if top_k and top_k < logits.size(-1):
         scaled, candidates = likeliest(scaled, top_k) if checked else (keep_top_k(scaled, top_k), None)
@@ -97,7 +96,7 @@ def likeliest(logits, k):
 
 
 def finite(logits):
-    """Whether every logit is a finite number, in one pass over them."""
+    """Whether every logit is finite and none too far from another for float32, in one pass over them."""
     low, high = logits.aminmax()
     return math.isfinite(high - low)
 
@@ -118,28 +117,28 @@ class RowDraws:
 
     def __init__(self, seed, device="cpu", initialisation=0, steps=0, width=0):
         device = torch.device(device)
-        self.generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
+        self.stream = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
         if device.type != "cuda": # networks are initialised on the CPU
-            skip_numbers(self.generator, initialisation)
+            skip_numbers(self.stream, initialisation)
         self.steps, self.width = steps, width
         self.sample = 0 # that the generator has come to
-        self.rows, self.starts, self.numbers, self.drawn = [], [], None, False
+        self.generators, self.starts, self.numbers, self.drawn = [], [], None, False
 
     def place_of(self, sample):
         """Where in the stream this sample of the run starts: for for_rows. Samples are asked for in order."""
-        skip_exponentials(self.generator, (sample - self.sample) * self.steps, self.width)
+        skip_exponentials(self.stream, (sample - self.sample) * self.steps, self.width)
         self.sample = sample
-        return self.generator.get_state()
+        return self.stream.get_state()
 
     def for_rows(self, places):
         """Turn to a batch whose rows start at these places; returns self.
 
         As long as their number stays, the rows keep their memory: a CUDA graph may hold it.
         """
-        if len(places) != len(self.rows):
-            self.rows = [torch.Generator(self.generator.device) for _ in places]
+        if len(places) != len(self.generators):
+            self.generators = [torch.Generator(self.stream.device) for _ in places]
             dtype = torch.float64 if self.from_uniforms() else torch.float32
-            self.numbers = torch.empty(len(places), self.width, dtype=dtype, device=self.generator.device)
+            self.numbers = torch.empty(len(places), self.width, dtype=dtype, device=self.stream.device)
         self.starts, self.drawn = list(places), False
         for row in range(len(places)):
             self.restart(row)
@@ -147,24 +146,22 @@ class RowDraws:
 
     def restart(self, row):
         """Back to where the row's sample starts."""
-        self.rows[row].set_state(self.starts[row])
+        self.generators[row].set_state(self.starts[row])
 
     def keep(self, rows):
         """Go on with these rows alone."""
-        self.rows, self.starts = [self.rows[i] for i in rows], [self.starts[i] for i in rows]
+        self.generators, self.starts = [self.generators[i] for i in rows], [self.starts[i] for i in rows]
         self.numbers = self.numbers[:len(rows)]
 
     def from_uniforms(self):
         """Whether exponentials are made here, from uniform numbers, and only where they are needed."""
-        return self.generator.device.type == "cpu" and exponentials_are_uniforms()
+        return self.stream.device.type == "cpu" and exponentials_are_uniforms()
 
     def ahead(self):
         """Draw what the next call gives. A CUDA graph may hold that call, but every generator in it costs time."""
-        for row, generator in zip(self.numbers, self.rows, strict=True):
-            if self.from_uniforms():
-                row.uniform_(generator=generator)
-            else:
-                row.exponential_(generator=generator)
+        draw = torch.Tensor.uniform_ if self.from_uniforms() else torch.Tensor.exponential_
+        for row, generator in zip(self.numbers, self.generators, strict=True):
+            draw(row, generator=generator)
         self.drawn = True
 
     def __call__(self, shape, ids, device):

@@ -133,8 +133,8 @@ def fitted(model_args, state_dict, source, sums):
 def require_tensors(state_dict, source):
     """The state_dict itself; ValueError where it is anything but dense tensors of numbers by name.
 
-    Nor may they be more than the file holds twice, as views such as expand's are, and one storage under many names:
-    once copied they take memory. A tied head's is under two.
+    Nor may they claim more than twice the file's size, as expand's views or one storage under many names can: each
+    name is copied. Twice, since a tied head is stored once and named twice.
     """
     if not isinstance(state_dict, dict) or not state_dict:
         held = "none" if state_dict == {} else shown(state_dict)

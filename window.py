@@ -61,7 +61,7 @@ class Glance:
 class FirstQKV:
     """PackedBlock.qkv of the first block, looked up: there it depends on a token and its position alone.
 
-    The table costs as much as it saves over its own number of tokens, so it is made when so many have been read.
+    Making the table costs as much as reading as many tokens as it has rows: it is made once so many have been read.
     """
 
     def __init__(self, block, wte, wpe):

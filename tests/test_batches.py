@@ -265,6 +265,25 @@ def test_where_memory_runs_out_half_as_many_are_drawn_and_nothing_changes(letter
     assert said == ["out of memory with 8 samples at once: going on with 4", "out of memory with 4 samples at once: going on with 2"]
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_what_has_ended_before_memory_runs_out_is_not_drawn_again(letters_table, monkeypatch, live):
+    samples, expected, ticks, choose, sizes = samples_of(letters_table, ["The "], 4), [], [], Chooser.__call__, []
+    texts = [letters_table.decode(ids) for ids in one_by_one(make_gpt(), samples)]
+    stops = [texts[2][3:6]]
+
+    def little(self, logits, ids):
+        sizes.append(len(logits))
+        if len(sizes) == 12:
+            raise MemoryError
+        return choose(self, logits, ids)
+    monkeypatch.setattr(Chooser, "__call__", little)
+    found = drawn(make_gpt(), letters_table, samples, at_once=4, stops=stops, live=live, tick=ticks.append)
+    expected = [cut(text, stops) for text in texts]
+    assert [sample.text for sample in found] == expected and len(expected[2]) == 3
+    assert sizes[11] < 4 and sizes.count(4) <= 6, "nothing has ended by then"
+    assert sum(ticks) == sum(len(sample.new) for sample in found)
+
+
 def test_graphs_of_before_memory_ran_out_are_not_used_after_it(letters_table, recorded, monkeypatch):
     samples, said, begin = samples_of(letters_table, ["O", "x", "a" * 15, "b" * 15, "P", "y", "Q", "z"]), [], Chooser.begin
 

@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import PROJECT, make_gpt, save_checkpoint
+
+from distributed import LOST, TOLD, Team
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="torchrun's processes are forked")
 MANY = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--batch_size=2", "--device=cpu")
@@ -59,6 +62,18 @@ def test_the_text_and_the_files_are_those_of_one_process(torchrun, sample, folde
     assert said.count("parameters on cpu") == 1 and "error" not in said
 
 
+@pytest.mark.parametrize("size, at_once", [(1, 1), (1, 4), (2, 3), (3, 2), (4, 5)])
+def test_the_sizes_of_batches_are_known_before(size, at_once):
+    for total in [None, *range(1, 50)]:
+        team, drawn = Team(), [set() for _ in range(size)]
+        team.size, samples = size, iter([SimpleNamespace(kept=False)] * (100 * size * at_once if total is None else total))
+        while None not in (shares := team.share_out(samples, SimpleNamespace(at_once=at_once))):
+            for sizes, share in zip(drawn, shares, strict=True):
+                sizes |= {len(share)} - {0}
+        for team.rank in range(size):
+            assert team.batch_sizes(total, at_once) == drawn[team.rank]
+
+
 @pytest.mark.parametrize("arguments, said", [
     (["--temprature=1"], "did you mean temperature?"), (["--out_dir=nowhere"], "there is no checkpoint at nowhere"),
     (["--start=LINES:nothing.txt"], "cannot read the prompt file"), (["--start=¡"], "the prompt has characters"),
@@ -80,7 +95,8 @@ def test_a_process_that_dies_ends_the_run_and_the_same_command_takes_it_up(torch
         time.sleep(0.01)
     os.kill(process_of_rank(process.pid, victim), signal.SIGKILL)
     _, said = process.communicate(timeout=60)
-    assert process.returncode != 0 and "error: another process of this run has ended" in said
+    # Process 0 notices it, or torchrun has, whichever comes first.
+    assert process.returncode != 0 and (f"error: {LOST}" in said or f"error: {TOLD}" in said)
     kept = (folder / "a.jsonl").read_bytes()
     again = torchrun(3, *run, "--out_file=a.jsonl")
     _, said = again.communicate(timeout=120)

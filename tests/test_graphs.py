@@ -114,7 +114,7 @@ def test_a_step_in_bfloat16_is_as_near_to_float32_as_autocast():
         return last(model, cache).float()
 
     def step(model, cache):
-        return graphs.decode(model, cache.layers, idx[:, 14:], torch.tensor([14]), 16)
+        return GraphedGPT(model).decode(cache.layers, idx[:, 14:], torch.tensor([14]), 16)
 
     def forward(model, cache):
         return model(idx[:, 14:], cache=cache)[0]
@@ -169,8 +169,10 @@ def test_compiled_steps_give_the_same_tokens():
     expected = model.generate(idx, 20)
     torch._dynamo.config.recompile_limit = 1
     gpt = GraphedGPT(model, compile=True)
+    none = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     gpt.compile_generation(prompt_of(5, 3), 20)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert before - none == 2, "a layer, which is as good as the others, and a window"
     gpt.compile_generation(prompt_of(5, 2), 20)
     calls = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert calls > before, "another batch size is compiled too"
