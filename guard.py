@@ -20,6 +20,7 @@ import torch
 # optimizer takes a fortieth of that, a table of all of Unicode's characters two thirds.
 MOST_BYTES, MOST_STEPS, MOST_DEPTH = 2**23, 2**21, 100
 WIDE = 2**10 # what an integer of more than 64 bits counts: as keys, such can be made to collide
+LOCAL = struct.Struct("<4s22xHH") # what stands before a record in a zip: a sign, and how long its name and the rest are
 TRAILER = struct.Struct("<4s36xQQ4s4xQ4x4s16xH") # the end of a zip64: where its directory is, and where that is said
 
 REMEMBER, RECALL = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"GET", "BINGET", "LONG_BINGET"}
@@ -173,11 +174,11 @@ def check_zip(path):
 
     These are left out where torch was told to leave them out.
     """
-    require_plain_directory(path)
+    directory = require_plain_directory(path)
     with zipfile.ZipFile(path) as archive:
-        records = archive.infolist()
+        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
     require(all(record.compress_type == zipfile.ZIP_STORED for record in records), "a record of it is compressed")
-    require(sum(record.file_size for record in records) <= os.path.getsize(path), "its records overlap")
+    require_apart(path, records, directory)
     others = [record.file_size for record in records if record.filename.split("/")[1:2] != ["data"]]
     require(max(others, default=0) <= MOST_BYTES, f"its pickle has more than {MOST_BYTES} bytes")
     reader = torch._C.PyTorchFileReader(os.fspath(path)) # as torch.load has
@@ -192,7 +193,7 @@ def check_zip(path):
 
 
 def require_plain_directory(path):
-    """Raise Refused unless a zip ends as torch.save ends it.
+    """Where the directory of a zip begins; Refused unless it ends as torch.save ends it.
 
     Readers of zips search for its directory in different ways: torch's and Python's must find the same.
     """
@@ -205,6 +206,24 @@ def require_plain_directory(path):
     require(signs == [b"PK\6\6", b"PK\6\7", b"PK\5\6"] and start + length == found == size - TRAILER.size
             and not comment, "its directory of records is not where torch.save puts it")
     require(length <= MOST_BYTES, "it has far more records than a network has use for")
+    return start
+
+
+def require_apart(path, records, directory):
+    """Raise Refused unless each record, in order, is where a zip's directory says, and ends before the next begins.
+
+    Else one could be read in another's place, whose length and checksum would be right.
+    """
+    ends = [*(record.header_offset for record in records), directory][1:]
+    with open(path, "rb") as f:
+        for record, end in zip(records, ends, strict=True):
+            f.seek(record.header_offset)
+            head = f.read(LOCAL.size)
+            require(len(head) == LOCAL.size, "it is cut short")
+            sign, named, rest = LOCAL.unpack(head)
+            name = record.orig_filename.encode("utf-8" if record.flag_bits & 2**11 else "cp437")
+            require(sign == b"PK\3\4" and f.read(named) == name, "a record of it is not where its directory says")
+            require(f.tell() + rest + record.file_size <= end, "its records overlap")
 
 
 def require_no_tar(head):

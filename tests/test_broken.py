@@ -115,6 +115,30 @@ def test_a_bit_is_another_in_any_record_that_is_used(tmp_path):
     assert refused == len({tensor.data_ptr() for tensor in used}) < len(records)
 
 
+def test_no_record_is_read_in_another_ones_place(tmp_path):
+    """Of the same length, whose checksum is right: where the directory says that it begins there, or it says so itself."""
+    path = make_checkpoint(tmp_path, zipped=True)
+    content, good, refused = path.read_bytes(), loaded(("resume", str(tmp_path))), []
+    records = [info for info in zipfile.ZipFile(path).infolist() if "/data/" in info.filename]
+    for one in records:
+        for other in records:
+            if one is other or one.file_size != other.file_size or one.CRC == other.CRC:
+                continue
+            entry, between = content.rindex(one.filename.encode() + b"PK") - 46, other.header_offset - one.header_offset
+            changes = [(entry + 42, 4, other.header_offset)]
+            if between > 0: # its other half: how much lies between a record's name and its bytes
+                changes += [(one.header_offset + at, 2, int.from_bytes(content[one.header_offset + at:][:2], "little") + between)
+                            for at in (26, 28)]
+            for at, size, number in changes:
+                if number >= 2**16:
+                    continue
+                path.write_bytes(content[:at] + number.to_bytes(size, "little") + content[at + size:])
+                found = loaded(("resume", str(tmp_path)))
+                assert found is None or same(found, good), (one.filename, other.filename, at)
+                refused.append(found is None)
+    assert len(refused) > 100 and all(refused)
+
+
 def test_a_number_is_another(tmp_path):
     """One that no shape gives away."""
     path = make_checkpoint(tmp_path, zipped=True)
