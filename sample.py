@@ -45,7 +45,7 @@ def main():
     gc.disable() # while everything is loaded there is nothing to collect, and looking for it takes 0.15 s
     import torch  # not above: a mistake in the settings should not have to wait for it
 
-    from devices import batch_that_fits, choose_device, choose_dtype, compile_for, get_ready, peak_memory
+    from devices import choose_device, choose_dtype, compile_for, get_ready, peak_memory
     from distributed import Team
     from interactive import converse
     from loading import load
@@ -80,9 +80,7 @@ def main():
         printer = Printer(tokenizer, tinted=show_probs)
         if interactive:
             return converse(globals(), partial(make_drawer, generator, tokenizer, stream), tokenizer, printer)
-        room = model.config.block_size if compile else 0 # compiled steps have a cache of one size
-        length = max((longest or model.config.block_size) + max_new_tokens, room)
-        at_once = batch_size or batch_that_fits(model, length, team.beside)
+        at_once = batch_size or samples_at_once(model, longest, team)
         if compile:
             prompt, sizes = min(longest or 1, model.config.block_size), team.batch_sizes(total, at_once)
             compile_for(generator, place, prompt, sizes, max_new_tokens, context_shift, say)
@@ -108,6 +106,15 @@ def number(prompts, tokenizer):
         ids = prompt.encode(tokenizer)
         for _ in range(num_samples):
             yield Sample(next(numbers), prompt, ids)
+
+
+def samples_at_once(model, longest, team):
+    """How many samples memory allows in a batch, the longest prompt having so many tokens; None: not known."""
+    from devices import batch_that_fits
+    block_size = model.config.block_size
+    length = (longest or block_size) + max_new_tokens
+    # Compiled steps have a cache of one size.
+    return batch_that_fits(model, max(length, block_size) if compile else length, team.beside)
 
 
 def open_outputs(samples, model, source, place, precision):

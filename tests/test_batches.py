@@ -267,7 +267,7 @@ def test_where_memory_runs_out_half_as_many_are_drawn_and_nothing_changes(letter
 
 @pytest.mark.parametrize("live", [False, True])
 def test_what_has_ended_before_memory_runs_out_is_not_drawn_again(letters_table, monkeypatch, live):
-    samples, expected, ticks, choose, sizes = samples_of(letters_table, ["The "], 4), [], [], Chooser.__call__, []
+    samples, ticks, choose, sizes = samples_of(letters_table, ["The "], 4), [], Chooser.__call__, []
     texts = [letters_table.decode(ids) for ids in one_by_one(make_gpt(), samples)]
     stops = [texts[2][3:6]]
 
