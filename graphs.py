@@ -98,13 +98,13 @@ class GraphedGPT:
 
         layers are KVCache's, to which the token's keys and values are added. Returns logits (B, 1, V).
         """
-        model = self.model.transformer
-        x = model.wte(token) + model.wpe(position)
+        transformer = self.model.transformer
+        x = transformer.wte(token) + transformer.wpe(position)
         future = torch.arange(length, device=token.device) > position
         mask = torch.zeros(1, length, device=token.device, dtype=layers[0].dtype).masked_fill(future, -torch.inf)
-        for block, layer in zip(model.h, layers, strict=True):
+        for block, layer in zip(transformer.h, layers, strict=True):
             x = self.step(block, x, layer, position, mask, length)
-        return self.model.lm_head(model.ln_f(x))
+        return self.model.lm_head(transformer.ln_f(x))
 
     @torch.no_grad()
     def compile_generation(self, idx, max_new_tokens, context_shift=False):
