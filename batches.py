@@ -14,6 +14,7 @@ import torch
 
 from devices import out_of_memory, return_memory
 from prompts import Prompt
+from sampler import enough
 
 PAUSE = 16 # steps, after which what was drawn is looked at where nobody looks on: a GPU is waited for
 
@@ -116,6 +117,11 @@ class Chooser:
         self.next_token, self.draws, self.how, self.watch = next_token, draws, how, watch
         self.given, self.table, self.look = None, None, None
 
+    @property
+    def enough(self):
+        """As GPT.stream wants it."""
+        return None if self.watch is not None else enough(**self.how) # probabilities are of all
+
     def ahead(self):
         """Draw the random numbers of the next choice, outside of its graph."""
         if self.how.get("temperature", 1):
@@ -144,9 +150,9 @@ class Chooser:
             if step == len(rest):
                 self.draws.restart(row) # until now its draws were for nothing
 
-    def __call__(self, logits, ids):
-        """Logits (B, V) -> (B, 1) ids; ids (B, S) are what the network has seen."""
-        token = self.next_token(logits, **self.how, draw=self.draws, ids=ids)
+    def __call__(self, logits, ids, among=None):
+        """Logits (B, V) -> (B, 1) ids; ids (B, S) are what the network has seen, among as next_token's."""
+        token = self.next_token(logits, **self.how, draw=self.draws, ids=ids, among=among)
         if self.given is not None:
             token = torch.where(self.given < 0, token, self.given)
         if self.watch is not None:

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sampler import next_token
+from sampler import enough, next_token
 
 
 @dataclass
@@ -183,6 +183,13 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
+    def next_logits(self, idx, cache, enough=None):
+        """forward's logits (B, V) of the last position, in a tuple.
+
+        enough: how many of the largest must be right; then what they are among, ids (K,), may come second.
+        """
+        return (self(idx, cache=cache)[0][:, -1],)
+
     def new_cache(self, batch_size, capacity):
         """An empty KVCache for forward."""
         return KVCache(self.config, batch_size, capacity, self.lm_head.weight.device, self.compute_dtype())
@@ -198,17 +205,19 @@ class GPT(nn.Module):
 
         temperature, top_k and what else says how are sampler.next_token's.
         """
-        def choose(logits, ids):
+        def choose(logits, ids, among=None):
             """As stream wants it."""
-            return self.next_token(logits, temperature, top_k, ids=ids, **how)
+            return self.next_token(logits, temperature, top_k, ids=ids, among=among, **how)
+        choose.enough = enough(temperature, top_k, **how)
         return torch.cat([idx, *self.stream(idx, max_new_tokens, choose, context_shift)], dim=1)
 
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, choose, context_shift=False):
         """generate, a step at a time: yields (B, 1) ids as they are drawn.
 
-        choose makes them from logits (B, V) and the ids (B, S) in the window. Sending a list of row indices goes on
-        with those rows alone, an empty one ends the stream.
+        choose makes them from logits (B, V) and the ids (B, S) in the window. Where it needs only some of a row's
+        largest logits, its attribute enough says how many, and what these are among, ids (K,), may come third.
+        Sending a list of row indices goes on with those rows alone, an empty one ends the stream.
         context_shift is for text longer than block_size, as in llama.cpp: a full window loses its older half and
         is read anew once, where else every further token reads all of the window again.
         """
@@ -219,9 +228,10 @@ class GPT(nn.Module):
         cache = self.new_cache(B, min(T + max_new_tokens, block_size))
         idx = idx[:, -block_size:]
         read = idx[:1] if (idx == idx[:1]).all() else idx # rows that are all the same are read as one
+        count = getattr(choose, "enough", None)
         for _ in range(max_new_tokens):
-            logits, _ = self(read, cache=cache)
-            token = choose(logits[:, -1].expand(len(idx), -1), idx)
+            logits, *among = self.next_logits(read, cache, count)
+            token = choose(logits.expand(len(idx), -1), idx, *among)
             rows = yield token
             if rows == []:
                 return

@@ -1,20 +1,14 @@
-"""GPT's generation on a CPU: weights packed once for oneDNN, few operations a token, and none that no token needs.
-
-F.linear reaches less than half of what memory gives at one row, and of what the arithmetic units give at
-hundreds. In oneDNN's own layout a product reaches both, and adds bias, GELU or residual while the result
-is still in a register. Inductor does the same when it freezes a network.
-"""
+"""GPT's generation on a CPU: weights packed once for oneDNN, few operations a token, and none that no token needs."""
 from functools import partial
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+from head import Head
 from model import GPT
+from onednn import PackedLinear, available
 from window import FirstQKV, Glance, causal
-
-# Layers with fewer than NARROW inputs are plain for fewer than FEW rows: oneDNN's call costs more than the product.
-NARROW, FEW = 256, 8
 
 
 def pack(model):
@@ -23,19 +17,6 @@ def pack(model):
         model.__class__ = PackedGPT # where it stands: a second one would take its memory again
         model.pack()
     return model
-
-
-def available(dtype=torch.float32):
-    """Whether this torch has the operators, which are Inductor's and not public, and for this dtype here."""
-    try:
-        x = torch.ones(1, 16, dtype=dtype)
-        with torch.random.fork_rng(devices=[]): # a layer draws random numbers
-            layer = PackedLinear(nn.Linear(16, 16, dtype=dtype))
-        layer.plain = None
-        layer(layer(x, gelu="tanh"), add=x)
-        return True
-    except (AttributeError, RuntimeError): # they are missing, or cannot
-        return False
 
 
 class PackedGPT(GPT):
@@ -47,7 +28,7 @@ class PackedGPT(GPT):
         self.glance = Glance(blocks[-1].attn)
         for i, block in enumerate(blocks):
             blocks[i] = PackedBlock(block)
-        head = PackedLinear(self.lm_head)
+        head = Head(self.lm_head.weight, kept=self.lm_head.weight is self.transformer.wte.weight)
         del self.lm_head # a module's place takes modules alone
         self.lm_head, self.ln_f = head, plain_norm(self.transformer.ln_f)
         self.embeddings = self.transformer.wte.weight, self.transformer.wpe.weight # modules are slow to look up
@@ -60,6 +41,11 @@ class PackedGPT(GPT):
     @torch.no_grad()
     def forward(self, idx, *, cache=None):
         """As GPT.forward without targets."""
+        return self.next_logits(idx, cache)[0][:, None], None
+
+    @torch.no_grad()
+    def next_logits(self, idx, cache, enough=None):
+        """As GPT.next_logits."""
         T, start = idx.size(1), 0 if cache is None else cache.size
         end = start + T
         if end > self.config.block_size:
@@ -73,7 +59,7 @@ class PackedGPT(GPT):
                 x = self.read_token(x[:, 0], cache)
             else:
                 x = self.read(x, cache)
-            return self.lm_head(self.ln_f(x))[:, None], None
+            return self.lm_head(self.ln_f(x), enough)
 
     def read(self, x, cache):
         """The blocks, for T more tokens: (B, T, E) -> (B, E) of the last. The cache grows by them."""
@@ -159,8 +145,8 @@ class PackedBlock(nn.Module):
     def __init__(self, block):
         super().__init__()
         self.ln_1, self.ln_2 = plain_norm(block.ln_1), plain_norm(block.ln_2)
-        self.c_attn, self.attn_c_proj = PackedLinear(block.attn.c_attn), PackedLinear(block.attn.c_proj)
-        self.c_fc, self.c_proj = PackedLinear(block.mlp.c_fc), PackedLinear(block.mlp.c_proj)
+        layers = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+        self.c_attn, self.attn_c_proj, self.c_fc, self.c_proj = (PackedLinear(x.weight, x.bias) for x in layers)
         self.gelu = block.mlp.gelu.approximate
 
     def qkv(self, x):
@@ -171,30 +157,6 @@ class PackedBlock(nn.Module):
         """The residual stream x after what attention found, y, and the MLP: (..., E) each."""
         x = self.attn_c_proj(y, add=x)
         return self.c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), add=x)
-
-
-class PackedLinear:
-    """A Linear that can also add a residual, or apply GELU ("none" or "tanh", as in F.gelu), in one pass.
-
-    No Module: the hooks and look-ups of modules are a tenth of a small network's step.
-    """
-
-    def __init__(self, linear):
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-        self.bias = linear.bias
-        self.plain = linear if linear.in_features < NARROW else None
-
-    def __call__(self, x, add=None, gelu=None):
-        """(..., in) -> (..., out); add, of that shape too, is the residual."""
-        x = x.to(self.weight.dtype)
-        if self.plain is not None and x.numel() < FEW * x.size(-1):
-            y = self.plain(x)
-            y = F.gelu(y, approximate=gelu) if gelu else y
-            return y if add is None else add + y
-        if add is not None and add.dtype == x.dtype:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.weight, self.bias, "add")
-        y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "gelu" if gelu else "none", [], gelu or "")
-        return y if add is None else add + y # a float32 residual of bfloat16 layers, as autocast has it
 
 
 def plain_norm(norm):

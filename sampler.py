@@ -24,34 +24,48 @@ def exponentials(shape, ids, device):
 
 
 def next_token(logits, temperature=1.0, top_k=None, draw=exponentials, *, top_p=None, min_p=None,
-               repetition_penalty=1.0, ids=None, checked=True):
+               repetition_penalty=1.0, ids=None, among=None, checked=True):
     """(B, V) logits -> (B, 1) ids; the logits stay as they are.
 
     In the order and with the meaning of transformers: repetition_penalty makes what ids (B, S), the text so far,
     holds less likely; temperature 0 takes the likeliest token; top_k keeps the k likeliest and all that tie
     with the last of them, None or 0 keeps all; top_p the fewest that reach this probability together; min_p those that
-    have this share of the likeliest one's. draw gives the exponential numbers. ValueError where a logit is NaN
+    have this share of the likeliest one's. draw gives the exponential numbers. among (K,) are ids that hold the enough
+    largest logits of every row, where they are known: the others are not looked at. ValueError where a logit is NaN
     or infinite, unless that is not to be checked: on a GPU it would have to be waited for.
     """
-    logits = logits.float()
+    logits, shape, candidates = logits.float(), logits.shape, None
     if repetition_penalty != 1:
         logits = penalise(logits, ids, repetition_penalty)
+    if among is not None:
+        logits, candidates = logits[:, among], among.expand(len(logits), -1)
     if temperature == 0:
         if checked:
             require_finite(logits)
-        return logits.argmax(dim=-1, keepdim=True)
+        won = logits.argmax(dim=-1, keepdim=True)
+        return won if candidates is None else candidates.gather(1, won)
     scaled = logits / temperature
     if checked and not finite(scaled):
         require_finite(logits)
         # Rows so cold that float32 overflows: the limit, where only the likeliest are left.
         limit = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
         scaled = torch.where(scaled.isfinite().all(dim=-1, keepdim=True), scaled, limit)
-    candidates = None
     if top_k and top_k < logits.size(-1):
-        scaled, candidates = likeliest(scaled, top_k) if checked else (keep_top_k(scaled, top_k), None)
+        if checked:
+            scaled, found = likeliest(scaled, top_k)
+            candidates = found if candidates is None else candidates.gather(1, found)
+        else:
+            scaled = keep_top_k(scaled, top_k)
     scaled = keep_min_p(keep_top_p(scaled, top_p), min_p)
-    won = (scaled.softmax(dim=-1) / draw(logits.shape, candidates, logits.device)).argmax(dim=-1, keepdim=True)
+    won = (scaled.softmax(dim=-1) / draw(shape, candidates, logits.device)).argmax(dim=-1, keepdim=True)
     return won if candidates is None else candidates.gather(1, won)
+
+
+def enough(temperature=1.0, top_k=None, repetition_penalty=1.0, **more):
+    """How many of the largest logits next_token needs for such a choice; None: all."""
+    if repetition_penalty != 1:
+        return None # it may bring up what was small
+    return 1 if temperature == 0 else top_k
 
 
 def penalise(logits, ids, penalty):

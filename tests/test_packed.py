@@ -3,13 +3,14 @@ import pytest
 import torch
 from conftest import make_gpt, plain_generate
 
+import onednn
 import packed
 import window
 from packed import PackedBlock, pack
 
-WIDE = dict(n_embd=packed.NARROW, n_head=4, n_layer=2)
+WIDE = dict(n_embd=onednn.NARROW, n_head=4, n_layer=2)
 
-needs_operators = pytest.mark.skipif(not packed.available(), reason="this torch has not the operators")
+needs_operators = pytest.mark.skipif(not onednn.available(), reason="this torch has not the operators")
 
 
 def prompt_of(length, rows):
@@ -17,7 +18,7 @@ def prompt_of(length, rows):
 
 
 @needs_operators
-@pytest.mark.parametrize("n_embd", [24, packed.NARROW], ids=["narrow", "wide"])
+@pytest.mark.parametrize("n_embd", [24, onednn.NARROW], ids=["narrow", "wide"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("gelu", ["none", "tanh"])
 @pytest.mark.parametrize("rows", [1, 3], ids=["1-row", "3-rows"])

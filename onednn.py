@@ -1,0 +1,46 @@
+"""Linear layers in oneDNN's own layout of the weights.
+
+F.linear reaches less than half of what memory gives at one row, and of what the arithmetic units give at
+hundreds. Packed, a product reaches both, and adds bias, GELU or residual while the result is still in a
+register. Inductor does the same when it freezes a network.
+"""
+import torch
+from torch.nn import functional as F
+
+# Layers with fewer than NARROW inputs are plain for fewer than FEW rows: oneDNN's call costs more than the product.
+NARROW, FEW = 256, 8
+
+
+def available(dtype=torch.float32):
+    """Whether this torch has the operators, which are Inductor's and not public, and for this dtype here."""
+    try:
+        x = torch.ones(1, 16, dtype=dtype)
+        layer = PackedLinear(torch.ones(16, 16, dtype=dtype))
+        layer.plain = None
+        layer(layer(x, gelu="tanh"), add=x)
+        return True
+    except (AttributeError, RuntimeError): # they are missing, or cannot
+        return False
+
+
+class PackedLinear:
+    """A Linear that can also add a residual, or apply GELU ("none" or "tanh", as in F.gelu), in one pass.
+
+    No Module: the hooks and look-ups of modules are a tenth of a small network's step.
+    """
+
+    def __init__(self, weight, bias=None):
+        self.weight, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight.detach()), bias
+        self.plain = weight if weight.size(1) < NARROW else None
+
+    def __call__(self, x, add=None, gelu=None):
+        """(..., in) -> (..., out); add, of that shape too, is the residual."""
+        x = x.to(self.weight.dtype)
+        if self.plain is not None and x.numel() < FEW * x.size(-1):
+            y = F.linear(x, self.plain, self.bias)
+            y = F.gelu(y, approximate=gelu) if gelu else y
+            return y if add is None else add + y
+        if add is not None and add.dtype == x.dtype:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.weight, self.bias, "add")
+        y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "gelu" if gelu else "none", [], gelu or "")
+        return y if add is None else add + y # a float32 residual of bfloat16 layers, as autocast has it

@@ -1,0 +1,132 @@
+"""A head that is read in half its bytes leaves none of the k largest logits out."""
+import pytest
+import torch
+from conftest import make_gpt, plain_generate
+
+import head
+import onednn
+from head import Head, Sketch
+from packed import pack
+
+pytestmark = pytest.mark.skipif(not onednn.available(torch.bfloat16), reason="this torch has not the operators")
+
+V, E = 5000, 192
+
+
+@pytest.fixture(autouse=True)
+def small_is_large(monkeypatch):
+    monkeypatch.setattr(head, "LARGE", 1)
+
+
+def numbers(*shape, seed=0):
+    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
+
+
+def misled(by):
+    """What is rounded as far as can be, and so that the likeliest seem to be the least likely."""
+    u, even = 2**-8, torch.arange(E) % 2 == 0 # 1 and 1 + 2 * u are next to each other in bfloat16
+    down, up = 1 + 0.99 * u, 1 + 1.01 * u
+    if by == "weights":
+        x, best, others = torch.where(even, 1.0, -1.0), torch.where(even, down, up), torch.where(even, up, down)
+    else:
+        x, best, others = torch.where(even, down, up), torch.where(even, 1.0, -1.0), torch.where(even, -1.0, 1.0)
+    x[0], best[0], others[0] = 1, 0.25, 0 # all else comes to about 0, but once it is rounded to -0.75 and 0.75
+    weight = others.repeat(V, 1)
+    weight[::20] = weight[1::20] = best
+    weight[1::2] *= -1 # the mean is 0
+    return x[None], weight
+
+
+CASES = {
+    "random": lambda: (numbers(1, E), numbers(V, E, seed=1) * 0.02),
+    "far from zero": lambda: (numbers(1, E) + 3, numbers(V, E, seed=1) - 5),
+    "a few large dimensions": lambda: (numbers(1, E) * 50**(torch.arange(E) % 48 == 0), numbers(V, E, seed=1)),
+    "large": lambda: (numbers(1, E) * 1e6, numbers(V, E, seed=1) * 1e4),
+    "small": lambda: (numbers(1, E) * 1e-6, numbers(V, E, seed=1) * 1e-4),
+    "twins": lambda: (numbers(1, E), numbers(V // 50, E, seed=1).repeat(50, 1)),
+    "weights that mislead": lambda: misled("weights"),
+    "a state that misleads": lambda: misled("the state"),
+}
+
+
+@pytest.mark.parametrize("k", [1, 7, 200])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_left_holds_the_largest_and_their_ties(case, k):
+    x, weight = CASES[case]()
+    exact = (x.double() @ weight.double().T)[0]
+    sketch = Sketch(weight)
+    logits, error = sketch(x)
+    ids = sketch.largest(x, k)[1]
+    assert (logits[0] - exact).abs().max() <= error
+    assert set((exact >= exact.topk(k).values[-1]).nonzero().flatten().tolist()) <= set(ids.tolist())
+    if case in ("random", "far from zero", "large", "small"):
+        assert len(ids) < 4 * k + 30, "or nothing would be won"
+
+
+@pytest.mark.parametrize("by", ["weights", "the state"])
+def test_the_error_is_said_to_be_hardly_larger_than_it_can_be(by):
+    x, weight = misled(by)
+    logits, error = Sketch(weight)(x)
+    assert error < 1.1 * (logits[0] - x.double()[0] @ weight.double().T).abs().max()
+
+
+@pytest.mark.parametrize("how", [dict(top_k=5), dict(top_k=40, temperature=0.7), dict(top_k=100), dict(), dict(temperature=0.1, top_k=1)], ids=str)
+@pytest.mark.parametrize("length", [1, 10, 16]) # its block_size is 16
+def test_the_same_tokens(length, how):
+    plain, packed = make_gpt(vocab_size=1000), pack(make_gpt(vocab_size=1000))
+    idx = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    expected = plain_generate(plain, idx, 30, **how)
+    torch.manual_seed(3)
+    assert torch.equal(packed.generate(idx, 30, **how), expected)
+    assert ("sketch" in vars(packed.lm_head)) == (how.get("top_k", 1000) * head.SHARE <= 1000)
+
+
+@pytest.mark.parametrize("how", [dict(temperature=0), dict(top_p=0.5), dict(min_p=0.1), dict(repetition_penalty=1.3), dict(repetition_penalty=0.5), dict(temperature=1e-30)], ids=str)
+def test_the_same_tokens_whatever_else_counts(how):
+    plain, packed = make_gpt(vocab_size=1000), pack(make_gpt(vocab_size=1000))
+    torch.manual_seed(3)
+    expected = plain.generate(torch.ones(1, 4, dtype=torch.long), 30, top_k=20, **how)
+    torch.manual_seed(3)
+    assert torch.equal(packed.generate(torch.ones(1, 4, dtype=torch.long), 30, top_k=20, **how), expected)
+    assert ("sketch" in vars(packed.lm_head)) == ("repetition_penalty" not in how)
+
+
+@pytest.mark.parametrize("x, weight", [
+    (numbers(1, E), numbers(2, E).repeat(V // 2, 1)),
+    (numbers(1, E), numbers(V, E).masked_fill(torch.arange(V)[:, None] == 7, torch.nan)),
+    (numbers(1, E), numbers(V, E).masked_fill(torch.arange(V)[:, None] == 7, torch.inf)),
+    (numbers(1, E) * 1e30, numbers(V, E) * 1e20),
+    (numbers(2, E), numbers(V, E)),
+], ids=["many twins", "nan", "infinite", "overflowing", "two rows"])
+def test_where_little_would_be_left_out_the_whole_head_is_read(x, weight):
+    made = Head(weight, kept=True)
+    for _ in range(2):
+        logits, *among = made(x, 20)
+        assert not among
+        torch.testing.assert_close(logits, x @ weight.T, equal_nan=True, rtol=1e-4, atol=1e-4)
+    assert "whole" in vars(made)
+
+
+def test_nothing_is_packed_for_the_first_token():
+    made, x = Head(numbers(V, E), kept=True), numbers(1, E)
+    first, = made(x, 20)
+    assert not {"whole", "sketch"} & set(vars(made))
+    second, among = made(x, 20)
+    torch.testing.assert_close(first[:, among], second[:, among])
+
+
+@pytest.mark.parametrize("weight, kept", [(numbers(V, E), False), (numbers(V, E).bfloat16(), True)], ids=["alone", "bfloat16"])
+def test_a_head_of_another_kind_is_packed_at_once(weight, kept):
+    made = Head(weight, kept)
+    assert not made.screens and made.weight is made.whole.weight
+
+
+def test_a_small_head_is_packed_at_once(monkeypatch):
+    monkeypatch.setattr(head, "LARGE", V * E + 1)
+    assert not Head(numbers(V, E), kept=True).screens
+
+
+def test_without_the_operator_the_whole_head_is_read(monkeypatch):
+    monkeypatch.setattr(head, "available", lambda dtype: False)
+    assert not Head(numbers(V, E), kept=True).screens
