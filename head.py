@@ -11,6 +11,7 @@ from onednn import PackedLinear, available
 
 LARGE = 2**23 # weights: as many do not stay in a processor's cache
 SHARE = 16 # of the tokens at most one in so many is worth reading twice
+PATIENCE = 16 # how often it may fail, but for every two times that it does not once more, before it is given up
 
 
 class Head:
@@ -20,7 +21,7 @@ class Head:
         self.weight = weight.detach()
         large = kept and weight.dtype == torch.float32 and weight.numel() >= LARGE
         self.screens = large and available(torch.bfloat16)
-        self.used = False
+        self.used, self.patience = False, PATIENCE
         if not self.screens:
             self.weight = self.whole.weight
 
@@ -42,11 +43,13 @@ class Head:
         if self.screens and not self.used: # the first token need not wait for packing
             self.used = True
             return (F.linear(x, self.weight),)
-        if self.screens and k and len(x) == 1 and k * SHARE <= len(self.weight):
+        if self.screens and k and len(x) == 1 and k * SHARE <= len(self.weight) and self.patience > 0:
             logits, ids = self.sketch.largest(x, k)
             if k <= len(ids) <= len(self.weight) // SHARE:
+                self.patience = min(self.patience + 0.5, PATIENCE)
                 logits[:, ids] = x @ F.embedding(ids, self.weight).T
                 return logits, ids
+            self.patience -= 1
         return (self.whole(x),)
 
 

@@ -108,6 +108,20 @@ def test_where_little_would_be_left_out_the_whole_head_is_read(x, weight):
     assert "whole" in vars(made)
 
 
+def test_what_fails_is_given_up():
+    made, looked = Head(numbers(2, E).repeat(V // 2, 1), kept=True), []
+    made.sketch.largest = lambda x, k: looked.append(1) or Sketch.largest(made.sketch, x, k)
+    for _ in range(50):
+        made(numbers(1, E), 20)
+    assert len(looked) == head.PATIENCE
+    made = Head(numbers(V, E), kept=True)
+    fail, work = [torch.arange(n) for n in (V, 30)]
+    for n in range(600):
+        made.sketch.largest = lambda x, k: looked.append(1) or (numbers(1, V), work if n % 3 else fail) # noqa: B023
+        made(numbers(1, E), 20)
+    assert len(looked) == head.PATIENCE + 599, "one in three may fail"
+
+
 def test_nothing_is_packed_for_the_first_token():
     made, x = Head(numbers(V, E), kept=True), numbers(1, E)
     first, = made(x, 20)
