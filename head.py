@@ -18,36 +18,32 @@ class Head:
     """lm_head: (B, E) -> logits (B, V). kept: whether the weight stays in memory anyway."""
 
     def __init__(self, weight, kept):
-        self.weight = weight.detach()
+        self.whole = PackedLinear(weight)
         large = kept and weight.dtype == torch.float32 and weight.numel() >= LARGE
-        self.screens = large and available(torch.bfloat16)
-        self.used, self.patience = False, PATIENCE
-        if not self.screens:
-            self.weight = self.whole.weight
+        self.most = len(weight) // SHARE if large and available(torch.bfloat16) else 0
+        self.rows = weight.detach() if self.most else None
+        self.patience = PATIENCE
 
-    @cached_property
-    def whole(self):
-        """All of it."""
-        return PackedLinear(self.weight)
+    @property
+    def weight(self):
+        """Of which the shape may be another."""
+        return self.whole.weight
 
     @cached_property
     def sketch(self):
         """It in half the bytes."""
-        return Sketch(self.weight)
+        return Sketch(self.rows)
 
     def __call__(self, x, k=None):
         """A tuple of the logits and, where these alone are right, the ids (K,) that the k largest of them have.
 
         k: how many of the largest are needed, and all that tie with the last of them; None: all.
         """
-        if self.screens and not self.used: # the first token need not wait for packing
-            self.used = True
-            return (F.linear(x, self.weight),)
-        if self.screens and k and len(x) == 1 and k * SHARE <= len(self.weight) and self.patience > 0:
+        if k and k <= self.most and len(x) == 1 and self.whole.used and self.patience > 0:
             logits, ids = self.sketch.largest(x, k)
-            if k <= len(ids) <= len(self.weight) // SHARE:
+            if k <= len(ids) <= self.most:
                 self.patience = min(self.patience + 0.5, PATIENCE)
-                logits[:, ids] = x @ F.embedding(ids, self.weight).T
+                logits[:, ids] = x @ F.embedding(ids, self.rows).T
                 return logits, ids
             self.patience -= 1
         return (self.whole(x),)

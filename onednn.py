@@ -9,14 +9,15 @@ from torch.nn import functional as F
 
 # Layers with fewer than NARROW inputs are plain for fewer than FEW rows: oneDNN's call costs more than the product.
 NARROW, FEW = 256, 8
+SHORT = 64 # rows that all layers read sooner as they are than packed
 
 
 def available(dtype=torch.float32):
     """Whether this torch has the operators, which are Inductor's and not public, and for this dtype here."""
     try:
-        x = torch.ones(1, 16, dtype=dtype)
+        x = torch.ones(FEW, 16, dtype=dtype)
         layer = PackedLinear(torch.ones(16, 16, dtype=dtype))
-        layer.plain = None
+        layer.used = True
         layer(layer(x, gelu="tanh"), add=x)
         return True
     except (AttributeError, RuntimeError): # they are missing, or cannot
@@ -26,17 +27,18 @@ def available(dtype=torch.float32):
 class PackedLinear:
     """A Linear that can also add a residual, or apply GELU ("none" or "tanh", as in F.gelu), in one pass.
 
+    It is packed once it is used a second time, or for many rows: the first token need not wait for that.
     No Module: the hooks and look-ups of modules are a tenth of a small network's step.
     """
 
     def __init__(self, weight, bias=None):
-        self.weight, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight.detach()), bias
-        self.plain = weight if weight.size(1) < NARROW else None
+        self.weight, self.bias = weight.detach(), bias
+        self.plain, self.packed, self.used = self.weight, False, False
 
     def __call__(self, x, add=None, gelu=None):
         """(..., in) -> (..., out); add, of that shape too, is the residual."""
         x = x.to(self.weight.dtype)
-        if self.plain is not None and x.numel() < FEW * x.size(-1):
+        if self.plain is not None and self.better_plain(x.numel() // x.size(-1)):
             y = F.linear(x, self.plain, self.bias)
             y = F.gelu(y, approximate=gelu) if gelu else y
             return y if add is None else add + y
@@ -44,3 +46,16 @@ class PackedLinear:
             return torch.ops.mkldnn._linear_pointwise.binary(x, add, self.weight, self.bias, "add")
         y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "gelu" if gelu else "none", [], gelu or "")
         return y if add is None else add + y # a float32 residual of bfloat16 layers, as autocast has it
+
+    def better_plain(self, rows):
+        """Whether so many rows should be read as they are; packs the weight where they should not."""
+        narrow = self.plain.size(1) < NARROW
+        few = SHORT if not self.used else FEW if narrow else 0
+        self.used = True
+        if rows < few:
+            return True
+        if not self.packed:
+            self.weight, self.packed = torch.ops.mkldnn._reorder_linear_weight(self.plain), True
+        if not narrow:
+            self.plain = None
+        return False

@@ -10,7 +10,7 @@ from packed import pack
 
 pytestmark = pytest.mark.skipif(not onednn.available(torch.bfloat16), reason="this torch has not the operators")
 
-V, E = 5000, 192
+V, E = 5000, 256
 
 
 @pytest.fixture(autouse=True)
@@ -104,43 +104,46 @@ def test_where_little_would_be_left_out_the_whole_head_is_read(x, weight):
     for _ in range(2):
         logits, *among = made(x, 20)
         assert not among
-        torch.testing.assert_close(logits, x @ weight.T, equal_nan=True, rtol=1e-4, atol=1e-4)
-    assert "whole" in vars(made)
+        finite = (x @ weight.T).isfinite() # of what is not, the order of the sums says what it is
+        assert torch.equal(logits.isfinite(), finite)
+        torch.testing.assert_close(logits[finite], (x @ weight.T)[finite], rtol=1e-4, atol=1e-4)
+    assert made.whole.packed
 
 
-def test_what_fails_is_given_up():
-    made, looked = Head(numbers(2, E).repeat(V // 2, 1), kept=True), []
-    made.sketch.largest = lambda x, k: looked.append(1) or Sketch.largest(made.sketch, x, k)
-    for _ in range(50):
+@pytest.mark.parametrize("failing, times", [("1", 16), ("10", 61), ("100", 600), ("0", 600)])
+def test_what_fails_too_often_is_given_up(failing, times, monkeypatch):
+    made, looks = Head(numbers(V, E), kept=True), []
+
+    def look(x, k):
+        looks.append(failing[len(looks) % len(failing)])
+        return numbers(1, V), torch.arange(V if looks[-1] == "1" else k)
+    made.sketch.largest = look
+    for _ in range(601):
         made(numbers(1, E), 20)
-    assert len(looked) == head.PATIENCE
-    made = Head(numbers(V, E), kept=True)
-    fail, work = [torch.arange(n) for n in (V, 30)]
-    for n in range(600):
-        made.sketch.largest = lambda x, k: looked.append(1) or (numbers(1, V), work if n % 3 else fail) # noqa: B023
-        made(numbers(1, E), 20)
-    assert len(looked) == head.PATIENCE + 599, "one in three may fail"
+    assert len(looks) == times
 
 
 def test_nothing_is_packed_for_the_first_token():
     made, x = Head(numbers(V, E), kept=True), numbers(1, E)
     first, = made(x, 20)
-    assert not {"whole", "sketch"} & set(vars(made))
+    assert not made.whole.packed and "sketch" not in vars(made)
     second, among = made(x, 20)
     torch.testing.assert_close(first[:, among], second[:, among])
 
 
 @pytest.mark.parametrize("weight, kept", [(numbers(V, E), False), (numbers(V, E).bfloat16(), True)], ids=["alone", "bfloat16"])
-def test_a_head_of_another_kind_is_packed_at_once(weight, kept):
+def test_of_a_head_of_another_kind_all_is_read(weight, kept):
     made = Head(weight, kept)
-    assert not made.screens and made.weight is made.whole.weight
+    assert made.rows is None, "memory that packing has to give back"
+    for _ in range(3):
+        assert len(made(numbers(1, E), 20)) == 1
 
 
-def test_a_small_head_is_packed_at_once(monkeypatch):
+def test_all_of_a_small_head_is_read(monkeypatch):
     monkeypatch.setattr(head, "LARGE", V * E + 1)
-    assert not Head(numbers(V, E), kept=True).screens
+    assert not Head(numbers(V, E), kept=True).most
 
 
-def test_without_the_operator_the_whole_head_is_read(monkeypatch):
+def test_without_the_operator_all_is_read(monkeypatch):
     monkeypatch.setattr(head, "available", lambda dtype: False)
-    assert not Head(numbers(V, E), kept=True).screens
+    assert not Head(numbers(V, E), kept=True).most

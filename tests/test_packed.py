@@ -1,6 +1,7 @@
 """Packed layers give what plain ones give."""
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_gpt, plain_generate
 
 import onednn
@@ -11,6 +12,11 @@ from packed import PackedBlock, pack
 WIDE = dict(n_embd=onednn.NARROW, n_head=4, n_layer=2)
 
 needs_operators = pytest.mark.skipif(not onednn.available(), reason="this torch has not the operators")
+
+
+@pytest.fixture(autouse=True)
+def packed_at_once(monkeypatch):
+    monkeypatch.setattr(onednn, "SHORT", 1)
 
 
 def prompt_of(length, rows):
@@ -188,3 +194,20 @@ def test_the_plain_path_stays_where_the_operators_are_missing(monkeypatch):
 def test_float16_generates_whether_or_not_it_can_be_packed():
     with torch.autocast("cpu", torch.float16):
         assert pack(make_gpt().cast_linears(torch.float16)).generate(prompt_of(5, 2), 20, temperature=0).shape == (2, 25)
+
+
+@needs_operators
+@pytest.mark.parametrize("width, rows, packed_at", [
+    (onednn.NARROW, (1, 1, 1), 2), (onednn.NARROW, (29, 1, 1), 2), (onednn.NARROW, (30, 1, 1), 1), (onednn.NARROW, (31, 1, 1), 1),
+    (onednn.NARROW - 1, (1, 7, 7), None), (onednn.NARROW - 1, (29, 7, 8), 3), (onednn.NARROW - 1, (30, 1, 1), 1),
+], ids=str)
+def test_a_layer_is_packed_at_its_second_use_or_for_many_rows(width, rows, packed_at, monkeypatch):
+    monkeypatch.setattr(onednn, "SHORT", 30)
+    weight, bias = torch.randn(20, width), torch.randn(20)
+    layer, packed_when = onednn.PackedLinear(weight, bias), []
+    for n in rows:
+        x, add = torch.randn(n, width), torch.randn(n, 20)
+        torch.testing.assert_close(layer(x, add=add), F.linear(x, weight, bias) + add, atol=1e-4, rtol=1e-4)
+        packed_when.append(layer.packed)
+        assert (layer.plain is None) == (layer.packed and width >= onednn.NARROW), "memory that is wanted"
+    assert packed_when == [packed_at is not None and use >= packed_at for use in (1, 2, 3)]
