@@ -7,7 +7,6 @@ from functools import cache
 import torch
 from torch.nn import functional as F
 
-CHUNK = 64 # how many queries attend at once
 TABLE = 2**27 # bytes that FirstQKV may take
 
 
@@ -17,9 +16,9 @@ def causal(q, k, v):
     Few at once: the fused kernel computes what it masks, up to 512 keys of it.
     """
     T, S = q.size(2), k.size(2)
-    found = []
-    for i in range(0, T, CHUNK):
-        some = q[:, :, i:i + CHUNK].to(k.dtype)
+    few, found = 32 if S <= 512 else 64, []
+    for i in range(0, T, few):
+        some = q[:, :, i:i + few].to(k.dtype)
         n = some.size(2)
         end = S - T + i + n
         mask = F.pad(future(n, k.dtype), (end - n, 0)) if n > 1 else None

@@ -76,11 +76,11 @@ def test_more_than_block_size_is_refused(parts):
 
 @needs_operators
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("parts", [(1,), (63,), (64,), (65,), (150,), (64, 1, 70), (1, 129), (100, 50)], ids=str)
+@pytest.mark.parametrize("parts", [(1,), (63,), (64,), (65,), (150,), (64, 1, 70), (1, 129), (100, 50), (512, 1, 80), (513,)], ids=str)
 def test_windows_longer_than_what_attends_at_once(parts, bias):
-    shape = dict(WIDE, block_size=150, bias=bias)
+    shape = dict(WIDE, block_size=600, bias=bias)
     plain, packed_model, idx = make_gpt(**shape), pack(make_gpt(**shape)), prompt_of(sum(parts), 3)
-    cache, read = packed_model.new_cache(3, 150), 0
+    cache, read = packed_model.new_cache(3, 600), 0
     with torch.no_grad():
         expected = plain(idx)[0]
         for length in parts:
