@@ -11,7 +11,7 @@ from onednn import PackedLinear, available
 
 LARGE = 2**23 # weights: as many do not stay in a processor's cache
 SHARE = 16 # of the tokens at most one in so many is worth reading twice
-PATIENCE = 16 # how often it may fail, but for every two times that it does not once more, before it is given up
+PATIENCE = 16 # failures after which that is given up; two successes make up for one
 
 
 class Head:
@@ -52,8 +52,8 @@ class Head:
 class Sketch:
     """Weights in bfloat16, and how far off it makes logits.
 
-    x @ w differs from what it is with w - dw by |x| |dw| at most (Cauchy and Schwarz), and so on for x. What all
-    rows have in common changes no order and is added in float32: GPT-2's logits lie about -100, but 30 apart.
+    x @ w and x @ (w - dw) differ by |x| |dw| at most (Cauchy and Schwarz), and so for x. What all rows have in common,
+    of trained ones most of their length, changes no order: it is left out and added in float32.
     """
 
     def __init__(self, weight):
@@ -65,7 +65,7 @@ class Sketch:
             short.copy_(rows)
             self.longest = rows.norm(dim=1).max().maximum(self.longest)
             self.lost = (rows - short).norm(dim=1).max().maximum(self.lost)
-        self.product = PackedLinear(rounded)
+        self.product = PackedLinear(rounded, now=True)
         self.lost += 2**-22 * weight.size(1) * (self.longest + self.mean.norm()) # by the sums, in any order
 
     def __call__(self, x):

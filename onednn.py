@@ -15,9 +15,8 @@ SHORT = 64 # rows that all layers read sooner as they are than packed
 def available(dtype=torch.float32):
     """Whether this torch has the operators, which are Inductor's and not public, and for this dtype here."""
     try:
-        x = torch.ones(FEW, 16, dtype=dtype)
-        layer = PackedLinear(torch.ones(16, 16, dtype=dtype))
-        layer.used = True
+        x = torch.ones(1, 16, dtype=dtype)
+        layer = PackedLinear(torch.ones(16, 16, dtype=dtype), now=True)
         layer(layer(x, gelu="tanh"), add=x)
         return True
     except (AttributeError, RuntimeError): # they are missing, or cannot
@@ -27,13 +26,16 @@ def available(dtype=torch.float32):
 class PackedLinear:
     """A Linear that can also add a residual, or apply GELU ("none" or "tanh", as in F.gelu), in one pass.
 
-    It is packed once it is used a second time, or for many rows: the first token need not wait for that.
+    It is packed once it is used a second time, or for many rows: the first token need not wait for that. Or now.
     No Module: the hooks and look-ups of modules are a tenth of a small network's step.
     """
 
-    def __init__(self, weight, bias=None):
+    def __init__(self, weight, bias=None, now=False):
         self.weight, self.bias = weight.detach(), bias
         self.plain, self.packed, self.used = self.weight, False, False
+        if now:
+            self.pack()
+            self.plain = None
 
     def __call__(self, x, add=None, gelu=None):
         """(..., in) -> (..., out); add, of that shape too, is the residual."""
@@ -55,7 +57,11 @@ class PackedLinear:
         if rows < few:
             return True
         if not self.packed:
-            self.weight, self.packed = torch.ops.mkldnn._reorder_linear_weight(self.plain), True
+            self.pack()
         if not narrow:
             self.plain = None
         return False
+
+    def pack(self):
+        """Bring the weight into oneDNN's layout."""
+        self.weight, self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight), True
