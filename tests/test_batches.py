@@ -6,23 +6,27 @@ import pytest
 import torch
 from conftest import CHARS, make_gpt, plain_generate, plain_shifting_generate, save_meta
 
+import head
 from batches import PAUSE, Chooser, Drawer, Reader, Sample
 from graphs import GraphedGPT
 from model import KVCache
 from packed import pack
 from prompts import Prompt
-from sampler import RowDraws
+from sampler import RowDraws, next_token
 from tokenizer import CharTokenizer, GPT2Tokenizer
 
 PROMPTS = ["The ", "O", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "] # its block_size is 16
 
 
-@pytest.fixture(params=["plain", "packed", "graphs", "recorded graphs"])
-def kind(request):
+@pytest.fixture(params=["plain", "packed", "sketched", "graphs", "recorded graphs"])
+def kind(request, monkeypatch):
     """What makes of a GPT what draws, None if it is the GPT itself."""
     if request.param == "recorded graphs":
         request.getfixturevalue("recorded")
-    return {"plain": None, "packed": pack}.get(request.param, GraphedGPT)
+    if request.param == "sketched":
+        monkeypatch.setattr(head, "LARGE", 1)
+        monkeypatch.setattr(head, "SHARE", 1)
+    return {"plain": None, "packed": pack, "sketched": pack}.get(request.param, GraphedGPT)
 
 
 @pytest.fixture(scope="module")
@@ -330,3 +334,10 @@ def test_on_cuda_each_has_its_own_text_too(letters_table, stops):
     found = list(drawer.draw(samples))
     assert [sample.text for sample in found] == [cut(letters_table.decode(ids), stops) for ids in expected]
     assert all(len(sample.looks) == len(sample.new) for sample in found)
+
+
+@pytest.mark.parametrize("watch", [0, 3])
+def test_probabilities_take_all_logits(watch):
+    how = dict(temperature=0.8, top_k=20)
+    assert Chooser(next_token, None, how).enough == 20
+    assert Chooser(next_token, None, how, watch).enough is None

@@ -5,7 +5,7 @@ from conftest import make_gpt
 
 import sampler
 from model import GPT, GPTConfig
-from sampler import RowDraws, initialisation_numbers, next_token, skip_numbers
+from sampler import RowDraws, enough, initialisation_numbers, next_token, skip_numbers
 
 FIVE = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]])
 
@@ -171,3 +171,27 @@ def test_rows_draw_on_cuda_what_multinomial_draws(top_k):
     draws = RowDraws(11, "cuda", initialisation=123, steps=20, width=50304)
     draws.for_rows([draws.place_of(sample) for sample in range(3)])
     assert torch.equal(torch.cat([next_token(scaled[:, i], 1.0, top_k, draws) for i in range(20)], dim=1), expected)
+
+
+@pytest.mark.parametrize("how", [dict(top_k=20), dict(top_k=1), dict(top_k=20, top_p=0.7), dict(top_k=20, min_p=0.2), dict(top_k=20, temperature=0),
+                                 dict(temperature=0), dict(top_k=20, temperature=1e-40), dict(top_k=20, temperature=3.0)], ids=str)
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_largest_logits_are_enough(how, ties):
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(4)).mul(3)
+    logits = logits.round() if ties else logits
+    kth = logits.topk(enough(**how)).values[:, -1:]
+    among = (logits >= kth).any(dim=0).nonzero().flatten()
+
+    def tokens(logits, **more):
+        torch.manual_seed(1)
+        return next_token(logits, **how, **more)
+    for _ in range(10):
+        expected = tokens(logits)
+        assert torch.equal(tokens(logits, among=among), expected)
+        assert torch.equal(tokens(torch.where(logits < kth, logits - torch.rand_like(logits), logits)), expected)
+
+
+@pytest.mark.parametrize("how", [dict(), dict(top_k=None), dict(top_k=0), dict(top_p=0.5), dict(top_k=20, repetition_penalty=1.1),
+                                 dict(temperature=0, repetition_penalty=0.9)], ids=str)
+def test_all_logits_count(how):
+    assert not enough(**how)
