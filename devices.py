@@ -89,8 +89,11 @@ def return_memory():
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def get_ready(model, device, dtype, compile=False):
-    """What generates on the device as the model does, in that dtype: the model, made faster, or a GraphedGPT."""
+def get_ready(model, device, dtype, compile=False, now=False):
+    """What generates on the device as the model does, in that dtype: the model, made faster, or a GraphedGPT.
+
+    now: as packed.pack's.
+    """
     model.cast_linears(dtype).to(device)
     if device.type == "cuda":
         from graphs import GraphedGPT
@@ -99,7 +102,7 @@ def get_ready(model, device, dtype, compile=False):
         return GraphedGPT(model, compile)
     if device.type == "cpu" and not compile: # Inductor cannot see into packed weights
         from packed import pack
-        pack(model)
+        pack(model, now)
     if device.type == "cpu":
         hold_memory() # not before: what loading frees would leave holes
     return model

@@ -7,26 +7,27 @@ from functools import cached_property
 import torch
 from torch.nn import functional as F
 
-from onednn import PackedLinear, available
+from onednn import NARROW, PackedLinear, available
 
 LARGE = 2**23 # weights: as many do not stay in a processor's cache
 SHARE = 16 # of the tokens at most one in so many is worth reading twice
-PATIENCE = 16 # failures after which that is given up; two successes make up for one
+PATIENCE = 16 # a failure costs 1, a success earns back a half: nothing left, and it is given up
+TINY = 2**-50 # what float32 may lose of a length whose square it cannot hold
 
 
 class Head:
-    """lm_head: (B, E) -> logits (B, V). kept: whether the weight stays in memory anyway."""
+    """lm_head: (B, E) -> logits (B, V). kept: whether the weight stays in memory anyway; now: as PackedLinear's."""
 
-    def __init__(self, weight, kept):
-        self.whole = PackedLinear(weight)
-        large = kept and weight.dtype == torch.float32 and weight.numel() >= LARGE
+    def __init__(self, weight, kept, now=False):
+        self.whole = PackedLinear(weight, now=now)
+        large = kept and weight.dtype == torch.float32 and weight.numel() >= LARGE and weight.size(1) >= NARROW
         self.most = len(weight) // SHARE if large and available(torch.bfloat16) else 0
         self.rows = weight.detach() if self.most else None
-        self.patience = PATIENCE
+        self.k, self.patience = None, PATIENCE
 
     @property
     def weight(self):
-        """Of which the shape may be another."""
+        """Packed or not: its dtype and device are what counts."""
         return self.whole.weight
 
     @cached_property
@@ -35,22 +36,30 @@ class Head:
         return Sketch(self.rows)
 
     def __call__(self, x, k=None):
-        """A tuple of the logits and, where these alone are right, the ids (K,) that the k largest of them have.
+        """A tuple of the logits and, if those of other ids are about right alone, ids (K,) that hold the k largest.
 
         k: how many of the largest are needed, and all that tie with the last of them; None: all.
         """
-        if k and k <= self.most and len(x) == 1 and self.whole.used and self.patience > 0:
+        if k and 0 < k <= self.most and len(x) == 1 and self.whole.used and self.promises(k):
             logits, ids = self.sketch.largest(x, k)
             if k <= len(ids) <= self.most:
                 self.patience = min(self.patience + 0.5, PATIENCE)
-                logits[:, ids] = x @ F.embedding(ids, self.rows).T
+                logits[:, ids] = products(x, self.rows, ids)
                 return logits, ids
             self.patience -= 1
         return (self.whole(x),)
 
+    def promises(self, k):
+        """Whether the sketch has not failed too often for this k."""
+        if self.k != k:
+            self.k, self.patience = k, PATIENCE
+        if self.patience <= 0:
+            vars(self).pop("sketch", None) # its memory
+        return self.patience > 0
+
 
 class Sketch:
-    """Weights in bfloat16, and how far off it makes logits.
+    """Weights (V, E) in bfloat16, and how far off they make logits.
 
     x @ w and x @ (w - dw) differ by |x| |dw| at most (Cauchy and Schwarz), and so for x. What all rows have in common,
     of trained ones most of their length, changes no order: it is left out and added in float32.
@@ -59,21 +68,24 @@ class Sketch:
     def __init__(self, weight):
         self.mean = weight.mean(dim=0)
         rounded = torch.empty_like(weight, dtype=torch.bfloat16)
-        self.longest = self.lost = torch.zeros(())
+        longest = lost = torch.tensor(TINY)
         for rows, short in zip(weight.split(1024), rounded.split(1024), strict=True):
             rows = rows - self.mean
             short.copy_(rows)
-            self.longest = rows.norm(dim=1).max().maximum(self.longest)
-            self.lost = (rows - short).norm(dim=1).max().maximum(self.lost)
+            longest = rows.norm(dim=1).max().maximum(longest)
+            lost = (rows - short).norm(dim=1).max().maximum(lost)
         self.product = PackedLinear(rounded, now=True)
-        self.lost += 2**-22 * weight.size(1) * (self.longest + self.mean.norm()) # by the sums, in any order
+        self.longest = longest + TINY
+        # A sum of E products loses E * 2**-24 at most, in any order; three are made, of what is left and of the mean.
+        self.lost = lost + TINY + weight.size(1) * 2**-22 * (longest + self.mean.norm())
 
     def __call__(self, x):
         """x (1, E) -> logits (1, V), and by how much each may be wrong."""
         rounded = x.bfloat16().float()
-        near = self.product(rounded).float()
-        error = self.lost * rounded.norm() + self.longest * (x - rounded).norm() + 2**-8 * near.abs().max()
-        return near.add_(x[0] @ self.mean), error
+        logits = self.product(rounded).float() # which are rounded too, to 8 bits
+        error = (self.lost * (rounded.norm() + TINY) + self.longest * ((x - rounded).norm() + TINY)
+                 + 2**-8 * logits.abs().max())
+        return logits.add_(x[0] @ self.mean), error
 
     def largest(self, x, k):
         """x (1, E) -> logits (1, V), about, and the ids (K,) that hold the k largest, those that tie and some more."""
@@ -82,3 +94,12 @@ class Sketch:
         groups = logits[0, :logits.size(1) // size * size].view(-1, size).amax(dim=1)
         kth = groups.topk(k).values[-1] # or a smaller one, found in less time
         return logits, (logits[0] >= kth - 2 * error).nonzero().squeeze(1)
+
+
+def products(x, weight, ids):
+    """x (1, E) with these rows of the weight: (1, K), the same for rows that are the same.
+
+    Where their number is odd, MKL adds up the last few products in another order.
+    """
+    rows = F.embedding(F.pad(ids, (0, -len(ids) % 16)), weight)
+    return (x @ rows.T)[:, :len(ids)]

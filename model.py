@@ -215,8 +215,8 @@ class GPT(nn.Module):
     def stream(self, idx, max_new_tokens, choose, context_shift=False):
         """generate, a step at a time: yields (B, 1) ids as they are drawn.
 
-        choose makes them from logits (B, V) and the ids (B, S) in the window. Where it needs only some of a row's
-        largest logits, its attribute enough says how many, and what these are among, ids (K,), may come third.
+        choose makes them from logits (B, V) and the ids (B, S) in the window. Where it needs only some of the largest
+        logits, its attribute enough says how many; of a single row, what these are among, ids (K,), may come third.
         Sending a list of row indices goes on with those rows alone, an empty one ends the stream.
         context_shift is for text longer than block_size, as in llama.cpp: a full window loses its older half and
         is read anew once, where else every further token reads all of the window again.
@@ -230,7 +230,7 @@ class GPT(nn.Module):
         read = idx[:1] if (idx == idx[:1]).all() else idx # rows that are all the same are read as one
         count = getattr(choose, "enough", None)
         for _ in range(max_new_tokens):
-            logits, *among = self.next_logits(read, cache, count)
+            logits, *among = self.next_logits(read, cache, count if len(idx) == 1 else None)
             token = choose(logits.expand(len(idx), -1), idx, *among)
             rows = yield token
             if rows == []:

@@ -11,24 +11,27 @@ from onednn import PackedLinear, available
 from window import FirstQKV, Glance, causal
 
 
-def pack(model):
-    """Make a GPT a PackedGPT, where this torch can; it gives the same logits. Returns it."""
+def pack(model, now=False):
+    """Make a GPT a PackedGPT, where this torch can; it gives the same logits. Returns it.
+
+    now: before the first token, so that its logits are the same to the last bit whenever they are made.
+    """
     if available(model.lm_head.weight.dtype):
         model.__class__ = PackedGPT # where it stands: a second one would take its memory again
-        model.pack()
+        model.pack(now)
     return model
 
 
 class PackedGPT(GPT):
     """A GPT that can only generate, in fewer steps and passes; not to be trained, copied or saved."""
 
-    def pack(self):
+    def pack(self, now=False):
         """Replace blocks and head by packed ones."""
         blocks = self.transformer.h
         self.glance = Glance(blocks[-1].attn)
         for i, block in enumerate(blocks):
-            blocks[i] = PackedBlock(block)
-        head = Head(self.lm_head.weight, kept=self.lm_head.weight is self.transformer.wte.weight)
+            blocks[i] = PackedBlock(block, now)
+        head = Head(self.lm_head.weight, kept=self.lm_head.weight is self.transformer.wte.weight, now=now)
         del self.lm_head # a module's place takes modules alone
         self.lm_head, self.ln_f = head, plain_norm(self.transformer.ln_f)
         self.embeddings = self.transformer.wte.weight, self.transformer.wpe.weight # modules are slow to look up
@@ -142,11 +145,12 @@ class PackedCache:
 class PackedBlock(nn.Module):
     """The parts of a model.Block."""
 
-    def __init__(self, block):
+    def __init__(self, block, now=False):
         super().__init__()
         self.ln_1, self.ln_2 = plain_norm(block.ln_1), plain_norm(block.ln_2)
         layers = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
-        self.c_attn, self.attn_c_proj, self.c_fc, self.c_proj = (PackedLinear(x.weight, x.bias) for x in layers)
+        self.c_attn, self.attn_c_proj, self.c_fc, self.c_proj = (
+            PackedLinear(layer.weight, layer.bias, now) for layer in layers)
         self.gelu = block.mlp.gelu.approximate
 
     def qkv(self, x):

@@ -71,7 +71,8 @@ def main():
         f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
     drawn = initialisation_numbers(model) if init_from == 'resume' else 0
-    generator = get_ready(model, place, precision, compile)
+    # A run that is taken up is to make the same sums as if it had never ended.
+    generator = get_ready(model, place, precision, compile, now=bool(out_file))
     gc.freeze()
     gc.enable()
     stream = partial(RowDraws, device=place, initialisation=drawn, width=model.config.vocab_size)

@@ -16,6 +16,7 @@ V, E = 5000, 256
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch):
     monkeypatch.setattr(head, "LARGE", 1)
+    monkeypatch.setattr(head, "NARROW", 1)
 
 
 def numbers(*shape, seed=0):
@@ -44,6 +45,9 @@ CASES = {
     "large": lambda: (numbers(1, E) * 1e6, numbers(V, E, seed=1) * 1e4),
     "small": lambda: (numbers(1, E) * 1e-6, numbers(V, E, seed=1) * 1e-4),
     "twins": lambda: (numbers(1, E), numbers(V // 50, E, seed=1).repeat(50, 1)),
+    "tiny": lambda: (numbers(1, E), numbers(V, E, seed=1) * 1e-38),
+    "tiny and huge": lambda: [part * scale for part, scale in zip(misled("weights"), (2.0**56, 2.0**-70), strict=True)],
+    "huge and tiny": lambda: [part * scale for part, scale in zip(misled("the state"), (2.0**-70, 2.0**56), strict=True)],
     "weights that mislead": lambda: misled("weights"),
     "a state that misleads": lambda: misled("the state"),
 }
@@ -79,7 +83,7 @@ def test_the_same_tokens(length, how):
     expected = plain_generate(plain, idx, 30, **how)
     torch.manual_seed(3)
     assert torch.equal(packed.generate(idx, 30, **how), expected)
-    assert ("sketch" in vars(packed.lm_head)) == (how.get("top_k", 1000) * head.SHARE <= 1000)
+    assert (packed.lm_head.k is not None) == (how.get("top_k", 1000) * head.SHARE <= 1000), "what is tested"
 
 
 @pytest.mark.parametrize("how", [dict(temperature=0), dict(top_p=0.5), dict(min_p=0.1), dict(repetition_penalty=1.3), dict(repetition_penalty=0.5), dict(temperature=1e-30)], ids=str)
@@ -89,7 +93,7 @@ def test_the_same_tokens_whatever_else_counts(how):
     expected = plain.generate(torch.ones(1, 4, dtype=torch.long), 30, top_k=20, **how)
     torch.manual_seed(3)
     assert torch.equal(packed.generate(torch.ones(1, 4, dtype=torch.long), 30, top_k=20, **how), expected)
-    assert ("sketch" in vars(packed.lm_head)) == ("repetition_penalty" not in how)
+    assert (packed.lm_head.k is not None) == ("repetition_penalty" not in how), "what is tested"
 
 
 @pytest.mark.parametrize("x, weight", [
@@ -107,7 +111,18 @@ def test_where_little_would_be_left_out_the_whole_head_is_read(x, weight):
         finite = (x @ weight.T).isfinite() # of what is not, the order of the sums says what it is
         assert torch.equal(logits.isfinite(), finite)
         torch.testing.assert_close(logits[finite], (x @ weight.T)[finite], rtol=1e-4, atol=1e-4)
-    assert made.whole.packed
+    assert made.whole.weight.is_mkldnn
+
+
+@pytest.mark.parametrize("among", [30, 31, 33, 40, 47, 100])
+@pytest.mark.parametrize("width", [256, 300, 768])
+def test_what_ties_still_ties(width, among):
+    x, weight = numbers(1, width), numbers(2, width, seed=1).repeat(V, 1)
+    for seed in range(20):
+        ids = torch.randperm(V, generator=torch.Generator().manual_seed(seed))[:among].sort().values
+        logits = head.products(x, weight, ids)[0]
+        assert len(logits[ids % 2 == 0].unique()) == 1
+        torch.testing.assert_close(logits, weight[ids] @ x[0])
 
 
 @pytest.mark.parametrize("failing, times", [("1", 16), ("10", 61), ("100", 600), ("0", 600)])
@@ -121,12 +136,30 @@ def test_what_fails_too_often_is_given_up(failing, times, monkeypatch):
     for _ in range(601):
         made(numbers(1, E), 20)
     assert len(looks) == times
+    assert ("sketch" in vars(made)) == (times == 600), "its memory"
+    made.sketch.largest = look
+    made(numbers(1, E), 30)
+    assert len(looks) == times + 1, "for another k it may do"
+
+
+def test_batches_of_rows_do_not_make_a_sketch():
+    packed = pack(make_gpt(vocab_size=1000))
+    for _ in range(2):
+        packed.generate(torch.ones(3, 4, dtype=torch.long), 5, top_k=20)
+    assert "sketch" not in vars(packed.lm_head)
+
+
+@pytest.mark.parametrize("k", [-1, 0])
+def test_what_is_no_number_of_logits(k):
+    made = Head(numbers(V, E), kept=True)
+    for _ in range(3):
+        made(numbers(1, E), k)
 
 
 def test_nothing_is_packed_for_the_first_token():
     made, x = Head(numbers(V, E), kept=True), numbers(1, E)
     first, = made(x, 20)
-    assert not made.whole.packed and "sketch" not in vars(made)
+    assert not made.whole.weight.is_mkldnn and "sketch" not in vars(made)
     second, among = made(x, 20)
     torch.testing.assert_close(first[:, among], second[:, among])
 

@@ -197,17 +197,26 @@ def test_float16_generates_whether_or_not_it_can_be_packed():
 
 
 @needs_operators
-@pytest.mark.parametrize("width, rows, packed_at", [
-    (onednn.NARROW, (1, 1, 1), 2), (onednn.NARROW, (29, 1, 1), 2), (onednn.NARROW, (30, 1, 1), 1), (onednn.NARROW, (31, 1, 1), 1),
-    (onednn.NARROW - 1, (1, 7, 7), None), (onednn.NARROW - 1, (29, 7, 8), 3), (onednn.NARROW - 1, (30, 1, 1), 1),
-], ids=str)
-def test_a_layer_is_packed_at_its_second_use_or_for_many_rows(width, rows, packed_at, monkeypatch):
+@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize("width", [onednn.NARROW - 1, onednn.NARROW])
+@pytest.mark.parametrize("rows, packed_at", [((1, 1, 8), 2), ((29, 7, 1), 2), ((30, 1, 1), 1), ((31, 8, 1), 1)], ids=str)
+def test_a_layer_is_packed_now_or_for_many_rows_or_at_its_second_use(rows, packed_at, width, now, monkeypatch):
     monkeypatch.setattr(onednn, "SHORT", 30)
     weight, bias = torch.randn(20, width), torch.randn(20)
-    layer, packed_when = onednn.PackedLinear(weight, bias), []
-    for n in rows:
+    layer = onednn.PackedLinear(weight, bias, now)
+    for use, n in enumerate(rows, 1):
         x, add = torch.randn(n, width), torch.randn(n, 20)
         torch.testing.assert_close(layer(x, add=add), F.linear(x, weight, bias) + add, atol=1e-4, rtol=1e-4)
-        packed_when.append(layer.packed)
-        assert (layer.plain is None) == (layer.packed and width >= onednn.NARROW), "memory that is wanted"
-    assert packed_when == [packed_at is not None and use >= packed_at for use in (1, 2, 3)]
+        packed = now or use >= packed_at
+        assert layer.weight.is_mkldnn == packed
+        assert (layer.plain is None) == (packed and width >= onednn.NARROW), "memory that is wanted"
+
+
+@needs_operators
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_that_are_packed_for_now_are_the_same_whenever_they_are_made(rows, monkeypatch):
+    monkeypatch.setattr(onednn, "SHORT", 64)
+    model, idx = pack(make_gpt(**WIDE), now=True), prompt_of(7, rows)
+    with torch.no_grad():
+        first, second = (model(idx, cache=model.new_cache(rows, 16))[0] for _ in range(2))
+    assert torch.equal(first, second)
