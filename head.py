@@ -36,9 +36,9 @@ class Head:
         return Sketch(self.rows)
 
     def __call__(self, x, k=None):
-        """A tuple of the logits and, if those of other ids are about right alone, ids (K,) that hold the k largest.
+        """A tuple of the logits and, where only some of them are right, the ids (K,) of these.
 
-        k: how many of the largest are needed, and all that tie with the last of them; None: all.
+        k: how many of the largest are needed, with all that tie with the last of them; None: all.
         """
         if k and 0 < k <= self.most and len(x) == 1 and self.whole.used and self.promises(k):
             logits, ids = self.sketch.largest(x, k)
