@@ -99,7 +99,7 @@ class Sketch:
 def products(x, weight, ids):
     """x (1, E) with these rows of the weight: (1, K), the same for rows that are the same.
 
-    Where their number is odd, MKL adds up the last few products in another order.
+    MKL takes them by the block, and adds up the products of what is left over in another order.
     """
     rows = F.embedding(F.pad(ids, (0, -len(ids) % 16)), weight)
     return (x @ rows.T)[:, :len(ids)]

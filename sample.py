@@ -88,15 +88,20 @@ def main():
         progress = Progress(total and total - kept, max_new_tokens)
         drawer = make_drawer(generator, tokenizer, stream, at_once=at_once, ragged=rules.many(start),
                              live=team.first and on_terminal(sys.stdout), say=say, tick=progress.tick)
-        for sample in team.draw(samples, drawer):
-            if sample.ended:
-                for output in outputs:
-                    output.add(sample)
-                progress.count(sample)
-            printer.show(sample)
+        show_and_save(team.draw(samples, drawer), printer, outputs, progress)
+    progress.close(peak_memory(place))
+
+
+def show_and_save(samples, printer, outputs, progress):
+    """Show the samples, those too that still grow, and save what has ended."""
+    for sample in samples:
+        if sample.ended:
+            for output in outputs:
+                output.add(sample)
+            progress.count(sample)
+        printer.show(sample)
     for output in outputs:
         output.close()
-    progress.close(peak_memory(place))
 
 
 def number(prompts, tokenizer):
