@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 import graphs
 from model import GPT, GPTConfig
 
+pytest.register_assert_rewrite("attacks") # whose fixtures assert
+
 signal.signal(signal.SIGINT, signal.default_int_handler) # shells' background jobs ignore it, and so would all they start
 PROJECT = Path(__file__).resolve().parent.parent
 CHARS = "\n !',-.:?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
