@@ -165,4 +165,5 @@ class Progress:
             Progress.bar = None
         took = time.perf_counter() - self.began
         peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
-        say(f"{self.samples} samples, {self.tokens} tokens in {took:.1f} s: {self.tokens / took:.0f} tokens/s{peak}")
+        samples = "1 sample" if self.samples == 1 else f"{self.samples} samples"
+        say(f"{samples}, {self.tokens} tokens in {took:.1f} s: {self.tokens / took:.0f} tokens/s{peak}")
