@@ -7,23 +7,28 @@ from functools import cached_property
 import torch
 from torch.nn import functional as F
 
-from onednn import NARROW, PackedLinear, available
+from onednn import PackedLinear, available
 
 LARGE = 2**23 # weights: as many do not stay in a processor's cache
+WIDE = 256 # inputs: with fewer, what is done for every token costs more than reading its row
 SHARE = 16 # of the tokens at most one in so many is worth reading twice
 PATIENCE = 16 # a failure costs 1, a success earns back a half: nothing left, and it is given up
 TINY = 2**-50 # what float32 may lose of a length whose square it cannot hold
 
 
 class Head:
-    """lm_head: (B, E) -> logits (B, V). kept: whether the weight stays in memory anyway; now: as PackedLinear's."""
+    """lm_head: (B, E) -> logits (B, V).
+
+    kept: whether the weight stays in memory anyway, for the embedding; now: as PackedLinear's.
+    """
 
     def __init__(self, weight, kept, now=False):
         self.whole = PackedLinear(weight, now=now)
-        large = kept and weight.dtype == torch.float32 and weight.numel() >= LARGE and weight.size(1) >= NARROW
+        large = kept and weight.dtype == torch.float32 and weight.numel() >= LARGE and weight.size(1) >= WIDE
         self.most = len(weight) // SHARE if large and available(torch.bfloat16) else 0
         self.rows = weight.detach() if self.most else None
         self.k, self.patience = None, PATIENCE
+        self.begun = now # or else the first token does not wait for a sketch
 
     @property
     def weight(self):
@@ -40,13 +45,14 @@ class Head:
 
         k: how many of the largest are needed, with all that tie with the last of them; None: all.
         """
-        if k and 0 < k <= self.most and len(x) == 1 and self.whole.used and self.promises(k):
+        if k and 0 < k <= self.most and len(x) == 1 and self.begun and self.promises(k):
             logits, ids = self.sketch.largest(x, k)
             if k <= len(ids) <= self.most:
                 self.patience = min(self.patience + 0.5, PATIENCE)
                 logits[:, ids] = products(x, self.rows, ids)
                 return logits, ids
             self.patience -= 1
+        self.begun = True
         return (self.whole(x),)
 
     def promises(self, k):

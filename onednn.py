@@ -2,21 +2,49 @@
 
 F.linear reaches less than half of what memory gives at one row, and of what the arithmetic units give at
 hundreds. Packed, a product reaches both, and adds bias, GELU or residual while the result is still in a
-register. Inductor does the same when it freezes a network.
+register. Inductor does the same when it freezes a network. On Intel's processors F.linear, their own MKL, does
+better at few rows.
 """
+import math
+import platform
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
 import torch
 from torch.nn import functional as F
 
-SHORT = 64 # rows, fewer than which are read sooner by plain layers than by layers that have to be packed first
-# From then on layers with fewer than NARROW inputs stay plain for fewer than FEW rows: oneDNN's call costs more than
-# the product.
-NARROW, FEW = 256, 8
+NARROW = 256 # inputs or outputs: with fewer, a call of oneDNN's, 10 to 100 us, costs more than a product of few rows
+
+
+class Limits(NamedTuple):
+    """How many rows a product must have."""
+    pack: int # for a layer to be packed once as many came twice
+    pack_now: float # at once
+    use: int # for a narrow layer, when it has been packed
+
+
+INTEL, OTHERS = Limits(pack=4, pack_now=math.inf, use=64), Limits(pack=1, pack_now=64, use=8)
+
+
+def limits(dtype):
+    """The Limits of this machine's processor."""
+    return INTEL if dtype == torch.float32 and made_by_intel() else OTHERS
+
+
+@cache
+def made_by_intel():
+    """Whether the processor is one of Intel's, as far as the system tells."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError: # no Linux
+        return "GenuineIntel" in platform.processor()
 
 
 def available(dtype=torch.float32):
     """Whether this torch has the operators, which are Inductor's and not public, and for this dtype here."""
     try:
-        x = torch.ones(FEW, 16, dtype=dtype)
+        x = torch.ones(64, 16, dtype=dtype)
         layer = PackedLinear(torch.ones(16, 16, dtype=dtype), now=True)
         layer(layer(x, gelu="tanh"), add=x)
         return True
@@ -27,13 +55,14 @@ def available(dtype=torch.float32):
 class PackedLinear:
     """A Linear that can also add a residual, or apply GELU ("none" or "tanh", as in F.gelu), in one pass.
 
-    It is packed now, or once it is used for many rows or a second time: the first token need not wait for that.
+    It is packed now, or when its uses come to be worth it: the first token need not wait for that.
     No Module: the hooks and look-ups of modules are a tenth of a small network's step.
     """
 
     def __init__(self, weight, bias=None, now=False):
         self.weight, self.bias = weight.detach(), bias
-        self.plain, self.used = self.weight, False
+        self.plain, self.limits = self.weight, limits(weight.dtype)
+        self.rows = 0 # of its latest use
         if now:
             self.pack()
 
@@ -51,15 +80,17 @@ class PackedLinear:
 
     def stays_plain(self, rows):
         """Whether this use, for so many rows, is one of a plain layer. Where it is not, the weight is packed by now."""
-        first, self.used = not self.used, True
-        if first and rows < SHORT:
-            return True
+        before, self.rows = self.rows, rows
         if self.weight is self.plain:
+            if rows < (self.limits.pack if rows == before else self.limits.pack_now):
+                return True
             self.pack()
-        return self.plain is not None and rows < FEW
+        return self.plain is not None and rows < self.limits.use
 
     def pack(self):
         """Bring the weight into oneDNN's layout. A narrow layer keeps the plain one too."""
-        self.weight, self.used = torch.ops.mkldnn._reorder_linear_weight(self.weight), True
-        if self.plain.size(1) >= NARROW:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        if min(self.plain.shape) >= NARROW:
             self.plain = None
+        elif self.limits is INTEL:
+            self.plain = self.plain.T.contiguous().T # which MKL reads sooner

@@ -25,7 +25,7 @@ def kind(request, monkeypatch):
         request.getfixturevalue("recorded")
     if request.param == "sketched":
         monkeypatch.setattr(head, "LARGE", 1)
-        monkeypatch.setattr(head, "NARROW", 1)
+        monkeypatch.setattr(head, "WIDE", 1)
         monkeypatch.setattr(head, "SHARE", 1)
     return {"plain": None, "packed": pack, "sketched": pack}.get(request.param, GraphedGPT)
 

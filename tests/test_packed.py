@@ -1,4 +1,6 @@
 """Packed layers give what plain ones give."""
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +16,13 @@ WIDE = dict(n_embd=onednn.NARROW, n_head=4, n_layer=2)
 needs_operators = pytest.mark.skipif(not onednn.available(), reason="this torch has not the operators")
 
 
-@pytest.fixture(autouse=True)
-def packed_at_once(monkeypatch):
-    monkeypatch.setattr(onednn, "SHORT", 1)
+@pytest.fixture(autouse=True, params=[True, False], ids=["an-Intel", "another"])
+def intel(request, monkeypatch):
+    """Every test as on either kind of processor, layers packed at once."""
+    monkeypatch.setattr(onednn, "made_by_intel", lambda: request.param)
+    for name in "INTEL", "OTHERS":
+        monkeypatch.setattr(onednn, name, getattr(onednn, name)._replace(pack_now=1))
+    return request.param
 
 
 def prompt_of(length, rows):
@@ -199,23 +205,41 @@ def test_float16_generates_whether_or_not_it_can_be_packed():
 @needs_operators
 @pytest.mark.parametrize("now", [False, True])
 @pytest.mark.parametrize("width", [onednn.NARROW - 1, onednn.NARROW])
-@pytest.mark.parametrize("rows, packed_at", [((1, 1, 8), 2), ((29, 7, 1), 2), ((30, 1, 1), 1), ((31, 8, 1), 1)], ids=str)
-def test_a_layer_is_packed_now_or_for_many_rows_or_at_its_second_use(rows, packed_at, width, now, monkeypatch):
-    monkeypatch.setattr(onednn, "SHORT", 30)
-    weight, bias = torch.randn(20, width), torch.randn(20)
+@pytest.mark.parametrize("rows, on_intel, on_others", [
+    ((5, 1, 1, 1), None, 3), ((5, 3, 3, 1), None, 3), ((5, 4, 4, 1), 3, 3), ((7, 7, 8, 1), 2, 2), ((9, 8, 7, 1), None, None),
+    ((29, 1, 29, 1), None, None), ((30, 1, 1, 1), None, 1), ((1, 31, 31, 2), 3, 2)], ids=str)
+def test_a_layer_is_packed_now_or_for_many_rows_or_once_as_many_came_twice(rows, on_intel, on_others, width, now, intel, monkeypatch):
+    monkeypatch.setattr(onednn, "INTEL", onednn.INTEL._replace(pack_now=math.inf))
+    monkeypatch.setattr(onednn, "OTHERS", onednn.OTHERS._replace(pack_now=30))
+    packed_at = 0 if now else on_intel if intel else on_others
+    weight, bias = torch.randn(onednn.NARROW, width), torch.randn(onednn.NARROW)
     layer = onednn.PackedLinear(weight, bias, now)
     for use, n in enumerate(rows, 1):
-        x, add = torch.randn(n, width), torch.randn(n, 20)
+        x, add = torch.randn(n, width), torch.randn(n, onednn.NARROW)
         torch.testing.assert_close(layer(x, add=add), F.linear(x, weight, bias) + add, atol=1e-4, rtol=1e-4)
-        packed = now or use >= packed_at
+        packed = packed_at is not None and use >= packed_at
         assert layer.weight.is_mkldnn == packed
         assert (layer.plain is None) == (packed and width >= onednn.NARROW), "memory that is wanted"
 
 
+@pytest.mark.parametrize("told, expected", [("vendor_id\t: GenuineIntel\n", True), ("vendor_id\t: AuthenticAMD\n", False), (None, False)])
+def test_whose_processor_it_is(told, expected, monkeypatch):
+    def read_text(path):
+        if told is None:
+            raise FileNotFoundError(path)
+        return told
+    monkeypatch.undo() # which says whose it is
+    monkeypatch.setattr(onednn.Path, "read_text", read_text)
+    monkeypatch.setattr(onednn.platform, "processor", lambda: "AMD64 Family 25 Model 80 Stepping 0, AuthenticAMD")
+    onednn.made_by_intel.cache_clear()
+    assert (onednn.limits(torch.float32) is onednn.INTEL) == expected
+    assert onednn.limits(torch.bfloat16) is onednn.OTHERS
+    onednn.made_by_intel.cache_clear()
+
+
 @needs_operators
 @pytest.mark.parametrize("rows", [1, 3])
-def test_logits_that_are_packed_for_now_are_the_same_whenever_they_are_made(rows, monkeypatch):
-    monkeypatch.setattr(onednn, "SHORT", 64)
+def test_logits_that_are_packed_for_now_are_the_same_whenever_they_are_made(rows):
     model, idx = pack(make_gpt(**WIDE), now=True), prompt_of(7, rows)
     with torch.no_grad():
         first, second = (model(idx, cache=model.new_cache(rows, 16))[0] for _ in range(2))

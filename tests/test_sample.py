@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +47,14 @@ def test_samples_are_those_drawn_one_by_one(sample, letters, batch_size):
 def test_the_defaults_are_nanogpts(sample, letters):
     done = sample(f"--out_dir={letters}", "--device=cpu")
     assert done.stdout == expected_text(make_gpt(), "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200, temperature=0.8)
+
+
+@pytest.mark.skipif(not list(Path(torch.__file__).parent.glob("lib*/*gomp*")), reason="this torch has another OpenMP")
+@pytest.mark.parametrize("set_before, found", [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+                         ids=str)
+def test_threads_wait_awake_for_a_moment_only(sample, letters, set_before, found):
+    done = sample(f"--out_dir={letters}", *FAST, "--device=cpu", OMP_DISPLAY_ENV="verbose", **set_before)
+    assert f"GOMP_SPINCOUNT = '{found}'" in done.stderr
 
 
 @pytest.mark.parametrize("how", [dict(top_k=200), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=str)
