@@ -1,11 +1,11 @@
 """How fast sample.py is beside what people would use instead: one run, alternating, medians and ratios.
 
     pip install -r requirements.txt -r tests/bench/requirements.txt
-    python tests/bench/bench.py [--device=cuda] [--quick] [--only=TEXT]
+    python tests/bench/bench.py [--device=cuda] [--rounds=N] [--quick] [--only=TEXT] [--suffix=TEXT]
 
 Every figure is taken from outside: whole processes, timed for two lengths, and the rate is the difference of
 the tokens over the difference of the times, so that start and loading cancel. Writes RESULTS.md and
-chart.svg beside this file, for another device RESULTS-cuda.md and chart-cuda.svg.
+chart.svg beside this file, with a suffix, which for a GPU is -cuda, RESULTS-cuda.md and chart-cuda.svg.
 """
 import argparse
 import os
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,15 +32,16 @@ SHORT, FULL = "a", "a" * 256
 class Case:
     """One line of the table: the processes to time for lengths (fewer, more), and what they draw at each."""
 
-    def __init__(self, row, name, command, lengths, samples, at_once=None, prompt=1):
+    def __init__(self, row, name, command, lengths, samples, at_once=None, prompt=1, busy=0):
         self.row, self.name, self.command, self.lengths, self.samples = row, name, command, lengths, samples
-        self.at_once, self.prompt = at_once or samples, prompt
+        self.at_once, self.prompt, self.busy = at_once or samples, prompt, busy
         self.times = {length: [] for length in lengths}
 
     def run(self):
         """Time both lengths once."""
-        for length in self.lengths:
-            self.times[length].append(timed(self.command(length))[0])
+        with busy_cores(self.busy):
+            for length in self.lengths:
+                self.times[length].append(timed(self.command(length))[0])
 
     def rate(self):
         """Tokens a second between the two lengths: the median of the rounds."""
@@ -58,6 +60,18 @@ def timed(command):
     if status:
         sys.exit(f"{command} failed:\n{said.decode()}")
     return time.perf_counter() - began, usage.ru_maxrss / 1024
+
+
+@contextmanager
+def busy_cores(count):
+    """So many other programs meanwhile, each of which takes a core."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 # ---- the contenders
@@ -96,6 +110,12 @@ def cpu_cases(folder, quick):
             Case(row, "sample.py float32", ours(f"--init_from={gpt2}", samples), lengths, samples),
             Case(row, "sample.py bfloat16", ours(f"--init_from={gpt2}", samples, dtype="bfloat16"), lengths, samples),
         ]
+    row = "124M, 1 sample, a core busy"
+    found += [
+        Case(row, "Hugging Face", rival("transformers", gpt2, 1), (8, 40), 1, busy=1),
+        Case(row, "CTranslate2 float32", rival("ctranslate2", gpt2, 1), (8, 136), 1, busy=1),
+        Case(row, "sample.py float32", ours(f"--init_from={gpt2}", 1), (8, 136), 1, busy=1),
+    ]
     row = "10.6M, 10 samples, inside the window"
     found += [
         Case(row, "plain loop", rival("plain", large, 1), (8, 248), 1),
@@ -167,7 +187,7 @@ def one_offs(folder, device):
 
 def share_of_limit(case, bandwidth, float32, bfloat16):
     """What part of the machine's limit a rate of ours is: which limit is the nearer, step by step."""
-    if not case.name.startswith("sample.py") or "context_shift" in case.name:
+    if not case.name.startswith("sample.py") or "context_shift" in case.name or case.busy:
         return ""
     size, rate = (2, bfloat16) if "bfloat16" in case.name else (4, float32)
     shape = SHAPES[case.row.split(",")[0]]
@@ -243,10 +263,12 @@ def main():
     """Make the models, time everything in turn, round after round, and write what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round, fewer rows, nothing written")
     parser.add_argument("--only", default="", help="the rows whose name holds this text, nothing written")
+    parser.add_argument("--suffix", help="of the names of what is written, for another machine's figures")
     options = parser.parse_args()
-    rounds = 1 if options.quick else 5
+    rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         names = ["124M", "10.6M", "0.8M"] if options.device == "cpu" else ["124M", "XL", "10.6M"]
@@ -267,7 +289,7 @@ def main():
                        options.device)
     print(table)
     if not (options.quick or options.only):
-        suffix = "" if options.device == "cpu" else f"-{options.device}"
+        suffix = options.suffix or ("" if options.device == "cpu" else f"-{options.device}")
         (HERE / f"RESULTS{suffix}.md").write_text(table)
         draw_chart(found, HERE / f"chart{suffix}.svg")
 
