@@ -18,13 +18,13 @@ NARROW = 256 # inputs or outputs: with fewer, a call of oneDNN's, 10 to 100 us, 
 
 
 class Limits(NamedTuple):
-    """How many rows a product must have."""
-    pack: int # for a layer to be packed once as many came twice
-    pack_now: float # at once
-    use: int # for a narrow layer, when it has been packed
+    """From how many rows on it is worth while:"""
+    twice: int # to pack a layer, where two uses running have as many
+    once: float # to pack it at its first use
+    narrow: int # to use what was packed, where a layer is narrow
 
 
-INTEL, OTHERS = Limits(pack=4, pack_now=math.inf, use=64), Limits(pack=1, pack_now=64, use=8)
+INTEL, OTHERS = Limits(twice=4, once=math.inf, narrow=64), Limits(twice=1, once=64, narrow=8)
 
 
 def limits(dtype):
@@ -82,10 +82,10 @@ class PackedLinear:
         """Whether this use, for so many rows, is one of a plain layer. Where it is not, the weight is packed by now."""
         before, self.rows = self.rows, rows
         if self.weight is self.plain:
-            if rows < (self.limits.pack if rows == before else self.limits.pack_now):
+            if rows < (self.limits.twice if rows == before else self.limits.once):
                 return True
             self.pack()
-        return self.plain is not None and rows < self.limits.use
+        return self.plain is not None and rows < self.limits.narrow
 
     def pack(self):
         """Bring the weight into oneDNN's layout. A narrow layer keeps the plain one too."""

@@ -21,7 +21,7 @@ def intel(request, monkeypatch):
     """Every test as on either kind of processor, layers packed at once."""
     monkeypatch.setattr(onednn, "made_by_intel", lambda: request.param)
     for name in "INTEL", "OTHERS":
-        monkeypatch.setattr(onednn, name, getattr(onednn, name)._replace(pack_now=1))
+        monkeypatch.setattr(onednn, name, getattr(onednn, name)._replace(once=1))
     return request.param
 
 
@@ -209,8 +209,8 @@ def test_float16_generates_whether_or_not_it_can_be_packed():
     ((5, 1, 1, 1), None, 3), ((5, 3, 3, 1), None, 3), ((5, 4, 4, 1), 3, 3), ((7, 7, 8, 1), 2, 2), ((9, 8, 7, 1), None, None),
     ((29, 1, 29, 1), None, None), ((30, 1, 1, 1), None, 1), ((1, 31, 31, 2), 3, 2)], ids=str)
 def test_a_layer_is_packed_now_or_for_many_rows_or_once_as_many_came_twice(rows, on_intel, on_others, width, now, intel, monkeypatch):
-    monkeypatch.setattr(onednn, "INTEL", onednn.INTEL._replace(pack_now=math.inf))
-    monkeypatch.setattr(onednn, "OTHERS", onednn.OTHERS._replace(pack_now=30))
+    monkeypatch.setattr(onednn, "INTEL", onednn.INTEL._replace(once=math.inf))
+    monkeypatch.setattr(onednn, "OTHERS", onednn.OTHERS._replace(once=30))
     packed_at = 0 if now else on_intel if intel else on_others
     weight, bias = torch.randn(onednn.NARROW, width), torch.randn(onednn.NARROW)
     layer = onednn.PackedLinear(weight, bias, now)
