@@ -18,10 +18,10 @@ NARROW = 256 # inputs or outputs: with fewer, a call of oneDNN's, 10 to 100 us, 
 
 
 class Limits(NamedTuple):
-    """From how many rows on it is worth while:"""
-    twice: int # to pack a layer, where two uses running have as many
-    once: float # to pack it at its first use
-    narrow: int # to use what was packed, where a layer is narrow
+    """The fewest rows that make packing worth while."""
+    twice: int # of two uses in succession
+    once: float # of a single use
+    narrow: int # of every use of a narrow layer, which stays plain for fewer even once it is packed
 
 
 INTEL, OTHERS = Limits(twice=4, once=math.inf, narrow=64), Limits(twice=1, once=64, narrow=8)

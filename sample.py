@@ -44,7 +44,6 @@ interactive = False # ask for prompts and answer each with a sample
 def main():
     """Load the network and its tokenizer, then draw the samples that the prompts ask for, show and save them."""
     gc.disable() # while everything is loaded there is nothing to collect, and looking for it takes 0.15 s
-    share_cores()
     import torch  # not above: a mistake in the settings should not have to wait for it
 
     from devices import choose_device, choose_dtype, compile_for, get_ready, peak_memory
@@ -92,16 +91,6 @@ def main():
                              live=team.first and on_terminal(sys.stdout), say=say, tick=progress.tick)
         show_and_save(team.draw(samples, drawer), printer, outputs, progress)
     progress.close(peak_memory(place))
-
-
-def share_cores():
-    """Have OpenMP's threads wait for each other awake for less than a millisecond; read when torch is imported.
-
-    It is up to 20 else. Where another program is on one of their cores, what waits then often holds the core that
-    the thread it waits for would need: all is 4 to 10 times slower.
-    """
-    if not os.environ.keys() & {'GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'}:
-        os.environ['GOMP_SPINCOUNT'] = '10000'
 
 
 def show_and_save(samples, printer, outputs, progress):
@@ -164,6 +153,16 @@ def make_drawer(generator, tokenizer, stream, **more):
                   context_shift=context_shift, stops=rules.stops(stop), watch=watch, **more)
 
 
+def share_cores():
+    """Have OpenMP's threads, while they wait for each other, go to sleep after less than a millisecond; before torch.
+
+    Else they keep their cores for up to 20, and where another program wants one, the thread that is waited for may
+    have none: such a run takes 4 to 6 times longer.
+    """
+    if not os.environ.keys() & {'GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'}:
+        os.environ['GOMP_SPINCOUNT'] = '10000'
+
+
 def run():
     """The settings, then the samples; every mistake that a user can make ends in one line."""
     prepare_console()
@@ -172,6 +171,7 @@ def run():
         rules.check(globals())
     if changed:
         say("settings: " + ', '.join(f"{name}={value!r:.100}" for name, value in changed.items()))
+    share_cores()
     with mistakes_told():
         main()
         leave()
