@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import graphs
 from model import GPT, GPTConfig
 
-pytest.register_assert_rewrite("attacks") # whose fixtures assert
+pytest.register_assert_rewrite("attacks", "fuzzing") # fixtures of several files
 
 signal.signal(signal.SIGINT, signal.default_int_handler) # shells' background jobs ignore it, and so would all they start
 PROJECT = Path(__file__).resolve().parent.parent
