@@ -184,8 +184,9 @@ class Drawer:
         self.generator, self.tokenizer, self.draws, self.max_new_tokens = generator, tokenizer, draws, max_new_tokens
         self.at_once, self.context_shift, self.stops, self.live = at_once, context_shift, stops, live
         self.ragged, self.say, self.tick = ragged, say, tick
-        self.chooser = Chooser(generator.next_token, draws, how, watch)
         self.model = getattr(generator, "model", generator)
+        watch = watch and min(watch, self.model.config.vocab_size)
+        self.chooser = Chooser(generator.next_token, draws, how, watch)
         self.device = self.model.lm_head.weight.device
         self.patience = PAUSE if self.device.type == "cuda" and not live else 1
 

@@ -44,7 +44,7 @@ def made_by_intel():
 def available(dtype=torch.float32):
     """Whether this torch has the operators, which are Inductor's and not public, and for this dtype here."""
     try:
-        x = torch.ones(64, 16, dtype=dtype)
+        x = torch.ones(limits(dtype).narrow, 16, dtype=dtype)
         layer = PackedLinear(torch.ones(16, 16, dtype=dtype), now=True)
         layer(layer(x, gelu="tanh"), add=x)
         return True

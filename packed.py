@@ -1,4 +1,4 @@
-"""GPT's generation on a CPU: weights packed once for oneDNN, few operations a token, and none that no token needs."""
+"""GPT's generation on a CPU: weights packed where that is quicker, few operations a token, none that no token needs."""
 from functools import partial
 
 import torch

@@ -34,7 +34,7 @@ device = 'auto' # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: the best there is
 dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto: bfloat16 or else float16 on CUDA, float32 elsewhere
 compile = False # compile the network first: a minute's wait for more speed after it on a GPU, for none on a CPU
 context_shift = False # past block_size: drop the older half of the window and go on; much faster, other text
-batch_size: int | None = None # how many samples to draw at once; None: what memory allows; the text stays the same
+batch_size: int | None = None # how many samples to draw at once; None: what memory allows; float32 text stays the same
 out_file: str | None = None # samples.jsonl: add every sample as a line of JSON; a run that was cut short is taken up
 html_file: str | None = None # samples.html: a page that shows how likely each token was, and what else was
 show_probs = False # colour each token on the terminal by how likely it was
@@ -72,7 +72,7 @@ def main():
         f"{str(precision).removeprefix('torch.')}, loaded in {time.perf_counter() - began:.1f} s")
     # nanoGPT seeds before it builds its network, which draws numbers too; transformers' users seed after.
     drawn = initialisation_numbers(model) if init_from == 'resume' else 0
-    # A run that is taken up is to make the same sums as if it had never ended.
+    # A run that is taken up is to make the sums of a batch as if it had never ended.
     generator = get_ready(model, place, precision, compile, now=bool(out_file))
     gc.freeze()
     gc.enable()
@@ -156,7 +156,7 @@ def make_drawer(generator, tokenizer, stream, **more):
 def share_cores():
     """Have OpenMP's threads, while they wait for each other, go to sleep after less than a millisecond; before torch.
 
-    Else they keep their cores for up to 20, and where another program wants one, the thread that is waited for may
+    Else they keep their cores for up to 20 ms, and where another program wants one, the thread that is waited for may
     have none: such a run takes 4 to 6 times longer.
     """
     if not os.environ.keys() & {'GOMP_SPINCOUNT', 'OMP_WAIT_POLICY'}:

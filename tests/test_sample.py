@@ -131,6 +131,16 @@ def test_padded_ids_show_as_replacement_characters(sample, tmp_path):
     assert sample(f"--out_dir={tmp_path}", "--start=A", *FAST).stdout == f"A{'�' * 5}\n{RULE}\n"
 
 
+@pytest.mark.parametrize("chars", ["a", "ACGT"])
+def test_a_page_of_fewer_characters_than_it_would_show(sample, tmp_path, chars):
+    save_checkpoint(tmp_path, make_gpt(vocab_size=len(chars)), meta=False)
+    save_meta(tmp_path / "meta.pkl", chars)
+    done = sample(f"--out_dir={tmp_path}", f"--start={chars}", *FAST, f"--html_file={tmp_path / 'a.html'}")
+    assert done.returncode == 0 and done.stdout.startswith(chars), done.stderr
+    row = json.loads(re.search(r'<script type="application/json">(.*?)</script>', (tmp_path / "a.html").read_text())[1])
+    assert all(len(token) == 2 + 2 * len(chars) for token in row)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("samples, batch_size", [(2, 2), (3, 2), (9, 9)])
 def test_compile_compiles_and_says_how_long_it_took(sample, letters, samples, batch_size):
