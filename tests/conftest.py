@@ -27,6 +27,7 @@ pytest.register_assert_rewrite("attacks", "fuzzing") # fixtures of several files
 
 signal.signal(signal.SIGINT, signal.default_int_handler) # shells' background jobs ignore it, and so would all they start
 PROJECT = Path(__file__).resolve().parent.parent
+RULE = "---------------" # after every sample
 CHARS = "\n !',-.:?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=len(CHARS), dropout=0.0, bias=True)
 

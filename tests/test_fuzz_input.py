@@ -138,7 +138,6 @@ def test_every_line_is_a_prompt(folder, text):
             Prompts(f"LINES:{folder / 'lines.txt'}")
 
 
-
 @fuzz(150)
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=5), ids), min_size=1, max_size=4), st.booleans())
 def test_every_object_is_a_prompt(folder, objects, ascii):

@@ -8,11 +8,9 @@ import sys
 
 import pytest
 import torch
-from conftest import PROJECT, nanogpt_samples
+from conftest import PROJECT, RULE, nanogpt_samples
 
 from tokenizer import CharTokenizer
-
-RULE = "---------------"
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in (PROJECT / "config").glob("*.py")))

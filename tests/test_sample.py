@@ -13,6 +13,7 @@ import torch
 from conftest import (
     CHARS,
     PROJECT,
+    RULE,
     SHAPE,
     make_gpt,
     make_transformers_gpt2,
@@ -24,7 +25,6 @@ from conftest import (
 
 from tokenizer import GPT2Tokenizer
 
-RULE = "---------------"
 FAST = "--num_samples=1", "--max_new_tokens=5"
 
 
