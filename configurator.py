@@ -1,55 +1,68 @@
-"""Settings files and --key=value arguments -> the globals of a script.
+"""Settings files and --key=value arguments -> the global variables of a script.
 
     python sample.py config/greedy.py --start="Once" --top_k=5 --compile
 
-The settings are the script's own global variables above its first function: their values are the
-defaults, their comments the help, and a setting takes values of the type it has. One that may also be None
-says so in an annotation (top_k: int | None = 200).
+The settings are the script's own global variables above its first function. Their values are the defaults, their
+comments the help, and a setting takes values of its default's type. If it takes others too, an annotation says so
+(top_k: int | None = 200).
 """
 import ast
 import difflib
 import os
 import sys
 import warnings
+from collections.abc import Callable, Collection, Iterable
 from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any
 
-TAKES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
-         "None": "None"}
+TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
+              "None": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+MAX_INT_BITS = 4000 # Python refuses to print much longer ones
+
+Log = Callable[[str], None]
 
 
-def override(scope, arguments, warn=print):
-    """Run settings files and arguments, in order, over scope: the script's globals(), changed in place.
+@dataclass(frozen=True)
+class Setting:
+    """A setting as the script's source shows it."""
+    types: list[str] # names of TYPE_NAMES
+    default: Any
+    comment: str
 
-    Returns what changed, by name. ValueError where an argument or a file cannot be used; what is only odd
-    goes to warn. --help prints the settings and exits.
+
+def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable[[dict[str, Any]], None] | None = None,
+             log: Log = print) -> dict[str, Any]:
+    """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
+
+    validate gets all settings and raises ValueError if it refuses them. log gets warnings, and one line that lists
+    what changed. Raises ValueError, and leaves scope as it is, if an argument or a file cannot be used. --help prints
+    the settings and exits.
     """
     settings = find_settings(scope["__file__"])
+    arguments = list(arguments)
     if {"--help", "-h"} & set(arguments):
-        print(describe(scope.get("__doc__") or "", settings), end="", flush=True)
+        print(help_text(scope.get("__doc__") or "", settings), end="", flush=True)
         sys.exit(0)
-    arguments, changed = list(arguments), {}
+    changes = {}
     while arguments:
-        argument = arguments.pop(0)
-        if argument.startswith("--"):
-            name, text = split_argument(argument, arguments, settings)
-            changes = {name: parse(name, text, settings[name].kinds)}
+        if arguments[0].startswith("--"):
+            name, value = parse_argument(arguments, settings)
+            changes[name] = value
         else:
-            changes = run_file(argument, scope, settings, warn)
-        scope.update(changes)
-        changed |= changes
-    return changed
+            changes |= run_file(arguments.pop(0), scope | changes, settings, log)
+    values = {name: scope[name] for name in settings} | changes
+    if validate is not None:
+        validate(values)
+    scope.update(changes)
+    if changes:
+        log("settings: " + ", ".join(f"{name}={value!r:.100}" for name, value in changes.items()))
+    return values
 
 
-class Setting:
-    """A setting as the script's source shows it: the kinds of value it takes, its default and its comment."""
-
-    def __init__(self, kinds, default, comment):
-        self.kinds, self.default, self.comment = kinds, default, comment
-
-
-def find_settings(path):
-    """Name -> Setting for the globals that the script at path assigns above its first function."""
+def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
+    """Find the settings of the script at path, by name: the globals that it assigns above its first function."""
     with open(path, encoding="utf-8") as f:
         source = f.read()
     lines, settings = source.splitlines(), {}
@@ -59,120 +72,139 @@ def find_settings(path):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             default = ast.literal_eval(node.value)
             if isinstance(node, ast.AnnAssign):
-                target, kinds = node.target, ast.unparse(node.annotation).split(" | ")
+                target, types = node.target, ast.unparse(node.annotation).split(" | ")
             else:
-                target, kinds = node.targets[0], [type(default).__name__]
+                target, types = node.targets[0], [type(default).__name__]
             comment = lines[node.end_lineno - 1][node.end_col_offset:].strip().removeprefix("#").strip()
-            settings[target.id] = Setting(kinds, default, comment)
+            settings[target.id] = Setting(types, default, comment)
     return settings
 
 
-def describe(doc, settings):
-    """The help: the script's docstring, then every setting with its default and comment."""
-    shown = {f"--{name}={setting.default!r}": setting.comment for name, setting in settings.items()}
-    width = max(map(len, shown))
-    lines = [f"  {flag:{width}}  {comment}\n" for flag, comment in shown.items()]
+def help_text(doc: str, settings: dict[str, Setting]) -> str:
+    """The script's docstring, then every setting with its default and comment."""
+    flags = {f"--{name}={setting.default!r}": setting.comment for name, setting in settings.items()}
+    width = max(map(len, flags))
+    lines = [f"  {flag:{width}}  {comment}\n" for flag, comment in flags.items()]
     return f"{doc.strip()}\n\nSettings, with their defaults:\n{''.join(lines)}"
 
 
-def split_argument(argument, rest, settings):
-    """--key=value, --key value (taken from rest) or a bare --key -> (name, value's text)."""
-    key, equals, text = argument.removeprefix("--").partition("=")
+def parse_argument(arguments: list[str], settings: dict[str, Setting]) -> tuple[str, Any]:
+    """Take --key=value, --key value or a bare --key from the front of arguments; return the setting's name and value.
+
+    Raises ValueError if there is no such setting, or it does not take the value.
+    """
+    key, equals, text = arguments.pop(0).removeprefix("--").partition("=")
     name = key.replace("-", "_")
     if name not in settings:
-        begun = [setting for setting in settings if len(name) > 2 and setting.startswith(name)]
-        near = f"; did you mean {begun[0]}?" if begun else nearest(name, settings)
-        raise ValueError(f"unknown setting --{key:.100}{near}; --help lists them all")
-    if equals:
-        return name, text
-    if settings[name].kinds == ["bool"]:
-        return name, rest.pop(0) if rest and rest[0].lower() in TRUE + FALSE else "True"
-    if not rest or rest[0].startswith("--"):
+        raise ValueError(f"unknown setting --{key:.100}{suggest(name, settings)}; --help lists all settings")
+    types = settings[name].types
+    if not equals:
+        text = take_value(key, types, arguments)
+    return name, parse(name, text, types)
+
+
+def take_value(key: str, types: list[str], arguments: list[str]) -> str:
+    """Take the text of --key's value from the front of arguments; a bare switch means True.
+
+    Raises ValueError if the value is missing.
+    """
+    if types == ["bool"]:
+        return arguments.pop(0) if arguments and arguments[0].lower() in TRUE + FALSE else "True"
+    if not arguments or arguments[0].startswith("--"):
         raise ValueError(f"--{key} needs a value: --{key}=...")
-    return name, rest.pop(0)
+    return arguments.pop(0)
 
 
-def parse(name, text, kinds):
-    """The value that text stands for in a setting that takes these kinds."""
-    if "None" in kinds and text.lower() == "none":
+def parse(name: str, text: str, types: list[str]) -> Any:
+    """The value that a text stands for, in a setting of these types. Raises ValueError if it takes no such value."""
+    if "None" in types and text.lower() == "none":
         return None
-    if "bool" in kinds and text.lower() in TRUE + FALSE:
+    if "bool" in types and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
-    value = literal(text)
-    if "str" in kinds:
+    value = parse_literal(text)
+    if "str" in types:
         return value if isinstance(value, str) else text
-    return fit(name, value, kinds, text)
+    return coerce(name, value, types, text)
 
 
-def literal(text):
-    """The Python literal that text spells, or text itself."""
+def parse_literal(text: str) -> Any:
+    """The value of a Python literal, or the text itself if it is not one."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore") # of odd escapes
+            warnings.simplefilter("ignore") # about unknown escapes
             return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # {{}} too, and absurdly deep nesting
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # "{{}}" too, and absurdly deep nesting
         return text
 
 
-def fit(name, value, kinds, shown):
-    """The value as its setting takes it, an int where a float stands included."""
-    kind = "None" if value is None else type(value).__name__
-    if kind == "int" and value.bit_length() > 4000: # Python refuses to write much longer ones
-        raise ValueError(f"{name} takes {' or '.join(TAKES[k] for k in kinds)}, got one of {value.bit_length()} bits")
-    if kind == "int" and "float" in kinds:
+def coerce(name: str, value: Any, types: list[str], given: Any) -> Any:
+    """The value as a setting of these types has it; an int becomes a float in a float setting.
+
+    Raises ValueError, which shows what was given, if its type does not fit.
+    """
+    type_name = "None" if value is None else type(value).__name__
+    allowed = f"{name} takes {' or '.join(TYPE_NAMES[t] for t in types)}"
+    if type_name == "int" and value.bit_length() > MAX_INT_BITS:
+        raise ValueError(f"{allowed}, got one of {value.bit_length()} bits")
+    if type_name == "int" and "float" in types:
         try:
             return float(value)
         except OverflowError:
             pass
-    elif kind in kinds:
+    elif type_name in types:
         return value
-    raise ValueError(f"{name} takes {' or '.join(TAKES[k] for k in kinds)}, got {shown!r:.100}")
+    raise ValueError(f"{allowed}, got {given!r:.100}")
 
 
-def run_file(path, scope, settings, warn):
-    """Run a settings file, in the current folder or beside the script -> the settings it changed.
+def run_file(path: str, scope: dict[str, Any], settings: dict[str, Setting], log: Log) -> dict[str, Any]:
+    """Run a settings file and return the settings that it changes. It is Python, and sees what scope holds.
 
-    It is Python and sees the settings as they are so far. It may define anything else (training files
-    do), but a near miss of a setting's name is warned of.
+    It may define other names too, as training files do; a name that is nearly a setting's gets a warning. Raises
+    ValueError if the file cannot be read, fails, or gives a setting a value that it does not take.
     """
-    beside = os.path.join(os.path.dirname(os.path.realpath(scope["__file__"])), path)
-    found = path if os.path.exists(path) else beside
+    found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(scope["__file__"])), path)
+    names = execute(path, found, scope)
+    for name in sorted(names.keys() - scope.keys()):
+        if type(names[name]).__name__ in TYPE_NAMES and (hint := suggest(name, settings, prefixes=False)):
+            log(f"warning: {found} sets {name}, which is not a setting{hint}")
+    changes = {name: names[name] for name in settings if name in names and differ(names[name], scope[name])}
+    try:
+        return {name: coerce(name, value, settings[name].types, value) for name, value in changes.items()}
+    except ValueError as e:
+        raise ValueError(f"{found}: {e}") from None
+
+
+def execute(path: str, found: str, scope: dict[str, Any]) -> dict[str, Any]:
+    """Run the file at found, which the user calls path, in a copy of scope, and return the copy."""
     try:
         with open(found, "rb") as f:
             source = f.read()
-    except (OSError, ValueError) as e: # a path may not even be one
-        raise ValueError(f"cannot read the settings file {path!r:.200}: {getattr(e, 'strerror', e)}; "
-                         "settings are given as --key=value") from None
+    except (OSError, ValueError) as e: # a ValueError if the path holds a NUL
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; give settings as --key=value") from None
     names = dict(scope)
     try:
         code = compile(source, found, "exec")
-        if b"torch" in source: # nanoGPT's script has imported it by then, and settings files may use it
+        if b"torch" in source: # nanoGPT's script has imported torch by now, and settings files may use it
             import torch
             names["torch"] = torch
         with redirect_stdout(sys.stderr): # standard output is the script's
             exec(code, names)
     except KeyboardInterrupt:
         raise
-    except BaseException as e: # sys.exit() too: a run that ends here has said nothing
+    except BaseException as e: # SystemExit too: a script that ends here would not say why
         raise ValueError(f"{describe_error(found, e)}; a settings file is Python that assigns settings") from None
-    for name, value in names.items():
-        if name not in scope and type(value).__name__ in TAKES and (near := nearest(name, settings)):
-            warn(f"warning: {found} sets {name}, which is no setting{near}")
-    changes = {name: names[name] for name in settings if name in names and differ(names[name], scope[name])}
-    try:
-        return {name: fit(name, value, settings[name].kinds, value) for name, value in changes.items()}
-    except ValueError as e:
-        raise ValueError(f"{found}: {e}") from None
+    return names
 
 
-def differ(value, other):
-    """Whether two settings' values differ, in kind or otherwise."""
+def differ(value: Any, other: Any) -> bool:
+    """Whether two values differ, in type or otherwise: 1 == True, but it is not the same setting."""
     return type(value) is not type(other) or value != other
 
 
-def describe_error(path, error):
+def describe_error(path: str, error: BaseException) -> str:
     """One line: the file, the line where it failed, and why."""
-    line = getattr(error, "lineno", None)
+    line = error.lineno if isinstance(error, SyntaxError) else None
     traceback = error.__traceback__
     while traceback:
         if traceback.tb_frame.f_code.co_filename == path:
@@ -181,7 +213,8 @@ def describe_error(path, error):
     return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error!s:.300}"
 
 
-def nearest(name, settings):
-    """'; did you mean x?' for the setting whose name is close, or nothing."""
-    close = difflib.get_close_matches(name.lower(), settings, n=1, cutoff=0.75)
-    return f"; did you mean {close[0]}?" if close else ""
+def suggest(name: str, settings: Collection[str], prefixes: bool = True) -> str:
+    """'; did you mean x?' for the setting that begins with this name (if prefixes) or nearly has it, else ''."""
+    begun = [setting for setting in settings if prefixes and len(name) > 2 and setting.startswith(name)]
+    found = begun or difflib.get_close_matches(name.lower(), settings, n=1, cutoff=0.75)
+    return f"; did you mean {found[0]}?" if found else ""

@@ -1,0 +1,142 @@
+"""A GPT on a CPU: packed weights, few operations a token, and nothing computed that no token needs."""
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model import GPT, Block, generate_stream
+from sampling.backends.backend import TokenStream
+from sampling.backends.cpu.lm_head import ShortlistLMHead
+from sampling.backends.cpu.packed_cache import PackedCache
+from sampling.backends.cpu.packed_linear import PackedLinear
+from sampling.backends.cpu.window_attention import (
+    AbsorbedLastQueryAttention,
+    FirstLayerQKVTable,
+    chunked_causal_attention,
+)
+from sampling.backends.memory import estimate_bytes_per_sample
+from sampling.sampler.sample_token import Logits, SampleFn
+
+
+class PackedGPT:
+    """Gives the logits of the GPT whose layers it takes over; the GPT itself has no blocks afterwards.
+
+    pack_eagerly: pack all layers now. Otherwise each is packed once that pays, and the last bits of the logits
+    depend on when that was.
+    """
+    device = torch.device("cpu")
+    compaction_ratio = 1.0
+    defers_finite_check = False # sample_token checks at every step
+
+    def __init__(self, gpt: GPT, pack_eagerly: bool = False):
+        self.config = gpt.config
+        self.wte, self.wpe = gpt.transformer.wte.weight.detach(), gpt.transformer.wpe.weight.detach()
+        plain = gpt.transformer.h
+        self.last_query_attention = AbsorbedLastQueryAttention(plain[-1].attn)
+        # pop: with pack_eagerly, the memory of each plain block is free before the next one is packed.
+        self.blocks = [PackedBlock(plain.pop(0), pack_eagerly) for _ in range(len(plain))]
+        self.first_qkv = FirstLayerQKVTable(self.blocks[0].ln_1, self.blocks[0].c_attn, self.wte, self.wpe)
+        self.ln_f = layer_norm(gpt.transformer.ln_f)
+        is_tied = gpt.lm_head.weight is gpt.transformer.wte.weight
+        self.lm_head = ShortlistLMHead(gpt.lm_head.weight, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
+        del gpt.lm_head # or an untied head would stay in memory once it is packed
+
+    def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
+                        context_shift: bool = False) -> TokenStream:
+        """As Backend.generate_stream."""
+        return generate_stream(self, idx, max_new_tokens, sample_fn, context_shift)
+
+    def new_cache(self, batch_size: int, capacity: int) -> PackedCache:
+        """An empty cache for next_logits."""
+        return PackedCache(self.config, batch_size, capacity)
+
+    @torch.no_grad()
+    def next_logits(self, idx: Tensor, cache: PackedCache | None, num_logits_needed: int | None = None) -> Logits:
+        """As GPT.next_logits. Raises ValueError if there are more than block_size tokens."""
+        T, start = idx.size(1), 0 if cache is None else cache.seq_len
+        if start + T > self.config.block_size:
+            raise ValueError(f"cannot read {start + T} tokens: block_size is {self.config.block_size}")
+        with torch.autocast("cpu", enabled=False): # the layers cast their inputs themselves
+            x = F.embedding(idx, self.wte) + self.wpe[start:start + T] # (B, T, E)
+            if cache is None:
+                x = self.forward_window(x, idx)
+            elif start and T == 1:
+                x = self.decode_step(x[:, 0], cache)
+            else:
+                x = self.prefill(x, cache)
+            return self.lm_head(self.ln_f(x), num_logits_needed)
+
+    def prefill(self, x: Tensor, cache: PackedCache) -> Tensor:
+        """Run the blocks for T more tokens, which the cache stores: (B, T, E) -> (B, E) of the last one."""
+        T, last = x.size(1), len(self.blocks) - 1
+        for i, block in enumerate(self.blocks):
+            q, k, v = self.split_heads(block.qkv(x))
+            if i == last: # only the last position counts from here on
+                q, x = q[:, :, -1:], x[:, -1:].contiguous()
+            x = block.post_attention(x, chunked_causal_attention(q, *cache.append(i, k, v)))
+        cache.seq_len += T
+        return x[:, -1]
+
+    def decode_step(self, x: Tensor, cache: PackedCache) -> Tensor:
+        """Run the blocks for one more token of each row: (B, E) -> (B, E)."""
+        B, E = x.shape
+        H = self.config.n_head
+        scale = (E / H)**-0.5
+        ignored = torch.empty(()) # baddbmm with beta=0 scales the product, where bmm would need a second pass
+        for block, k_slot, v_slot, keys, values in zip(self.blocks, *cache.next_position(), strict=True):
+            q, k, v = block.qkv(x).view(B, 3, H, -1).unbind(1) # (B, H, D) each
+            k_slot.copy_(k)
+            v_slot.copy_(v)
+            q = q.reshape(B * H, 1, -1).float()
+            scores = torch.baddbmm(ignored, q, keys, beta=0, alpha=scale) # (B * H, 1, S)
+            x = block.post_attention(x, torch.bmm(scores.softmax(-1), values).view(B, E))
+        return x
+
+    def forward_window(self, x: Tensor, idx: Tensor) -> Tensor:
+        """Run the blocks without a cache: (B, T, E), the embedding of idx (B, T) -> (B, E) of the last position."""
+        *blocks, last = self.blocks
+        for i, block in enumerate(blocks):
+            qkv = self.first_qkv(x, idx) if i == 0 else block.qkv(x)
+            x = block.post_attention(x, chunked_causal_attention(*self.split_heads(qkv)))
+        return last.post_attention(x[:, -1].contiguous(), self.last_query_attention(last.ln_1(x)))
+
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """(B, T, 3 * E) -> queries, keys and values of every head: three of (B, H, T, D)."""
+        return qkv.unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+    def check_finite(self) -> None:
+        """Nothing is left to check."""
+
+    def warm_up_compile(self, idx, max_new_tokens: int, context_shift: bool = False) -> None:
+        """Nothing is compiled: Inductor cannot see into packed weights."""
+
+    def bytes_per_sample(self, length: int) -> int:
+        """As Backend.bytes_per_sample."""
+        return estimate_bytes_per_sample(self.config, 2 * 4 * self.config.n_layer * self.config.n_embd, length)
+
+
+class PackedBlock:
+    """The layers of a model.Block."""
+
+    def __init__(self, block: Block, pack_eagerly: bool = False):
+        self.ln_1, self.ln_2 = layer_norm(block.ln_1), layer_norm(block.ln_2)
+        layers = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+        self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
+            PackedLinear(layer.weight, layer.bias, pack_eagerly) for layer in layers)
+        self.gelu = block.mlp.gelu.approximate
+
+    def qkv(self, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side: (..., E) -> (..., 3 * E)."""
+        return self.c_attn(self.ln_1(x))
+
+    def post_attention(self, x: Tensor, y: Tensor) -> Tensor:
+        """The residual stream x after the result y of attention and after the MLP: (..., E) each."""
+        x = self.attn_c_proj(y, residual=x)
+        return self.mlp_c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), residual=x)
+
+
+def layer_norm(module: torch.nn.LayerNorm):
+    """A LayerNorm as a function: calling a module takes longer."""
+    return partial(torch.layer_norm, normalized_shape=module.normalized_shape, weight=module.weight, bias=module.bias,
+                   eps=module.eps)

@@ -1,0 +1,87 @@
+"""The backend for NVIDIA GPUs: nearly every step after the prompt is one CUDA graph.
+
+A step of a small model is a hundred kernels of a few microseconds each, and launching them one by one takes longer
+than running them. A CUDA graph launches all of them at once. Sampling is part of the graph, so nothing waits for the
+CPU, which only has the random numbers of the next step drawn. Tests also run the steps without graphs on a CPU.
+"""
+import torch
+from torch import Tensor
+
+from model import GPT
+from sampling.backends.backend import TokenStream
+from sampling.backends.cuda.decode_state import DecodeState, cache_capacity
+from sampling.backends.cuda.static_forward import StaticForward
+from sampling.backends.memory import estimate_bytes_per_sample
+from sampling.sampler.logits import require_finite
+from sampling.sampler.sample_token import SampleFn
+
+
+class CUDAGraphGPT:
+    """Generates as the GPT does that it holds. With compile, torch.compile fuses the kernels of the graphs.
+
+    The sample_fn of generate_stream runs inside a graph: it must not synchronise, and its tensors must stay in place.
+    """
+    defers_finite_check = True
+
+    def __init__(self, model: GPT, compile: bool = False):
+        self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
+        self.is_compiled, self.forward = compile, StaticForward(model, compile)
+        # An idle row costs a GPU little, new graphs cost much, and compiled ones most.
+        self.compaction_ratio = 0.0 if compile else 0.5
+        self.state: DecodeState | None = None # of the latest stream, once it has ended, for the next one
+        self.logits_sum = torch.zeros(()) # of the latest stream's state
+
+    @torch.no_grad()
+    def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
+                        context_shift: bool = False) -> TokenStream:
+        """As Backend.generate_stream. Raises ValueError at its end if logits were NaN or infinite."""
+        if max_new_tokens == 0 or idx.size(1) == 0:
+            yield from self.model.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
+            return
+        state = self.take_state(len(idx), idx.size(1) + max_new_tokens, sample_fn)
+        for step in range(max_new_tokens):
+            sample_fn.prefetch()
+            if step == 0:
+                state.prefill(idx[:, -self.config.block_size:])
+            else:
+                state.advance(context_shift)
+            rows = yield state.token.clone()
+            if rows == []:
+                break
+            if rows is not None:
+                state.select_rows(rows)
+        require_finite(state.logits_sum)
+        self.state = state # not if the stream failed or was abandoned, which may leave it in any condition
+
+    def check_finite(self) -> None:
+        """As Backend.check_finite."""
+        require_finite(self.logits_sum)
+
+    def take_state(self, batch_size: int, length: int, sample_fn: SampleFn | None) -> DecodeState:
+        """A DecodeState for a batch of length tokens: that of the latest stream if it fits, for its graphs."""
+        if self.is_compiled:
+            length = self.config.block_size # another capacity would have to be compiled too
+        capacity = cache_capacity(length, self.config.block_size)
+        state, self.state = self.state, None # no other stream may take it meanwhile
+        if state is None or not state.fits(batch_size, capacity, sample_fn):
+            state = None # frees its memory before the new one takes more
+            state = DecodeState(self.forward, batch_size, capacity, sample_fn)
+        self.logits_sum = state.logits_sum
+        return state
+
+    @torch.no_grad()
+    def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:
+        """As Backend.warm_up_compile."""
+        length = idx.size(1) + max_new_tokens
+        state = self.take_state(len(idx), length, sample_fn=None) # nothing is sampled
+        for num_keys in sorted({state.num_keys(seq_len) for seq_len in range(1, min(length, state.capacity) + 1)}):
+            self.forward.token(state.token, state.position, state.cache.layers, num_keys)
+        if length > self.config.block_size and not context_shift:
+            self.forward.window(state.window)
+
+    def bytes_per_sample(self, length: int) -> int:
+        """As Backend.bytes_per_sample."""
+        if self.is_compiled:
+            length = max(length, self.config.block_size) # the cache of compiled steps always has this size
+        cache_bytes_per_token = sum(layer.nbytes for layer in self.model.new_cache(1, 1).layers)
+        return estimate_bytes_per_sample(self.config, cache_bytes_per_token, length)

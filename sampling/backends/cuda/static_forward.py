@@ -1,0 +1,51 @@
+"""GPT.forward with static shapes and tensors, as CUDA graphs need it."""
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model import GPT, Block
+
+
+class StaticForward:
+    """The forward passes of a GPT that CUDA graphs hold. With compile, torch.compile fuses their kernels.
+
+    Under autocast, the model's Linears must be cast already: a graph cannot keep cast copies of their weights.
+    """
+
+    def __init__(self, model: GPT, compile: bool = False):
+        self.model = model
+        if compile:
+            torch._dynamo.config.recompile_limit = 64 # one graph for each number of keys and batch size
+        # The blocks are compiled one by one, since all of them share what is compiled for the first.
+        self.block_step = torch.compile(block_step, dynamic=False) if compile else block_step
+        self.model_forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
+
+    def token(self, token: Tensor, position: Tensor, layers: list[Tensor], num_keys: int) -> Tensor:
+        """Read one token (B, 1) at the position (1,), attending to the first num_keys positions of KVCache.layers.
+
+        Writes the token's keys and values into the layers. Returns logits (B, 1, V).
+        """
+        transformer = self.model.transformer
+        x = transformer.wte(token) + transformer.wpe(position) # (B, 1) -> (B, 1, E)
+        is_future = torch.arange(num_keys, device=token.device) > position # (S,), S being num_keys
+        mask = torch.zeros(1, num_keys, device=token.device, dtype=layers[0].dtype).masked_fill(is_future, -torch.inf)
+        for block, layer in zip(transformer.h, layers, strict=True):
+            x = self.block_step(block, x, layer, position, mask, num_keys)
+        return self.model.lm_head(transformer.ln_f(x)) # (B, 1, E) -> (B, 1, V)
+
+    def window(self, window: Tensor) -> Tensor:
+        """Read (B, T) ids without a cache. Returns the logits (B, 1, V) of the last position."""
+        return self.model_forward(window)[0]
+
+
+def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:
+    """Block.forward for one more token: (B, 1, E) -> (B, 1, E). mask (1, S) is added to the scores of the S keys.
+
+    Writes the token's keys and values into layer (2, B, H, capacity, D).
+    """
+    qkv = block.attn.split_heads(block.ln_1(x)) # (B, 1, E) -> (3, B, H, 1, D)
+    layer.index_copy_(3, position, qkv[1:])
+    keys, values = layer[..., :num_keys, :] # (2, B, H, capacity, D) -> two of (B, H, S, D)
+    y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=mask) # (B, H, 1, D)
+    x = x + block.attn.c_proj(block.attn.merge_heads(y)) # (B, H, 1, D) -> (B, 1, E)
+    return x + block.mlp(block.ln_2(x))

@@ -1,0 +1,47 @@
+"""Which device and dtype to use."""
+import torch
+
+
+def choose_device(name: str, local_rank: int | None = None) -> torch.device:
+    """The device of this name; 'auto' is CUDA, then MPS, then the CPU. Raises ValueError if it is not available.
+
+    If several processes share the machine, local_rank is this one's number there: each takes its own GPU.
+    """
+    available = available_devices()
+    if name not in ["auto", *available]:
+        raise ValueError(f"{name.upper()} is not available here; found: {', '.join(available)}")
+    device = torch.device(available[0] if name == "auto" else name)
+    if device.type == "cuda" and device.index is None and local_rank is not None:
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return device
+
+
+def available_devices() -> list[str]:
+    """The names of the devices that torch can use here, the best first."""
+    names = ["cpu"]
+    if torch.backends.mps.is_available():
+        names = ["mps", *names]
+    if torch.cuda.is_available():
+        names = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count())), *names]
+    return names
+
+
+def choose_dtype(device: torch.device, name: str) -> torch.dtype:
+    """The dtype of this name; 'auto' is float32, but on a GPU bfloat16 or else float16.
+
+    Raises ValueError if the GPU cannot compute in it.
+    """
+    if device.type != "cuda":
+        return torch.float32 if name == "auto" else getattr(torch, name)
+    with torch.cuda.device(device): # is_bf16_supported asks about the current device
+        if name == "bfloat16" and not torch.cuda.is_bf16_supported():
+            raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32")
+        if name != "auto":
+            return getattr(torch, name)
+        is_native = torch.cuda.is_bf16_supported(including_emulation=False) # emulated, it is slow
+        return torch.bfloat16 if is_native else torch.float16
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that the setting dtype has for it: "float32"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,67 @@
+"""From a GPT to the backend that runs it."""
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from model import GPT
+from sampling.backends.backend import Backend
+from sampling.backends.memory import disable_malloc_trim
+from sampling.params import SamplingParams
+
+
+def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
+                  pack_eagerly: bool = False) -> Backend:
+    """The fastest backend for this device. It takes gpt over, which is not to be used afterwards.
+
+    pack_eagerly: see PackedGPT.
+    """
+    cast_linears(gpt, dtype).to(device)
+    if device.type == "cuda":
+        from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
+        torch.set_float32_matmul_precision("high") # TF32, as nanoGPT has it
+        torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN makes a plan for every shape, and every length is a new shape
+        return CUDAGraphGPT(gpt, compile)
+    backend = packed_or_eager(gpt, device, dtype, compile, pack_eagerly)
+    if device.type == "cpu":
+        disable_malloc_trim() # not earlier: what loading frees would leave holes in the heap
+    return backend
+
+
+def packed_or_eager(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool, pack_eagerly: bool) -> Backend:
+    """PackedGPT if this machine has its operators; Inductor cannot see into packed weights."""
+    if device.type == "cpu" and not compile:
+        from sampling.backends.cpu.packed_gpt import PackedGPT
+        from sampling.backends.cpu.packed_linear import is_supported
+        if is_supported(dtype):
+            return PackedGPT(gpt, pack_eagerly)
+    from sampling.backends.eager import EagerGPT
+    return EagerGPT(gpt, compile)
+
+
+def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
+    """Cast the Linears once, which autocast would do at every step. The embeddings stay as they are. Returns model."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.dtype != dtype: # a new Parameter would untie a float32 head
+            for name, value in module.named_parameters():
+                setattr(module, name, nn.Parameter(value.to(dtype), requires_grad=False))
+    return model
+
+
+def warm_up_compile(backend: Backend, prompt_length: int | None, batch_sizes: Iterable[int], params: SamplingParams,
+                    log: Callable[[str], None]) -> None:
+    """Compile what generation will run for these batches; prompt_length is None if it is not known.
+
+    Raises ValueError if torch.compile does not work here.
+    """
+    log("compiling ...")
+    start = time.perf_counter()
+    prompt_length = min(prompt_length or 1, backend.config.block_size)
+    try:
+        for batch_size in batch_sizes:
+            idx = torch.zeros(batch_size, prompt_length, dtype=torch.long, device=backend.device)
+            backend.warm_up_compile(idx, params.max_new_tokens, params.context_shift)
+    except Exception as e: # a missing compiler or driver shows in many ways
+        raise ValueError(f"compile=True does not work here, leave it out ({type(e).__name__}: {e!s:.300})") from None
+    log(f"compiled in {time.perf_counter() - start:.1f} s")

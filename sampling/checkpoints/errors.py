@@ -1,0 +1,16 @@
+"""How the readers of files say why they refuse one."""
+
+
+class Refused(ValueError):
+    """The file may be whole, but it holds something that the reader does not allow."""
+
+
+def require(condition: bool, why_not: str) -> None:
+    """Raise Refused with this reason unless the condition holds."""
+    if not condition:
+        raise Refused(why_not)
+
+
+def first_line(error: BaseException) -> str:
+    """The first sentence of an exception's message, or the exception's type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]

@@ -1,0 +1,44 @@
+"""Reads the files of Hugging Face's models: safetensors and JSON."""
+import json
+from pathlib import Path
+
+from torch import Tensor
+
+from sampling.checkpoints.errors import first_line
+from sampling.checkpoints.pickle_scanner import MAX_BYTES
+
+MAX_JSON_BYTES = 2**21 # a config.json has about a thousand, the index of a large model a hundred thousand
+
+
+def read_safetensors(path: Path, max_header_bytes: int = MAX_BYTES) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, mapped. Raises ValueError if the file is damaged.
+
+    The header is JSON, and parsing it takes many times its size in memory, so its length is checked first.
+    """
+    from safetensors.torch import load_file
+    with open(path, "rb") as f:
+        header_bytes = int.from_bytes(f.read(8), "little")
+    if header_bytes > max_header_bytes:
+        raise ValueError(f"cannot read {path}: it claims a header of {header_bytes} bytes; "
+                         f"at most {max_header_bytes} are allowed")
+    try:
+        return load_file(path)
+    except OSError:
+        raise
+    except Exception as e:
+        if "allocate memory" in str(e):
+            raise MemoryError(f"reading {path}") from None
+        raise ValueError(f"cannot read {path}: it is damaged, or not a safetensors file ({first_line(e)})") from None
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises ValueError if the file holds anything else, or more than MAX_JSON_BYTES."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"cannot read {path}: {first_line(e)}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object, but holds a {type(content).__name__}")
+    return content

@@ -1,0 +1,163 @@
+"""Loads GPT-2 as Hugging Face stores it: from its hub, from the hub's cache, or from a local folder."""
+import os
+from pathlib import Path
+
+from sampling.checkpoints.checkpoint import Checkpoint, named_errors
+from sampling.checkpoints.errors import first_line
+from sampling.checkpoints.hf_files import read_json, read_safetensors
+from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_STEPS
+from sampling.checkpoints.state_dict import (
+    EMBEDDING,
+    HEAD,
+    StateDict,
+    crc32_of,
+    normalize_state_dict,
+    require_tensors,
+    vocab_size_of,
+)
+from sampling.checkpoints.torch_files import read_torch_file
+from sampling.checkpoints.zip_scanner import Checksums
+
+# config.json's activation_function -> F.gelu's approximate.
+GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
+GPT2_SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None} # GPT2Config's defaults
+SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
+CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
+
+
+def load_gpt2(name_or_folder: str, with_crc32: bool = False) -> Checkpoint:
+    """A GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
+
+    Reads config.json and the weights: safetensors, otherwise pytorch_model.bin, in one file or in shards. Raises
+    ValueError or OSError if they are not available, are damaged or hold something else.
+    """
+    with named_errors(name_or_folder):
+        folder = find_folder(name_or_folder)
+        config = read_json(folder / "config.json")
+        model_args = gpt2_model_args(config, folder)
+        state_dict, checksums = read_weights(folder)
+        state_dict = rename_hf_keys(state_dict)
+        if config.get("tie_word_embeddings", True) and EMBEDDING in state_dict:
+            state_dict[HEAD] = state_dict[EMBEDDING]
+        model_args, state_dict = normalize_state_dict(model_args, state_dict, folder, checksums)
+        rescale_queries(config, model_args, state_dict)
+        return Checkpoint(path=name_or_folder, model_args=model_args, state_dict=state_dict,
+                          vocab_size=vocab_size_of(state_dict), crc32=crc32_of(state_dict) if with_crc32 else None)
+
+
+# ---- the files
+
+def find_folder(name_or_folder: str) -> Path:
+    """The folder with the model's files. Raises ValueError if there is none."""
+    if os.path.isfile(name_or_folder) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt")):
+        raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; "
+                         f"for a ckpt.pt pass --out_dir={name_or_folder}")
+    folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json")
+    return folder
+
+
+def download(name: str) -> Path:
+    """A folder with the model's files, from the Hugging Face hub or from its cache on this machine."""
+    from huggingface_hub import errors, snapshot_download
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=SAFETENSORS))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=PICKLES))
+        return folder
+    except errors.HFValidationError:
+        raise ValueError(f"init_from={name!r:.100} is neither 'resume', nor a folder here, nor a Hugging Face id "
+                         "such as gpt2 or user/model") from None
+    except errors.RepositoryNotFoundError:
+        raise ValueError(f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or does not "
+                         "show it to you (set HF_TOKEN, or run 'hf auth login')") from None
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
+        raise ValueError(f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, "
+                         f"and the hub did not answer ({first_line(e)}); on a machine that reaches the hub, run "
+                         f"'hf download {name} --local-dir DIR', then pass --init_from=DIR") from None
+
+
+def read_weights(folder: Path) -> tuple[StateDict, Checksums]:
+    """The tensors of all weight files, and the checksums of their records if every file has them.
+
+    The limits on reading are shared out among the files: a thousand shards may cost no more than one file.
+    """
+    paths = weight_files(folder)
+    state_dict, checksums = {}, []
+    for path in paths:
+        if path.suffix == ".safetensors": # which has no checksums
+            tensors, own_checksums = read_safetensors(path, MAX_BYTES // len(paths)), set()
+        else:
+            tensors, own_checksums = read_torch_file(path, MAX_STEPS // len(paths))
+        state_dict |= require_tensors(tensors, path)
+        checksums.append(own_checksums)
+    return state_dict, set().union(*checksums) if all(checksums) else set()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: one file, or the shards that an index names; safetensors are preferred."""
+    for name in "model.safetensors", "pytorch_model.bin":
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            return shard_files(index)
+    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor the index of one of them")
+
+
+def shard_files(index: Path) -> list[Path]:
+    """The shards that an index names. Raises ValueError if one is not a file in the index's own folder.
+
+    An index from a stranger must not make us read other files of this machine.
+    """
+    weight_map = read_json(index).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    for name in names:
+        is_plain = isinstance(name, str) and name == Path(name).name[:250]
+        if not (is_plain and (index.parent / name).is_file()):
+            raise ValueError(f"weight_map in {index} must name files in its own folder, got {name!r:.100}")
+    return [index.parent / name for name in sorted(set(names))]
+
+
+# ---- Hugging Face's settings and tensors as nanoGPT's
+
+def gpt2_model_args(config: dict, folder: Path) -> dict:
+    """GPTConfig's fields from config.json. Raises ValueError if the architecture is not GPT-2's."""
+    if config.get("model_type") != "gpt2":
+        raise ValueError(f"{folder} has model_type {config.get('model_type')!r:.60}; only gpt2 is supported")
+    activation = config.get("activation_function", "gelu_new")
+    if not isinstance(activation, str) or activation not in GELU:
+        raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
+    return {
+        **{name: config.get(name, default) for name, default in GPT2_SIZES.items()},
+        "block_size": config.get("n_positions", 1024),
+        "layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "gelu": GELU[activation],
+        "bias": True,
+    }
+
+
+def rename_hf_keys(state_dict: StateDict) -> StateDict:
+    """nanoGPT's names and layouts: Hugging Face's Conv1D holds the weights of a Linear transposed."""
+    renamed = {}
+    for name, tensor in state_dict.items():
+        name = name if name == HEAD else "transformer." + name.removeprefix("transformer.")
+        is_conv1d = name.endswith(CONV1D_WEIGHTS) and tensor.dim() == 2
+        renamed[name] = tensor.t() if is_conv1d else tensor
+    return renamed
+
+
+def rescale_queries(config: dict, model_args: dict, state_dict: StateDict) -> None:
+    """Fold config.json's other attention scales into the queries. The model itself only has 1/sqrt(D)."""
+    by_width, by_layer = config.get("scale_attn_weights", True), config.get("scale_attn_by_inverse_layer_idx", False)
+    if by_width and not by_layer:
+        return
+    for i in range(model_args["n_layer"]):
+        scale = 1 / (i + 1) if by_layer else 1.0
+        if not by_width:
+            scale *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
+        for name in "weight", "bias":
+            tensor = state_dict[f"transformer.h.{i}.attn.c_attn.{name}"]
+            tensor[:len(tensor) // 3] *= scale

@@ -1,0 +1,34 @@
+"""How far nanoGPT's random stream has moved when it samples its first token."""
+from torch import Tensor
+
+# normal_ makes fewer numbers than this in another way.
+VECTOR_SIZE = 16
+
+
+def count_init_draws(state_dict: dict[str, Tensor]) -> int:
+    """How many 32-bit random numbers nanoGPT's GPT(config) draws on the CPU for a model with these tensors.
+
+    nanoGPT seeds, builds the model, which draws initial weights, loads the weights over them, and then samples.
+    PyTorch first initialises every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then
+    initialises the weights of both with normal_, and every c_proj.weight once more. state_dict has nanoGPT's names;
+    a tied lm_head is in it under both names, and counts twice.
+    """
+    weights = {name: tensor for name, tensor in state_dict.items() if name.endswith(".weight") and tensor.dim() == 2}
+    draws = few = 0
+    for name, weight in weights.items():
+        is_embedding = name.endswith(("wte.weight", "wpe.weight"))
+        if not is_embedding:
+            bias = state_dict.get(name.removesuffix("weight") + "bias")
+            draws += weight.numel() + (0 if bias is None else bias.numel())
+        num_normal = 2 if is_embedding or name.endswith("c_proj.weight") else 1
+        if weight.numel() < VECTOR_SIZE:
+            few += num_normal * weight.numel()
+        else:
+            draws += num_normal * normal_draws(weight.numel())
+    # Here normal_ makes two numbers of four draws, and keeps the second for its next call.
+    return draws + 4 * -(-few // 2)
+
+
+def normal_draws(size: int) -> int:
+    """What normal_ draws for 16 numbers or more: one each, and 16 to redo an end that does not fill a vector."""
+    return size + (VECTOR_SIZE if size % VECTOR_SIZE else 0)

@@ -1,0 +1,229 @@
+"""Checks a pickle, opcode by opcode, before anything loads it.
+
+A reader that runs no code (torch's weights_only, an unpickler without classes) is still open to denial of service.
+A few bytes suffice: a memo index of 2**31 allocates gigabytes, bytearray(2**40) a terabyte, and a tuple that holds
+itself twice, sixty levels deep, has 2**60 leaves to hash or to print. So the scanner simulates the reader's stack with
+StackItems, which describe values and build none. It refuses every name that is not allowed, every opcode that data
+does not need, and everything that costs more than data of its kind does.
+"""
+import io
+import pickletools
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from sampling.checkpoints.errors import Refused, require
+
+# The largest honest files stay well below: a checkpoint of 12 layers with its optimizer needs a fortieth of MAX_STEPS,
+# a vocabulary of all Unicode characters two thirds.
+MAX_BYTES = 2**23 # of a pickle
+MAX_STEPS = 2**21 # its opcodes, and the values that they copy
+MAX_DEPTH = 100 # of nested values
+SLOW_OPCODES, SLOW_STEPS = {"GLOBAL", "REDUCE"}, 16 # what they count for: each looks up or calls something
+WIDE_INT_STEPS = 2**10 # for an integer of more than 64 bits: as keys, such can be made to collide
+
+MEMO_PUT = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
+MEMO_GET = {"GET", "BINGET", "LONG_BINGET"}
+MUTATE = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"} # change their first operand
+COPY = {"REDUCE", "BUILD", "BINPERSID"} # may copy their operands
+HASHED_OPERANDS = {"SETITEM": slice(1, None, 2), "SETITEMS": slice(1, None, 2), "DICT": slice(0, None, 2),
+                   "ADDITEMS": slice(1, None), "FROZENSET": slice(None)}
+HASHING_CALLS = {"collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set"}
+# These call more than a name that was checked, or readers of pickles disagree about them. Data needs none of them.
+FORBIDDEN = {"POP", "POP_MARK", "DUP", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "PERSID", "EXT1", "EXT2", "EXT4"}
+
+
+@dataclass(slots=True)
+class StackItem:
+    """Describes a value that the reader would have on its stack."""
+    size: int = 1 # how many values it consists of; one that it holds twice counts twice
+    depth: int = 0 # how deep they nest
+    literal: Any = None # a text or number; a tuple's items; a dict's keys; a storage's id; a global's "module name"
+    constructor: str | None = None # "GLOBAL", or the "module name" that was called to make it
+    shared: bool = False # it is part of another value, or was recalled from the memo
+
+
+def check_pickle(pickled: bytes, allowed_names: Collection[str] = (), max_steps: int = MAX_STEPS) -> int:
+    """Check the first pickle in these bytes, and return its length.
+
+    allowed_names: what it may name and call, as "module name". Raises Refused if loading it could run code, or cost
+    far more than data does; ValueError if it is damaged.
+    """
+    stream, scanner = io.BytesIO(pickled[:MAX_BYTES]), PickleScanner(allowed_names, max_steps)
+    try:
+        for opcode, argument, _ in pickletools.genops(stream):
+            scanner.step(opcode, argument)
+    except Refused:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError) as e:
+        require(len(pickled) <= MAX_BYTES, f"its pickle has more than {MAX_BYTES} bytes")
+        raise ValueError(f"its pickle is damaged: {e}") from None
+    return stream.tell()
+
+
+class PickleScanner:
+    """The stack machine that reads a pickle, with StackItems for values. A damaged pickle trips it in many ways."""
+
+    def __init__(self, allowed_names: Collection[str], max_steps: int):
+        self.allowed_names, self.max_steps = allowed_names, max_steps
+        self.stack: list[StackItem] = []
+        self.marks: list[int] = [] # how long the stack was at each MARK
+        self.memo: dict[int, StackItem] = {}
+        self.steps = 0
+
+    def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
+        """Check and simulate one opcode."""
+        name = opcode.name
+        require(name not in FORBIDDEN, f"it holds {name}, which no pickle of data does")
+        self.steps += SLOW_STEPS if name in SLOW_OPCODES else 1
+        if name == "MARK":
+            self.marks.append(len(self.stack))
+        elif name in MEMO_PUT:
+            self.memo_put(argument)
+        elif name in MEMO_GET:
+            self.memo_get(argument)
+        else:
+            self.execute(opcode, argument)
+        require(self.steps <= self.max_steps and (not self.stack or self.stack[-1].depth <= MAX_DEPTH),
+                "it would take far more memory or time than data of its kind needs")
+
+    def memo_put(self, index: int | None) -> None:
+        """Remember the top of the stack. A reader allocates its memo up to the index, so indices must count up."""
+        index = len(self.memo) if index is None else index
+        require(index <= len(self.memo), "it numbers its memo as pickle never does")
+        self.memo[index] = self.stack[-1]
+
+    def memo_get(self, index: int) -> None:
+        """Push a remembered value. All that it holds counts again, because to copy or print it takes as long again."""
+        item = self.memo[index]
+        item.shared = True
+        self.stack.append(item)
+        self.steps += item.size if item.depth else 0 # a text is not copied
+
+    def execute(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
+        """Check and simulate an opcode that makes a value of its argument and operands."""
+        operands = self.pop_operands(opcode.stack_before)
+        check_opcode(opcode.name, argument, operands, self.allowed_names)
+        item = apply_opcode(opcode.name, argument, operands)
+        self.stack += [item] * len(opcode.stack_after)
+        if opcode.name in COPY or not operands:
+            self.steps += item.size
+
+    def pop_operands(self, stack_before: list) -> list[StackItem]:
+        """Pop what an opcode takes, as pickletools describes it. Raises IndexError if the stack holds less."""
+        if pickletools.markobject in stack_before:
+            start = self.marks.pop() - stack_before.index(pickletools.markobject)
+        else:
+            start = len(self.stack) - len(stack_before)
+        if start < 0:
+            raise IndexError
+        operands = self.stack[start:]
+        del self.stack[start:]
+        return operands
+
+
+def apply_opcode(name: str, argument: Any, operands: list[StackItem]) -> StackItem:
+    """The StackItem that an opcode leaves on the stack.
+
+    Raises Refused if the opcode changes a value that is already part of another one: the other's size and depth were
+    counted before, and would be wrong. This is how a list comes to hold itself.
+    """
+    if name in MUTATE:
+        item, *operands = operands
+        require(not item.shared, "it changes a value that is already part of another one")
+    else:
+        item = StackItem()
+    for operand in operands:
+        item.size, item.depth, operand.shared = item.size + operand.size, max(item.depth, operand.depth + 1), True
+    if isinstance(argument, str | bytes | bytearray | int):
+        item.literal = argument
+        item.size += size_of_argument(argument)
+    note_operands(item, name, operands)
+    return item
+
+
+def size_of_argument(argument: str | bytes | bytearray | int) -> int:
+    """How many values a text or number counts for besides itself. A character takes far less than a value."""
+    if isinstance(argument, int):
+        return WIDE_INT_STEPS if argument.bit_length() > 64 else 0
+    return len(argument) // 16
+
+
+def note_operands(item: StackItem, name: str, operands: list[StackItem]) -> None:
+    """Note what later checks need to know of the operands."""
+    if "TUPLE" in name:
+        item.literal = [operand.literal for operand in operands]
+    elif name in ("SETITEM", "SETITEMS"):
+        item.literal = item.literal or []
+        item.literal += (key.literal for key in operands[::2])
+    elif name == "BINPERSID":
+        item.literal = operands[0].literal
+    elif name == "STACK_GLOBAL":
+        item.literal = " ".join(operand.literal for operand in operands)
+    if "GLOBAL" in name:
+        item.constructor = "GLOBAL"
+    elif name == "REDUCE":
+        item.constructor = operands[0].literal
+
+
+# ---- what an opcode may do. Each check raises Refused, and says which attack it stops
+
+def check_opcode(name: str, argument: Any, operands: list[StackItem], allowed_names: Collection[str]) -> None:
+    """Check an opcode before it is applied."""
+    if name in ("GLOBAL", "STACK_GLOBAL"):
+        check_name(" ".join(operand.literal for operand in operands) or argument, allowed_names)
+    elif name in HASHED_OPERANDS:
+        check_keys(operands[HASHED_OPERANDS[name]])
+    elif name == "REDUCE":
+        check_call(*operands)
+    elif name == "BUILD":
+        check_state(*operands)
+    elif name == "BINPERSID":
+        check_storage_id(*operands)
+
+
+def check_name(name: str, allowed_names: Collection[str]) -> None:
+    """Stops a pickle from running code: it can only call what it names."""
+    require(name in allowed_names, f"it names {name.replace(' ', '.'):.80}, which could run code")
+
+
+def check_keys(keys: list[StackItem]) -> None:
+    """Stops keys that take hours to hash: nested tuples have 2**n leaves, and tuples can be made to collide."""
+    require(not any(key.depth for key in keys), "it has keys that are neither text nor numbers")
+
+
+def check_storage_id(storage_id: StackItem) -> None:
+    """Stops one record from being read under many names: torch finds names that differ only in case."""
+    require(storage_id.literal[2].isdecimal(), "it names a storage as torch.save never does")
+
+
+def check_state(target: StackItem, state: StackItem) -> None:
+    """Stops BUILD from replacing methods: only a state_dict's _metadata and the state of a numpy dtype may be set."""
+    is_metadata = (target.constructor, state.literal) == ("collections OrderedDict", ["_metadata"])
+    is_dtype_state = target.constructor == "numpy dtype" and isinstance(state.literal, list) and state.depth <= 1
+    require(is_metadata or is_dtype_state, "it sets attributes as torch.save never does")
+
+
+def check_call(function: StackItem, arguments: StackItem) -> None:
+    """Stops calls that torch.save and pickle do not write, and those that take far more than their arguments do."""
+    name, values = function.literal, arguments.literal
+    # A storage by number of bytes takes any amount of memory, and a tensor that is called iterates over its entries.
+    require(function.constructor == "GLOBAL" and isinstance(values, list) and not name.endswith("Storage"),
+            "it calls something as torch.save never does")
+    if name.startswith("torch._utils _rebuild_tensor"):
+        check_tensor(*values[:4])
+    elif name == "_codecs encode": # how pickle's protocol 2 writes bytes; other codecs are slow
+        require(values[1:] == ["latin1"], "it holds bytes as pickle never writes them")
+    elif name in HASHING_CALLS: # a text would become as many keys as it has characters
+        require(arguments.depth <= 2 and not any(isinstance(value, str) for value in values),
+                "it has keys that are neither text nor numbers")
+    elif not name.startswith("torch._utils"): # a tensor as an argument may claim any number of values
+        require(arguments.depth <= 3, "it calls something as torch.save never does")
+
+
+def check_tensor(storage_id: list, offset: int, sizes: list[int], strides: list[int]) -> None:
+    """Stops a tensor that reaches beyond its storage: torch would enlarge the storage, up to all memory."""
+    *_, storage_size = storage_id[:5]
+    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    require(min([offset, *sizes, *strides]) >= 0 and (0 in sizes or last < storage_size),
+            "one of its tensors reaches beyond its storage, or has an impossible shape")

@@ -1,0 +1,132 @@
+"""The tensors of a checkpoint: checked, brought to one form, and copied out of the file."""
+import os
+import re
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sampling.checkpoints.mapped_memory import let_go, pages_of
+from sampling.checkpoints.zip_scanner import Checksums
+
+StateDict = dict[str, Tensor]
+
+HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold the causal mask; the model needs none
+MAX_LAYERS = 2**12 # far more than any model has; the model is built layer by layer, a millisecond each
+
+
+def require_tensors(state_dict: object, source: Path) -> StateDict:
+    """The state_dict itself. Raises ValueError unless it holds dense floating point tensors by name, within bounds."""
+    if not isinstance(state_dict, dict) or not state_dict:
+        found = "none" if state_dict == {} else brief_repr(state_dict)
+        raise ValueError(f"{source} must hold tensors by name, but holds {found}")
+    for name, tensor in state_dict.items():
+        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+            raise ValueError(f"{source} must hold tensors by name, but holds "
+                             f"{brief_repr(name)}: {type(tensor).__name__}")
+        is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+        if not is_dense or not (tensor.is_floating_point() or MASK_BUFFER.search(name)):
+            raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}, {tensor.device}: "
+                             "only dense floating point is allowed")
+    require_claim_fits(state_dict, source)
+    return state_dict
+
+
+def require_claim_fits(state_dict: StateDict, source: Path) -> None:
+    """Raise ValueError if the tensors claim more than twice the bytes of the file.
+
+    Views made by expand, or one storage under many names, claim far more than the file holds, and every tensor is
+    copied. Twice is allowed, because a tied head is stored once and named twice.
+    """
+    storages = [tensor.untyped_storage() for tensor in state_dict.values()]
+    stored = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    claimed = max(sum(tensor.nbytes for tensor in state_dict.values()), sum(stored.values()))
+    if claimed > 2 * os.path.getsize(source):
+        raise ValueError(f"{source} has {os.path.getsize(source)} bytes but claims tensors of {claimed}")
+
+
+def normalize_state_dict(model_args: dict, state_dict: StateDict, source: Path,
+                         checksums: Checksums) -> tuple[dict, StateDict]:
+    """Drop mask buffers, find out whether the head is tied, and copy the tensors in float32.
+
+    Returns model_args with tie_word_embeddings, and the copies; a tied head is one tensor under two names. Raises
+    ValueError if the number of layers is wrong, or a tensor's bytes match none of the checksums.
+    """
+    state_dict = {name: tensor for name, tensor in state_dict.items() if not MASK_BUFFER.search(name)}
+    require_num_layers(model_args, state_dict, source)
+    is_tied = has_tied_head(state_dict)
+    if is_tied:
+        state_dict.pop(EMBEDDING, None)
+    copies = copy_tensors(state_dict, source, checksums)
+    if is_tied and HEAD in copies:
+        copies[EMBEDDING] = copies[HEAD]
+    return {**model_args, "tie_word_embeddings": is_tied}, copies
+
+
+def require_num_layers(model_args: dict, state_dict: StateDict, source: Path) -> None:
+    """Raise ValueError unless n_layer is the number of layers with tensors: to build 10**9 layers would never end."""
+    num_layers = len({name.split(".")[2] for name in state_dict if name.startswith("transformer.h.")})
+    if num_layers > MAX_LAYERS:
+        raise ValueError(f"{source} holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
+    if model_args.get("n_layer") != num_layers:
+        raise ValueError(f"{source} says n_layer={model_args.get('n_layer')!r:.40} "
+                         f"but holds tensors of {num_layers} layers")
+
+
+def has_tied_head(state_dict: StateDict) -> bool:
+    """Whether head and embedding hold the same numbers, be it in two tensors or in two precisions."""
+    head, embedding = state_dict.get(HEAD), state_dict.get(EMBEDDING)
+    if head is not None and embedding is not None and head.shape == embedding.shape:
+        return torch.equal(head.float(), embedding.float())
+    return head is embedding # both may be missing
+
+
+def copy_tensors(state_dict: StateDict, source: Path, checksums: Checksums) -> StateDict:
+    """Copies in float32, each storage compared with the checksums, if there are any.
+
+    They are copies because a training run may overwrite a file that is only mapped. Pages of the file are let go
+    tensor by tensor, so that the model is in memory once, not twice.
+    """
+    pages, copies, checked = pages_of(state_dict.values()), {}, set()
+    for name, tensor in state_dict.items():
+        copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        storage = tensor.untyped_storage()
+        if checksums and storage.data_ptr() not in checked:
+            checked.add(storage.data_ptr())
+            if length_and_crc32(tensor, copies[name]) not in checksums:
+                raise ValueError(f"{source} is damaged: the numbers of {name!r:.60} do not match their checksum")
+        let_go(pages)
+    return copies
+
+
+def length_and_crc32(tensor: Tensor, copy: Tensor) -> tuple[int, int]:
+    """The bytes of a tensor's whole storage and their CRC-32, as a record of the file has them.
+
+    If the copy has the same bytes, it is read instead: it is what will be used, and it is in memory already.
+    """
+    storage = tensor.untyped_storage()
+    if tensor.dtype == copy.dtype and tensor.is_contiguous() and storage.nbytes() == copy.nbytes:
+        storage = copy.untyped_storage()
+    return storage.nbytes(), zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+
+
+def crc32_of(state_dict: StateDict) -> str:
+    """Eight hexadecimal digits that tell a model's weights from others. A tied head counts once."""
+    crc = 0
+    for name, tensor in sorted(state_dict.items()):
+        if name != EMBEDDING or tensor is not state_dict.get(HEAD):
+            crc = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), crc)
+    return f"{crc:08x}"
+
+
+def vocab_size_of(state_dict: StateDict) -> int:
+    """The rows of the token embedding; 0 if it is missing or not a matrix."""
+    embedding = state_dict.get(EMBEDDING)
+    return embedding.shape[0] if embedding is not None and embedding.dim() == 2 else 0
+
+
+def brief_repr(value: object) -> str:
+    """A value for a message: text or a number itself, otherwise its type. Nested values could print forever."""
+    return f"{value!r:.60}" if isinstance(value, str | int | float | None) else type(value).__name__

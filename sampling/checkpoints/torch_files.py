@@ -1,0 +1,131 @@
+"""Reads what torch.save wrote, as data alone.
+
+Two scanners check a file before torch's weights_only reader loads it: that reader runs no code, but believes what a
+file says about sizes.
+"""
+import posixpath
+import re
+import tarfile
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sampling.checkpoints.errors import Refused, first_line, require
+from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_STEPS, check_pickle
+from sampling.checkpoints.zip_scanner import Checksums, check_zip
+
+ZIP_SIGNATURE = b"PK\3\4"
+MAX_SMALL_STEPS = 4000 # of each of the three pickles at the start of an old file
+
+
+def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checksums]:
+    """What torch.save wrote, and the checksums of its records; there are none in a file of before torch 1.6.
+
+    The tensors of a newer file are mapped: their bytes are read when they are used. numpy's numbers and paths, which
+    settings may hold, come back as plain numbers and text. Raises ValueError if the file is damaged, holds more
+    than data or would cost more than max_steps (check_pickle); OSError if it cannot be opened.
+    """
+    with open(path, "rb") as f:
+        is_zip = f.read(4) == ZIP_SIGNATURE
+    try:
+        checksums = check_zip_file(path, max_steps) if is_zip else check_old_file(path, max_steps)
+        with torch.serialization.safe_globals(STAND_INS), warnings.catch_warnings():
+            warnings.simplefilter("ignore") # they are meant for the author of the file
+            # Mapped, because torch believes a pickle that claims longer storages than the file holds if it is not.
+            return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True), checksums
+    except Exception as e: # a damaged file trips torch's reader in many ways
+        if "allocate memory" in str(e):
+            raise MemoryError(f"reading {path}") from None
+        raise ValueError(f"cannot read {path}: {reason(e)}; only tensors, numbers and text are allowed") from None
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, in a few words."""
+    if isinstance(error, Refused):
+        return str(error)
+    # The rest of torch's message is advice on how to load the file unsafely.
+    unpickler_error = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+    detail = unpickler_error[1] if unpickler_error else first_line(error)
+    return f"it is damaged, or torch.save did not write it ({detail:.200})"
+
+
+def check_zip_file(path: Path, max_steps: int) -> Checksums:
+    """Check a file as torch has written it since 1.6, and return the checksums of its records."""
+    pickled, checksums = check_zip(path)
+    check_torch_pickle(pickled, max_steps)
+    return checksums
+
+
+def check_old_file(path: Path, max_steps: int) -> Checksums:
+    """Check an older file. It begins with five pickles: a magic number, a version, the sizes of C types, what was
+    saved, and the keys of its storages. The numbers follow, without checksums.
+    """
+    with open(path, "rb") as f:
+        head = f.read(5 * MAX_BYTES)
+    refuse_tar(head)
+    for steps in (MAX_SMALL_STEPS, MAX_SMALL_STEPS, MAX_SMALL_STEPS, max_steps, max_steps // 4):
+        head = head[check_torch_pickle(head, steps):]
+    return set()
+
+
+def check_torch_pickle(pickled: bytes, max_steps: int) -> int:
+    """check_pickle with the names that torch.save writes."""
+    # torch fails on these with words that sound like damage.
+    require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch reads no weights of pickle_protocol=4 and above")
+    return check_pickle(pickled, ALLOWED_NAMES, max_steps)
+
+
+def refuse_tar(head: bytes) -> None:
+    """Raise Refused if a file begins as a tar: torch would take it for its oldest format, and read the first header of
+    the tar into memory, whatever length it claims."""
+    with suppress(tarfile.HeaderError):
+        tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
+        raise Refused("it is a tar")
+
+
+# ---- stand-ins: what torch calls in place of numpy's and pathlib's classes
+
+class NumpyDtype:
+    """Stands in for numpy.dtype: a code such as "f8" and, from its pickled state, the byte order."""
+
+    def __init__(self, code, *_):
+        self.code = code
+        self.byte_order = "<"
+
+    def __setstate__(self, state):
+        self.byte_order = state[1]
+
+
+def python_number(dtype: NumpyDtype, data: bytes):
+    """Stands in for what makes numpy's scalars: the number or text as Python's own, None for other types."""
+    import numpy as np
+    if not re.fullmatch(r"[biufcUS]\d{1,4}", dtype.code) or not isinstance(data, bytes):
+        return None
+    return np.frombuffer(data, np.dtype(dtype.code).newbyteorder(dtype.byte_order), count=1)[0].item()
+
+
+def path_as_text(*parts: str) -> str:
+    """Stands in for pathlib's classes."""
+    return posixpath.join("", *parts) or "."
+
+
+STAND_INS = [
+    (python_number, "numpy._core.multiarray.scalar"),
+    (python_number, "numpy.core.multiarray.scalar"),
+    (NumpyDtype, "numpy.dtype"),
+    *((path_as_text, f"pathlib{submodule}.{kind}Path") for submodule in ("", "._local")
+      for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")),
+]
+
+# What a file may name: tensors, storages, dtypes, and what settings may hold.
+ALLOWED_NAMES = {" ".join(name.rsplit(".", 1)) for name in [
+    *(name for _, name in STAND_INS),
+    "_codecs.encode", "collections.OrderedDict", "collections.Counter", "builtins.set", "__builtin__.set",
+    "torch.Size", "torch.device", "torch.storage.UntypedStorage",
+    *(f"torch.{name}" for name in vars(torch) if name.endswith("Storage")),
+    *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
+    *(f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter")),
+]}

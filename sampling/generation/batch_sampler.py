@@ -1,0 +1,92 @@
+"""How the next tokens of a batch are chosen."""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sampling.params import SamplingParams
+from sampling.sampler.per_row_rng import PerRowRNG
+from sampling.sampler.sample_token import Logits, num_logits_needed, sample_token
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities under the model itself: temperature 1, every token."""
+    sampled: Tensor # (B, 1), of the sampled token
+    top: Tensor # (B, n), of the n most likely tokens
+    top_ids: Tensor # (B, n)
+
+
+class BatchSampler:
+    """The SampleFn of a batch: samples a token for each row, or teacher-forces the next token of a longer prompt.
+
+    Its tensors stay in place from batch to batch of the same size, because CUDA graphs may hold them.
+    """
+
+    def __init__(self, params: SamplingParams, rng: PerRowRNG, num_logprobs: int | None, check_finite: bool):
+        self.params, self.rng, self.num_logprobs, self.check_finite = params, rng, num_logprobs, check_finite
+        self.forced_tokens = torch.empty(0, 1, dtype=torch.long) # (B, 1); -1: this row is sampled
+        self.forced_by_step = self.forced_tokens[None] # (steps, B, 1)
+        self.prompt_remainders: list[list[int]] = [] # what each prompt has beyond the shortest one
+        self.min_prompt_len = 0
+        self.logprobs: Logprobs | None = None # of the latest step
+
+    @property
+    def num_logits_needed(self) -> int | None:
+        """As SampleFn.num_logits_needed. A probability depends on all logits."""
+        params = self.params
+        return (num_logits_needed(params.temperature, params.top_k, params.repetition_penalty)
+                if self.num_logprobs is None else None)
+
+    def prefetch(self) -> None:
+        """As SampleFn.prefetch."""
+        if self.params.temperature:
+            self.rng.prefetch()
+
+    def start_batch(self, prompts: list[list[int]], rng_states: list[Tensor], device: torch.device) -> None:
+        """Begin a batch of prompts, whose samples start at these states of the random stream."""
+        self.rng.set_rows(rng_states)
+        B, self.min_prompt_len = len(prompts), min(map(len, prompts))
+        self.prompt_remainders = rest = [ids[self.min_prompt_len:] for ids in prompts]
+        # All steps in one tensor: a copy from the host at each step would wait for the GPU.
+        self.forced_by_step = torch.tensor([[ids[step:step + 1] or [-1] for ids in rest]
+                                            for step in range(max(map(len, rest)) + 1)], device=device)
+        if len(self.forced_tokens) != B:
+            self.forced_tokens = self.forced_by_step[0].clone()
+            self.logprobs = self.new_logprobs(B, device)
+
+    def new_logprobs(self, batch_size: int, device: torch.device) -> Logprobs | None:
+        """Tensors for the log-probabilities of a step, if any are wanted."""
+        if self.num_logprobs is None:
+            return None
+        top = torch.zeros(batch_size, self.num_logprobs, device=device)
+        return Logprobs(torch.zeros(batch_size, 1, device=device), top, top.long())
+
+    def start_step(self, step: int) -> None:
+        """Begin a step, counted from 0 at the end of the shortest prompt."""
+        if step >= len(self.forced_by_step): # every prompt has been read
+            return
+        self.forced_tokens.copy_(self.forced_by_step[step])
+        for row, remainder in enumerate(self.prompt_remainders):
+            if step == len(remainder):
+                self.rng.restart(row) # the random numbers drawn while the prompt was read do not count
+
+    def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
+        """As SampleFn: logits and the ids (B, S) that the model saw -> (B, 1)."""
+        p = self.params
+        token = sample_token(logits, ids, p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty,
+                             noise=self.rng, check_finite=self.check_finite)
+        token = torch.where(self.forced_tokens < 0, token, self.forced_tokens)
+        if self.logprobs is not None:
+            logprobs = logits.values.float().log_softmax(dim=-1) # (B, V)
+            found = Logprobs(logprobs.gather(1, token), *logprobs.topk(self.num_logprobs))
+            for target, value in zip(self.logprobs, found, strict=True):
+                target.copy_(value)
+        return token
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Go on with these rows only."""
+        self.rng.select_rows(rows)
+        self.prompt_remainders = [self.prompt_remainders[i] for i in rows]
+        self.forced_tokens, self.forced_by_step = self.forced_tokens[rows], self.forced_by_step[:, rows]
+        if self.logprobs is not None:
+            self.logprobs = Logprobs(*(tensor[rows] for tensor in self.logprobs))

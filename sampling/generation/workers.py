@@ -1,0 +1,152 @@
+"""A run shared by several processes, as torchrun starts them: on the GPUs of one machine, or on several machines.
+
+Rank 0 reads the prompts, sends every rank its share of the requests, and shows and saves the samples that come back,
+in order. Each sample has its own place in the random stream, so the samples are the same as with one process.
+"""
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TypeVar
+
+from sampling.generation.batching import next_batch, partition
+from sampling.params import Sample, SampleRequest
+
+T = TypeVar("T")
+
+RESUME = "with out_file, the same command resumes the run"
+PROCESS_LOST = f"another process of this run has ended; {RESUME}"
+TERMINATED = f"torchrun ended this run, as it does when one of its processes fails; {RESUME}"
+
+
+class Workers:
+    """The processes of this run, as torchrun's environment variables describe them. Usually there is only one."""
+
+    def __init__(self):
+        environment = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
+        self.rank, self.world_size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        self.local_world_size = int(environment.get("LOCAL_WORLD_SIZE", 1)) # processes on this machine
+        self.local_rank = int(environment.get("LOCAL_RANK", 0)) if self.world_size > 1 else None
+        self.is_main = self.rank == 0
+
+    def connect(self) -> "Workers":
+        """Find the other processes. Returns self."""
+        if self.world_size > 1:
+            import torch.distributed as dist
+            with stdout_to_stderr():
+                dist.init_process_group("gloo", timeout=timedelta(days=7)) # a lost process is noticed at once anyway
+            if self.is_main: # torchrun sends SIGTERM when another process has failed
+                signal.signal(signal.SIGTERM, lambda *_: end_with_error(TERMINATED, status=143))
+        return self
+
+    @contextmanager
+    def fail_together(self) -> Iterator[None]:
+        """If any process fails inside this block, all stop and rank 0 raises the error, as ValueError."""
+        error = None
+        try:
+            yield
+        except (ValueError, OSError, MemoryError, RuntimeError) as e:
+            if self.world_size == 1:
+                raise
+            error = f"{e}" or "out of memory"
+        if self.world_size > 1:
+            self.raise_first(self.gather(error))
+
+    def raise_first(self, errors: list[str | None] | None) -> None:
+        """End all processes if one of them has an error. errors: all of them at rank 0, None elsewhere."""
+        import torch.distributed as dist
+        message = [errors]
+        with lost_process_is_error():
+            dist.broadcast_object_list(message)
+        for rank, error in enumerate(message[0]):
+            if error is not None:
+                if not self.is_main: # wait until rank 0 has shown the error: torchrun kills it once another one ends
+                    with suppress(RuntimeError):
+                        dist.barrier()
+                    os._exit(1)
+                raise ValueError(f"process {rank}: {error}" if rank else error)
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, at every rank."""
+        return value if self.world_size == 1 else self.scatter([value] * self.world_size if self.is_main else None)
+
+    def scatter(self, shares: list[T] | None) -> T:
+        """This rank's share of what rank 0 gives."""
+        import torch.distributed as dist
+        mine = [None]
+        with lost_process_is_error():
+            dist.scatter_object_list(mine, shares)
+        return mine[0]
+
+    def gather(self, mine: T) -> list[T] | None:
+        """Every rank's object, at rank 0; None elsewhere."""
+        import torch.distributed as dist
+        found = [None] * self.world_size if self.is_main else None
+        with lost_process_is_error():
+            dist.gather_object(mine, found)
+        return found
+
+    def batch_sizes(self, num_samples: int | None, batch_size: int) -> set[int]:
+        """The sizes of the batches that this rank generates of so many samples. None: their number is not known."""
+        if num_samples is None:
+            return {batch_size}
+        of_all = self.world_size * batch_size
+        rest = partition(range(num_samples % of_all), self.world_size)[self.rank]
+        return {size for size in (batch_size if num_samples >= of_all else 0, len(rest)) if size}
+
+    def imap(self, engine, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
+        """engine.generate for all requests, in order, at rank 0. Other ranks generate their share and yield nothing."""
+        if self.world_size == 1:
+            yield from engine.generate(requests)
+            return
+        requests = iter(requests)
+        while True:
+            shares = None
+            if self.is_main:
+                batch = next_batch(requests, self.world_size * engine.batch_size)
+                shares = partition(batch, self.world_size) if batch else [None] * self.world_size
+            share = self.scatter(shares)
+            if share is None: # no requests are left
+                return
+            samples = []
+            with self.fail_together():
+                for sample in engine.generate(share):
+                    if self.is_main:
+                        yield sample
+                    elif sample.finish_reason:
+                        samples.append(sample)
+            for sample in (sample for part in self.gather(samples) or [] for sample in part):
+                engine.on_tokens(sample.num_tokens)
+                yield sample
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Standard output is for samples, but some versions of torch have Gloo print a greeting there."""
+    try:
+        saved = os.dup(1)
+    except OSError: # it is closed
+        yield
+        return
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+@contextmanager
+def lost_process_is_error() -> Iterator[None]:
+    """Raise ValueError with one line if another process has ended, which torch reports at length."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError(PROCESS_LOST) from error
+
+
+def end_with_error(message: str, status: int) -> None:
+    """End the process from a signal handler, where the state of streams is not known."""
+    os.write(2, f"error: {message}\n".encode())
+    os._exit(status)

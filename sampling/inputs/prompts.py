@@ -1,0 +1,128 @@
+"""The prompts that the setting start asks for.
+
+start is a prompt itself, or it names a file: FILE:path continues the whole text of the file, LINES:path each of its
+lines that is not empty, JSONL:path the "prompt" of the JSON object in each line, which may also have an "id". The
+path - is standard input.
+"""
+import json
+import os
+from collections.abc import Iterator
+from functools import reduce
+from itertools import chain, count
+
+from sampling.inputs.tokenizer import Tokenizer
+from sampling.params import Prompt, SampleRequest
+
+FILE_KINDS = "FILE", "LINES", "JSONL"
+MULTI_KINDS = "LINES", "JSONL" # files of many prompts
+
+
+def parse_start(start: str) -> tuple[str, str]:
+    """Split the setting start into ("FILE", "LINES" or "JSONL", path), or ("TEXT", start) if it names no file."""
+    kind, colon, path = start.partition(":")
+    return (kind, path) if colon and kind in FILE_KINDS else ("TEXT", start)
+
+
+class PromptSource:
+    """An iterable of the prompts that start asks for. A pipe can be iterated once, anything else many times.
+
+    Raises ValueError if there is no prompt, or a file cannot be read; for a later line, once the iteration reaches it.
+    """
+
+    def __init__(self, start: str):
+        self.start = start
+        kind, path = parse_start(start)
+        self.is_multi = kind in MULTI_KINDS
+        self.is_pipe = self.is_multi and not os.path.isfile(path)
+        self.prompts = read_prompts(start)
+        self.first = next(self.prompts)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        if not self.is_multi:
+            return iter([self.first])
+        return chain([self.first], self.prompts) if self.is_pipe else read_prompts(self.start)
+
+    def requests(self, tokenizer: Tokenizer, num_samples: int, first_index: int = 0) -> Iterator[SampleRequest]:
+        """Yield num_samples requests for each prompt; their index counts up over the run.
+
+        Raises ValueError if the tokenizer cannot encode a prompt.
+        """
+        indices = count(first_index)
+        for prompt in self:
+            prompt_ids = encode_prompt(prompt, tokenizer)
+            for _ in range(num_samples):
+                yield SampleRequest(next(indices), prompt, prompt_ids)
+
+    def count_and_max_len(self, tokenizer: Tokenizer, num_samples: int) -> tuple[int, int] | tuple[None, None]:
+        """Count all samples of the run, and the tokens of the longest prompt: (None, None) for a pipe.
+
+        Raises ValueError if a line is not a prompt, or the tokenizer cannot encode it.
+        """
+        if self.is_pipe:
+            return None, None
+        num_prompts = max_len = 0
+        for prompt in self:
+            num_prompts, max_len = num_prompts + 1, max(max_len, len(encode_prompt(prompt, tokenizer)))
+        return num_prompts * num_samples, max_len
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a prompt. Raises ValueError that says where the prompt is if the tokenizer cannot encode it."""
+    try:
+        return tokenizer.encode(prompt.text)
+    except ValueError as error:
+        raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
+
+
+def read_prompts(start: str) -> Iterator[Prompt]:
+    """Yield the prompts of start, one line of a file at a time.
+
+    Raises ValueError if there is no prompt, the file cannot be read, or a line is not a prompt.
+    """
+    kind, path = parse_start(start)
+    if kind == "TEXT":
+        yield Prompt(start)
+        return
+    is_empty = True
+    for prompt in read_file(kind, path):
+        is_empty = False
+        yield prompt
+    if is_empty:
+        raise ValueError(f"the prompt file {path} is empty, but a sample needs a prompt")
+
+
+def read_file(kind: str, path: str) -> Iterator[Prompt]:
+    """Do read_prompts for a file, which may be empty."""
+    if "\0" in path:
+        raise ValueError(f"cannot read the prompt file {path!r:.200}: the path has a null byte")
+    number = 0
+    try:
+        # utf-8-sig skips a byte-order mark.
+        with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as file:
+            if kind == "FILE":
+                if text := file.read():
+                    yield Prompt(text)
+                return
+            for number, line in enumerate(file, 1):
+                if line := line.rstrip("\n"):
+                    location = f"{path}, line {number}"
+                    yield parse_json_line(line, location) if kind == "JSONL" else Prompt(line, location=location)
+    except UnicodeDecodeError as error:
+        where = "" if kind == "FILE" else f" after line {number}"
+        raise ValueError(f"the prompt file {path} is not UTF-8{where}: {error.reason}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}") from None
+
+
+def parse_json_line(line: str, location: str) -> Prompt:
+    """The prompt in a line of JSON. Raises ValueError if there is none."""
+    try:
+        found = json.loads(line)
+        # The writer of out_file must be able to save the id: nested deeper, and without NaN or infinity.
+        json.dumps(reduce(lambda inner, _: [inner], range(50), found), allow_nan=False)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("prompt"), str) or not found["prompt"]:
+        raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
+                         f"got {line!r:.100}")
+    return Prompt(found["prompt"], found.get("id"), location)

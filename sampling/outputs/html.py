@@ -1,0 +1,141 @@
+"""A run's samples as one page for a browser, which shows how likely each token was and what else was likely there.
+
+page.html is its template, in three parts: the beginning, one sample, the end. A sample is one line of the page, so
+that a resumed run can cut the page after any of them.
+"""
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sampling.outputs.output_file import append, open_output
+from sampling.params import Sample, Token
+
+FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
+
+
+class HtmlWriter:
+    """A page of samples, written as they finish: a browser can show the file after each of them.
+
+    run_info: what the page says about the run, by name. num_saved: how many samples a resumed run has there already.
+    The page is cut after them and goes on. Raises ValueError if the file holds anything else: nothing is overwritten.
+    """
+
+    def __init__(self, path: str | os.PathLike, run_info: Mapping[str, Any], num_saved: int = 0):
+        template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+        head, self.sample_template, self.tail = template.split("<!-- split here -->\n")
+        # The browser applies the style and runs the script with these hashes, and no others.
+        hashes = {element: content_hash(head, element) for element in ("style", "script")}
+        self.head = fill(head, title=escape(title(run_info)), run_info=definition_list(run_info), **hashes)
+        self.path = path
+        if num_saved and not os.path.exists(path):
+            raise self.resume_error(num_saved, 0)
+        self.file = open_output(path)
+        try:
+            self.truncate(num_saved)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def write(self, sample: Sample) -> None:
+        """Append a finished sample, whose tokens have log-probabilities."""
+        self._append(fill(self.sample_template, number=str(sample.index + 1), prompt=escape(sample.prompt.text),
+                          text=escape(sample.text), num_tokens=count_tokens(sample.num_tokens),
+                          finish_reason=FINISH_REASONS[sample.finish_reason], data=token_data(sample.tokens)))
+
+    def close(self) -> None:
+        """Write the end of the page."""
+        self._append(self.tail)
+        self.file.close()
+
+    def truncate(self, num_saved: int) -> None:
+        """Keep the first num_saved samples of the file.
+
+        Raises ValueError, and leaves the file as it is, unless it is a page of this run with so many.
+        """
+        head, found = self.head.encode(), 0
+        if num_saved and self.file.read(len(head)) == head:
+            for line in self.file: # not all at once: a page can be large
+                found += line.startswith(b'<article id="sample-%d"' % (found + 1)) and line.endswith(b"</article>\n")
+                if found == num_saved:
+                    self.file.truncate(self.file.tell())
+                    self.head = ""
+                    return
+        if num_saved:
+            raise self.resume_error(num_saved, found)
+        if os.fstat(self.file.fileno()).st_size:
+            raise ValueError(f"{self.path} exists already, and nothing is overwritten: move it, or give html_file "
+                             "another name")
+
+    def resume_error(self, num_saved: int, found: int) -> ValueError:
+        """The error for a page that does not hold the samples that out_file holds."""
+        return ValueError(f"{self.path} must be the page of this very run and hold its first {num_saved} samples, as "
+                          f"out_file does, but has {found}: leave html_file out, or give both files other names")
+
+    def _append(self, text: str) -> None:
+        # The head comes with the first sample: a run that dies earlier leaves an empty file, and can start again.
+        append(self.file, (self.head + text).encode())
+        self.head = ""
+
+
+def fill(template: str, **values: str) -> str:
+    """The template with each {{name}} replaced by its value, which may hold anything."""
+    return re.sub(r"{{(\w+)}}", lambda name: values[name[1]], template)
+
+
+def content_hash(page: str, element: str) -> str:
+    """The hash of an element's text, as a Content-Security-Policy has it."""
+    text = page.partition(f"<{element}>")[2].partition(f"</{element}>")[0]
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def title(run_info: Mapping[str, Any]) -> str:
+    """The page's title, which names the model."""
+    return f"Samples from {run_info.get('model', 'a model')}"
+
+
+def definition_list(run_info: Mapping[str, Any]) -> str:
+    """The terms of an HTML list, their values as Python writes them."""
+    return "\n".join(f"<dt>{escape(str(name))}</dt><dd>{escape(repr(value))}</dd>" for name, value in run_info.items())
+
+
+def count_tokens(count: int) -> str:
+    """The number of tokens in words."""
+    return f"{count} token{'' if count == 1 else 's'}"
+
+
+def token_data(tokens: list[Token]) -> str:
+    """JSON for the page's script: [length, cost, text, cost, text, cost ...] of each token and of the most likely ones.
+
+    A token that ends inside a character has length 0; the next one has the whole character.
+    """
+    data = []
+    for token in tokens:
+        top = [(clean(text), neg_millilogprob(logprob)) for text, logprob in token.top_logprobs]
+        data.append([utf16_length(token.text), neg_millilogprob(token.logprob), *(x for pair in top for x in pair)])
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
+
+
+def clean(text: str) -> str:
+    """The text without what no page can hold: lone surrogates and NUL."""
+    return text.encode("utf-8", errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def escape(text: str) -> str:
+    """HTML that shows the text, on one line."""
+    return html.escape(clean(text)).replace("\r", "&#13;").replace("\n", "&#10;")
+
+
+def utf16_length(text: str) -> int:
+    """The length of a text in JavaScript."""
+    return len(text) + sum(char > "\uffff" for char in text)
+
+
+def neg_millilogprob(logprob: float) -> int:
+    """A log-probability in whole thousandths without its sign: short, and keeps three digits of the probability."""
+    return round(min(99999, -1000 * logprob)) # min in this order also handles NaN

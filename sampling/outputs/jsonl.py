@@ -1,0 +1,143 @@
+"""A file of samples, a line of JSON each, that a later run with the same settings resumes."""
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from sampling.inputs.prompts import MULTI_KINDS, parse_start
+from sampling.outputs.output_file import append, check_not_removed, open_output
+from sampling.params import Sample, SampleRequest
+from sampling.validation import as_list
+
+VERSION = 2 # of the fields of a line; files of version 1 do not say theirs
+VERSION_1_FIELDS = {"sample", "tokens", "ended", "logprob"}
+
+# The settings that decide the text of a sample, besides its prompt and the weights.
+REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                        "stop", "seed", "compile", "context_shift")
+
+
+class JsonlWriter:
+    """Samples in a file, in order, each written and flushed once it is finished.
+
+    What the file already holds stays; resume checks it. Every line holds checkpoint_id ("path" and "crc32") and
+    settings besides its sample. Raises OSError or ValueError if the file cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike, checkpoint_id: dict[str, str | None], settings: dict[str, Any]):
+        self.path, self.checkpoint_id, self.settings = path, checkpoint_id, settings
+        self.file = open_output(path)
+        self.num_saved = sum(line.endswith(b"\n") for line in self.file)
+
+    def resume(self, requests: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
+        """Yield all requests, those whose samples are in the file marked as already saved.
+
+        Removes a last line that is truncated, and then goes on after the line before it. Raises ValueError, and leaves
+        the file as it is, if the file is not the beginning of this run's.
+        """
+        requests, end = iter(requests), 0
+        self.file.seek(0)
+        while line := self.file.readline():
+            request = next(requests, None)
+            if request is None:
+                raise ValueError(f"{self.path} holds {self.num_saved} samples, more than this run generates: give "
+                                 "out_file another name")
+            has_newline = line.endswith(b"\n")
+            if not has_newline and self.is_truncated(line, request):
+                self.file.truncate(end)
+                requests = chain([request], requests)
+                break
+            self.check_line(line, request)
+            if not has_newline:
+                self.file.write(b"\n")
+            end += len(line)
+            yield replace(request, already_saved=True)
+        yield from requests
+
+    def write(self, sample: Sample) -> None:
+        """Append a finished sample. Raises OSError if it cannot be written."""
+        check_not_removed(self.file)
+        append(self.file, encode_json(self.record(sample)) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def record(self, sample: Sample) -> dict[str, Any]:
+        """What the line of a sample holds."""
+        return {
+            **identity(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
+            "finish_reason": sample.finish_reason,
+            # Four digits: further ones depend on which samples shared a batch.
+            "cumulative_logprob": float(f"{sample.cumulative_logprob:.4g}"), "seed": self.settings["seed"],
+            "checkpoint": self.checkpoint_id, "settings": self.settings,
+        }
+
+    def is_truncated(self, line: bytes, request: SampleRequest) -> bool:
+        """Whether a line without its newline is only the beginning of this sample's line."""
+        with suppress(ValueError, RecursionError):
+            json.loads(line)
+            return False
+        begin = encode_json(identity(request))[:-1]
+        return line[:len(begin)] == begin[:len(line)]
+
+    def check_line(self, line: bytes, request: SampleRequest) -> None:
+        """Raise ValueError that names the difference, unless this is the line of this sample of this run."""
+        where = f"{self.path}, line {request.index + 1}"
+        for name, saved, wanted in self.compare(parse_record(line, where), request):
+            if saved != wanted:
+                raise ValueError(f"{where}, is from another run: {name} is {saved!r:.100} there, and {wanted!r:.100} "
+                                 "here; give out_file another name, or run with the settings of the file")
+
+    def compare(self, record: Mapping[str, Any], request: SampleRequest) -> Iterator[tuple[str, Any, Any]]:
+        """Yield all that must be equal for a sample to be of this run, as (name, what is saved, what this run has)."""
+        for name in self.settings | record["settings"]:
+            yield name, record["settings"].get(name), self.settings.get(name)
+        yield "the checkpoint's checksum", record["checkpoint"].get("crc32"), self.checkpoint_id["crc32"]
+        for name in "index", "prompt", "id":
+            yield name, record.get(name), identity(request).get(name)
+
+
+def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
+    """The settings that decide the text of a sample, by name; settings of the same meaning get the same value."""
+    found = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
+    if parse_start(settings["start"])[0] not in MULTI_KINDS:
+        del found["num_samples"] # with many prompts, it decides which prompt a sample continues
+    return {
+        **found,
+        "top_k": found["top_k"] or None,
+        "top_p": None if found["top_p"] == 1 else found["top_p"],
+        "min_p": found["min_p"] or None,
+        "stop": [] if found["stop"] is None else as_list(found["stop"]),
+        "device": device_type,
+        "dtype": dtype_name,
+    }
+
+
+def identity(request: SampleRequest) -> dict[str, Any]:
+    """What the line of a sample begins with."""
+    found = {"version": VERSION, "index": request.index, "prompt": request.prompt.text, "id": request.prompt.id}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def parse_record(line: bytes, where: str) -> dict[str, Any]:
+    """Read a line of the file. Raises ValueError unless it is one of this version's; where is for the message."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = {}
+    record = record if isinstance(record, dict) else {}
+    advice = "nothing is overwritten, so move the file, or give out_file another name"
+    if record.get("version", VERSION) != VERSION or record.keys() >= VERSION_1_FIELDS:
+        raise ValueError(f"{where}: another version of sample.py wrote this file, with other fields; {advice}")
+    if not (isinstance(record.get("settings"), dict) and isinstance(record.get("checkpoint"), dict)):
+        raise ValueError(f"{where}: not written by sample.py; {advice}")
+    return record
+
+
+def encode_json(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of UTF-8 without its newline; a lone surrogate, which UTF-8 lacks, becomes an escape."""
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="backslashreplace")

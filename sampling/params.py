@@ -1,0 +1,116 @@
+"""What is asked for, and what came of it: the types that cross from one part of the package to another."""
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sampling.validation import check_sampling_params
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are sampled. The fields mean what sample.py's settings of the same name mean.
+
+    Raises ValueError if a value is not allowed.
+    """
+    max_new_tokens: int = 500
+    temperature: float = 0.8
+    top_k: int | None = 200
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop: str | list | None = None
+    seed: int = 1337
+    context_shift: bool = False
+    num_logprobs: int | None = None # give log-probabilities: 0 the sampled token's, n the n most likely ones' too
+
+    def __post_init__(self):
+        check_sampling_params(vars(self))
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """stop as a list of texts."""
+        return self.stop if isinstance(self.stop, list) else [] if self.stop is None else [self.stop]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue. A JSONL file may give it an id; location is where it stands in its file, for messages."""
+    text: str
+    id: Any = None
+    location: str = ""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sample to generate: number index of the run, counted from 0."""
+    index: int
+    prompt: Prompt
+    prompt_ids: list[int]
+    already_saved: bool = False # out_file holds it: it is not generated, shown or saved again
+
+
+class Token(NamedTuple):
+    """A sampled token. Its text is empty if it ends inside a character: the next token brings the whole character."""
+    id: int
+    text: str
+    logprob: float | None = None # natural logarithm of its probability under the model itself, at temperature 1
+    top_logprobs: tuple[tuple[str, float], ...] = () # (text, logprob) of the most likely tokens
+
+
+@dataclass(eq=False)
+class Sample:
+    """One continuation of a prompt. While it streams, finish_reason is None and the tokens grow."""
+    request: SampleRequest
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str | None = None # "length" or "stop"
+    num_emittable_chars: int = 0 # characters of text that can no longer change: a stop text may begin in the rest
+
+    @property
+    def index(self) -> int:
+        """The sample's number in the run, from 0."""
+        return self.request.index
+
+    @property
+    def prompt(self) -> Prompt:
+        """The text that it continues."""
+        return self.request.prompt
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The sampled tokens, those of a stop text included."""
+        return [token.id for token in self.tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.tokens)
+
+    @property
+    def text(self) -> str:
+        """The continuation, without the stop text and what follows it."""
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The natural logarithm of the probability that the model gives to all sampled tokens."""
+        return sum(token.logprob for token in self.tokens)
+
+
+class TextCursor:
+    """Reads the text of a growing sample, each character once."""
+
+    def __init__(self, sample: Sample):
+        self.sample = sample
+        self.num_read = 0 # characters
+        self.token = self.offset = 0 # where the next character is
+
+    def read(self) -> Iterator[tuple[str, Token]]:
+        """Yield what is emittable and was not read before, as (text, the token that it belongs to)."""
+        while self.num_read < self.sample.num_emittable_chars:
+            token = self.sample.tokens[self.token]
+            text = token.text[self.offset:self.offset + self.sample.num_emittable_chars - self.num_read]
+            if text:
+                yield text, token
+            self.num_read, self.offset = self.num_read + len(text), self.offset + len(text)
+            if self.offset == len(token.text):
+                self.token, self.offset = self.token + 1, 0

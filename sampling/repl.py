@@ -1,0 +1,110 @@
+"""The interactive session: the model stays loaded, each line is a prompt, and its sample streams to the terminal."""
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import get_args
+
+from configurator import parse, suggest
+from sampling.generation.engine import Engine
+from sampling.inputs.prompts import PromptSource, parse_start
+from sampling.outputs.console import is_tty, log
+from sampling.outputs.printer import Printer
+from sampling.params import SamplingParams
+
+# The settings that a command may change, and the types of their values.
+REPL_TYPES = {field.name: [getattr(t, "__name__", "").removesuffix("Type") for t in get_args(field.type) or [field.type]]
+              for field in fields(SamplingParams) if field.name != "num_logprobs"}
+HELP = f"""Type a prompt, as --start takes it: text, "text\\n" with escapes, FILE:prompt.txt.
+  :temperature=0.5   change a setting: {', '.join(REPL_TYPES)}
+  :settings          show them
+  :help              show this
+Ctrl-C ends the sample, Ctrl-D ends the session."""
+
+
+def run_repl(engine: Engine, printer: Printer) -> None:
+    """Read prompts and commands from standard input until it ends. engine gives the settings to begin with."""
+    with suppress(ImportError): # on Windows the console itself edits lines
+        import readline  # noqa: F401, gives input() its editing and its history
+    if is_tty_session():
+        log("type a prompt, or :help")
+    engine = replace(engine, stream=True)
+    interrupts, num_samples = [], 0
+    while True:
+        try:
+            line = read_line(interrupts)
+        except KeyboardInterrupt: # the user gives up this line
+            log("")
+            continue
+        except EOFError:
+            return
+        try:
+            if line.startswith(":"):
+                name, params = run_command(line[1:].strip(), engine.params)
+                engine = replace(engine, params=params)
+                if name == "seed":
+                    num_samples = 0 # the next sample is the first one of this seed
+            elif line:
+                num_samples += answer(line, engine, printer, num_samples, interrupts)
+        except ValueError as error:
+            log(f"error: {error}".replace("--", ":")) # settings begin with : here
+        printer.reset()
+
+
+def answer(line: str, engine: Engine, printer: Printer, first_index: int, interrupts: list) -> int:
+    """Show a sample for each prompt that the line asks for, as the setting start does. Returns their number.
+
+    Raises ValueError if there is no such prompt.
+    """
+    start = parse("start", line, ["str"])
+    kind, path = parse_start(start)
+    if kind != "TEXT" and path == "-":
+        raise ValueError("this session reads standard input itself: give the name of a file, or the text")
+    num_samples = 0
+    for request in PromptSource(start).requests(engine.tokenizer, 1, first_index):
+        num_samples += 1
+        for sample in replace(engine).generate([request]): # a new engine begins its random stream anew
+            printer.update(sample)
+            if interrupts:
+                print(flush=True)
+                return num_samples
+    return num_samples
+
+
+def run_command(command: str, params: SamplingParams) -> tuple[str, SamplingParams]:
+    """Do what was typed after the colon. Returns the command's name and the parameters from now on.
+
+    Raises ValueError if there is no such command, or its value is not allowed.
+    """
+    name, _, text = command.replace("=", " ", 1).partition(" ")
+    name, text = name.replace("-", "_"), text.strip()
+    if command in ("help", "h", "?"):
+        log(HELP)
+        return name, params
+    if command == "settings":
+        log("\n".join(f"  {name}={getattr(params, name)!r}" for name in REPL_TYPES))
+        return name, params
+    if name not in REPL_TYPES:
+        raise ValueError(f"a session has no setting {name:.100}{suggest(name, REPL_TYPES)}; "
+                         f"it has {', '.join(REPL_TYPES)}")
+    if not text and REPL_TYPES[name] != ["bool"]:
+        raise ValueError(f"--{name} needs a value: --{name}=...")
+    return name, replace(params, **{name: parse(name, text or "True", REPL_TYPES[name])})
+
+
+def is_tty_session() -> bool:
+    """Whether a user types at a terminal and sees the samples there."""
+    return is_tty(sys.stdin) and is_tty(sys.stdout)
+
+
+def read_line(interrupts: list) -> str:
+    """The next line. Ctrl-C raises KeyboardInterrupt only here.
+
+    Elsewhere it is noted in interrupts, because an exception at any place would leave things half done.
+    """
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return input("> " if is_tty_session() else "")
+    finally:
+        interrupts.clear()
+        signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))

@@ -1,0 +1,117 @@
+"""A random stream for each row of a batch.
+
+nanoGPT samples its texts one after another from one random stream. Sample k starts where sample k - 1 ended:
+k * max_new_tokens * V exponential numbers into the stream. PerRowRNG gives each row of a batch its own generator at
+its own place in that stream, so the samples of a batch have the same tokens as one after another.
+"""
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sampling.sampler.mt19937 import advance_mt19937
+
+
+class PerRowRNG:
+    """A Noise for a batch: each row draws as if all samples before it had been generated before it.
+
+    The stream starts at the seed. On the CPU, nanoGPT first draws num_init_draws 32-bit numbers to initialise its
+    model. Then each sample takes draws_per_sample (max_new_tokens) draws of vocab_size exponential numbers.
+    A CUDA device has its own stream; all other devices use the CPU's.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu", num_init_draws: int = 0,
+                 draws_per_sample: int = 0, vocab_size: int = 0):
+        device = torch.device(device)
+        self.stream = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
+        if device.type != "cuda": # nanoGPT initialises its model on the CPU
+            advance_mt19937(self.stream, num_init_draws)
+        self.draws_per_sample, self.vocab_size = draws_per_sample, vocab_size
+        self.index = 0 # the sample at whose start self.stream is
+        self.generators: list[torch.Generator] = [] # one a row
+        self.states: list[Tensor] = [] # where the sample of each row starts
+        self.numbers: Tensor | None = None # (B, V): the latest draw of each row
+        self.is_prefetched = False # whether self.numbers is still to be used
+
+    def state_for_sample(self, index: int) -> Tensor:
+        """The generator state in which sample number index of the run starts. Indices must not decrease."""
+        advance_exponential(self.stream, (index - self.index) * self.draws_per_sample, self.vocab_size)
+        self.index = index
+        return self.stream.get_state()
+
+    def set_rows(self, states: list[Tensor]) -> PerRowRNG:
+        """Begin a batch whose rows start in these states. Returns self.
+
+        The memory of the rows stays in place while their number stays the same: a CUDA graph may hold it.
+        """
+        if len(states) != len(self.generators):
+            self.generators = [torch.Generator(self.stream.device) for _ in states]
+            dtype = torch.float64 if self.draws_uniforms() else torch.float32
+            self.numbers = torch.empty(len(states), self.vocab_size, dtype=dtype, device=self.stream.device)
+        self.states, self.is_prefetched = list(states), False
+        for row in range(len(states)):
+            self.restart(row)
+        return self
+
+    def restart(self, row: int) -> None:
+        """Go back to where the sample of this row starts."""
+        self.generators[row].set_state(self.states[row])
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Go on with these rows only."""
+        self.generators, self.states = [self.generators[i] for i in rows], [self.states[i] for i in rows]
+        self.numbers = self.numbers[:len(rows)]
+
+    def draws_uniforms(self) -> bool:
+        """Whether self.numbers holds uniform numbers: then only those that are needed become exponential ones."""
+        return self.stream.device.type == "cpu" and exponential_is_from_uniform()
+
+    def prefetch(self) -> None:
+        """Draw the numbers that the next call returns.
+
+        A CUDA graph may hold that call, but this one should stay outside: every generator in a graph costs time.
+        """
+        draw = torch.Tensor.uniform_ if self.draws_uniforms() else torch.Tensor.exponential_
+        for row, generator in zip(self.numbers, self.generators, strict=True):
+            draw(row, generator=generator)
+        self.is_prefetched = True
+
+    def __call__(self, shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
+        """The rows' next exponential numbers (B, V), or those of ids (B, K). shape must be (rows, vocab_size)."""
+        if not self.is_prefetched:
+            self.prefetch()
+        self.is_prefetched = False
+        q = self.numbers if ids is None else self.numbers.gather(1, ids.to(self.numbers.device)) # (B, V) -> (B, K)
+        if self.draws_uniforms():
+            q = -torch.log1p(-q).float()
+        return q.to(device)
+
+
+@cache
+def exponential_is_from_uniform() -> bool:
+    """Whether exponential_ on this CPU is -log1p(-u) of a float64 uniform_, bit for bit.
+
+    It is so with most builds of torch. uniform_ takes a third of the time.
+    """
+    generator, other = (torch.Generator().manual_seed(1) for _ in range(2))
+    drawn = torch.empty(4096).exponential_(generator=generator)
+    computed = -torch.log1p(-torch.empty(4096, dtype=torch.float64).uniform_(generator=other)).float()
+    return torch.equal(drawn, computed) and torch.equal(generator.get_state(), other.get_state())
+
+
+def advance_exponential(generator: torch.Generator, num_calls: int, size: int) -> None:
+    """Advance a generator as num_calls calls of exponential_ on size float32 entries would."""
+    if num_calls == 0:
+        return
+    if generator.device.type == "cuda": # a counter: measure one call, then multiply
+        start = generator.get_offset()
+        torch.empty(size, device=generator.device).exponential_(generator=generator)
+        generator.set_offset(start + num_calls * (generator.get_offset() - start))
+    elif exponential_is_from_uniform():
+        advance_mt19937(generator, 2 * num_calls * size) # a float64 number takes two 32-bit ones
+    else:
+        numbers = torch.empty(size)
+        for _ in range(num_calls):
+            numbers.exponential_(generator=generator)

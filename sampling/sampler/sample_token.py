@@ -1,0 +1,131 @@
+"""From logits to the next token.
+
+torch.multinomial(probs, 1) computes argmax(probs / q), with one exponential random number q for each vocabulary
+entry, in the order of the ids. sample_token computes the same from numbers that its caller provides: so the
+random numbers of a sample do not depend on which batch it is in.
+"""
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sampling.sampler.logits import (
+    apply_min_p,
+    apply_repetition_penalty,
+    apply_temperature,
+    apply_top_k,
+    apply_top_p,
+    require_finite,
+    top_k_with_ties,
+)
+from sampling.sampler.per_row_rng import PerRowRNG
+
+MIN_UNCHECKED_TEMPERATURE = 1e-30 # below it, float32 logits may overflow, which only a look at them would show
+
+
+class Logits(NamedTuple):
+    """A model's logits of the next token."""
+    values: Tensor # (B, V)
+    candidate_ids: Tensor | None = None # (K,): only these entries of values are exact, and they hold the largest ones
+
+
+class Noise(Protocol):
+    """Where the exponential random numbers come from."""
+
+    def __call__(self, shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
+        """Draw one number for each entry of shape (B, V); return those of ids (B, K), or all if ids is None."""
+
+
+class SampleFn(Protocol):
+    """Chooses the next token of each row of a batch."""
+
+    @property
+    def num_logits_needed(self) -> int | None:
+        """How many of the largest logits of a row must be exact. None or 0: all."""
+
+    def prefetch(self) -> None:
+        """Draw the random numbers of the next step. A CUDA graph may hold the call that uses them."""
+
+    def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
+        """Logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""
+
+
+def exponential_noise(shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
+    """Exponential random numbers from torch's global generator, as Noise describes."""
+    source = "cpu" if device.type == "mps" else device # MPS's own exponential_ has returned garbage
+    q = torch.empty(shape, device=source).exponential_().to(device)
+    return q if ids is None else q.gather(1, ids) # (B, V) -> (B, K)
+
+
+def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: int | None = None,
+                 top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0, *,
+                 noise: Noise, check_finite: bool = True) -> Tensor:
+    """Logits and the ids (B, S) of the text so far -> the next ids (B, 1). The logits are not modified.
+
+    The settings apply in this order, as in transformers: repetition_penalty; temperature (0 takes the most likely
+    token and draws no noise); top_k with all ties (None or 0: every token); top_p; min_p.
+
+    Raises ValueError if a logit is NaN or infinite. check_finite=False leaves that out, and with it every operation
+    that would synchronise a GPU; temperatures below 1e-30 then count as 0.
+    """
+    values, shape = logits.values.float(), logits.values.shape
+    candidates = None # (B, K) vocabulary ids of what is left in values; None: values still has all V columns
+    if repetition_penalty != 1:
+        values = apply_repetition_penalty(values, ids, repetition_penalty)
+    if logits.candidate_ids is not None:
+        values = values[:, logits.candidate_ids] # (B, V) -> (B, K)
+        candidates = logits.candidate_ids.expand(len(values), -1) # (K,) -> (B, K)
+    if temperature == 0 or (not check_finite and temperature < MIN_UNCHECKED_TEMPERATURE):
+        if check_finite:
+            require_finite(values)
+        return argmax_id(values, candidates)
+    values = apply_temperature(values, temperature, check_finite)
+    if top_k and top_k < values.size(-1):
+        if check_finite:
+            values, kept = top_k_with_ties(values, top_k) # (B, V) -> (B, K)
+            candidates = kept if candidates is None else candidates.gather(1, kept)
+        else:
+            values = apply_top_k(values, top_k)
+    values = apply_min_p(apply_top_p(values, top_p), min_p)
+    return argmax_id(values.softmax(dim=-1) / noise(shape, candidates, values.device), candidates)
+
+
+def argmax_id(scores: Tensor, candidates: Tensor | None) -> Tensor:
+    """The ids (B, 1) of the largest scores. candidates (B, K) are the ids of the columns; None: column i is id i."""
+    best = scores.argmax(dim=-1, keepdim=True) # (B, K) -> (B, 1)
+    return best if candidates is None else candidates.gather(1, best)
+
+
+def num_logits_needed(temperature: float, top_k: int | None, repetition_penalty: float) -> int | None:
+    """How many of the largest logits sample_token needs with these settings. None or 0: all."""
+    if repetition_penalty != 1:
+        return None # the penalty may make a small logit the largest
+    return 1 if temperature == 0 else top_k
+
+
+@dataclass(frozen=True)
+class TokenSampler:
+    """A SampleFn that calls sample_token with fixed settings."""
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    noise: Noise = exponential_noise
+    check_finite: bool = True
+
+    @property
+    def num_logits_needed(self) -> int | None:
+        """As SampleFn.num_logits_needed."""
+        return num_logits_needed(self.temperature, self.top_k, self.repetition_penalty)
+
+    def prefetch(self) -> None:
+        """Have PerRowRNG draw. torch's global generator needs no prefetch: CUDA graphs know it."""
+        if self.temperature and isinstance(self.noise, PerRowRNG):
+            self.noise.prefetch()
+
+    def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
+        """As SampleFn."""
+        return sample_token(logits, ids, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
+                            noise=self.noise, check_finite=self.check_finite)

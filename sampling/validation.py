@@ -1,0 +1,64 @@
+"""Which values the settings may have."""
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Settings = Mapping[str, Any]
+
+
+def check_settings(settings: Settings) -> None:
+    """Check sample.py's settings, by name. Raises ValueError that says what came and what is allowed."""
+    require(settings, "init_from", lambda v: v not in ("", "scratch"),
+            "init_from must be 'resume' or a Hugging Face id or folder")
+    require(settings, "start", bool,
+            "start is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'")
+    require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to a thousand million")
+    check_sampling_params(settings)
+    require(settings, "device", lambda v: re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
+            "device must be auto, cpu, cuda, cuda:N or mps")
+    require(settings, "dtype", lambda v: v in ("auto", "float32", "bfloat16", "float16"),
+            "dtype must be auto, float32, bfloat16 or float16")
+    require(settings, "batch_size", lambda v: v is None or 1 <= v <= 10**5,
+            "batch_size must be from 1 to 100000, or None")
+    check_outputs(settings)
+
+
+def check_sampling_params(params: Settings) -> None:
+    """Check the fields of SamplingParams, by name. Raises ValueError that says what came and what is allowed."""
+    require(params, "max_new_tokens", lambda v: 0 <= v <= 10**9, "max_new_tokens must be from 0 to a thousand million")
+    require(params, "temperature", lambda v: 0 <= v < math.inf,
+            "temperature must be 0 (always the most likely token) or more")
+    require(params, "top_k", lambda v: v is None or v >= 0, "top_k must be at least 1, or None or 0 for every token")
+    require(params, "top_p", lambda v: v is None or 0 < v <= 1,
+            "top_p must be above 0 and at most 1, or None for every token")
+    require(params, "min_p", lambda v: v is None or 0 <= v <= 1, "min_p must be from 0 to 1, or None for every token")
+    require(params, "repetition_penalty", lambda v: 0.01 <= v <= 100,
+            "repetition_penalty must be from 0.01 to 100; 1 is none")
+    require(params, "stop", lambda v: v is None or all(isinstance(text, str) and text for text in as_list(v)),
+            "stop must be a text, or in a settings file a list of texts, none of them empty, or None")
+    require(params, "seed", lambda v: -2**63 <= v < 2**64, "seed must be between -2**63 and 2**64 - 1")
+
+
+def check_outputs(settings: Settings) -> None:
+    """Check where samples go. Raises ValueError if two settings exclude each other."""
+    for name in "out_file", "html_file":
+        require(settings, name, lambda v: v is None or (v and "\0" not in v),
+                f"{name} must be the path of a file, or None")
+    out_file, html_file = settings["out_file"], settings["html_file"]
+    if out_file and html_file and os.path.realpath(out_file) == os.path.realpath(html_file):
+        raise ValueError(f"out_file and html_file must be two files; got {out_file!r:.100} for both")
+    if settings["interactive"] and (out_file or html_file):
+        raise ValueError("interactive=True saves no samples: leave out_file and html_file out")
+
+
+def require(settings: Settings, name: str, is_allowed: Callable[[Any], Any], rule: str) -> None:
+    """Raise ValueError with the rule and the value, unless the value of this name is allowed."""
+    if not is_allowed(settings[name]):
+        raise ValueError(f"{rule}; got {settings[name]!r:.100}")
+
+
+def as_list(value: Any) -> list:
+    """A list as it is, anything else as the only element of one."""
+    return value if isinstance(value, list) else [value]
