@@ -1,0 +1,29 @@
+"""Text from a GPT that nanoGPT trained, or from GPT-2.
+
+    import sampling
+
+    gpt = sampling.load("out-shakespeare-char")
+    for sample in gpt.generate("ROMEO:", sampling.SamplingParams(max_new_tokens=100), num_samples=2):
+        print(sample.text)
+
+The samples are those of sample.py with the same settings. Importing this package does not import torch; load does.
+"""
+from typing import TYPE_CHECKING
+
+from sampling.params import Sample, SamplingParams, Token
+
+if TYPE_CHECKING:
+    from sampling.text_generator import TextGenerator
+
+__all__ = ["Sample", "SamplingParams", "Token", "load"]
+
+
+def load(name: str, device: str = "auto", dtype: str = "auto", compile: bool = False) -> "TextGenerator":
+    """Load a model and its tokenizer.
+
+    name: a folder with a ckpt.pt, or such a file; otherwise GPT-2 by its Hugging Face id ("gpt2", "user/model") or a
+    folder of that kind. device, dtype and compile mean what sample.py's settings mean.
+    Raises FileNotFoundError, OSError or ValueError if there is no such model or it cannot be used here.
+    """
+    from sampling.text_generator import TextGenerator
+    return TextGenerator.load(name, device, dtype, compile)

@@ -1,22 +1,27 @@
-"""How the fuzz tests make up their cases: the same every time, in half a minute. Other ones at every call, for about an hour:
+"""How the fuzz tests make up their cases: a tenth of them in a quick run, all with --slow, the same every time.
 
-    SAMPLE_FUZZ_HOUR=1 python -m pytest tests/test_fuzz_*.py
+Other cases at every call, for about an hour:
+
+    python -m pytest --slow --hypothesis-profile=hour -k fuzz
 """
-import os
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from tokenizer import GPT2Tokenizer
+PERCENT = dict(quick=10, slow=100, hour=15_000) # how many of its examples a test tries
 
-HOUR = bool(os.environ.get("SAMPLE_FUZZ_HOUR"))
+
+def load_profile(name):
+    """Choose a profile. --hypothesis-profile on the command line wins over it."""
+    for profile, percent in PERCENT.items():
+        settings.register_profile(profile, max_examples=percent, derandomize=profile != "hour", deadline=None, database=None,
+                                  suppress_health_check=list(HealthCheck))
+    settings.load_profile(name)
 
 
 def fuzz(examples):
-    """So many examples of a test, or 150 times as many."""
-    return settings(max_examples=examples * (150 if HOUR else 1), derandomize=not HOUR, deadline=None, database=None,
-                    suppress_health_check=list(HealthCheck))
+    """Try so many examples of a test with --slow."""
+    return settings(max_examples=-(-examples * settings.default.max_examples // 100))
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gpt2(vocabulary):
+    from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary))
         return GPT2Tokenizer()

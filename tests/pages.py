@@ -1,20 +1,19 @@
-"""Pages of samples, for the tests of their file and of what a browser makes of them."""
+"""Pages of samples, for the tests of the file and of what a browser makes of it."""
 import math
 
-from batches import Sample
-from page import Page
-from prompts import Prompt
+from sampling.outputs.html import HtmlWriter
+from sampling.params import Prompt, Sample, SampleRequest, Token
 
-ABOUT = {"model": "out-letters", "start": "ROMEO:\n", "top_k": None}
+RUN_INFO = {"model": "out-letters", "start": "ROMEO:\n", "top_k": None}
 PROBABILITIES = [0.9, 0.3, 0.15, 0.07, 0.03, 0.015, 0.002] # one for each background
 HOSTILE = "</script><script>hacked=1</script><!--<script> ]]>'\"></p></article><img src=//evil.test/x onerror=hacked=1>" \
-    "<svg onload=hacked=1>&lt;{{text}} <!-- cut here -->\n\r\n\t\x00\x01\x1b\x85\u2028\u202e\u05d0\ud800😀"
-SHOWN = HOSTILE.replace("\0", "�").replace("\ud800", "?")
+    "<svg onload=hacked=1>&lt;{{text}} <!-- split here -->\n\r\n\t\x00\x01\x1b\x85\u2028\u202e\u05d0\ud800😀"
+SHOWN = HOSTILE.replace("\0", "\ufffd").replace("\ud800", "?")
 
 
 def token(text, probability, **alternatives):
-    """A token as Page takes it, the alternatives by name."""
-    return text, math.log(probability), [(other, math.log(p)) for other, p in alternatives.items()]
+    """A token, with the probabilities of the most likely ones by their texts."""
+    return Token(0, text, math.log(probability), tuple((other, math.log(p)) for other, p in alternatives.items()))
 
 
 def words(count, seed=0):
@@ -23,21 +22,20 @@ def words(count, seed=0):
                   **{f" other{k}": 0.5 / (k + seed + 2) for k in range(4)}) for i in range(count)]
 
 
-def add(page, number, prompt, tokens, ended):
-    """Add a sample of such tokens to the page."""
-    texts, looks = [text for text, _, _ in tokens], [tuple(look) for _, *look in tokens]
-    page.add(Sample(number, Prompt(prompt), [], [0] * len(tokens), texts, looks, ended))
+def finished(index, prompt, tokens, finish_reason="length"):
+    """A finished sample of these tokens."""
+    return Sample(SampleRequest(index, Prompt(prompt), []), tokens, finish_reason)
 
 
-def write(path, samples, first=0, about=ABOUT, close=True):
-    """A page of these samples; each is its tokens."""
-    page = Page(path, about, kept=first)
-    for number, tokens in enumerate(samples[first:], first):
-        add(page, number, "ROMEO:\n", tokens, "length")
+def write_page(path, samples, num_saved=0, run_info=RUN_INFO, close=True):
+    """Write a page of these samples, each given by its tokens; close=False: as a killed run leaves it."""
+    writer = HtmlWriter(path, run_info, num_saved)
+    for index, tokens in enumerate(samples[num_saved:], num_saved):
+        writer.write(finished(index, "ROMEO:\n", tokens))
     if close:
-        page.close()
+        writer.close()
     else:
-        page.file.close()
+        writer.file.close()
     return path
 
 

@@ -1,13 +1,13 @@
-"""Settings files and arguments -> a script's globals. The script here is made up: configurator knows none."""
+"""Settings files and arguments -> a script's globals. The script here is made up: the configurator knows none."""
 import subprocess
 import sys
 
 import pytest
-from conftest import PROJECT
 
-from configurator import find_settings, override
+from configurator import Setting, find_settings, override, parse, suggest
+from project import PROJECT, SCRIPT
 
-SCRIPT = '''"""A script."""
+SOURCE = '''"""A script."""
 import math
 text = "\\n" # any text
 count = 10 # a whole number
@@ -16,28 +16,34 @@ top: int | None = 200 # may be off
 flag = False # on or off
 
 def main():
-    inner = 3 # no setting
+    inner = 3 # not a setting
 '''
+DEFAULTS = {"text": "\n", "count": 10, "rate": 0.8, "top": 200, "flag": False}
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """Runs override on a fresh script: script(*arguments) -> what changed, and what stands then."""
+    """Runs override on a fresh script: script(*arguments, validate=..., log=...) -> its settings that are not as they were."""
     path = tmp_path / "project" / "script.py"
     path.parent.mkdir()
-    path.write_text(SCRIPT)
+    path.write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments):
+    def run(*arguments, **options):
         scope = {"__file__": str(path)}
-        exec(SCRIPT, scope)
-        changed = override(scope, arguments)
-        assert all(scope[name] == value for name, value in changed.items())
-        return changed
+        exec(SOURCE, scope)
+        before = dict(scope)
+        try:
+            settings = override(scope, arguments, **options)
+        except ValueError:
+            assert scope == before
+            raise
+        assert settings.keys() == DEFAULTS.keys() and scope == before | settings
+        return {name: value for name, value in settings.items() if repr(value) != repr(DEFAULTS[name])}
     return run
 
 
-@pytest.mark.parametrize("arguments, changed", [
+@pytest.mark.parametrize("arguments, changes", [
     (["--text=hello"], {"text": "hello"}),
     (["--text=a=b"], {"text": "a=b"}),
     (["--text=123"], {"text": "123"}),
@@ -46,7 +52,7 @@ def script(tmp_path, monkeypatch):
     (["--text="], {"text": ""}),
     (["--text=[1, 2]"], {"text": "[1, 2]"}),
     (["--text=it's"], {"text": "it's"}),
-    (['--text="\\n"'], {"text": "\n"}),
+    (['--text="\\n\\n"'], {"text": "\n\n"}),
     (["--text='a b'"], {"text": "a b"}),
     (['--text="\\d"'], {"text": "\\d"}),
     (["--text=" + "(" * 5000], {"text": "(" * 5000}),
@@ -60,21 +66,21 @@ def script(tmp_path, monkeypatch):
     (["--top=none"], {"top": None}),
     (["--flag"], {"flag": True}),
     (["--flag", "--count=3"], {"flag": True, "count": 3}),
-    (["--flag", "false"], {"flag": False}),
+    (["--flag", "--flag", "false"], {}),
     (["--flag=true"], {"flag": True}),
     (["--flag=True"], {"flag": True}),
-    (["--flag=0"], {"flag": False}),
+    (["--flag", "--flag=0"], {}),
     (["--count=3", "--count=4"], {"count": 4}),
     ([], {}),
 ], ids=str)
-def test_arguments(script, arguments, changed):
+def test_arguments_change_settings(script, arguments, changes):
     found = script(*arguments)
-    assert found == changed
-    assert [type(value) for value in found.values()] == [type(value) for value in changed.values()]
+    assert found == changes
+    assert all(type(found[name]) is type(value) for name, value in changes.items()) # True == 1
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["--cuont=3"], "unknown setting --cuont; did you mean count?"),
+    (["--cuont=3"], "unknown setting --cuont; did you mean count?; --help lists all settings"),
     (["--inner=3"], "unknown setting --inner"),
     (["--fla"], "did you mean flag?"),
     (["--COUNT=3"], "did you mean count?"),
@@ -93,8 +99,10 @@ def test_arguments(script, arguments, changed):
     (["--flag=maybe"], "flag takes True or False, got 'maybe'"),
     (["missing.py"], "cannot read the settings file 'missing.py': No such file"),
     (["."], "cannot read the settings file '.'"),
+    (["a\0b"], "cannot read the settings file 'a\\x00b': embedded null byte"),
+    (["--count=3", "--flag", "--rate=fast"], "rate takes a number"),
 ], ids=str)
-def test_wrong_arguments(script, arguments, said):
+def test_a_wrong_argument_is_refused_and_changes_nothing(script, arguments, said):
     with pytest.raises(ValueError) as error:
         script(*arguments)
     assert said in str(error.value)
@@ -107,7 +115,7 @@ def test_a_dash_is_an_underscore(tmp_path):
     assert override(scope, ["--top-k", "5"]) == {"top_k": 5} and scope["top_k"] == 5
 
 
-def test_files_and_arguments_are_taken_in_order(script, tmp_path):
+def test_files_and_arguments_apply_in_their_order(script, tmp_path):
     (tmp_path / "a.py").write_text("count = 1\nrate = 1\n")
     (tmp_path / "b.py").write_text("count = count + 1\n")
     assert script("a.py", "b.py", "--rate=0.5") == {"count": 2, "rate": 0.5}
@@ -115,13 +123,35 @@ def test_files_and_arguments_are_taken_in_order(script, tmp_path):
     assert script("b.py", "a.py") == {"count": 1, "rate": 1.0}
 
 
-def test_a_file_may_lie_in_another_folder_or_beside_the_script(script, tmp_path):
+def test_a_file_may_be_in_another_folder_or_beside_the_script(script, tmp_path):
     (tmp_path / "else where").mkdir()
     (tmp_path / "else where" / "a.py").write_text("count = 1\n")
     (tmp_path / "project" / "config").mkdir()
     (tmp_path / "project" / "config" / "b.py").write_text("count = 2\n")
     assert script("else where/a.py") == script(str(tmp_path / "else where" / "a.py")) == {"count": 1}
     assert script("config/b.py") == {"count": 2}
+
+
+def test_validate_sees_all_settings_before_they_apply(script):
+    seen = []
+    assert script("--count=3", validate=seen.append) == {"count": 3}
+    assert seen == [DEFAULTS | {"count": 3}]
+
+    def refuse(settings):
+        raise ValueError("count must not be 3")
+    lines = []
+    with pytest.raises(ValueError, match="must not be 3"): # and the fixture sees that nothing has changed
+        script("--count=3", validate=refuse, log=lines.append)
+    assert lines == []
+
+
+def test_one_line_lists_the_changes(script, tmp_path):
+    (tmp_path / "a.py").write_text("rate = 1\ncount = 10\n")
+    lines = []
+    script("a.py", "--text=" + "x" * 1000, "--flag=False", log=lines.append)
+    assert lines == [f"settings: rate=1.0, text='{'x' * 99}, flag=False"]
+    script(log=lines.append)
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize("content, said", [
@@ -134,8 +164,9 @@ def test_a_file_may_lie_in_another_folder_or_beside_the_script(script, tmp_path)
     ("\0", "a.py"),
     ("import sys\nsys.exit(0)", "a.py, line 2: SystemExit: 0"),
     ("raise GeneratorExit", "a.py, line 1: GeneratorExit"),
+    ("count = 16**5000", "a.py: count takes a whole number, got one of 20001 bits"),
 ], ids=repr)
-def test_wrong_files(script, tmp_path, content, said):
+def test_a_wrong_file_is_refused_by_its_line(script, tmp_path, content, said):
     (tmp_path / "a.py").write_text(content)
     with pytest.raises(ValueError) as error:
         script("a.py")
@@ -153,21 +184,20 @@ def helper(): return 1
 """
 
 
-def test_training_files_are_taken_without_a_word(tmp_path):
+def test_training_files_get_no_warning(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    source = (PROJECT / "sample.py").read_text()
-    scope = {"__file__": str(PROJECT / "sample.py"), "__doc__": ""}
-    exec(source.split("def check_settings")[0], scope)
-    warnings = []
-    changed = override(scope, [str(tmp_path / "train.py")], warn=warnings.append)
-    assert not warnings
-    assert changed.keys() == {"out_dir", "device", "dtype", "batch_size"}
+    scope = {"__file__": str(SCRIPT), "__doc__": ""}
+    exec(SCRIPT.read_text(encoding="utf-8").split("def ")[0], scope)
+    before, lines = dict(scope), []
+    settings = override(scope, [str(tmp_path / "train.py")], log=lines.append)
+    assert len(lines) == 1 and lines[0].startswith("settings: ")
+    assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype", "batch_size"}
 
 
-def test_a_near_miss_in_a_file_is_warned_of(script, tmp_path, capsys):
+def test_a_name_that_is_nearly_a_setting_gets_a_warning(script, tmp_path, capsys):
     (tmp_path / "a.py").write_text("conut = 3\nfor c in range(3): pass\n")
     assert script("a.py") == {}
-    assert capsys.readouterr().out == "warning: a.py sets conut, which is no setting; did you mean count?\n"
+    assert capsys.readouterr().out == "warning: a.py sets conut, which is not a setting; did you mean count?\n"
 
 
 def test_what_a_file_prints_goes_to_stderr(script, tmp_path, capsys):
@@ -182,19 +212,32 @@ def test_a_file_may_use_torch_as_in_nanogpt(script, tmp_path):
 
 
 def test_help_lists_every_setting_with_its_default_and_comment():
-    command = [sys.executable, "-X", "importtime", PROJECT / "sample.py", "--nonsense", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-X", "importtime", SCRIPT, "--nonsense", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
     assert done.returncode == 0
-    assert "configurator" in done.stderr and "torch" not in done.stderr # which would take a second
-    settings = find_settings(PROJECT / "sample.py")
+    imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "configurator" in imported and not imported & {"torch", "numpy", "tqdm", "transformers"} # torch takes a second
+    settings = find_settings(SCRIPT)
     assert {"init_from", "out_dir", "start", "num_samples", "top_k", "batch_size", "compile"} <= settings.keys()
     for name, setting in settings.items():
         line, = [line for line in done.stdout.splitlines() if line.strip().startswith(f"--{name}=")]
         assert repr(setting.default) in line and setting.comment and setting.comment in line
 
 
-def test_comments_are_read_from_the_source(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+def test_types_defaults_and_comments_come_from_the_source(tmp_path):
+    (tmp_path / "script.py").write_text(SOURCE)
     settings = find_settings(tmp_path / "script.py")
-    assert list(settings) == ["text", "count", "rate", "top", "flag"]
-    assert settings["rate"].comment == "how fast, # how far" and settings["top"].kinds == ["int", "None"]
+    assert {name: setting.default for name, setting in settings.items()} == DEFAULTS and list(settings) == list(DEFAULTS)
+    assert settings["rate"] == Setting(["float"], 0.8, "how fast, # how far") and settings["top"].types == ["int", "None"]
+
+
+def test_a_single_value_can_be_parsed():
+    assert parse("top", "None", ["int", "None"]) is None and parse("rate", "3", ["float"]) == 3.0
+    assert parse("stop", "['a']", ["str", "list", "None"]) == "['a']" # on the command line, a list is text
+    with pytest.raises(ValueError, match="top takes a whole number or None, got 'half'"):
+        parse("top", "half", ["int", "None"])
+
+
+@pytest.mark.parametrize("name, hint", [("cuont", "; did you mean count?"), ("cou", "; did you mean count?"), ("co", ""), ("other", "")])
+def test_near_names_are_suggested(name, hint):
+    assert suggest(name, DEFAULTS) == hint

@@ -3,6 +3,7 @@
 The prompts of a batch may differ in length. Its rows decode in lockstep from the end of the shortest prompt; the rest
 of a longer prompt is teacher-forced while the other rows are sampled. A finished row leaves the batch.
 """
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -44,7 +45,7 @@ class Engine:
     num_init_draws: int = 0
     batch_size: int = 1
     stream: bool = False
-    log: Callable[[str], None] = print
+    log: Callable[[str], None] = logging.getLogger(__name__).warning
     on_tokens: Callable[[int], None] = lambda num_tokens: None
     rng: PerRowRNG = field(init=False)
     sampler: BatchSampler = field(init=False)

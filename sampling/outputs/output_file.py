@@ -15,10 +15,13 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
         raise ValueError(f"{path} is not a regular file, so no samples can be added to it")
     with named_errors(path):
         file = open(path, "a+b") # noqa: SIM115, it stays open as long as the run
-    lock(file)
-    with suppress(OSError): # standard output may be closed
-        if os.path.samestat(os.fstat(file.fileno()), os.fstat(1)):
+    try:
+        lock(file)
+        if is_stdout(file):
             raise ValueError(f"standard output goes to {path}: give the file another name")
+    except BaseException:
+        file.close()
+        raise
     file.seek(0)
     return file
 
@@ -33,6 +36,13 @@ def lock(file: BinaryIO) -> None:
             raise ValueError(f"another run writes to {file.name}: give the file another name") from None
         except OSError: # a file system without locks
             pass
+
+
+def is_stdout(file: BinaryIO) -> bool:
+    """Whether standard output goes to the same file."""
+    with suppress(OSError): # it may be closed
+        return os.path.samestat(os.fstat(file.fileno()), os.fstat(1))
+    return False
 
 
 def append(file: BinaryIO, data: bytes) -> None:

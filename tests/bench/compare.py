@@ -1,0 +1,125 @@
+"""sample.py beside itself: as another commit has it, or with one trick switched off. One run, alternating.
+
+    python tests/bench/compare.py --against=FOLDER [--rounds=N] [--only=TEXT]  # a checkout of the other commit
+    python tests/bench/compare.py --tricks [--rounds=N] [--only=TEXT]          # what each trick gives
+"""
+import argparse
+import inspect
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from measure import FULL, HERE, PROJECT, Case, machine, make_models, sample_py, timed
+
+sys.path.insert(0, str(PROJECT))
+
+
+class ToFirstToken:
+    """A process that generates one token, timed as a whole; has what Case has."""
+
+    def __init__(self, row, command, length=1):
+        self.row, self.command, self.length, self.seconds = row, command, length, []
+
+    def run(self):
+        """Time it once."""
+        self.seconds.append(timed(self.command(self.length))[0])
+
+    def rates(self):
+        """Runs a second, in each round."""
+        return [1 / seconds for seconds in self.seconds]
+
+
+def rows(folder, script=(PROJECT / "sample.py",)):
+    """What is compared, by name: sample.py as script starts it."""
+    gpt2, large, small = (folder / name for name in ("124M", "10.6M", "0.8M"))
+
+    def case(row, source, lengths, samples, batch_size=None, busy=0, **settings):
+        command = sample_py(source, samples, batch_size, script=script, **settings)
+        return Case(row, "", command, lengths, samples, batch_size, busy=busy)
+    cases = [
+        case("124M, 1 sample", f"--init_from={gpt2}", (8, 264), 1),
+        case("124M, 10 samples", f"--init_from={gpt2}", (8, 264), 10),
+        case("124M, 1 sample, a core busy", f"--init_from={gpt2}", (8, 136), 1, busy=1),
+        case("10.6M, 10 samples, inside the window", f"--out_dir={large}", (8, 248), 60, 10),
+        case("10.6M, 10 samples, past the window", f"--out_dir={large}", (4, 44), 10, start=FULL),
+        case("0.8M, the default run of 10 x 500", f"--out_dir={small}", (0, 500), 10),
+        ToFirstToken("124M checkpoint, to the first token", sample_py(f"--out_dir={folder / '124M checkpoint'}", 1,
+                                                                      script=script)),
+        ToFirstToken("demo, to the first token", sample_py(f"--out_dir={PROJECT / 'out-shakespeare-char'}", 1, script=script)),
+        ToFirstToken("demo, default run (10 x 500)", sample_py(f"--out_dir={PROJECT / 'out-shakespeare-char'}", 10,
+                                                               script=script), 500),
+    ]
+    return {case.row: case for case in cases}
+
+
+# Where each trick shows.
+ROWS_OF = {
+    "packing": ["124M, 1 sample", "124M, 10 samples", "10.6M, 10 samples, past the window"],
+    "shortlist": ["124M, 1 sample"],
+    "absorbed_query": ["10.6M, 10 samples, past the window", "0.8M, the default run of 10 x 500"],
+    "qkv_table": ["10.6M, 10 samples, past the window", "0.8M, the default run of 10 x 500"],
+    "query_chunks": ["10.6M, 10 samples, past the window", "0.8M, the default run of 10 x 500"],
+    "skip_init": ["124M checkpoint, to the first token", "demo, to the first token"],
+    "jump_ahead": ["124M checkpoint, to the first token"],
+    "held_memory": ["10.6M, 10 samples, past the window", "0.8M, the default run of 10 x 500"],
+    "short_spinning": ["124M, 1 sample, a core busy"],
+}
+
+
+def pairs_of_tricks(folder):
+    """(trick and row, a case with it, a case without it)."""
+    for trick, names in ROWS_OF.items():
+        without = rows(folder, (HERE / "without.py", trick))
+        for name in names:
+            yield f"{trick} | {name}", rows(folder)[name], without[name]
+
+
+def lines_of(trick):
+    """How many lines of code the trick takes."""
+    from sampling.backends import memory, process
+    from sampling.backends.cpu import lm_head, packed_linear, window_attention
+    from sampling.checkpoints import skip_init
+    from sampling.sampler import mt19937
+    parts = {
+        "packing": [packed_linear], "shortlist": [lm_head], "skip_init": [skip_init], "jump_ahead": [mt19937],
+        "absorbed_query": [window_attention.AbsorbedLastQueryAttention], "qkv_table": [window_attention.FirstLayerQKVTable],
+        "query_chunks": [window_attention.chunked_causal_attention, window_attention.causal_mask],
+        "held_memory": [memory.disable_malloc_trim], "short_spinning": [process.shorten_spinning],
+    }[trick]
+    return sum(bool(line.strip()) for part in parts for line in inspect.getsource(part).splitlines())
+
+
+def main():
+    """Time both of each pair in turn, round after round, and print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="a checkout of the other commit")
+    parser.add_argument("--tricks", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="only lines with this text in their name")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        make_models(folder, ["124M", "10.6M", "0.8M"])
+        if options.tricks:
+            pairs = list(pairs_of_tricks(folder))
+        else:
+            other = rows(folder, (options.against.resolve() / "sample.py",))
+            pairs = [(name, case, other[name]) for name, case in rows(folder).items()]
+        pairs = [pair for pair in pairs if options.only in pair[0]]
+        for i in range(options.rounds):
+            print(f"round {i + 1} of {options.rounds}", file=sys.stderr, flush=True)
+            for _, one, two in pairs:
+                for case in (one, two) if i % 2 == 0 else (two, one):
+                    case.run()
+    print(f"{machine('cpu')}; medians of {options.rounds} rounds.\n")
+    columns = "trick | where | lines" if options.tricks else "where"
+    print(f"| {columns} | rate, x | smallest | largest |\n|{'---|' * columns.count('|')}---|---:|---:|---:|")
+    for name, one, two in pairs:
+        ratios = sorted(a / b for a, b in zip(one.rates(), two.rates(), strict=True))
+        lines = f" | {lines_of(name.split(' | ')[0])}" if options.tricks else ""
+        print(f"| {name}{lines} | {statistics.median(ratios):.2f} | {ratios[0]:.2f} | {ratios[-1]:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

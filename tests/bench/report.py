@@ -1,0 +1,67 @@
+"""The table and the chart of bench.py."""
+import statistics
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from contenders import SHAPES
+from measure import machine
+
+
+def report(cases, singles, limits, rounds, device):
+    """All results as Markdown."""
+    limits = [statistics.median(values) for values in zip(*limits, strict=True)]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ctranslate2") if find_spec(name))
+    lines = [f"{machine(device)}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; matrix "
+             f"products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32, {limits[2] / 1e9:,.0f} in bfloat16.", "",
+             "| | | tokens/s | x plain loop | of the limit |", "|---|---|---:|---:|---|"]
+    plain = {case.row: case.rate() for case in cases if case.name == "plain loop"}
+    for case in cases:
+        ratio = f"{case.rate() / plain[case.row]:.1f}" if case.row in plain else ""
+        lines.append(f"| {case.row} | {case.name} | {case.rate():,.0f} | {ratio} | {share_of_limit(case, *limits)} |")
+    if singles:
+        lines += ["", "| whole process | | seconds | peak memory |", "|---|---|---:|---:|"]
+    for row, name, measured in singles:
+        seconds, memory = (statistics.median(values) for values in zip(*measured, strict=True))
+        lines.append(f"| {row} | {name} | {seconds:.2f} | {memory:,.0f} MB |")
+    return "\n".join(lines) + "\n"
+
+
+def share_of_limit(case, bandwidth, float32, bfloat16):
+    """Our rate as a share of what the machine allows. At each step, memory or arithmetic is the limit."""
+    if not case.name.startswith("sample.py") or "context_shift" in case.name or case.busy:
+        return ""
+    size, rate = (2, bfloat16) if "bfloat16" in case.name else (4, float32)
+    shape = SHAPES[case.row.split(",")[0]]
+    layers, width, window = shape["n_layer"], shape["n_embd"], shape["block_size"]
+    block, head = 12 * width**2, shape["vocab_size"] * width # weights
+    reading = computing = 0 # seconds of the steps that memory limits, and of those that arithmetic limits
+    for length in range(case.prompt + case.lengths[0], case.prompt + case.lengths[1]):
+        if length <= window: # the weights and the cache are read once
+            read = size * (layers * block + head + case.batch_size * 2 * layers * width * length) / bandwidth
+            work = 2 * case.batch_size * (layers * block + head + 2 * layers * width * length) / rate
+        else: # the whole window, without what follows the keys and values of the last layer; half of attention is masked
+            read = 0
+            work = 2 * case.batch_size * window * ((layers - 1) * (block + width * window) + 3 * width**2) / rate
+        reading, computing = (reading + read, computing) if read > work else (reading, computing + work)
+    least = (reading + computing) / (case.batch_size * (case.lengths[1] - case.lengths[0]))
+    return f"{case.rate() * least:.0%} of {'memory' if reading > computing else 'arithmetic'}"
+
+
+def draw_chart(cases, path):
+    """One panel a row, one bar a contender."""
+    import matplotlib
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "sample.py" # the same figures give the same file
+    from matplotlib import pyplot
+    rows = list(dict.fromkeys(case.row for case in cases))
+    figure, panels = pyplot.subplots(len(rows), figsize=(8, 1.9 * len(rows)), layout="constrained")
+    for row, panel in zip(rows, panels, strict=True):
+        shown = [case for case in cases if case.row == row]
+        colours = ["#d95f02" if case.name.startswith("sample.py") else "#8da0cb" for case in shown]
+        bars = panel.barh([case.name for case in shown], [case.rate() for case in shown], color=colours)
+        panel.bar_label(bars, fmt=" {:,.0f}")
+        panel.set_title(f"{row}, tokens/s", loc="left", fontsize=10)
+        panel.invert_yaxis()
+        panel.margins(x=0.12)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})

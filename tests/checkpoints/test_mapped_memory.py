@@ -1,0 +1,62 @@
+"""What loading keeps in memory."""
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from models import make_gpt, save_checkpoint
+from project import PROJECT
+from sampling.checkpoints.mapped_memory import let_go, pages_of
+from sampling.checkpoints.torch_files import read_torch_file
+
+PROGRAM = """
+import re, sys
+from sampling.checkpoints.nanogpt import load_checkpoint
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1000
+before = peak()
+load_checkpoint(sys.argv[1])
+print(peak() - before)
+"""
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is read from /proc")
+
+
+def peak_of_loading(path):
+    """How many MB the peak memory of a process grows by when it loads a checkpoint."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, path], cwd=PROJECT, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+@needs_proc
+def test_optimizer_state_is_never_read(tmp_path):
+    path = save_checkpoint(tmp_path, make_gpt(), optimizer={"state": torch.ones(50_000_000)}) # 200 MB
+    assert peak_of_loading(path) < 50
+
+
+@needs_proc
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are let go on Linux only")
+def test_tensors_are_in_memory_once_while_they_are_copied(tmp_path):
+    tensors = {f"transformer.h.0.x{i}": torch.ones(5_000_000) for i in range(10)} # 200 MB
+    torch.save({"model": tensors, "model_args": {"n_layer": 1}}, tmp_path / "ckpt.pt")
+    assert 200 < peak_of_loading(tmp_path / "ckpt.pt") < 280
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("name", ["ckpt.pt", "a name\twith\r spaces.pt"])
+def test_pages_that_were_read_are_let_go(name, tmp_path):
+    path = tmp_path / name
+    torch.save({"a": torch.arange(2**20)}, path)
+
+    def resident_kb():
+        lines = pathlib.Path("/proc/self/smaps").read_text().split("\n")
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{pages_of([mapped])[0][0]:x}-"))
+        return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1])
+
+    mapped = read_torch_file(path)[0]["a"]
+    assert mapped.sum() == 2**20 * (2**20 - 1) // 2 and resident_kb() >= 8192
+    let_go(pages_of([mapped]))
+    assert resident_kb() == 0 and mapped[12345] == 12345
+    assert pages_of([torch.ones(2**20)]) == [], "what is in no file would be lost"

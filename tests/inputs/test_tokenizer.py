@@ -1,0 +1,60 @@
+"""Which tokenizer belongs to a checkpoint."""
+import os
+from pathlib import Path
+
+import pytest
+
+from models import CHARS, save_meta
+from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.inputs.tokenizer import load_tokenizer
+
+
+def load(folder, dataset, vocab_size):
+    """The tokenizer of a checkpoint that says so."""
+    return load_tokenizer(Checkpoint("ckpt.pt", {}, {}, vocab_size, folder=folder, dataset=dataset))
+
+
+def test_meta_pkl_is_searched_in_the_checkpoints_folder_and_then_in_data(tmp_path, monkeypatch, gpt2_encoding):
+    monkeypatch.chdir(tmp_path)
+    out = Path("out")
+    assert load(out, "letters", 50304).source == "GPT-2's encoding"
+    save_meta(tmp_path / "data" / "letters" / "meta.pkl")
+    assert load(out, "letters", len(CHARS)).source == os.path.join("data", "letters", "meta.pkl")
+    save_meta(tmp_path / "out" / "meta.pkl")
+    assert load(out, "letters", len(CHARS)).source == os.path.join("out", "meta.pkl")
+    assert load(None, None, 50257).source == "GPT-2's encoding"
+
+
+@pytest.mark.parametrize("dataset", [5, None, ["letters"], "x" * 100_000, "no/such", ""], ids=lambda dataset: repr(dataset)[:20])
+def test_a_checkpoint_may_name_any_object_as_its_dataset(tmp_path, monkeypatch, gpt2_encoding, dataset):
+    monkeypatch.chdir(tmp_path)
+    assert load(Path("out"), dataset, 50304).source == "GPT-2's encoding"
+
+
+@pytest.mark.parametrize("dataset", ["../elsewhere", "a/../../elsewhere", "absolute"])
+def test_a_vocabulary_outside_of_data_is_refused(tmp_path, monkeypatch, dataset):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    save_meta(tmp_path / "elsewhere" / "meta.pkl")
+    with pytest.raises(ValueError, match=r"outside of data/: if that is right, copy it to the folder of ckpt\.pt"):
+        load(Path("out"), str(tmp_path / "elsewhere") if dataset == "absolute" else dataset, len(CHARS))
+
+
+@pytest.mark.parametrize("vocab_size, fits", [(len(CHARS) - 1, False), (len(CHARS), True), (64, True), (50304, False)])
+def test_a_vocabulary_must_fit_its_model(vocab_size, fits, tmp_path):
+    save_meta(tmp_path / "meta.pkl")
+    if fits:
+        load(tmp_path, None, vocab_size)
+    else:
+        with pytest.raises(ValueError) as error:
+            load(tmp_path, None, vocab_size)
+        for said in str(tmp_path / "meta.pkl"), str(len(CHARS)), str(vocab_size):
+            assert said in str(error.value)
+
+
+def test_a_missing_vocabulary_is_missed_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="50257 tokens, but the model has 61") as error:
+        load(Path("out"), "letters", 61)
+    for path in os.path.join("out", "meta.pkl"), os.path.join("data", "letters", "meta.pkl"):
+        assert path in str(error.value)

@@ -1,0 +1,66 @@
+"""Small random models, and the files that hold them."""
+import pickle
+import struct
+
+import torch
+
+from model import GPT, GPTConfig
+
+CHARS = "\n !',-.:?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=len(CHARS), dropout=0.0, bias=True)
+
+
+def make_gpt(seed=1, **changes):
+    """A small random model in eval mode. Its weights are large enough for its samples to depend on the prompt."""
+    torch.manual_seed(seed)
+    model, generator = GPT(GPTConfig(**{**SHAPE, **changes})).eval(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+            else: # biases and norms, which start at 0 and 1
+                parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
+    return model
+
+
+def nanogpt_args(config):
+    """The model_args that nanoGPT's train.py would save."""
+    return {name: getattr(config, name) for name in SHAPE}
+
+
+def save_checkpoint(folder, model, /, meta=True, config=None, **changes):
+    """Write folder/ckpt.pt as train.py does, and meta.pkl beside it. Changes replace entries; None leaves one out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    optimizer = {name: {"step": torch.tensor(9.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                 for name, p in model.named_parameters()}
+    checkpoint = {"model": model.state_dict(), "optimizer": {"state": optimizer}, "model_args": nanogpt_args(model.config),
+                  "iter_num": 100, "best_val_loss": torch.tensor(1.5), "config": config or {"dataset": "letters"}, **changes}
+    torch.save({key: value for key, value in checkpoint.items() if value is not None}, folder / "ckpt.pt")
+    if meta:
+        save_meta(folder / "meta.pkl")
+    return folder / "ckpt.pt"
+
+
+def save_meta(path, chars=CHARS):
+    """Write the vocabulary that a character data set's prepare.py leaves."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {char: i for i, char in enumerate(chars)}}
+    path.write_bytes(pickle.dumps(meta))
+
+
+def make_transformers_gpt2(**changes):
+    """A small random GPT-2 of transformers, with GPT-2's vocabulary."""
+    import transformers
+    torch.manual_seed(7)
+    shape = dict(n_layer=2, n_head=2, n_embd=32, n_positions=48, vocab_size=50257)
+    # The initial weights are large enough for the logits to differ visibly.
+    config = transformers.GPT2Config(**{**shape, "initializer_range": 0.2, **changes})
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def end_as_torch(content):
+    """A zip file's content with the longer (zip64) end records that torch.save writes."""
+    content, end = content[:-22], content[-22:]
+    entries, length, start = struct.unpack("<10xHII2x", end)
+    full = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, length, start)
+    return content + full + struct.pack("<4sIQI", b"PK\6\7", 0, len(content), 1) + end

@@ -1,0 +1,124 @@
+"""Messages on standard error, and how the script ends."""
+import io
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from project import SCRIPT
+from sampling.outputs import console
+
+
+@pytest.fixture
+def stderr(monkeypatch, capsys):
+    """A function that returns what was written to standard error. What the tests do to the console is undone."""
+    monkeypatch.setattr(console, "_console", console.Console())
+    return lambda: capsys.readouterr().err
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    """The exit statuses with which the script would have ended; it raises SystemExit instead."""
+    statuses = []
+
+    def exit(status):
+        statuses.append(status)
+        raise SystemExit(status)
+    monkeypatch.setattr(console.os, "_exit", exit)
+    return statuses
+
+
+@pytest.mark.parametrize("error, status, said", [
+    (ValueError("wrong"), 2, "error: wrong\n"),
+    (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: [Errno 2] No such file: 'a.txt'\n"),
+    (ValueError("two\n  lines"), 2, "error: two lines\n"),
+    (ValueError("a\x1b[2Jb\x9bc"), 2, "error: a\u241b[2Jb\ufffdc\n"),
+    (BrokenPipeError(), 141, ""),
+    (ModuleNotFoundError("No module named 'x'"), 1, f"error: No module named 'x' in {sys.executable}: use a Python with the packages of requirements.txt, such as .venv/bin/python\n"),
+    (MemoryError(), 1, "error: out of memory: the model, or one sample of it, is too large (nothing more is known)\n"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1,
+     "error: out of memory: the model, or one sample of it, is too large ([enforce fail] DefaultCPUAllocator: can't allocate memory)\n"),
+], ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "")
+def test_an_error_of_the_user_is_one_line(stderr, exits, error, status, said):
+    with pytest.raises(SystemExit), console.report_user_errors(status=2):
+        raise error
+    assert exits == [status] and stderr() == said
+
+
+def test_an_error_of_ours_is_a_traceback(stderr, exits):
+    for error in RuntimeError("mat1 and mat2 shapes cannot be multiplied"), AssertionError(), KeyError("a"):
+        with pytest.raises(type(error)), console.report_user_errors():
+            raise error
+    assert exits == [] and stderr() == ""
+
+
+def test_messages_do_not_run_into_a_progress_bar(stderr, exits):
+    class Bar:
+        def clear(self):
+            print("<cleared>", file=sys.stderr, end="")
+    console.set_progress_bar(Bar())
+    console.log("hello")
+    with pytest.raises(SystemExit):
+        console.hard_exit(3)
+    assert stderr() == "<cleared>hello\n<cleared>\n"
+    console.set_progress_bar(None)
+    console.log("bye")
+    assert stderr() == "bye\n"
+
+
+def test_only_one_process_of_a_run_speaks(stderr, exits):
+    console.setup_console(is_main=False)
+    console.log("hello")
+    with pytest.raises(SystemExit), console.report_user_errors():
+        raise ValueError("wrong")
+    assert stderr() == "" and exits == [1]
+    assert not console.shows_progress_bar()
+
+
+def test_a_bar_is_shown_only_on_a_terminal_without_samples(stderr, monkeypatch):
+    for stdout_is_tty in False, True:
+        for stderr_is_tty in False, True:
+            monkeypatch.setattr(sys.stdout, "isatty", lambda tty=stdout_is_tty: tty, raising=False)
+            monkeypatch.setattr(sys.stderr, "isatty", lambda tty=stderr_is_tty: tty, raising=False)
+            assert console.shows_progress_bar() == (stderr_is_tty and not stdout_is_tty)
+
+
+def test_a_closed_standard_error_is_no_error(stderr, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+    for stream in None, Full():
+        monkeypatch.setattr(sys, "stderr", stream)
+        console.log("hello")
+        assert not console.is_tty(stream)
+
+
+def test_ctrl_c_ends_the_script_at_once(stderr, exits):
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN) # a background job of a shell
+        console.setup_console()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        console.setup_console()
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert exits == [130] and stderr() == ""
+
+
+def test_error_messages_hold_no_terminal_commands(sample):
+    done = sample("--out_dir=a\x1b[2Jb\x9bc\nd")
+    assert done.returncode == 1 and done.stderr.count("\n") == 2 and not set("\x1b\x9b") & set(done.stderr)
+
+
+def test_error_messages_are_not_longer_than_a_screen(sample):
+    done = sample(f"--out_dir={'x' * 100_000}")
+    assert done.returncode == 1 and len(done.stderr) < 4000 and "error: " in done.stderr and "xx ... xx" in done.stderr
+
+
+def test_a_python_without_torch_gets_one_line():
+    done = subprocess.run([sys.executable, "-S", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: No module named 'torch' in ") and done.stderr.count("\n") == 1

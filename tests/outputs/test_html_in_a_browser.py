@@ -1,0 +1,313 @@
+"""What a browser makes of the page of samples."""
+import re
+import shutil
+from itertools import pairwise
+
+import pytest
+
+from pages import HOSTILE, PROBABILITIES, SHOWN, finished, token, words, write_page
+from sampling.outputs.html import HtmlWriter
+
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+           "--disable-component-update", "--disable-sync", "--js-flags=--expose-gc"]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """Starts a browser: chromium(*options)."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        yield lambda *options: started.chromium.launch(executable_path=CHROMIUM, args=[*OPTIONS, *options])
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    browser = chromium()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def view(browser, tmp_path):
+    """Opens a page of samples in a window: view(samples, **options). The test fails if the page reported an error."""
+    contexts, errors = [], []
+
+    def view(samples, browser=browser, **options):
+        path = samples if hasattr(samples, "as_uri") else write_page(tmp_path / "page.html", samples)
+        context = browser.new_context(**{"viewport": {"width": 1000, "height": 800}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(5000)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text))
+        page.goto(path.as_uri())
+        page.wait_for_selector(".token", state="attached")
+        return page
+    view.errors = errors
+    yield view
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+LIGHT_OF = """
+const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1}).getContext('2d', {willReadFrequently: true})
+const lightOf = color => { // WCAG's relative luminance
+  canvas.fillStyle = color
+  canvas.fillRect(0, 0, 1, 1)
+  const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map(v => v / 255 <= .04045 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4)
+  return .2126 * r + .7152 * g + .0722 * b
+}
+const clear = color => /^rgba.*, 0\\)$/.test(color)
+const behind = element => clear(getComputedStyle(element).backgroundColor) ? behind(element.parentElement) : getComputedStyle(element).backgroundColor
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_less_likely_tokens_have_a_stronger_background(view, scheme):
+    page = view([[token(f"{p} ", p) for p in PROBABILITIES]], color_scheme=scheme)
+    lights = page.evaluate(f"() => {{ {LIGHT_OF}; return [document.body, ...document.querySelectorAll('.token')].map(e => lightOf(behind(e))) }}")
+    assert lights[0] == lights[1] # a likely token has none
+    assert all(b < a if scheme == "light" else b > a for a, b in pairwise(lights[1:]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_has_enough_contrast(view, scheme):
+    page = view([words(7)], color_scheme=scheme)
+    page.locator("summary").click()
+    page.locator(".token").nth(3).hover()
+    pairs = page.evaluate(f"""() => {{ {LIGHT_OF}
+      return [...document.body.querySelectorAll('*')].filter(e => [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim()))
+        .filter(e => e.checkVisibility()).map(e => [e.className || e.tagName, lightOf(getComputedStyle(e).color), lightOf(behind(e))])
+    }}""")
+    assert {"H1", "H2", "SUMMARY", "DD", "p6", "token p6", "BDI", "SPAN", "finish"} <= {name for name, *_ in pairs}
+    assert all((max(a, b) + 0.05) / (min(a, b) + 0.05) >= 4.5 for _, a, b in pairs), pairs
+
+
+def test_pointing_shows_the_alternatives(view):
+    page = view([[token("a", 0.5, a=0.5, b=0.25), token("\n", 0.0004, **{" ": 0.9, "\t\u202e": 0.05}), token("c", 0.2, d=0.3, c=0.2)]])
+    details = page.get_by_role("tooltip")
+    assert details.count() == 0
+    page.locator(".token").nth(2).hover()
+    assert details.locator("li").all_inner_texts() == ["d\n30.0%", "c\n20.0%"]
+    assert details.locator(".sampled").inner_text() == "c\n20.0%"
+    details.hover() # it stays while the pointer is on it
+    assert details.count() == 1
+    page.keyboard.press("Escape")
+    assert details.count() == 0
+    left, top, width = page.evaluate("(({left, top, width}) => [left, top, width])(document.querySelectorAll('.token')[1].getBoundingClientRect())")
+    assert width == 0
+    page.mouse.click(left + 8, top + 8) # the sign of a new line; the sampled token is in the list even if it is not among the most likely
+    assert details.locator("li").all_inner_texts() == ["␣\n90.0%", "⇥⟨202E⟩\n5.0%", "↵\n0.04%"]
+    page.locator("h1").hover()
+    assert details.count() == 0
+
+
+@pytest.mark.slow
+def test_the_details_are_beside_their_token(view):
+    page = view([words(100)], viewport={"width": 400, "height": 500})
+    places = page.evaluate("""() => [...document.querySelectorAll('.token')].map(token => {
+      scrollTo(0, scrollY + token.getBoundingClientRect().top - (token.textContent.length % 2 ? 10 : 300))
+      token.click()
+      const [line, details] = [[...token.getClientRects()].at(-1), document.querySelector('#details').getBoundingClientRect()]
+      return [token.getClientRects().length, details.top, Math.max(line.top - details.bottom, details.top - line.bottom)]
+    })""")
+    assert {lines for lines, *_ in places} == {1, 2} # some leave their space at the end of the line before
+    assert all(top >= 0 and 0 <= gap <= 8 for _, top, gap in places), places
+
+
+@pytest.mark.slow
+def test_the_keyboard_moves_from_token_to_token_and_announces_each(view):
+    page = view([[token("a", 0.5, a=0.5, **{" \n": 0.25}), token("b\n", 0.25), token("c", 0.125)], words(300)],
+                viewport={"width": 400, "height": 500})
+    said = page.get_by_role("status")
+    page.keyboard.press("Tab") # the settings
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Tokens of sample 1"
+    for key, heard in [("ArrowRight", "a 50.0%; others: space new line 25.0%"), ("ArrowRight", "b new line 25.0%"),
+                       ("ArrowRight", "c 12.5%"), ("ArrowRight", "c 12.5%"), ("ArrowLeft", "b new line 25.0%"),
+                       ("ArrowLeft", "a 50.0%"), ("ArrowDown", "c 12.5%"), ("ArrowUp", "a 50.0%"), ("End", "c"), ("Home", "a")]:
+        page.keyboard.press(key)
+        assert said.text_content().strip().startswith(heard), key
+        assert page.get_by_role("tooltip").count() == page.locator(".token.current").count() == 1
+    page.keyboard.press("End")
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowLeft") # where the user was
+    assert said.text_content() == "c 12.5%"
+    page.keyboard.press("Tab")
+    assert page.get_by_role("tooltip").count() == 0
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("End") # far below: the page scrolls to it
+    assert "w299" in said.text_content()
+    assert page.evaluate("document.querySelector('.current').getBoundingClientRect().bottom <= innerHeight")
+    page.keyboard.press("Escape")
+    assert page.get_by_role("tooltip").count() == 0
+
+
+@pytest.mark.slow
+def test_a_character_of_several_tokens_is_one_element(view):
+    page = view([[token("", 0.1), token("", 0.5, **{"": 0.7, "�": 0.5, "a": 0.2}), token("😀", 0.5, **{"": 0.5, "😃": 0.4}), token("x", 0.9), token("", 0.3)]])
+    assert page.locator(".token").all_text_contents() == ["😀", "x", ""]
+    assert "p4" in page.locator(".token").first.get_attribute("class") # 0.1 * 0.5 * 0.5
+    page.locator(".token").first.hover()
+    assert page.get_by_role("tooltip").locator("li").all_inner_texts() == ["(no text)\n10.0%", "(no text)\n70.0%", "(no text)\n50.0%", "a\n20.0%", "😀\n50.0%", "😃\n40.0%"]
+
+
+@pytest.mark.slow
+def test_hostile_text_runs_nothing_and_requests_nothing(view, tmp_path):
+    writer = HtmlWriter(tmp_path / "page.html", {HOSTILE: HOSTILE, "model": HOSTILE})
+    writer.write(finished(0, HOSTILE, [token(HOSTILE, 0.5, **{HOSTILE: 0.2}), token("x", 0.01)]))
+    writer.close()
+    page = view(tmp_path / "page.html", bypass_csp=True) # the escaping alone must suffice
+    requests = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.route("**", lambda route: route.abort() if "evil" in route.request.url else route.continue_())
+    page.reload()
+    page.wait_for_selector(".token")
+    page.locator(".token").first.hover()
+    page.wait_for_timeout(100)
+    assert requests == [(tmp_path / "page.html").as_uri()]
+    assert page.evaluate("typeof hacked") == "undefined" and page.locator("img, svg").count() == 0
+    assert page.locator(".text p").text_content() == SHOWN + SHOWN + "x"
+    assert page.locator(".token").all_text_contents() == [SHOWN, "x"]
+    assert page.title().startswith("Samples from </script><script>hacked=1")
+
+
+@pytest.mark.slow
+def test_the_page_allows_no_other_script_style_or_request(view):
+    page = view([words(3)])
+    requests = []
+    page.on("request", lambda request: requests.append(request))
+    refused = page.evaluate("""async () => {
+      const refused = []
+      addEventListener('securitypolicyviolation', event => refused.push(event.effectiveDirective))
+      for (const [name, properties] of [['script', {text: 'hacked = 1'}], ['style', {textContent: 'body { display: none }'}],
+                                        ['img', {src: 'https://evil.test/x'}]])
+        document.body.append(Object.assign(document.createElement(name), properties))
+      await fetch('https://evil.test/x').catch(() => 0)
+      await new Promise(resolve => setTimeout(resolve, 100))
+      return refused.sort()
+    }""")
+    assert refused == ["connect-src", "img-src", "script-src-elem", "style-src-elem"]
+    assert page.evaluate("typeof hacked") == "undefined" and page.locator("h1").is_visible()
+    assert all(request.failure == "csp" for request in requests), requests
+    view.errors.clear() # the browser reports its refusals there
+
+
+@pytest.mark.slow
+def test_a_phone_scrolls_one_way_only(view, tmp_path):
+    writer = HtmlWriter(tmp_path / "page.html", {"start": "x" * 300, "model": "/" * 300})
+    writer.write(finished(0, "y" * 300, [*words(60), token("z" * 300, 0.1, **{"v" * 300: 0.2}), token("\n", 0.5)]))
+    writer.close()
+    page = view(tmp_path / "page.html", viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True, color_scheme="dark")
+    page.locator("summary").tap()
+    for index in [5, 29, 30, 31, 60, 61]:
+        page.locator(".token").nth(index).dispatch_event("click")
+        assert page.get_by_role("tooltip").count() == 1
+        assert page.evaluate("[document.documentElement.scrollWidth, document.body.scrollWidth]") == [360, 360]
+    page.locator(".token").nth(20).tap()
+    assert "w20" in page.get_by_role("tooltip").inner_text()
+    page.locator(".text b").tap()
+    assert page.get_by_role("tooltip").count() == 0
+    page.locator(".token").nth(20).dispatch_event("pointermove", {"pointerType": "touch"}) # a finger that scrolls
+    assert page.get_by_role("tooltip").count() == 0
+    page.locator(".token").nth(20).dispatch_event("pointermove", {"pointerType": "mouse"})
+    assert page.get_by_role("tooltip").count() == 1
+
+
+@pytest.mark.slow
+def test_spaces_and_lines_are_kept(view):
+    page = view([[token("a  b\n", 0.5), token("\n", 0.5), token("   c\td ", 0.5)]])
+    assert page.locator(".text p").inner_text() == "ROMEO:\na  b\n\n   c\td "
+
+
+@pytest.mark.slow
+def test_a_screen_reader_finds_running_text(chromium, view):
+    samples = [words(200, seed) for seed in range(6)]
+    page = view(samples, chromium("--force-renderer-accessibility")) # as if a screen reader ran
+    nodes = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+    by_id = {node["nodeId"]: node for node in nodes}
+
+    def read(node):
+        """The node and all below it in reading order, as (role, name, whether it can have the focus)."""
+        if not node["ignored"]:
+            states = {p["name"]: p["value"].get("value") for p in node.get("properties", [])}
+            yield node["role"]["value"], node["name"]["value"], bool(states.get("focusable"))
+        if node["ignored"] or node["role"]["value"] != "StaticText":
+            for child in node.get("childIds", []):
+                yield from read(by_id[child])
+    tree = list(read(nodes[0]))
+    said = "".join(name for role, name, _ in tree if role == "StaticText")
+    assert said.count("ROMEO:\n" + "".join(token.text for token in samples[0])) == 6 # those outside of the window too
+    assert {"banner", "main"} <= {role for role, *_ in tree}
+    assert [name for role, name, _ in tree if role == "article"] == [f"Sample {n}" for n in range(1, 7)]
+    assert [name for role, name, _ in tree if role == "heading"] == ["Samples from out-letters", *(f"Sample {n}" for n in range(1, 7))]
+    assert [name for role, name, focus in tree if focus][1:] == ["Settings", *(f"Tokens of sample {n}" for n in range(1, 7))]
+
+
+@pytest.mark.slow
+def test_a_thousand_samples_are_tokens_only_near_the_window(view, tmp_path):
+    head, article, tail = re.split("(<article.*</article>\n)", write_page(tmp_path / "one.html", [words(500)]).read_text())
+    articles = (re.sub('(sample|title)-1"', rf'\1-{number}"', article) for number in range(1, 1001))
+    (tmp_path / "page.html").write_text(head + "".join(articles) + tail)
+    page = view(tmp_path / "page.html")
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+
+    def held(what):
+        page.evaluate("gc()")
+        page.wait_for_timeout(300)
+        return next(metric["value"] for metric in session.send("Performance.getMetrics")["metrics"] if metric["name"] == what)
+    assert held("LayoutObjects") < 8000 # samples far from the window have no layout
+    before = held("Nodes")
+    most = page.evaluate("""async () => {
+      let most = 0
+      for (let step = 0; step <= 30; step++) {
+        scrollTo(0, document.documentElement.scrollHeight * step / 30)
+        await new Promise(requestAnimationFrame)
+        await new Promise(requestAnimationFrame)
+        most = Math.max(most, document.getElementsByClassName('token').length)
+      }
+      return most
+    }""")
+    page.wait_for_selector("article:last-child .token", state="attached")
+    assert 500 <= most <= 5000
+    assert page.locator("article").first.locator(".token").count() == 0
+    assert held("Nodes") < before + 10_000 # the tokens of samples that were seen are gone
+
+
+@pytest.mark.slow
+def test_keys_move_even_if_the_page_scrolls_under_the_pointer(view):
+    page = view([words(300)], viewport={"width": 400, "height": 500})
+    page.locator(".token").nth(20).click()
+    for number in range(21, 60): # this scrolls the page
+        page.keyboard.press("ArrowRight")
+        page.evaluate("new Promise(requestAnimationFrame)")
+        assert f" w{number} " in page.get_by_role("status").text_content()
+    page.wait_for_timeout(150)
+    assert page.locator(".current").inner_text().strip() == "w59"
+
+
+@pytest.mark.slow
+def test_a_sample_that_the_user_works_in_keeps_its_tokens(view):
+    page = view([words(500)] * 30)
+    page.locator(".token").nth(3).click()
+    page.evaluate("scrollTo(0, 1e6)")
+    page.wait_for_selector("article:last-child .token", state="attached")
+    page.keyboard.press("ArrowRight")
+    assert "w4" in page.get_by_role("status").text_content()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["<p lang", "w2", "application", "other2", "</article>\n", None])
+def test_a_truncated_page_shows_what_it_has(view, tmp_path, end):
+    whole = write_page(tmp_path / "page.html", [words(5), words(5)]).read_bytes()
+    second = whole.index(b'<article id="sample-2"')
+    (tmp_path / "page.html").write_bytes(whole[:whole.index(end.encode(), second) + len(end)] if end else whole[:second + 9])
+    page = view(tmp_path / "page.html")
+    assert page.locator("article").first.locator(".token").count() == 5
+    assert "ROMEO" in page.locator("article").first.inner_text()

@@ -1,0 +1,48 @@
+"""Files that a run appends its samples to."""
+import os
+import sys
+
+import pytest
+
+from sampling.outputs.output_file import append, check_not_removed, open_output
+
+needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="no such locks")
+
+
+def test_what_a_file_holds_stays(tmp_path):
+    (tmp_path / "a").write_bytes(b"before\n")
+    with open_output(tmp_path / "a") as file:
+        assert file.read() == b"before\n"
+        append(file, b"after\n")
+        assert (tmp_path / "a").read_bytes() == b"before\nafter\n" # at once
+
+
+@needs_locks
+def test_a_second_run_cannot_open_the_file(tmp_path):
+    with open_output(tmp_path / "a"), pytest.raises(ValueError, match=r"another run writes to .*a: give the file another name"):
+        open_output(tmp_path / "a")
+    open_output(tmp_path / "a").close()
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(ValueError, match="is not a regular file"):
+        open_output(tmp_path)
+    with pytest.raises(OSError, match=r"cannot write '.*no/such': No such file"):
+        open_output(f"{tmp_path}/no/such")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+def test_a_full_disk_is_named():
+    with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="cannot write '/dev/full': No space left on device"):
+        append(file, b"line\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be removed there")
+def test_a_removed_file_is_an_error_and_a_renamed_one_is_not(tmp_path):
+    path = f"{tmp_path}/a"
+    with open_output(path) as file:
+        os.rename(path, f"{path}b")
+        check_not_removed(file)
+        os.unlink(f"{path}b")
+        with pytest.raises(OSError, match=r"a': it was removed"):
+            check_not_removed(file)

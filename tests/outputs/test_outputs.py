@@ -1,0 +1,66 @@
+"""Both files of a run together."""
+import pytest
+
+from models import make_gpt, save_checkpoint
+from pages import finished, token
+from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.outputs.outputs import open_outputs
+from sampling.params import Prompt, SampleRequest
+
+CHECKPOINT = Checkpoint("out/ckpt.pt", {}, {}, 3, crc32="00000000")
+SETTINGS = dict(init_from="resume", out_dir="out", start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
+                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, out_file=None, html_file=None)
+REQUESTS = [SampleRequest(index, Prompt("O"), []) for index in range(4)]
+
+
+def run(tmp_path, count, out_file=True, html_file=True):
+    """Write so many samples in all. Returns how many of them were saved before."""
+    settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl" if out_file else None, "html_file": f"{tmp_path}/a.html" if html_file else None}
+    outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
+    for request in outputs.resume(iter(REQUESTS[:count])):
+        if not request.already_saved:
+            outputs.write(finished(request.index, "O", [token("x", 0.5)]))
+    outputs.close()
+    return outputs.num_saved
+
+
+def test_without_files_nothing_is_saved(tmp_path):
+    assert run(tmp_path, 3, out_file=False, html_file=False) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_both_files_resume_together(tmp_path, capsys):
+    assert run(tmp_path, 4) == 0
+    whole = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
+    (tmp_path / "a.jsonl").write_bytes(b"".join(whole[0].splitlines(keepends=True)[:2]))
+    assert run(tmp_path, 4) == 2
+    assert f"{tmp_path}/a.jsonl holds 2 samples already: resuming after them\n" in capsys.readouterr().err
+    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
+
+
+def test_a_page_alone_is_not_resumed(tmp_path):
+    run(tmp_path, 2, out_file=False)
+    with pytest.raises(ValueError, match="exists already"):
+        run(tmp_path, 2, out_file=False)
+
+
+def test_the_page_is_never_behind_the_file(tmp_path, monkeypatch):
+    """If a run dies between the two, the page has the sample that the file lacks: it can be cut."""
+    settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
+    outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
+    (tmp_path / "a.jsonl").unlink() # writing to it fails
+    with pytest.raises(OSError):
+        outputs.write(finished(0, "O", [token("x", 0.5)]))
+    assert b"</article>" in (tmp_path / "a.html").read_bytes()
+    outputs.close()
+
+
+def test_the_page_of_another_run_stays(sample, tmp_path):
+    save_checkpoint(tmp_path / "out", make_gpt())
+    run = ("--num_samples=4", "--max_new_tokens=9", "--html_file=a.html")
+    assert sample("--start=O", *run, cwd=tmp_path).returncode == 0
+    page = (tmp_path / "a.html").read_bytes()
+    assert sample("--start=The ", "--num_samples=2", "--max_new_tokens=9", "--out_file=a.jsonl", cwd=tmp_path).returncode == 0
+    done = sample("--start=The ", *run, "--out_file=a.jsonl", cwd=tmp_path)
+    assert done.returncode == 1 and "must be the page of this very run" in done.stderr
+    assert (tmp_path / "a.html").read_bytes() == page

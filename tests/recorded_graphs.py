@@ -1,0 +1,61 @@
+"""CUDA graphs without a GPU."""
+from contextlib import nullcontext
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sampling.backends.cuda.decode_state import DecodeState
+
+
+class Recording(TorchDispatchMode):
+    """Stands in for a CUDA graph on a CPU: capturing undoes what runs, and replay runs it again on the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = [] # (operator, its arguments, its results)
+        self.before = [] # (tensor that a call wrote to, copy of what it held)
+        self.own = set() # where the memory of tensors begins that were created during the capture
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        written = args[0] if func._schema.is_mutable else None
+        if written is not None and written.untyped_storage().data_ptr() not in self.own:
+            self.before.append((written, written.clone()))
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if written is None and isinstance(tensor, torch.Tensor) and not func.is_view:
+                self.own.add(tensor.untyped_storage().data_ptr())
+        self.calls.append((func, args, kwargs, result))
+        return result
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for tensor, was in reversed(self.before):
+            tensor.copy_(was)
+
+    def replay(self):
+        """Run the captured operators again."""
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            for tensor, value in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(tensor, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
+                    tensor.copy_(value)
+
+    def pool(self):
+        """The graph's memory pool, which a CPU does not have."""
+        return None
+
+
+def record_graphs(monkeypatch):
+    """Have CUDAGraphGPT take a CPU for a GPU whose graphs are Recordings. Returns the list that they are added to."""
+    recordings = []
+
+    def capture(recording, pool):
+        recordings.append(recording)
+        return recording
+    monkeypatch.setattr(DecodeState, "uses_graphs", True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return recordings

@@ -1,0 +1,127 @@
+"""The next token."""
+import pytest
+import torch
+
+from sampling.sampler.sample_token import Logits, TokenSampler, exponential_noise, num_logits_needed, sample_token
+
+FIVE = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]])
+
+
+def sample(values, temperature=1.0, top_k=None, *, candidate_ids=None, noise=exponential_noise, **settings):
+    """sample_token where the text so far does not matter."""
+    return sample_token(Logits(values, candidate_ids), None, temperature, top_k, noise=noise, **settings)
+
+
+def frequencies(values, **settings):
+    """How often each token comes in 4096 samples."""
+    torch.manual_seed(1)
+    tokens = sample(values.expand(4096, -1), **settings)
+    return tokens.flatten().bincount(minlength=values.size(1)) / 4096
+
+
+def test_probabilities_are_the_softmax_of_logits_over_temperature():
+    assert torch.allclose(frequencies(FIVE, temperature=2.0), (FIVE / 2).softmax(-1), atol=0.03)
+
+
+@pytest.mark.parametrize("top_k, kept", [(1, [1, 3]), (2, [1, 3]), (3, [1, 2, 3]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4]),
+                                         (None, [0, 1, 2, 3, 4]), (0, [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize("check_finite", [True, False])
+def test_top_k_keeps_the_most_likely_tokens_and_all_that_tie_with_the_last(top_k, kept, check_finite):
+    found = frequencies(FIVE, top_k=top_k, check_finite=check_finite)
+    assert found.nonzero().flatten().tolist() == kept
+    masked = torch.full_like(FIVE, -torch.inf)
+    masked[:, kept] = FIVE[:, kept]
+    assert torch.allclose(found, masked.softmax(-1), atol=0.03)
+
+
+@pytest.mark.parametrize("top_k", [None, 3, 40, 999, 1000])
+@pytest.mark.parametrize("ties", ["few", "hundreds"])
+def test_a_token_is_what_multinomial_samples_from_the_masked_probabilities(ties, top_k):
+    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(4)).mul(3).bfloat16()
+    logits = logits if ties == "few" else logits.clamp(max=1)
+    scaled = logits.float() / 0.8
+    if top_k:
+        scaled[scaled < scaled.topk(top_k).values[:, -1:]] = -torch.inf
+    for seed in range(20):
+        torch.manual_seed(seed)
+        expected = torch.multinomial(scaled.softmax(-1), 1)
+        torch.manual_seed(seed)
+        assert torch.equal(sample(logits, 0.8, top_k), expected)
+
+
+def test_temperature_0_takes_the_most_likely_token_and_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    assert sample(torch.tensor([[0.0, 2.0, 1.0], [5.0, 2.0, 1.0]]), temperature=0).tolist() == [[1], [0]]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-300])
+@pytest.mark.parametrize("check_finite", [True, False])
+def test_a_tiny_temperature_is_the_limit_and_not_an_overflow(temperature, check_finite):
+    assert sample(torch.tensor([[1.0, 900.0, -3.0]]), temperature, check_finite=check_finite).item() == 1
+
+
+def test_a_row_too_cold_for_float32_does_not_change_other_rows():
+    """Found by fuzzing: the two rows together have too large a range for float32, each of them alone does not."""
+    rows, q = torch.tensor([[-2.25, 1e-40, 0.0], [0.0, 0.0, 1.25]]), torch.tensor([[3.5, 1.23, 0.6]])
+
+    def noise(shape, ids, device):
+        return q.expand(shape)
+    together = sample(rows, 1e-38, noise=noise)
+    alone = [sample(row[None], 1e-38, noise=noise) for row in rows]
+    assert torch.equal(together, torch.cat(alone)) and together.tolist() == [[2], [2]]
+
+
+def test_logits_are_not_modified():
+    logits = FIVE.clone()
+    sample_token(Logits(logits), torch.tensor([[1]]), 0.7, 2, 0.9, 0.1, 1.2, noise=exponential_noise)
+    assert torch.equal(logits, FIVE)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_nan_or_infinite_raise(bad, temperature):
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        sample(torch.tensor([[1.0, 2.0], [0.0, bad]]), temperature=temperature)
+
+
+@pytest.mark.parametrize("settings", [dict(top_k=20), dict(top_k=1), dict(top_k=20, top_p=0.7), dict(top_k=20, min_p=0.2), dict(top_k=20, temperature=0),
+                                      dict(temperature=0), dict(top_k=20, temperature=1e-40), dict(top_k=20, temperature=3.0)], ids=str)
+@pytest.mark.parametrize("ties", [False, True])
+def test_num_logits_needed_are_enough_for_the_same_tokens(settings, ties):
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(4)).mul(3)
+    logits = logits.round() if ties else logits
+    kth = logits.topk(TokenSampler(**settings).num_logits_needed).values[:, -1:]
+    candidate_ids = (logits >= kth).any(dim=0).nonzero().flatten()
+
+    def tokens(logits, **candidates):
+        torch.manual_seed(1)
+        return sample(logits, **settings, **candidates)
+    for _ in range(10):
+        expected = tokens(logits)
+        assert torch.equal(tokens(logits, candidate_ids=candidate_ids), expected)
+        assert torch.equal(tokens(torch.where(logits < kth, logits - torch.rand_like(logits), logits)), expected)
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(top_k=None), dict(top_k=0), dict(top_p=0.5), dict(top_k=20, repetition_penalty=1.1),
+                                      dict(temperature=0, repetition_penalty=0.9)], ids=str)
+def test_these_settings_need_all_logits(settings):
+    assert not TokenSampler(**settings).num_logits_needed
+
+
+def test_num_logits_needed_is_a_rule_of_three_settings():
+    assert num_logits_needed(0, 20, 1.0) == 1
+    assert num_logits_needed(0.8, 20, 1.0) == 20
+
+
+def test_a_token_sampler_passes_every_setting_on():
+    logits, ids = Logits(torch.randn(64, 50, generator=torch.Generator().manual_seed(2)).mul(2)), torch.arange(640).view(64, 10) % 50
+    settings = dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.3, repetition_penalty=1.5)
+    for left_out in settings:
+        torch.manual_seed(3)
+        plain = sample_token(logits, ids, **settings, noise=exponential_noise)
+        torch.manual_seed(3)
+        assert torch.equal(TokenSampler(**settings)(logits, ids), plain)
+        torch.manual_seed(3)
+        fewer = TokenSampler(**{name: value for name, value in settings.items() if name != left_out})(logits, ids)
+        assert not torch.equal(fewer, plain), left_out

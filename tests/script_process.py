@@ -1,0 +1,145 @@
+"""Starts sample.py: mostly as a fork of the server, which is much quicker, or as a separate process."""
+import atexit
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import cache, partial
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+
+from project import PROJECT, SCRIPT
+from script_server import NUMBER, enter_session
+
+CLOSED = "closed" # a standard stream that the process does not have
+# Variables that Python, torch and the libraries below read while they are loaded.
+READ_ON_LOADING = re.compile("(OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|MALLOC|PYTHON|LC|LANG|LD|DYLD)(_|$)|PYTHON")
+
+
+def start_script(*arguments, cwd=PROJECT, env=None, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, new_session=False, separate=False):
+    """Start sample.py with the environment of the tests and env; returns a subprocess.Popen, or what has the same methods.
+
+    The streams are PIPE, DEVNULL, CLOSED, a descriptor or a file. A new session has the terminal on stdin as its own.
+    separate: not as a fork, but as users start it. So it is too if a variable of env has to be there from the start.
+    """
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+    command, streams = [str(SCRIPT), *map(str, arguments)], [stdin, stdout, stderr]
+    if not separate and hasattr(os, "fork") and read_on_loading(env) == read_on_loading(os.environ):
+        return ForkedProcess(command, cwd, env, streams, new_session)
+    closed = [fd for fd in range(3) if streams[fd] == CLOSED]
+    stdin, stdout, stderr = (None if stream == CLOSED else stream for stream in streams)
+    return subprocess.Popen([sys.executable, *command], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0,
+                            preexec_fn=partial(enter_session, new_session, closed) if new_session or closed else None)
+
+
+def read_on_loading(env):
+    """The variables that a fork cannot change."""
+    return {name: value for name, value in env.items() if READ_ON_LOADING.match(name)}
+
+
+@cache
+def server():
+    """The socket of the fork server, which ends when this process does."""
+    ours, theirs = socket.socketpair()
+    env = {**os.environ, "GOMP_SPINCOUNT": "10000", # as sample.py sets it
+           "OPENBLAS_NUM_THREADS": "1"} # numpy's threads would be lost in a fork
+    with theirs:
+        process = subprocess.Popen([sys.executable, Path(__file__).with_name("script_server.py"), str(theirs.fileno())],
+                                   env=env, stdin=DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
+
+    def close():
+        ours.close()
+        process.wait()
+    atexit.register(close)
+    return ours
+
+
+class ForkedProcess:
+    """A run of sample.py that the fork server has started. It has subprocess.Popen's attributes and methods, of those in use."""
+
+    def __init__(self, command, cwd, env, streams, new_session):
+        self.args, self.returncode = command, None
+        self.channel, end = socket.socketpair()
+        request = dict(script=command[0], arguments=command[1:], cwd=str(cwd), env=env, new_session=new_session,
+                       closed=[fd for fd in range(3) if streams[fd] == CLOSED])
+        with end, ExitStack() as theirs:
+            (self.stdin, stdin), (self.stdout, stdout), (self.stderr, stderr) = (
+                open_stream(fd, stream, theirs) for fd, stream in enumerate(streams))
+            socket.send_fds(server(), [b"1"], [stdin, stdout, stderr, end.fileno()])
+        self.channel.sendall(json.dumps(request).encode())
+        self.channel.shutdown(socket.SHUT_WR)
+        self.pid = self.receive()
+
+    def receive(self):
+        """The next number from the server."""
+        message = self.channel.recv(NUMBER.size)
+        if not message:
+            raise RuntimeError("the fork server has ended")
+        return NUMBER.unpack(message)[0]
+
+    def wait(self, timeout=None):
+        """The exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            self.channel.settimeout(timeout)
+            try:
+                self.returncode = self.receive()
+            except (TimeoutError, BlockingIOError) as error:
+                raise subprocess.TimeoutExpired(self.args, timeout) from error
+            self.channel.close()
+        return self.returncode
+
+    def poll(self):
+        """The exit status; None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+
+    def send_signal(self, number):
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, input=b"", timeout=None):
+        """Write the input, wait for the end, and return all output. Raises subprocess.TimeoutExpired."""
+        with ThreadPoolExecutor(3) as pool:
+            pool.submit(write_all, self.stdin, input)
+            outputs = [pool.submit(read_all, stream) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill() # which ends the threads too
+                raise
+        return tuple(output.result() for output in outputs)
+
+
+def open_stream(fd, stream, theirs):
+    """This process's end of a standard stream, None if it has none, and the other end, which theirs closes."""
+    if stream == PIPE:
+        reader, writer = os.pipe()
+        ours, other = (reader, writer) if fd else (writer, reader)
+        theirs.callback(os.close, other)
+        return open(ours, "rb" if fd else "wb", buffering=0), other
+    if stream in (DEVNULL, CLOSED):
+        return None, theirs.enter_context(open(os.devnull, "r+b", buffering=0)).fileno()
+    return None, stream if isinstance(stream, int) else stream.fileno()
+
+
+def write_all(stream, content):
+    if stream is not None:
+        with suppress(BrokenPipeError), stream: # a reader may have had enough
+            while content:
+                content = content[stream.write(content):]
+
+
+def read_all(stream):
+    if stream is not None and not stream.closed:
+        with stream:
+            return stream.read()

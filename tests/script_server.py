@@ -1,0 +1,85 @@
+"""Forks a process for every run of a script, after torch is imported: that takes 0.1 s instead of 1.4 s.
+
+    python script_server.py DESCRIPTOR
+
+The descriptor is a socket on which four more arrive for each run: standard input, output and error, and a channel. The channel
+brings the request; the process's id and later its exit status go back on it. The server ends when the socket is closed.
+"""
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import sys
+
+NUMBER = struct.Struct("i") # a process's id or exit status
+
+
+def serve(listener):
+    """Returns once for each run, in a new process: the request and its three standard streams."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN) # nobody waits for the supervisors
+    while True:
+        message, fds, _, _ = socket.recv_fds(listener, 1, 4)
+        if not message:
+            sys.exit()
+        if os.fork() == 0: # first the supervisor
+            break
+        for fd in fds:
+            os.close(fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    listener.close()
+    with socket.socket(fileno=fds.pop()) as channel:
+        request = json.loads(channel.makefile().read())
+        if pid := os.fork():
+            supervise(pid, fds, channel)
+    return request, fds
+
+
+def supervise(pid, fds, channel):
+    """Report a process's id and its exit status, and end."""
+    for fd in fds: # or their readers would wait for this process too
+        os.close(fd)
+    channel.sendall(NUMBER.pack(pid))
+    _, status = os.waitpid(pid, 0)
+    channel.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    os._exit(0)
+
+
+def become(request, fds):
+    """Make this process one that Python has just started for the request."""
+    for target, fd in enumerate(fds):
+        os.dup2(fd, target)
+        os.close(fd)
+    enter_session(request["new_session"], request["closed"])
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = [request["script"], *request["arguments"]]
+    sys.path[0] = os.path.dirname(os.path.realpath(request["script"]))
+    for fd, name in enumerate(["stdin", "stdout", "stderr"]):
+        setattr(sys, name, None if fd in request["closed"] else reopen(fd, getattr(sys, name)))
+
+
+def reopen(fd, stream):
+    """A standard stream as Python opens it, with the encoding of the server's own."""
+    line_buffering = fd == 2 or os.isatty(fd)
+    return open(fd, "w" if fd else "r", line_buffering if line_buffering and fd else -1, stream.encoding, stream.errors, closefd=False)
+
+
+def enter_session(new_session, closed):
+    """Begin a session, if one is asked for, with the terminal on standard input; close the streams that are not wanted."""
+    if new_session:
+        os.setsid()
+        if os.isatty(0):
+            import fcntl
+            import termios
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0) # Ctrl-C comes from there
+    for fd in closed:
+        os.close(fd)
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401 (and numpy; nothing that starts threads, which a fork would lack)
+    become(*serve(socket.socket(fileno=int(sys.argv[1]))))
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,25 @@
+"""What kind of failure an exception is."""
+import pytest
+
+from sampling.errors import is_out_of_memory
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+    ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+    ("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory", True),
+    ("CUDA error: an illegal memory access was encountered", False),
+])
+def test_which_errors_mean_that_memory_ran_out(text, expected):
+    assert is_out_of_memory(RuntimeError(text)) == expected
+
+
+def test_an_error_that_was_caused_by_one_means_so_too():
+    try:
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise ValueError("cannot load it") from None
+    except ValueError as error:
+        assert is_out_of_memory(error)
+    assert not is_out_of_memory(None)

@@ -1,0 +1,65 @@
+"""What is asked for, and what came of it."""
+import random
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor, Token
+
+
+def growing(*texts):
+    """A sample of tokens with these texts, none of which may be shown yet."""
+    return Sample(SampleRequest(3, Prompt("<"), [60]), [Token(i, text, -i / 10) for i, text in enumerate(texts)])
+
+
+def test_params_are_checked_whenever_they_change():
+    params = SamplingParams(seed=5)
+    assert replace(params, temperature=0.0).seed == 5
+    with pytest.raises(ValueError, match="top_k must be at least 1"):
+        replace(params, top_k=-1)
+    with pytest.raises(ValueError, match="temperature must be"):
+        SamplingParams(temperature=-1)
+    with pytest.raises(FrozenInstanceError):
+        params.seed = 6
+
+
+@pytest.mark.parametrize("stop, texts", [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
+def test_stop_is_a_list_of_texts(stop, texts):
+    assert SamplingParams(stop=stop).stop_texts == texts
+
+
+def test_a_sample_sums_up_its_tokens():
+    sample = growing("a", "", "bc", "") # a stop text has left its last token without text
+    assert (sample.index, sample.prompt.text, sample.text, sample.token_ids, sample.num_tokens) == (3, "<", "abc", [0, 1, 2, 3], 4)
+    assert sample.cumulative_logprob == pytest.approx(-0.6)
+    assert growing().text == "" and growing().cumulative_logprob == 0
+
+
+def test_a_cursor_reads_only_what_may_be_shown():
+    sample = growing("ab", "", "cde", "f")
+    cursor = TextCursor(sample)
+    assert list(cursor.read()) == []
+    sample.num_emittable_chars = 1
+    assert list(cursor.read()) == [("a", sample.tokens[0])]
+    assert list(cursor.read()) == []
+    sample.num_emittable_chars = 4
+    assert list(cursor.read()) == [("b", sample.tokens[0]), ("cd", sample.tokens[2])]
+    sample.num_emittable_chars = 6
+    assert list(cursor.read()) == [("e", sample.tokens[2]), ("f", sample.tokens[3])]
+
+
+def test_a_cursor_reads_every_character_once():
+    rng = random.Random(1)
+    for _ in range(200):
+        texts = ["".join(rng.choices("xyz", k=rng.choice([0, 0, 1, 2, 5]))) for _ in range(rng.randrange(8))]
+        sample, seen = growing(), []
+        cursor = TextCursor(sample)
+        for token in growing(*texts).tokens:
+            sample.tokens.append(token)
+            sample.num_emittable_chars = rng.randint(sample.num_emittable_chars, len(sample.text))
+            seen += cursor.read()
+            assert "".join(text for text, _ in seen) == sample.text[:sample.num_emittable_chars]
+        sample.num_emittable_chars = len(sample.text)
+        seen += cursor.read()
+        for token in sample.tokens:
+            assert "".join(text for text, of in seen if of is token) == token.text

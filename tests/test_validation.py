@@ -1,0 +1,82 @@
+"""Which values the settings may have."""
+import math
+
+import pytest
+
+from configurator import find_settings
+from project import SCRIPT
+from sampling.validation import check_sampling_params, check_settings
+
+DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
+ALLOWED = {
+    "init_from": ["resume", "gpt2", "some/folder"],
+    "start": ["\n", "FILE:x", "None"],
+    "num_samples": [1, 10**9],
+    "max_new_tokens": [0, 1, 10**9],
+    "temperature": [0.0, 1e-30, 1e30],
+    "top_k": [None, 0, 1, 10**9],
+    "top_p": [None, 1e-9, 1.0],
+    "min_p": [None, 0.0, 1.0],
+    "repetition_penalty": [0.01, 1.0, 100.0],
+    "stop": [None, "a", [], ["a", "b"]],
+    "seed": [-2**63, 0, 2**64 - 1],
+    "device": ["auto", "cpu", "mps", "cuda", "cuda:0", "cuda:12"],
+    "dtype": ["auto", "float32", "bfloat16", "float16"],
+    "batch_size": [None, 1, 10**5],
+    "out_file": [None, "a.jsonl"],
+    "html_file": [None, "a.html"],
+}
+REFUSED = {
+    "init_from": (["", "scratch"], "init_from must be 'resume' or a Hugging Face id or folder"),
+    "start": ([""], "start is empty"),
+    "num_samples": ([0, -1, 10**9 + 1], "num_samples must be from 1"),
+    "max_new_tokens": ([-1, 10**9 + 1], "max_new_tokens must be from 0"),
+    "temperature": ([-0.1, math.inf, math.nan], "temperature must be 0"),
+    "top_k": ([-1], "top_k must be at least 1"),
+    "top_p": ([0.0, -0.5, 1.01, math.nan], "top_p must be above 0"),
+    "min_p": ([-0.01, 1.01, math.nan], "min_p must be from 0"),
+    "repetition_penalty": ([0.0, 0.009, 101.0, math.nan], "repetition_penalty must be from 0.01"),
+    "stop": (["", [""], ["a", 5], [None]], "stop must be a text"),
+    "seed": ([-2**63 - 1, 2**64], "seed must be between"),
+    "device": (["", "tpu", "cuda:", "cuda:x", "cuda:1 "], "device must be auto"),
+    "dtype": (["", "int8", "torch.float32"], "dtype must be auto"),
+    "batch_size": ([0, -1, 10**5 + 1], "batch_size must be from 1"),
+    "out_file": (["", "a\0b"], "out_file must be the path"),
+    "html_file": (["", "a\0b"], "html_file must be the path"),
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in ALLOWED.items() for value in values], ids=repr)
+def test_a_value_is_allowed(name, value):
+    check_settings(DEFAULTS | {name: value})
+
+
+@pytest.mark.parametrize("name, value, said", [(name, value, said) for name, (values, said) in REFUSED.items() for value in values], ids=repr)
+def test_a_value_is_refused_with_the_rule_and_itself(name, value, said):
+    with pytest.raises(ValueError) as error:
+        check_settings(DEFAULTS | {name: value})
+    assert said in str(error.value) and (name == "start" or repr(value) in str(error.value))
+
+
+def test_what_was_given_is_shown_shortly():
+    with pytest.raises(ValueError) as error:
+        check_settings(DEFAULTS | {"device": "x" * 10**6})
+    assert len(str(error.value)) < 200
+
+
+def test_the_files_must_differ(tmp_path):
+    for other in tmp_path / "a", tmp_path / "b" / ".." / "a":
+        with pytest.raises(ValueError, match="out_file and html_file must be two files"):
+            check_settings(DEFAULTS | {"out_file": str(tmp_path / "a"), "html_file": str(other)})
+    check_settings(DEFAULTS | {"out_file": str(tmp_path / "a"), "html_file": str(tmp_path / "b")})
+
+
+@pytest.mark.parametrize("name", ["out_file", "html_file"])
+def test_a_session_saves_nothing(name):
+    with pytest.raises(ValueError, match="leave out_file and html_file out"):
+        check_settings(DEFAULTS | {"interactive": True, name: "a"})
+
+
+def test_the_defaults_are_allowed():
+    check_settings(DEFAULTS)
+    check_sampling_params(DEFAULTS)
