@@ -57,8 +57,8 @@ def main(settings):
     from sampling.inputs.tokenizer import load_tokenizer
     from sampling.repl import run_repl
 
-    params = SamplingParams(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed,
-                            context_shift, num_logprobs=5 if html_file else 0 if out_file or show_probs else None)
+    params = SamplingParams.from_settings(
+        settings, num_logprobs=5 if html_file else 0 if out_file or show_probs else None)
     workers = Workers().connect() # one process, unless torchrun started more
     with pause_garbage_collection(), workers.fail_together():
         if interactive and workers.world_size > 1:

@@ -1,6 +1,6 @@
 """What is asked for, and what came of it: the types that cross from one part of the package to another."""
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from sampling.validation import check_sampling_params
@@ -25,6 +25,12 @@ class SamplingParams:
 
     def __post_init__(self):
         check_sampling_params(vars(self))
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], num_logprobs: int | None) -> "SamplingParams":
+        """The parameters among sample.py's settings, by name."""
+        names = [field.name for field in fields(cls) if field.name in settings]
+        return cls(**{name: settings[name] for name in names}, num_logprobs=num_logprobs)
 
     @property
     def stop_texts(self) -> list[str]:

@@ -4,7 +4,6 @@ Other cases at every call, for about an hour:
 
     python -m pytest --slow --hypothesis-profile=hour -k fuzz
 """
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -22,19 +21,6 @@ def load_profile(name):
 def fuzz(examples):
     """Try so many examples of a test with --slow."""
     return settings(max_examples=-(-examples * settings.default.max_examples // 100))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fuzz")
-
-
-@pytest.fixture(scope="module")
-def gpt2(vocabulary):
-    from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary))
-        return GPT2Tokenizer()
 
 
 literals = st.recursive(

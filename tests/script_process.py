@@ -18,7 +18,7 @@ from script_server import NUMBER, enter_session
 
 CLOSED = "closed" # a standard stream that the process does not have
 # Variables that Python, torch and the libraries below read while they are loaded.
-READ_ON_LOADING = re.compile("(OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|MALLOC|PYTHON|LC|LANG|LD|DYLD)(_|$)|PYTHON")
+READ_ON_LOADING = re.compile("(?!OMP_NUM_THREADS)(OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|MALLOC|PYTHON|LC_|LANG|LD_|DYLD)")
 
 
 def start_script(*arguments, cwd=PROJECT, env=None, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, new_session=False, separate=False):

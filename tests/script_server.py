@@ -13,6 +13,8 @@ import socket
 import struct
 import sys
 
+import torch  # and with it numpy; nothing here starts threads, which a fork would lack
+
 NUMBER = struct.Struct("i") # a process's id or exit status
 
 
@@ -55,6 +57,8 @@ def become(request, fds):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if num_threads := request["env"].get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(num_threads)) # the library read the variable when it was loaded
     sys.argv = [request["script"], *request["arguments"]]
     sys.path[0] = os.path.dirname(os.path.realpath(request["script"]))
     for fd, name in enumerate(["stdin", "stdout", "stderr"]):
@@ -80,6 +84,5 @@ def enter_session(new_session, closed):
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401 (and numpy; nothing that starts threads, which a fork would lack)
     become(*serve(socket.socket(fileno=int(sys.argv[1]))))
     runpy.run_path(sys.argv[0], run_name="__main__")

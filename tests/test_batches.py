@@ -2,18 +2,18 @@
 import random
 from itertools import pairwise
 
+import head
 import pytest
 import torch
-from conftest import CHARS, make_gpt, plain_generate, plain_shifting_generate, save_meta
-
-import head
 from batches import PAUSE, Chooser, Drawer, Reader, Sample
 from graphs import GraphedGPT
-from model import KVCache
 from packed import pack
 from prompts import Prompt
-from sampler import RowDraws, next_token
 from tokenizer import CharTokenizer, GPT2Tokenizer
+
+from conftest import CHARS, make_gpt, plain_generate, plain_shifting_generate, save_meta
+from model import KVCache
+from sampler import RowDraws, next_token
 
 PROMPTS = ["The ", "O", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "] # its block_size is 16
 

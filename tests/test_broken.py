@@ -8,11 +8,11 @@ import zipfile
 
 import pytest
 import torch
-from conftest import end_as_torch, make_gpt, make_transformers_gpt2, save_checkpoint, save_meta
-
 import weights
 from loading import load
 from tokenizer import CharTokenizer
+
+from conftest import end_as_torch, make_gpt, make_transformers_gpt2, save_checkpoint, save_meta
 
 CASES = {"ckpt.pt": 1000, "old ckpt.pt": 1000, "model.safetensors": 500, "pytorch_model.bin": 500, "meta.pkl": 300, "config.json": 300}
 SMALL = dict(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5)

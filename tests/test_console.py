@@ -8,12 +8,12 @@ import sys
 import time
 
 import pytest
-from conftest import PROJECT, Terminal, make_gpt, save_checkpoint, save_meta
-from tqdm import tqdm
-
 from batches import Sample
 from console import Printer, Progress
 from prompts import Prompt
+from tqdm import tqdm
+
+from conftest import PROJECT, Terminal, make_gpt, save_checkpoint, save_meta
 
 RUN = ("--start=The ", "--num_samples=3", "--max_new_tokens=30", "--device=cpu")
 

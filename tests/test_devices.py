@@ -4,12 +4,12 @@ import subprocess
 import sys
 from contextlib import nullcontext
 
+import devices
 import pytest
 import torch
-from conftest import PROJECT, make_gpt, save_checkpoint
-
-import devices
 from devices import choose_dtype, hold_memory, out_of_memory, return_memory
+
+from conftest import PROJECT, make_gpt, save_checkpoint
 
 
 @pytest.mark.parametrize("native, emulated, name, expected", [

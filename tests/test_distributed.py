@@ -9,9 +9,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import PROJECT, make_gpt, save_checkpoint
-
 from distributed import LOST, TOLD, Team
+
+from conftest import PROJECT, make_gpt, save_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="torchrun's processes are forked")
 MANY = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--batch_size=2", "--device=cpu")

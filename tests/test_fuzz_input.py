@@ -8,15 +8,15 @@ from contextlib import redirect_stderr, redirect_stdout
 from itertools import chain
 
 import pytest
-from conftest import PROJECT
-from fuzzing import fuzz, ids, literals
+import rules
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-
-import rules
-from configurator import find_settings, override
 from prompts import Prompts
 from tokenizer import CharTokenizer
+
+from configurator import find_settings, override
+from conftest import PROJECT
+from fuzzing import fuzz, ids, literals
 
 pytest_plugins = ["fuzzing"]
 

@@ -7,19 +7,19 @@ from contextlib import redirect_stdout
 import numpy as np
 import pytest
 import torch
-from conftest import CHARS, make_gpt, save_meta
-from fuzzing import fuzz, ids, literals
-from hypothesis import assume, example, given
-from hypothesis import strategies as st
-
 from batches import Drawer, Sample
 from console import Printer
 from graphs import GraphedGPT
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from packed import pack
 from prompts import Prompt
-from sampler import RowDraws, next_token
 from saving import SampleFile
 from tokenizer import CharTokenizer
+
+from conftest import CHARS, make_gpt, save_meta
+from fuzzing import fuzz, ids, literals
+from sampler import RowDraws, next_token
 
 pytest_plugins = ["fuzzing"]
 

@@ -1,11 +1,11 @@
 """Steps that read and write in place, for CUDA graphs, give what GPT.generate gives; here mostly without graphs."""
+import graphs
 import pytest
 import torch
-from conftest import make_gpt, plain_generate
-
-import graphs
 from batches import Chooser
 from graphs import GraphedGPT, Steps
+
+from conftest import make_gpt, plain_generate
 from model import KVCache
 from sampler import RowDraws, exponentials
 

@@ -1,12 +1,12 @@
 """A head that is read in half its bytes leaves none of the k largest logits out."""
-import pytest
-import torch
-from conftest import make_gpt, plain_generate
-
 import head
 import onednn
+import pytest
+import torch
 from head import Head, Sketch
 from packed import pack
+
+from conftest import make_gpt, plain_generate
 
 pytestmark = pytest.mark.skipif(not onednn.available(torch.bfloat16), reason="this torch has not the operators")
 

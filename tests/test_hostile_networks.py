@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+
 from attacks import TUPLES, call, needs_linux, nested, place, poison, tensor, value
 from conftest import SHAPE, make_gpt, save_checkpoint, save_meta
 

@@ -6,6 +6,8 @@ import unicodedata
 from contextlib import suppress
 
 import pytest
+from guard import MOST_STEPS
+
 from attacks import (
     CONTROLS,
     LISTS,
@@ -22,8 +24,6 @@ from attacks import (
     value,
 )
 from conftest import SHAPE, make_gpt, save_checkpoint, save_meta
-
-from guard import MOST_STEPS
 
 pytest_plugins = ["attacks"]
 pytestmark = needs_linux

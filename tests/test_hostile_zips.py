@@ -4,6 +4,7 @@ import zipfile
 
 import pytest
 import torch
+
 from attacks import needs_linux, place, poison, tensor, value, zip_of
 
 pytest_plugins = ["attacks"]

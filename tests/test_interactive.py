@@ -3,6 +3,7 @@ import sys
 import time
 
 import pytest
+
 from conftest import Terminal
 
 HERE = ("--interactive", "--device=cpu", "--max_new_tokens=30")

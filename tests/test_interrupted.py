@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
 from conftest import PROJECT, make_gpt, save_checkpoint
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux")

@@ -1,15 +1,15 @@
 """Packed layers give what plain ones give."""
 import math
 
+import onednn
+import packed
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import make_gpt, plain_generate
-
-import onednn
-import packed
 import window
 from packed import PackedBlock, pack
+
+from conftest import make_gpt, plain_generate
 
 WIDE = dict(n_embd=onednn.NARROW, n_head=4, n_layer=2)
 

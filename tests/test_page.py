@@ -4,9 +4,9 @@ import math
 import re
 
 import pytest
-from pages import ABOUT, HOSTILE, SAMPLES, SHOWN, add, token, write
-
 from page import Page
+
+from pages import ABOUT, HOSTILE, SAMPLES, SHOWN, add, token, write
 
 
 def test_a_sample_is_in_the_file_at_once(tmp_path):

@@ -4,9 +4,9 @@ import shutil
 from itertools import pairwise
 
 import pytest
-from pages import HOSTILE, PROBABILITIES, SHOWN, add, token, words, write
-
 from page import Page
+
+from pages import HOSTILE, PROBABILITIES, SHOWN, add, token, words, write
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")

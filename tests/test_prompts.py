@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PROJECT, save_meta
-
 from prompts import Prompt, Prompts, read_prompts
 from tokenizer import CharTokenizer
+
+from conftest import PROJECT, save_meta
 
 
 def texts(start):

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
-from conftest import PROJECT, RULE, nanogpt_samples
-
 from tokenizer import CharTokenizer
+
+from conftest import PROJECT, RULE, nanogpt_samples
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in (PROJECT / "config").glob("*.py")))

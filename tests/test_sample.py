@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizer import GPT2Tokenizer
+
 from conftest import (
     CHARS,
     PROJECT,
@@ -22,8 +24,6 @@ from conftest import (
     save_checkpoint,
     save_meta,
 )
-
-from tokenizer import GPT2Tokenizer
 
 FAST = "--num_samples=1", "--max_new_tokens=5"
 

@@ -1,9 +1,9 @@
 """The next token, and the random stream that it is drawn from."""
 import pytest
 import torch
-from conftest import make_gpt
 
 import sampler
+from conftest import make_gpt
 from model import GPT, GPTConfig
 from sampler import RowDraws, enough, initialisation_numbers, next_token, skip_numbers
 

@@ -10,11 +10,11 @@ import sys
 import time
 
 import pytest
-from conftest import PROJECT, make_gpt, save_checkpoint
-
 from batches import Sample
 from prompts import Prompt
 from saving import SampleFile
+
+from conftest import PROJECT, make_gpt, save_checkpoint
 
 RUN = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--stop=e", "--batch_size=4", "--device=cpu")
 
@@ -50,6 +50,7 @@ def test_a_line_a_sample(sample, folder, whole):
 
 def test_log_probabilities_are_the_networks(folder, whole):
     import torch
+
     from conftest import CHARS
     model = make_gpt()
     for line in map(json.loads, whole[0].splitlines()):

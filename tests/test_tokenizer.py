@@ -5,9 +5,9 @@ import re
 import tracemalloc
 
 import pytest
-from conftest import CHARS, save_meta
-
 from tokenizer import CharTokenizer, GPT2Tokenizer, load_tokenizer
+
+from conftest import CHARS, save_meta
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import PROJECT, SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint
-
 import weights
-from model import GPT
 from weights import find_checkpoint, load_checkpoint, load_huggingface
+
+from conftest import PROJECT, SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint
+from model import GPT
 
 
 def same_network(path, model):

@@ -21,7 +21,7 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: b
     if device.type == "cuda":
         from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
         torch.set_float32_matmul_precision("high") # TF32, as nanoGPT has it
-        torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN makes a plan for every shape, and every length is a new shape
+        torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN plans for every shape anew, and every length is a shape
         return CUDAGraphGPT(gpt, compile)
     backend = packed_or_eager(gpt, device, dtype, compile, pack_eagerly)
     if device.type == "cpu":

@@ -105,6 +105,20 @@ def test_a_batch_of_the_same_size_reuses_the_graphs(recorded, monkeypatch):
     assert len(recorded) > num_graphs, "another batch size needs new ones"
 
 
+def test_a_longer_batch_gets_a_larger_cache(monkeypatch):
+    monkeypatch.setattr(decode_state, "BUCKET", 4)
+    gpt = CUDAGraphGPT(make_gpt())
+    for max_new_tokens in 1, 9, 30:
+        assert torch.equal(generate(gpt, prompt_of(3), max_new_tokens), gpt.model.generate(prompt_of(3), max_new_tokens, 0))
+
+
+def test_another_sampler_gets_its_own_graphs(recorded):
+    gpt, idx = CUDAGraphGPT(make_gpt()), prompt_of(3, 2)
+    greedy, penalized = generate(gpt, idx, 9), TokenSampler(0, repetition_penalty=2.0, check_finite=False)
+    expected = gpt.model.generate(idx, 9, 0, repetition_penalty=2.0)
+    assert not torch.equal(greedy, expected) and torch.equal(generate(gpt, idx, 9, penalized), expected)
+
+
 @pytest.mark.parametrize("context_shift", [True, False])
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["graphs", "direct"])
 def test_rows_may_leave_the_batch(context_shift, is_recorded, request):

@@ -11,14 +11,39 @@ from sampling.backends.cpu.packed_linear import NARROW, PackedLinear, is_support
 
 needs_operators = pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
 
+USES = [ # numbers of rows, one after another; the use that packs the layer, counted from 1: on Intel, elsewhere
+    ((5, 1, 1, 1), None, 3), ((5, 3, 3, 1), None, 3), ((5, 4, 4, 1), 3, 3), ((7, 7, 8, 1), 2, 2), ((9, 8, 7, 1), None, None),
+    ((29, 1, 29, 1), None, None), ((30, 1, 1, 1), None, 1), ((1, 31, 31, 2), 3, 2)]
+
 
 @needs_operators
-@pytest.mark.parametrize("rows, packed_on_intel, packed_elsewhere, width, pack_eagerly, processor", [
-    pytest.param(*uses.values[0], *case.values, marks=case.marks, id=f"{uses.values[0][0]}-{case.id}")
-    for uses in cases([
-        ((5, 1, 1, 1), None, 3), ((5, 3, 3, 1), None, 3), ((5, 4, 4, 1), 3, 3), ((7, 7, 8, 1), 2, 2), ((9, 8, 7, 1), None, None),
-        ((29, 1, 29, 1), None, None), ((30, 1, 1, 1), None, 1), ((1, 31, 31, 2), 3, 2)], quick=lambda uses: True)
-    for case in cases([NARROW - 1, NARROW], [False, True], ["Intel", "AMD"], quick=lambda width, eagerly, processor: width == NARROW and not eagerly)],
+@pytest.mark.parametrize("uses, width, pack_eagerly, processor", cases(USES, [NARROW - 1, NARROW], [False, True], ["Intel", "AMD"],
+    quick=lambda uses, width, pack_eagerly, processor: (not pack_eagerly and width == NARROW) or uses == USES[2]),
     indirect=["processor"])
-def test_a_layer_is_packed_for_many_rows_or_for_as_many_rows_twice(rows, packed_on_intel, packed_elsewhere, width, pack_eagerly, processor):
-    pass
+def test_a_layer_is_packed_eagerly_or_for_many_rows_or_for_as_many_twice(uses, width, pack_eagerly, processor, monkeypatch):
+    monkeypatch.setattr(packed_linear, "INTEL", packed_linear.INTEL._replace(min_rows_once=math.inf))
+    monkeypatch.setattr(packed_linear, "OTHERS", packed_linear.OTHERS._replace(min_rows_once=30))
+    rows, on_intel, elsewhere = uses
+    packing_use = 0 if pack_eagerly else on_intel if processor == "Intel" else elsewhere
+    weight, bias = torch.randn(NARROW, width), torch.randn(NARROW)
+    layer = PackedLinear(weight, bias, pack_eagerly)
+    for use, n in enumerate(rows, 1):
+        x, residual = torch.randn(n, width), torch.randn(n, NARROW)
+        torch.testing.assert_close(layer(x, residual=residual), F.linear(x, weight, bias) + residual, atol=1e-4, rtol=1e-4)
+        is_packed = packing_use is not None and use >= packing_use
+        assert layer.weight.is_mkldnn == is_packed
+        assert (layer.plain_weight is None) == (is_packed and width >= NARROW), "it would take memory for nothing"
+
+
+@pytest.mark.parametrize("cpuinfo, expected", [("vendor_id\t: GenuineIntel\n", True), ("vendor_id\t: AuthenticAMD\n", False), (None, False)])
+def test_the_thresholds_are_those_of_the_processor(cpuinfo, expected, monkeypatch):
+    def read_text(path):
+        if cpuinfo is None:
+            raise FileNotFoundError(path)
+        return cpuinfo
+    monkeypatch.setattr(packed_linear.Path, "read_text", read_text)
+    monkeypatch.setattr(packed_linear.platform, "processor", lambda: "AMD64 Family 25 Model 80 Stepping 0, AuthenticAMD")
+    packed_linear.is_intel_cpu.cache_clear()
+    assert (pack_thresholds(torch.float32) is packed_linear.INTEL) == expected
+    assert pack_thresholds(torch.bfloat16) is packed_linear.OTHERS
+    packed_linear.is_intel_cpu.cache_clear()

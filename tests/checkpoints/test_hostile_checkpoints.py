@@ -34,11 +34,11 @@ TENSORS = {
 }
 
 
-QUICK = {"beyond-its-storage", "storage-of-terabytes", "negative-stride", "overflowing-size", "expanded", "many-dimensions",
+QUICK = {"beyond-its-storage", "storage-of-terabytes", "negative-stride", "overflowing-size", "expanded", "1000-dimensions",
          "storage-outside", "no-such-type", "sparse", "itself"}
 
 
-@pytest.mark.parametrize("piece", cases(TENSORS, quick=TENSORS))
+@pytest.mark.parametrize("piece", cases(TENSORS, quick=TENSORS.keys() - {"many-dimensions"}))
 def test_impossible_tensors_are_refused(piece, refused, good, tmp_path):
     model = b"}" + value("transformer.wpe.weight") + piece + b"s"
     write_checkpoint(tmp_path, poison(good, "model", model + value("model_args") + value(SHAPE | {"block_size": 2**25})))
@@ -77,9 +77,10 @@ def test_a_model_larger_than_its_file_is_refused(change, refused, tmp_path):
     refused("claims tensors of")
 
 
-def test_a_large_storage_under_many_names_is_summed_once(refused, tmp_path):
-    model, large = make_gpt(), torch.zeros(2**23)
-    views = {f"transformer.h.0.x{i}": large[i:i + 1] for i in range(6000)}
+@pytest.mark.parametrize("num_names", [1000, pytest.param(6000, marks=pytest.mark.slow)])
+def test_the_checksum_of_a_storage_under_many_names_is_computed_once(num_names, refused, tmp_path):
+    model, large = make_gpt(), torch.zeros(2**24)
+    views = {f"transformer.h.0.x{i}": large[i:i + 1] for i in range(num_names)}
     save_checkpoint(tmp_path / "out", model, model=model.state_dict() | views, optimizer=None)
     refused("unexpected: transformer.h.0.x0")
 

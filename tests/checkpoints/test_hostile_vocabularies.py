@@ -21,6 +21,7 @@ def test_hostile_vocabularies_are_refused(meta, refused, good, tmp_path):
     refused("out/meta.pkl", place("meta.pkl", value(meta), tmp_path, good))
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_all_characters_is_read(load_apart, tmp_path):
     """It is the largest honest one."""
     chars = "".join(char for char in map(chr, range(sys.maxunicode)) if unicodedata.category(char) not in ("Cn", "Co", "Cs"))

@@ -65,8 +65,9 @@ def test_records_that_overlap_are_refused(refused, good, tmp_path):
     refused("its records overlap")
 
 
-def test_a_long_pickle_is_not_read(refused, tmp_path):
-    write_checkpoint(tmp_path, zip_of(b"N." + b"N" * 300_000_000, []))
+@pytest.mark.parametrize("size", [10_000_000, pytest.param(300_000_000, marks=pytest.mark.slow)])
+def test_a_long_pickle_is_not_read(size, refused, tmp_path):
+    write_checkpoint(tmp_path, zip_of(b"N." + b"N" * size, []))
     refused("its pickle has more than 8388608 bytes")
 
 

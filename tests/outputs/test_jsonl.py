@@ -211,7 +211,7 @@ def test_a_run_resumes_wherever_its_file_was_truncated(sample, folder, whole, pr
 
 @pytest.mark.slow
 def test_a_killed_run_resumes(sample, folder):
-    run = ("--num_samples=400", "--max_new_tokens=30", "--batch_size=8", "--start=The ", "--device=cpu")
+    run = ("--num_samples=200", "--max_new_tokens=30", "--batch_size=8", "--start=The ", "--device=cpu")
     assert sample(*run, "--out_file=uninterrupted.jsonl", cwd=folder).returncode == 0
     for deadly in signal.SIGKILL, signal.SIGTERM, signal.SIGINT:
         process = start_script(*run, "--out_file=killed.jsonl", cwd=folder)

@@ -4,8 +4,6 @@ With a single row, a product takes as long as reading its weight, and the head h
 bfloat16 copy gives approximate logits with an error bound. Only the tokens whose logits may be among the k largest,
 the shortlist, get exact float32 logits.
 """
-from functools import cached_property
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,18 +31,15 @@ class ShortlistLMHead:
         if weight_is_shared and weight.dtype == torch.float32 and is_large and is_supported(torch.bfloat16):
             self.max_shortlist = int(len(weight) * MAX_SHORTLIST_FRACTION)
         self.weight = weight.detach() if self.max_shortlist else None
+        self.approximation: Bfloat16Approximation | None = None # made at its first use
         self.k, self.budget = None, FAILURE_BUDGET
         self.ready = pack_eagerly # the first token does not wait until the bfloat16 copy is made
-
-    @cached_property
-    def approximation(self) -> "Bfloat16Approximation":
-        """Made at its first use."""
-        return Bfloat16Approximation(self.weight)
 
     def __call__(self, x: Tensor, k: int | None = None) -> Logits:
         """(B, E) -> Logits (B, V). k: how many of the largest are needed, and all that tie with the last of them;
         None: all of them."""
         if k and 0 < k <= self.max_shortlist and len(x) == 1 and self.ready and self.worth_trying(k):
+            self.approximation = self.approximation or Bfloat16Approximation(self.weight)
             logits, shortlist = self.approximation.shortlist(x, k)
             if k <= len(shortlist) <= self.max_shortlist:
                 self.budget = min(self.budget + 0.5, FAILURE_BUDGET)
@@ -59,7 +54,7 @@ class ShortlistLMHead:
         if self.k != k:
             self.k, self.budget = k, FAILURE_BUDGET
         if self.budget <= 0:
-            vars(self).pop("approximation", None) # frees its memory
+            self.approximation = None # frees its memory
         return self.budget > 0
 
 

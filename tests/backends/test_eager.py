@@ -1,0 +1,35 @@
+"""The plain GPT as a backend, compiled or not."""
+import pytest
+import torch
+
+from models import make_gpt
+from sampling.backends.eager import EagerGPT
+from sampling.sampler.sample_token import TokenSampler
+
+
+@pytest.mark.parametrize("context_shift", [False, True])
+def test_it_samples_the_same_tokens_as_gpt(context_shift):
+    model, idx = make_gpt(), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    torch.manual_seed(3)
+    expected = model.generate(idx, 30, 0.8, 20, context_shift=context_shift)
+    torch.manual_seed(3)
+    stream = EagerGPT(model).generate_stream(idx, 30, TokenSampler(0.8, 20), context_shift)
+    assert torch.equal(torch.cat([idx, *stream], dim=1), expected)
+
+
+@pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
+@pytest.mark.parametrize("n_layer, context_shift", [(1, False), pytest.param(2, False, marks=pytest.mark.slow),
+                                                    pytest.param(2, True, marks=pytest.mark.slow)])
+def test_compiled_it_samples_the_same_tokens_and_warm_up_has_compiled_all(n_layer, context_shift):
+    def num_graphs():
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model, idx, at_first = make_gpt(n_layer=n_layer), torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0)), num_graphs()
+    torch.manual_seed(3)
+    expected = model.generate(idx, 20, context_shift=context_shift)
+    backend = EagerGPT(model, compile=True)
+    backend.warm_up_compile(idx, 20, context_shift)
+    warm = num_graphs()
+    assert warm > at_first
+    torch.manual_seed(3)
+    assert torch.equal(torch.cat([idx, *backend.generate_stream(idx, 20, TokenSampler(), context_shift)], dim=1), expected)
+    assert num_graphs() == warm, "nothing is compiled while it generates"

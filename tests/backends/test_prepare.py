@@ -1,0 +1,104 @@
+"""From a GPT to the backend that runs it."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from models import make_gpt
+from oracles import plain_generate
+from sampling.backends import prepare
+from sampling.backends.cpu import packed_linear
+from sampling.backends.cpu.packed_gpt import PackedGPT
+from sampling.backends.cpu.packed_linear import is_supported
+from sampling.backends.eager import EagerGPT
+from sampling.backends.prepare import cast_linears, prepare_model, warm_up_compile
+from sampling.params import SamplingParams
+from sampling.sampler.sample_token import TokenSampler
+
+CPU = torch.device("cpu")
+IDX = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+
+
+@pytest.fixture(autouse=True)
+def trims(monkeypatch):
+    """The heap of the test process stays as it is. Lists the calls that would have changed it."""
+    calls = []
+    monkeypatch.setattr(prepare, "disable_malloc_trim", lambda: calls.append("disable_malloc_trim"))
+    return calls
+
+
+def generate(backend, max_new_tokens):
+    """Ids (B, T + max_new_tokens), the most likely ones."""
+    return torch.cat([IDX, *backend.generate_stream(IDX, max_new_tokens, TokenSampler(temperature=0))], dim=1)
+
+
+@pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
+@pytest.mark.parametrize("pack_eagerly", [False, True])
+def test_a_cpu_runs_packed_layers(pack_eagerly, trims):
+    backend = prepare_model(make_gpt(), CPU, torch.float32, pack_eagerly=pack_eagerly)
+    assert isinstance(backend, PackedGPT) and backend.device == CPU
+    assert backend.blocks[0].c_attn.weight.is_mkldnn == pack_eagerly
+    assert torch.equal(generate(backend, 20), make_gpt().generate(IDX, 20, temperature=0))
+    assert trims == ["disable_malloc_trim"]
+
+
+def test_a_cpu_without_the_operators_runs_the_gpt_itself(monkeypatch, trims):
+    monkeypatch.setattr(packed_linear, "is_supported", lambda dtype: False)
+    model = make_gpt()
+    layers = list(model.modules())
+    backend = prepare_model(model, CPU, torch.float32)
+    assert isinstance(backend, EagerGPT) and list(backend.model.modules()) == layers
+    assert trims == ["disable_malloc_trim"]
+
+
+@pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
+def test_with_compile_a_cpu_runs_the_gpt_itself(monkeypatch):
+    """Inductor cannot see into packed weights."""
+    monkeypatch.setattr(torch._inductor.config, "freezing", False) # restored afterwards: EagerGPT sets it
+    assert isinstance(prepare_model(make_gpt(), CPU, torch.float32, compile=True), EagerGPT)
+
+
+@pytest.mark.parametrize("has_operators", [True, False])
+def test_float16_generates_whether_or_not_it_can_be_packed(has_operators, monkeypatch):
+    if not has_operators:
+        monkeypatch.setattr(packed_linear, "is_supported", lambda dtype: False)
+    with torch.autocast("cpu", torch.float16):
+        assert generate(prepare_model(make_gpt(), CPU, torch.float16), 20).shape == (2, 25)
+
+
+def test_cast_linears_give_the_logits_of_autocast():
+    """Autocast would cast the same weights at every step."""
+    idx = torch.randint(61, (2, 14), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = make_gpt()(idx)[0]
+        model = cast_linears(make_gpt(), torch.bfloat16)
+        assert torch.equal(model(idx)[0], expected)
+        assert model.new_cache(1, 1).layers[0].dtype == torch.bfloat16
+        torch.testing.assert_close(model.generate(idx, 10, top_k=1)[:, :15], plain_generate(make_gpt(), idx, 1, top_k=1))
+    assert cast_linears(make_gpt(), torch.float32).lm_head.weight.dtype == torch.float32
+
+
+def test_in_float32_the_head_stays_tied():
+    """There is one parameter. Two would be moved to a GPU one by one."""
+    model = cast_linears(make_gpt(), torch.float32)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize("prompt_length, expected", [(None, 1), (5, 5), (99, 16)]) # its block_size is 16
+def test_each_batch_size_is_compiled_for_the_prompt(prompt_length, expected):
+    calls, messages = [], []
+
+    class Backend(EagerGPT):
+        def warm_up_compile(self, idx, *arguments):
+            calls.append((tuple(idx.shape), *arguments))
+    warm_up_compile(Backend(make_gpt()), prompt_length, [4, 3], SamplingParams(20, context_shift=True), messages.append)
+    assert calls == [((4, expected), 20, True), ((3, expected), 20, True)]
+    assert messages[0] == "compiling ..." and messages[1].startswith("compiled in ")
+
+
+def test_a_compiler_that_fails_is_an_error_that_says_what_to_do():
+    def warm_up(idx, max_new_tokens, context_shift):
+        raise RuntimeError("no C++ compiler")
+    backend = SimpleNamespace(config=make_gpt().config, device=CPU, warm_up_compile=warm_up)
+    with pytest.raises(ValueError, match=r"^compile=True does not work here, leave it out \(RuntimeError: no C\+\+ compiler\)$"):
+        warm_up_compile(backend, 5, [1], SamplingParams(), print)

@@ -1,0 +1,39 @@
+"""Which samples are generated together."""
+import pytest
+
+from sampling.generation.batching import group_by_length, next_batch, partition, visible_prompt
+from sampling.params import Prompt, Sample, SampleRequest
+
+
+def request(index, prompt_length=1, already_saved=False):
+    return SampleRequest(index, Prompt("a" * prompt_length), list(range(prompt_length)), already_saved)
+
+
+def test_batches_of_saved_samples_are_skipped_and_others_stay_whole():
+    requests = iter([request(i, already_saved=i in (0, 1, 2, 4, 6, 7, 8)) for i in range(10)])
+    batches = [[item.index for item in next_batch(requests, 3)] for _ in range(4)]
+    assert batches == [[3, 4, 5], [9], [], []]
+
+
+@pytest.mark.parametrize("length, expected", [(3, [0, 1, 2]), (4, [0, 1, 2, 3]), (6, [2, 3, 4, 5])])
+def test_the_model_sees_the_end_of_a_prompt(length, expected):
+    assert visible_prompt(Sample(request(0, length)), block_size=4) == expected
+
+
+@pytest.mark.parametrize("lengths, block_size, max_new_tokens, expected", [
+    ([5, 5, 5], 99, 10, [[0, 1, 2]]),
+    ([1, 30, 11, 40, 12], 99, 10, [[0, 2], [1, 3], [4]]), # 12 is too far from 1, and 30 from 12
+    ([30, 1, 2], 99, 10, [[0], [1, 2]]), # in the order of their first samples
+    ([30, 1, 2], 8, 10, [[0, 1, 2]]), # the model sees 8 tokens of the first
+    ([1, 2], 99, 0, [[0], [1]]),
+], ids=str)
+def test_the_prompts_of_a_group_differ_in_length_by_no_more_than_a_sample_has_tokens(lengths, block_size, max_new_tokens, expected):
+    samples = [Sample(request(i, length)) for i, length in enumerate(lengths)]
+    groups = group_by_length(samples, block_size, max_new_tokens)
+    assert [sorted(sample.index for sample in group) for group in groups] == expected
+
+
+@pytest.mark.parametrize("num_items, num_parts, expected", [
+    (7, 3, [[0, 1], [2, 3], [4, 5, 6]]), (6, 3, [[0, 1], [2, 3], [4, 5]]), (1, 3, [[], [], [0]]), (0, 2, [[], []])])
+def test_parts_are_consecutive_and_differ_by_one_at_most(num_items, num_parts, expected):
+    assert partition(list(range(num_items)), num_parts) == expected

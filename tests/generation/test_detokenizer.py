@@ -1,0 +1,95 @@
+"""From sampled tokens to the text of a sample, up to a stop text."""
+import pytest
+
+from engines import cut
+from sampling.generation.detokenizer import IncrementalDetokenizer, StopChecker, partial_match_len
+from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token
+
+
+def new_sample():
+    return Sample(SampleRequest(0, Prompt("a"), [64]))
+
+
+def append_all(tokenizer, ids, max_new_tokens, stop=None):
+    """The sample of these ids. What follows its end is not appended."""
+    sample = new_sample()
+    detokenizer = IncrementalDetokenizer(sample, tokenizer, SamplingParams(max_new_tokens, stop=stop))
+    for token_id in ids:
+        if not sample.finish_reason:
+            detokenizer.append(token_id)
+    return sample
+
+
+@pytest.mark.parametrize("text", ["naïve 🙂 café — 日本語", "e\N{COMBINING ACUTE ACCENT}", "plain"])
+def test_a_character_of_several_tokens_comes_whole(gpt2_encoding, text):
+    tokenizer = GPT2Tokenizer()
+    ids = tokenizer.encode(text)
+    assert append_all(tokenizer, ids, len(ids)).text == text
+    for length in range(1, len(ids) + 1): # a sample may also end within a character
+        assert append_all(tokenizer, ids[:length], length).text == tokenizer.decode(ids[:length])
+
+
+@pytest.mark.parametrize("stop", [[], ["語"], ["\N{REPLACEMENT CHARACTER}"]], ids=ascii)
+def test_emittable_text_ends_between_characters(gpt2_encoding, stop):
+    tokenizer, text = GPT2Tokenizer(), "naïve 🙂 — 日本語 x"
+    ids, shown, sample = tokenizer.encode(text), [], new_sample()
+    detokenizer = IncrementalDetokenizer(sample, tokenizer, SamplingParams(len(ids), stop=stop))
+    for token_id in ids:
+        if not sample.finish_reason:
+            detokenizer.append(token_id)
+        shown.append(sample.text[:sample.num_emittable_chars])
+    assert sample.text == cut(text, stop) and all(text.startswith(part) for part in shown)
+
+
+def test_tokens_keep_their_ids_and_logprobs(tokenizer):
+    sample = new_sample()
+    detokenizer = IncrementalDetokenizer(sample, tokenizer, SamplingParams(3))
+    ids = tokenizer.encode("abc")
+    for i, token_id in enumerate(ids):
+        assert sample.finish_reason is None
+        detokenizer.append(token_id, -float(i), (("x", -0.5),))
+    assert sample.tokens == [Token(token_id, char, -float(i), (("x", -0.5),)) for i, (token_id, char) in enumerate(zip(ids, "abc", strict=True))]
+    assert (sample.finish_reason, sample.cumulative_logprob, sample.num_emittable_chars) == ("length", -3, 3)
+
+
+@pytest.mark.parametrize("text, stop, expected, num_tokens, finish_reason", [
+    ("abcdef", "cd", "ab", 4, "stop"),
+    ("abcdef", ["ef", "cde"], "ab", 5, "stop"), # "ef" would begin later
+    ("abcdef", "f", "abcde", 6, "stop"), # also as the last token
+    ("abcdef", "a", "", 1, "stop"),
+    ("ababac", "abac", "ab", 6, "stop"), # the first "aba" does not hide the second
+    ("abcdef", "fg", "abcdef", 6, "length"),
+])
+def test_a_stop_text_ends_a_sample_whose_tokens_stay_with_less_text(tokenizer, text, stop, expected, num_tokens, finish_reason):
+    sample = append_all(tokenizer, tokenizer.encode(text), 6, stop)
+    assert (sample.text, sample.finish_reason, sample.num_emittable_chars) == (expected, finish_reason, len(expected))
+    assert sample.token_ids == tokenizer.encode(text)[:num_tokens]
+    assert [token.text for token in sample.tokens] == [*expected, *[""] * (num_tokens - len(expected))]
+
+
+def test_the_beginning_of_a_stop_text_is_withheld_until_it_is_known(tokenizer):
+    sample, shown = new_sample(), []
+    detokenizer = IncrementalDetokenizer(sample, tokenizer, SamplingParams(6, stop=["bcd", "bb"]))
+    for token_id in tokenizer.encode("abcabc"):
+        detokenizer.append(token_id)
+        shown.append(sample.text[:sample.num_emittable_chars])
+    assert shown == ["a", "a", "a", "abca", "abca", "abcabc"], "the end is shown: nothing follows"
+
+
+def test_a_stop_text_inside_a_token_and_across_tokens(gpt2_encoding):
+    tokenizer = GPT2Tokenizer()
+    ids = tokenizer.encode("Hello there, something else")
+    for stop in "ello", "lo the", "re, s", "g else", "some":
+        sample = append_all(tokenizer, ids, len(ids), stop)
+        assert (sample.text, sample.finish_reason) == (cut("Hello there, something else", [stop]), "stop")
+
+
+def test_the_stop_checker_counts_from_the_end():
+    checker = StopChecker(["xyz", "b"])
+    assert [checker.check_stop(text) for text in ("ax", "yy", "aax", "yzz")] == [(0, 1), (0, 0), (0, 1), (4, 0)]
+
+
+@pytest.mark.parametrize("text, stop, expected", [("ab", "bcd", 1), ("abc", "bcd", 2), ("abcd", "bcd", 0), ("", "bcd", 0), ("aba", "abab", 3)])
+def test_how_much_of_a_stop_text_has_come(text, stop, expected):
+    assert partial_match_len(text, stop) == expected

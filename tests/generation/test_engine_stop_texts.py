@@ -1,0 +1,70 @@
+"""Samples end where a stop text begins, and stream as they grow."""
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from engines import PARAMS, PROMPTS, cut, generate, one_by_one, requests_of
+from models import make_gpt
+from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+
+BACKENDS = ["eager", "packed", "shortlist", "steps", "graphs"]
+
+
+@pytest.mark.parametrize("make_engine, stream, num_rounds", [
+    pytest.param(backend, stream, rounds, id=f"{backend}-{'stream' if stream else 'whole'}-{rounds}", marks=pytest.mark.slow if rounds > 1 else [])
+    for backend in BACKENDS for stream in (True, False) for rounds in (1, 10)], indirect=["make_engine"])
+def test_a_sample_ends_where_a_stop_text_begins(tokenizer, make_engine, stream, num_rounds):
+    requests, rng = requests_of(tokenizer, PROMPTS, 2), random.Random(1)
+    full = [tokenizer.decode(ids) for ids in one_by_one(make_gpt(), requests, 30)]
+    for _ in range(num_rounds):
+        texts = rng.choices(full, k=3)
+        stops = [text[start:start + rng.randint(1, 4)] for text in texts for start in [rng.randrange(25)]]
+        params = replace(PARAMS, max_new_tokens=30, stop=stops)
+        found = generate(make_engine(make_gpt(), tokenizer, params, batch_size=6, stream=stream), requests)
+        assert [sample.text for sample in found] == [cut(text, stops) for text in full]
+        for sample, text in zip(found, full, strict=True):
+            assert sample.finish_reason == ("stop" if cut(text, stops) != text else "length")
+            assert tokenizer.decode(sample.token_ids).startswith(sample.text)
+            assert sample.num_emittable_chars == len(sample.text)
+
+
+def test_finished_rows_are_not_computed_any_further(tokenizer, make_engine):
+    model, batch_sizes, requests = make_gpt(), [], requests_of(tokenizer, ["O"], 6)
+    full = [tokenizer.decode(ids) for ids in one_by_one(make_gpt(), requests, 12)]
+    stop = max("".join(full), key="".join(full).count)
+    ends = sorted(min(12, len(cut(text, [stop])) + 1) for text in full)
+    assert len(set(ends)) > 1
+    model.transformer.h[0].register_forward_hook(lambda module, args, result: batch_sizes.append(args[0].size(0)))
+    generate(make_engine(model, tokenizer, replace(PARAMS, max_new_tokens=12, stop=stop), batch_size=6), requests)
+    assert batch_sizes[1:] == [sum(end > step for end in ends) for step in range(1, ends[-1])] # the prompts are read as one
+
+
+def test_what_a_streaming_sample_shows_never_changes(tokenizer, make_engine):
+    """Only text that no stop text can still remove is emittable."""
+    requests, params = requests_of(tokenizer, ["O"]), replace(PARAMS, max_new_tokens=40)
+    full = tokenizer.decode(one_by_one(make_gpt(), requests, 40)[0])
+    stops = [full[20:25], full[30:33] + "\n\n", full[5:8] + "!"]
+    shown = [sample.text[:sample.num_emittable_chars]
+             for sample in make_engine(make_gpt(), tokenizer, replace(params, stop=stops), stream=True).generate(requests)]
+    assert shown[-1] == cut(full, stops) == full[:full.index(stops[0])]
+    assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
+    assert len(set(shown)) > 10
+
+
+def test_streaming_yields_the_next_sample_as_it_grows_and_each_once_it_is_finished(tokenizer, make_engine):
+    found = [(sample.index, sample.num_tokens, sample.finish_reason)
+             for sample in make_engine(make_gpt(), tokenizer, replace(PARAMS, max_new_tokens=3), batch_size=2, stream=True)
+             .generate(requests_of(tokenizer, ["O", "x"]))]
+    assert found == [(0, 1, None), (0, 2, None), (0, 3, "length"), (1, 3, "length")]
+
+
+def test_a_stop_text_inside_a_token_and_across_tokens(gpt2_encoding, make_engine):
+    tokenizer, model = GPT2Tokenizer(), make_gpt(vocab_size=50257, n_embd=8, block_size=64)
+    requests, params = requests_of(tokenizer, ["Hi"]), replace(PARAMS, max_new_tokens=30)
+    full = generate(make_engine(model, tokenizer, params), requests)[0].text
+    for start in range(0, len(full) - 6, 5):
+        stop = full[start:start + 6]
+        sample, = generate(make_engine(model, tokenizer, replace(params, stop=stop)), requests)
+        assert sample.text == cut(full, [stop]) and sample.finish_reason == "stop"

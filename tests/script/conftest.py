@@ -1,0 +1,18 @@
+"""Fixtures that the fuzz tests share."""
+import pytest
+
+from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """A folder that all examples of a test write to."""
+    return tmp_path_factory.mktemp("scratch")
+
+
+@pytest.fixture(scope="module")
+def gpt2(vocabulary):
+    """GPT-2's encoding."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary))
+        return GPT2Tokenizer()

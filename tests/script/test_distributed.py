@@ -1,0 +1,108 @@
+"""A run that several processes share, as torchrun starts them."""
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from models import make_gpt, save_checkpoint
+from project import SCRIPT
+from sampling.generation.workers import PROCESS_LOST, TERMINATED
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="torchrun's processes are forked")
+PROMPTS = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--batch_size=2", "--device=cpu")
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_checkpoint(tmp_path / "out", make_gpt())
+    (tmp_path / "prompts.txt").write_text("The \nO\nWhat is it?\nyes\nAnd then they all went home. \n")
+    return tmp_path
+
+
+@pytest.fixture
+def torchrun(folder, vocabulary):
+    """Starts sample.py in so many processes. In the end, kills those that are left."""
+    started = []
+
+    def start(num_processes, *arguments):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "--",
+                   str(SCRIPT), *arguments]
+        env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                        start_new_session=True))
+        return started[-1]
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("num_processes, arguments", [
+    pytest.param(2, [*PROMPTS], id="many-prompts"),
+    pytest.param(3, [*PROMPTS, "--stop=e", "--repetition_penalty=1.2"], id="stop", marks=slow),
+    pytest.param(2, ["--start=O", "--num_samples=7", "--max_new_tokens=30", "--batch_size=1"], id="one-prompt", marks=slow),
+    pytest.param(3, ["--start=O", "--num_samples=1", "--max_new_tokens=5"], id="fewer-samples-than-processes", marks=slow),
+])
+def test_the_samples_and_files_are_those_of_one_process(torchrun, sample, folder, num_processes, arguments):
+    alone = sample(*arguments, "--out_file=alone.jsonl", "--html_file=alone.html", cwd=folder)
+    shared = torchrun(num_processes, *arguments, "--out_file=shared.jsonl", "--html_file=shared.html")
+    printed, messages = shared.communicate(timeout=120)
+    assert shared.returncode == 0, messages
+    assert printed == alone.stdout and alone.returncode == 0
+    assert (folder / "alone.jsonl").read_bytes() == (folder / "shared.jsonl").read_bytes()
+    alone, shared = ((folder / name).read_text() for name in ("alone.html", "shared.html"))
+    data = re.compile(r'<script type="application/json">.*?</script>') # its last digits depend on which samples share a batch
+    assert data.sub("", alone) == data.sub("", shared) and len(data.findall(alone)) == len(data.findall(shared)) > 0
+    assert messages.count("parameters on cpu") == 1 and "error" not in messages
+
+
+@pytest.mark.parametrize("arguments, message", [
+    pytest.param(["--temprature=1"], "did you mean temperature?", marks=slow),
+    pytest.param(["--out_dir=nowhere"], "there is no checkpoint at nowhere", marks=slow),
+    (["--start=LINES:nothing.txt"], "cannot read the prompt file"),
+    pytest.param(["--start=¡"], "the prompt has characters", marks=slow),
+    pytest.param(["--interactive"], "interactive=True", marks=slow),
+    pytest.param(["--out_file=prompts.txt"], "prompts.txt, line 1: not", marks=slow),
+], ids=str)
+def test_a_mistake_is_reported_once(torchrun, arguments, message):
+    process = torchrun(2, *arguments)
+    printed, messages = process.communicate(timeout=120)
+    errors = [line for line in messages.splitlines() if line.startswith("error: ")]
+    assert process.returncode != 0 and printed == ""
+    assert len(errors) == 1 and message in errors[0], messages
+
+
+@slow
+@pytest.mark.parametrize("victim", [1, 2])
+def test_if_a_process_dies_the_run_ends_and_the_same_command_resumes_it(torchrun, sample, folder, victim):
+    run = ("--start=LINES:prompts.txt", "--num_samples=20", "--max_new_tokens=60", "--batch_size=2", "--device=cpu")
+    process = torchrun(3, *run, "--out_file=a.jsonl")
+    while not (folder / "a.jsonl").exists() or (folder / "a.jsonl").stat().st_size == 0:
+        time.sleep(0.01)
+    os.kill(process_of_rank(process.pid, victim), signal.SIGKILL)
+    _, messages = process.communicate(timeout=60)
+    # Rank 0 notices it, or torchrun, whichever is first.
+    assert process.returncode != 0 and (f"error: {PROCESS_LOST}" in messages or f"error: {TERMINATED}" in messages)
+    num_saved = (folder / "a.jsonl").read_bytes().count(b"\n")
+    again = torchrun(3, *run, "--out_file=a.jsonl")
+    _, messages = again.communicate(timeout=120)
+    assert again.returncode == 0 and f"holds {num_saved} samples" in messages
+    assert sample(*run, "--out_file=whole.jsonl", cwd=folder).returncode == 0
+    assert (folder / "a.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
+
+
+def process_of_rank(launcher, rank):
+    """The id of torchrun's process of that rank."""
+    children = shlex.split(subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True, text=True).stdout)
+    for child in children:
+        with open(f"/proc/{child}/environ") as f:
+            if f"\0RANK={rank}\0" in "\0" + f.read():
+                return int(child)
+    raise ValueError(f"no process of rank {rank}")

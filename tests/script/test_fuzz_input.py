@@ -1,0 +1,211 @@
+"""Random settings, prompts, texts and tokens: what is read means what it says, or is refused in one line."""
+import ast
+import io
+import json
+import pickle
+import re
+import runpy
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import chain
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from configurator import find_settings, override
+from fuzzing import fuzz, ids, literals
+from project import PROJECT
+from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.inputs.prompts import PromptSource
+from sampling.validation import check_settings
+
+# ---- settings
+
+SETTINGS = find_settings(PROJECT / "sample.py")
+SCOPE = runpy.run_path(PROJECT / "sample.py")
+
+odd = st.sampled_from(["", "None", "none", "true", "off", "nan", "-inf", "1e999", "{{}}", "{[]: 1}", "{1, 2", "(" * 3000, "-" * 3000, "1_0",
+                       "0x" + "f" * 5000, "9" * 5000, "'\\0'", '"\\n"', "'a' 'b'", "b'a'", "f'{1}'", "LINES:", "a=b", "cuda:1", "float16"])
+values = literals | odd | st.text(max_size=8) | st.floats(0, 2).map(str) | st.integers(-1, 10**10).map(str)
+names = st.sampled_from(list(SETTINGS))
+keys = names | names.map(lambda name: name.replace("_", "-")) | names.map(lambda name: name[1:]) | st.text(max_size=8)
+arguments = st.lists(st.builds(lambda key, value: [f"--{key}={value}"], keys, values) | st.builds(lambda key, value: [f"--{key}", value], keys, values)
+                     | st.builds(lambda key: [f"--{key}"], keys) | st.builds(lambda text: [text], st.text(max_size=8) | st.just("-h")),
+                     max_size=5).map(lambda parts: list(chain(*parts)))
+lines = (st.builds("{} = {}".format, names | st.text("abc_", min_size=1, max_size=3), literals) | st.text(max_size=20) | st.sampled_from([
+    "import sys; sys.exit(0)", "raise SystemExit", "raise OSError", "raise Exception('a\\nb\\x1b[2J')", "del seed", "print(3)", "import torch",
+    "x" * 3000 + "()", "1 / 0", "stop = ('a', 'b')", "stop = stop + ['a']", "stop = []; stop.append(stop)", "num_smaples = 3", "x = yield",
+    "seed = 16**5000", "top_k = 16**5000", "def f(): f()\nf()", "import numpy; seed = numpy.int64(3)", "__file__ = 3", "if True:"]))
+files = st.lists(lines, max_size=4).map("\n".join).map(lambda text: text.encode(errors="surrogatepass")) | st.binary(max_size=20)
+
+
+def settings_of(arguments):
+    """The settings that these arguments give. None if the script would end, with its help or with one line."""
+    scope, messages = dict(SCOPE), []
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()) as printed:
+            settings = override(scope, arguments, check_settings, messages.append)
+    except SystemExit as end:
+        assert end.code == 0 and {"--help", "-h"} & set(arguments) and "--top_k=200" in printed.getvalue()
+        return None
+    except ValueError as error:
+        assert scope == SCOPE and len(str(error)) < 1000
+        # The message is not one of Python's: it names what is wrong.
+        assert re.match(rf"unknown setting --|cannot read the settings file|--|.*mine\.py|{'|'.join(SETTINGS)}", str(error)), error
+        return None
+    assert settings.keys() == SETTINGS.keys() and all(scope[name] is value for name, value in settings.items())
+    assert any(message.startswith("settings: ") for message in messages) or settings == {name: SCOPE[name] for name in SETTINGS}
+    for name, setting in SETTINGS.items():
+        assert ("None" if settings[name] is None else type(settings[name]).__name__) in setting.types
+    return settings
+
+
+@fuzz(400)
+@given(arguments)
+@example(["--start={{}}"])
+@example(["--top_k=0x" + "f" * 5000])
+@example(["--num_samples=0x" + "f" * 5000])
+@example(["--out_file='a\\0'"])
+@example(["--repetition_penalty=1e-300"])
+def test_any_arguments_are_settings_or_one_line(arguments):
+    found = settings_of(arguments)
+    if found is not None: # what the sampler and the files rely on
+        assert 0 <= found["temperature"] < float("inf") and 1e-3 <= found["repetition_penalty"] <= 1e3
+        assert "\0" not in (found["out_file"] or "") + (found["html_file"] or "")
+
+
+@fuzz(200)
+@given(files)
+@example(b"stop = ('a', 'b')")
+@example(b"stop = 5")
+@example(b"top_k = 16**5000")
+@example(b"seed = 16**5000")
+@example(b"raise Exception('a' * 10**6)")
+def test_any_file_holds_settings_or_is_one_line(scratch, content):
+    (scratch / "mine.py").write_bytes(content)
+    settings_of([str(scratch / "mine.py")])
+
+
+@fuzz(150)
+@given(st.data())
+def test_an_allowed_value_stays_as_it_is(scratch, data):
+    """However it is passed: in quotes or without, or in a file."""
+    name = data.draw(names)
+    of_type = {"int": st.integers(), "float": st.floats(allow_nan=False, allow_infinity=False), "bool": st.booleans(), "None": st.none(),
+             "str": st.text(st.characters(codec="utf-8")), "list": st.lists(st.text(max_size=3), max_size=3)}
+    type_name = data.draw(st.sampled_from(SETTINGS[name].types))
+    value = data.draw(of_type[type_name])
+    (scratch / "one.py").write_text(f"{name} = {value!r}", encoding="utf-8")
+    ways = [[str(scratch / "one.py")]]
+    if type_name != "list":
+        ways.append([f"--{name}={value!r}"])
+    if type_name == "str" and not quoted(value) and (value.lower() != "none" or "None" not in SETTINGS[name].types):
+        ways.append([f"--{name}={value}"])
+    for way in ways:
+        scope = dict(SCOPE)
+        assume(not {"-h", "--help"} & set(way))
+        override(scope, way, log=ignore)
+        assert scope[name] == value and type(scope[name]) is type(value)
+    if type_name == "float" and value == int(value):
+        scope = dict(SCOPE)
+        override(scope, [f"--{name}={int(value)}"], log=ignore)
+        assert scope[name] == value and type(scope[name]) is float
+
+
+def ignore(message):
+    """A log that nobody reads."""
+
+
+def quoted(text):
+    """Whether this text is a Python literal of a text."""
+    try:
+        return isinstance(ast.literal_eval(text), str)
+    except Exception:
+        return False
+
+
+# ---- prompts
+
+@fuzz(150)
+@given(st.text(st.characters(codec="utf-8"), max_size=30) | st.lists(st.text("ab \r\n\x0c\u2028", max_size=4)).map("\n".join))
+def test_every_line_that_is_not_empty_is_a_prompt(scratch, text):
+    (scratch / "lines.txt").write_bytes(text.encode())
+    expected = [line for line in re.split("\r\n|\r|\n", text.removeprefix("\ufeff")) if line]
+    if expected:
+        assert [prompt.text for prompt in PromptSource(f"LINES:{scratch / 'lines.txt'}")] == expected
+    else:
+        with pytest.raises(ValueError, match="is empty"):
+            PromptSource(f"LINES:{scratch / 'lines.txt'}")
+
+
+@fuzz(150)
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=5), ids), min_size=1, max_size=4), st.booleans())
+def test_every_object_is_a_prompt(scratch, objects, ascii):
+    lines = [json.dumps({"prompt": text, "id": id}, ensure_ascii=ascii) for text, id in objects]
+    try:
+        content = "\n".join(lines).encode()
+    except UnicodeEncodeError: # half a pair
+        content = json.dumps({"prompt": "a", "id": None}).encode()
+    (scratch / "objects.jsonl").write_bytes(content)
+    found = list(PromptSource(f"JSONL:{scratch / 'objects.jsonl'}"))
+    expected = [json.loads(line) for line in content.splitlines()]
+    assert repr([(prompt.text, prompt.id) for prompt in found]) == repr([(line["prompt"], line["id"]) for line in expected])
+
+
+@fuzz(150)
+@given(st.sampled_from(["FILE", "LINES", "JSONL"]), st.binary(max_size=20) | literals.map(str.encode) | literals.map('{{"prompt": {}}}'.format).map(str.encode))
+@example("JSONL", b"[" * 100_000)
+@example("JSONL", b'{"prompt": null}')
+@example("JSONL", b'{"prompt": "a", "id": NaN}')
+@example("JSONL", b'{"prompt": "a", "id": 1' + b"0" * 5000 + b"}")
+def test_any_file_holds_prompts_or_is_one_line(scratch, kind, content):
+    (scratch / "any").write_bytes(content)
+    try:
+        found = list(PromptSource(f"{kind}:{scratch / 'any'}"))
+    except ValueError as error:
+        assert str(scratch / "any") in str(error) and "cannot read" not in str(error)
+    else:
+        assert found and all(isinstance(prompt.text, str) and prompt.text for prompt in found)
+
+
+# ---- tokens
+
+texts = st.text(st.characters(codec="utf-8")) | st.lists(st.sampled_from(["<|endoftext|>", "<|", " ", "  ", "\n", "the", "🙂", "日", "e\u0301", "\x00", "'s"])).map("".join)
+
+
+@fuzz(300)
+@given(texts)
+def test_gpt2s_encoding_decodes_to_the_same_text(gpt2, text):
+    token_ids = gpt2.encode(text)
+    assert gpt2.decode(token_ids) == text and all(0 <= i < gpt2.size for i in token_ids)
+
+
+@fuzz(300)
+@given(st.data())
+def test_gpt2s_tokens_one_by_one_decode_as_all_together(gpt2, data):
+    """Any ids: beyond the vocabulary, single bytes (0 to 255), and parts of characters."""
+    some = st.integers(0, 255) | st.integers(0, 60000) | st.just(50256)
+    token_ids = data.draw(st.lists(some, max_size=12))
+    part = gpt2.encode(data.draw(texts))[data.draw(st.integers(0, 5)):data.draw(st.integers(0, 30))]
+    token_ids = list(chain(*data.draw(st.permutations([token_ids, part, [222]]))))
+    decode, end = gpt2.incremental_decoder(), len(token_ids) - 1
+    pieces = [decode(token_id, i == end) for i, token_id in enumerate(token_ids)]
+    whole = gpt2.decode(token_ids)
+    assert "".join(pieces) == whole
+    assert whole == b"".join(gpt2.encoding.decode_single_token_bytes(i) if i < 50257 else b"\xef\xbf\xbd" for i in token_ids).decode(errors="replace")
+
+
+@fuzz(100)
+@given(st.dictionaries(st.characters(), st.integers(0, 300), min_size=1).filter(lambda stoi: len(set(stoi.values())) == len(stoi)),
+       st.data(), st.lists(st.integers(0, 10**12)))
+def test_any_vocabulary_of_characters_decodes_to_the_same_text(scratch, stoi, data, token_ids):
+    (scratch / "meta.pkl").write_bytes(pickle.dumps({"stoi": stoi, "itos": {i: char for char, i in stoi.items()}}))
+    tokenizer = CharTokenizer(scratch / "meta.pkl")
+    text = data.draw(st.text(st.sampled_from(sorted(stoi))))
+    assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.size == max(stoi.values()) + 1
+    decode = tokenizer.incremental_decoder()
+    assert "".join(map(decode, token_ids)) == tokenizer.decode(token_ids) and len(tokenizer.decode(token_ids)) == len(token_ids)
+    other = data.draw(st.characters())
+    assume(other not in stoi)
+    with pytest.raises(ValueError, match=r"at 1 \(counted from 1\)"):
+        tokenizer.encode(other + text)

@@ -1,0 +1,261 @@
+"""Random logits, batches and files of samples, compared with slow and plain versions of what they must give."""
+import io
+import json
+import pickle
+from contextlib import redirect_stdout
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from fuzzing import fuzz, ids, literals
+from models import CHARS, make_gpt, save_meta
+from sampling.backends.cpu.packed_gpt import PackedGPT
+from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
+from sampling.backends.eager import EagerGPT
+from sampling.generation.engine import Engine
+from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.outputs.jsonl import JsonlWriter
+from sampling.outputs.printer import Printer
+from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token
+from sampling.sampler.sample_token import Logits, exponential_noise, sample_token
+
+# ---- logits to a token
+
+def possible_tokens(logits, seen, q, temperature, top_k, top_p, min_p, repetition_penalty):
+    """The slow version of sample_token for one row: the ids that it may give. They are several only with a tie or a rounding."""
+    logits = np.array(logits, dtype=np.float32)
+    for i in set(seen):
+        penalty = np.float32(repetition_penalty)
+        logits[i] = logits[i] * penalty if logits[i] < 0 else logits[i] / penalty
+    if temperature == 0:
+        return {int(np.argmax(logits))} # the first of several
+    with np.errstate(all="ignore"):
+        scaled = (logits / np.float32(temperature)).astype(np.float64)
+        cold = not np.isfinite(scaled.max() - scaled.min())
+    if cold: # only the most likely are left
+        scaled = np.where(logits == logits.max(), 0.0, -np.inf)
+    n = len(scaled)
+    if top_k and top_k < n:
+        scaled[scaled < sorted(scaled)[-top_k]] = -np.inf
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    surely, perhaps = p > 0, p > 0
+    if top_p is not None and top_p < 1:
+        above = np.array([p[p > x].sum() for x in p]) # the probability of all that are more likely
+        ties = np.array([(p == x).sum() for x in p]) # any of them may be kept
+        surely, perhaps = above + (ties - 1) * p < top_p - 1e-5, above < top_p + 1e-5
+        surely |= p == (p.max() if (p == p.max()).sum() == 1 else 2)
+    if min_p:
+        surely &= p > min_p * p.max() * (1 + 1e-4)
+        perhaps &= (p >= min_p * p.max() * (1 - 1e-4)) | (p == p.max())
+    race = p / q
+    least = race[surely].max(initial=0) * (1 - 1e-4)
+    return {i for i in range(n) if perhaps[i] and race[i] >= least}
+
+
+numbers = (st.integers(-12, 12).map(lambda n: n / 4) | st.floats(-20, 20, width=32)
+           | st.sampled_from([0.0, -0.0, 1e4, -1e4, 1e30, -1e30, 1e-40, 50.0, -200.0]))
+
+
+@fuzz(700)
+@given(st.data())
+def test_a_token_is_one_that_the_slow_version_may_give(data):
+    rows, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 30) | st.just(200))
+    flat = data.draw(st.booleans()) # many ties
+    one = st.integers(0, 2).map(float) if flat else numbers
+    logits = data.draw(st.lists(st.lists(one, min_size=width, max_size=width), min_size=rows, max_size=rows)) if width < 200 else (
+        torch.randn(rows, width, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))).mul(0.4 if flat else 3).round(decimals=0 if flat else 9).tolist())
+    seen = data.draw(st.lists(st.lists(st.integers(0, width - 1), min_size=4, max_size=4), min_size=rows, max_size=rows))
+    sampling = dict(
+        temperature=data.draw(st.sampled_from([0.8, 1.0, 0.0, 1e-300, 1e-45, 1e-38, 1e-5, 0.1, 2.0, 1e10, 1e300]) | st.floats(1e-3, 5)),
+        top_k=data.draw(st.none() | st.integers(0, width + 3)),
+        top_p=data.draw(st.none() | st.floats(1e-9, 1) | st.sampled_from([0.5, 0.9, 1.0])),
+        min_p=data.draw(st.none() | st.floats(0, 1) | st.just(1.0)),
+        repetition_penalty=data.draw(st.sampled_from([1.0, 1.3, 0.5, 0.01, 100.0])))
+    q = torch.empty(rows, width).exponential_(generator=torch.Generator().manual_seed(data.draw(st.integers(0, 10**6))))
+
+    def noise(shape, ids, device):
+        assert shape == (rows, width)
+        return q if ids is None else q.gather(1, ids)
+    given_logits, before = torch.tensor(logits), torch.tensor(logits)
+    tokens = sample_token(Logits(given_logits), torch.tensor(seen), **sampling, noise=noise)
+    assert torch.equal(given_logits, before) and tokens.shape == (rows, 1)
+    for row, token in enumerate(tokens.flatten().tolist()):
+        assert token in possible_tokens(logits[row], seen[row], q[row].double().numpy(), **sampling)
+    if sampling["temperature"] == 0 or (sampling["temperature"] >= 1e-3 and np.abs(logits).max() < 1e5): # as on a GPU
+        unchecked = sample_token(Logits(given_logits), torch.tensor(seen), **sampling, noise=noise, check_finite=False)
+        for row, token in enumerate(unchecked.flatten().tolist()):
+            assert token in possible_tokens(logits[row], seen[row], q[row].double().numpy(), **sampling)
+
+
+@fuzz(100)
+@given(st.lists(numbers, min_size=1, max_size=10), st.data())
+def test_logits_that_are_not_finite_are_an_error(logits, data):
+    logits.insert(data.draw(st.integers(0, len(logits))), data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf")])))
+    sampling = dict(temperature=data.draw(st.sampled_from([0, 1e-300, 0.8, 1e300])), top_k=data.draw(st.none() | st.integers(0, 12)),
+               repetition_penalty=data.draw(st.sampled_from([1.0, 0.01, 1.2])), top_p=data.draw(st.sampled_from([None, 0.1, 1.0])))
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        sample_token(Logits(torch.tensor([[1.0] * len(logits), logits])), torch.zeros(2, 1, dtype=torch.long), **sampling,
+                     noise=exponential_noise)
+
+
+# ---- batches
+
+@pytest.fixture(scope="module")
+def tokenizers(scratch, gpt2):
+    """One of characters, one of syllables that overlap, and GPT-2's, whose first tokens are bytes; and how many tokens to use."""
+    save_meta(scratch / "letters.pkl")
+    syllables = ["a", "b", "ab", "", "ba", "aab", "bb", "abba"]
+    (scratch / "syllables.pkl").write_bytes(pickle.dumps({"stoi": {"a": 0, "b": 1}, "itos": syllables}))
+    return [(CharTokenizer(scratch / "letters.pkl"), len(CHARS)), (CharTokenizer(scratch / "syllables.pkl"), len(syllables)), (gpt2, 300)]
+
+
+@torch.no_grad()
+def generated_alone(model, prompts, first, max_new_tokens, sampling):
+    """The oracle: one sample after another from one random stream, reading the whole window for every token. Those before first are not kept."""
+    torch.manual_seed(5)
+    found = []
+    for index in range(first + len(prompts)):
+        ids = list(prompts[index - first] if index >= first else [0])
+        for _ in range(max_new_tokens):
+            window = torch.tensor([ids[-model.config.block_size:]])
+            # The samples before the first only use up their random numbers.
+            logits = model(window)[0][:, -1] if index >= first else torch.zeros(1, model.config.vocab_size)
+            ids.append(sample_token(Logits(logits), window, **sampling, noise=exponential_noise).item())
+        if index >= first:
+            found.append(ids[len(prompts[index - first]):])
+    return found
+
+
+def stop_slowly(tokenizer, token_ids, stops):
+    """The slow stop rule: after every token, search the whole text for the stop texts -> (token ids, text, finish reason)."""
+    for n in range(1, len(token_ids) + 1):
+        decode = tokenizer.incremental_decoder()
+        text = "".join(decode(token_id, i == len(token_ids) - 1) for i, token_id in enumerate(token_ids[:n]))
+        if starts := [text.index(stop) for stop in stops if stop in text]:
+            return token_ids[:n], text[:min(starts)], "stop"
+    return token_ids, tokenizer.decode(token_ids), "length"
+
+
+WIDTHS = len(CHARS), 8, 300
+MODELS = {width: make_gpt(vocab_size=width, n_layer=1) for width in WIDTHS}
+BACKENDS = {(name, width): backend(make_gpt(vocab_size=width, n_layer=1)) for width in WIDTHS
+            for name, backend in [("eager", EagerGPT), ("packed", PackedGPT), ("graphs", CUDAGraphGPT)]}
+
+
+@fuzz(200)
+@given(st.data())
+def test_samples_in_batches_are_those_generated_alone(tokenizers, data):
+    """With any prompts, batch sizes and settings, stopped where the slow rule says; and emittable text never changes."""
+    tokenizer, width = data.draw(st.sampled_from(tokenizers))
+    backend = BACKENDS[data.draw(st.sampled_from(["eager", "packed", "graphs"])), width]
+    many, stream, num_logprobs = data.draw(st.booleans()), data.draw(st.booleans()), data.draw(st.sampled_from([None, 0, 3]))
+    prompts = data.draw(st.lists(st.lists(st.integers(0, width - 1), min_size=1, max_size=data.draw(st.sampled_from([3, 40]))), min_size=1, max_size=5))
+    prompts = [ids for ids in prompts for _ in range(data.draw(st.integers(1, 2)))] if many else prompts[:1] * data.draw(st.integers(1, 7))
+    first, max_new_tokens, batch_size = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 30)), data.draw(st.integers(1, 9))
+    sampling = data.draw(st.sampled_from([
+        dict(temperature=0.9, top_k=30), dict(temperature=1.0, top_k=None), dict(temperature=1.0, top_k=None, top_p=0.8),
+        dict(temperature=1.0, top_k=5, min_p=0.1, repetition_penalty=1.3), dict(temperature=0, top_k=None)]))
+    expected = generated_alone(MODELS[width], prompts, first, max_new_tokens, sampling)
+    stops = []
+    for _ in range(data.draw(st.integers(0, 3))): # texts that come in a sample, or only their beginnings do
+        text = tokenizer.decode(data.draw(st.sampled_from(expected)))
+        begin = data.draw(st.integers(0, len(text)))
+        stop = text[begin:begin + data.draw(st.integers(1, 6))] + data.draw(st.sampled_from(["", "", "!", "a"]))
+        stops += [stop] if stop else []
+    expected = [stop_slowly(tokenizer, token_ids, stops) for token_ids in expected]
+
+    params = SamplingParams(max_new_tokens, **sampling, stop=stops, seed=5, num_logprobs=num_logprobs)
+    engine = Engine(backend, tokenizer, params, batch_size=batch_size, stream=stream)
+    num_saved = data.draw(st.integers(0, len(prompts))) # by a run that this one resumes
+    requests = [SampleRequest(first + i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]
+    shown, samples, printed = {}, [], io.StringIO()
+    printer = Printer(tokenizer)
+    for sample in engine.generate(requests):
+        emittable = sample.text[:sample.num_emittable_chars]
+        assert emittable.startswith(shown.get(sample, "")) and len(emittable) == sample.num_emittable_chars
+        shown[sample] = emittable
+        samples += [sample] if sample.finish_reason else []
+        with redirect_stdout(printed):
+            printer.update(sample)
+    requests, expected = requests[num_saved:], expected[num_saved:]
+    assert [sample.request for sample in samples] == requests
+    assert [(sample.token_ids, sample.text, sample.finish_reason) for sample in samples] == expected
+    assert printed.getvalue() == "".join(f"{tokenizer.decode(request.prompt_ids)}{text}\n---------------\n"
+                                         for request, (_, text, _) in zip(requests, expected, strict=True))
+    assert all(sample.num_emittable_chars == len(sample.text) for sample in samples)
+    assert all((token.logprob is None) == (num_logprobs is None) for sample in samples for token in sample.tokens)
+
+
+# ---- out_file
+
+CHECKPOINT_ID = {"path": "out/ckpt.pt", "crc32": "a9f1f540"}
+some = st.text(st.characters(codec="utf-8") | st.characters(min_codepoint=0xdc80, max_codepoint=0xdcff), max_size=8) # bytes of a command line too
+samples = st.lists(st.tuples(some, ids, some, st.integers(1, 5), st.sampled_from(["length", "stop"]),
+                             st.floats(-1e6, 0)), max_size=5)
+
+
+def requests_of(parts):
+    """The requests of a run."""
+    for index, (prompt, id, *_) in enumerate(parts):
+        yield SampleRequest(index, Prompt(prompt, id), [1])
+
+
+def write_run(path, parts, settings):
+    """Write the samples that the file does not hold yet, and return its content."""
+    writer = JsonlWriter(path, CHECKPOINT_ID, settings)
+    try:
+        for request in writer.resume(requests_of(parts)):
+            if not request.already_saved:
+                _, _, text, num_tokens, finish_reason, logprob = parts[request.index]
+                tokens = [Token(3, text, logprob)] + [Token(3, "", 0.0)] * (num_tokens - 1)
+                writer.write(Sample(request, tokens, finish_reason, len(text)))
+    finally:
+        writer.close()
+    return path.read_bytes()
+
+
+@fuzz(150)
+@given(samples, ids, st.data())
+@example([("a\n", {"a": ["\udcff"]}, "b\u2028", 1, "length", -1.0)] * 2, None, None)
+def test_a_file_is_resumed_wherever_it_was_cut(scratch, parts, stop, data):
+    path, settings = scratch / "samples.jsonl", {"seed": 3, "stop": stop, "top_k": 200}
+    path.unlink(missing_ok=True)
+    whole = write_run(path, parts, settings)
+    assert whole.count(b"\n") == len(parts) and all(json.loads(line)["index"] == i for i, line in enumerate(whole.splitlines()))
+    for cut in range(0, len(whole), 11) if data is None else [data.draw(st.integers(0, len(whole))) for _ in range(5)]:
+        path.write_bytes(whole[:cut])
+        assert write_run(path, parts, settings) == whole
+
+
+@fuzz(150)
+@given(samples, st.data())
+def test_the_file_of_another_run_is_refused_and_stays_as_it_is(scratch, parts, data):
+    """Also one that was cut: this run does not remove the last line of another one."""
+    path, settings = scratch / "others.jsonl", {"seed": 3}
+    path.unlink(missing_ok=True)
+    whole = write_run(path, parts, settings)
+    cut = whole[:data.draw(st.integers(0, len(whole)))]
+    assume(b"\n" in cut)
+    path.write_bytes(cut)
+    with pytest.raises(ValueError, match="is from another run: seed is 3 there, and 4 here"):
+        write_run(path, parts, {"seed": 4})
+    assert path.read_bytes() == cut
+
+
+@fuzz(200)
+@given(st.binary(max_size=60) | st.text(max_size=40).map(lambda text: b'{"version": 2, "index": 0, "prompt": ' + text.encode(errors="replace"))
+       | literals.map('{{"version": 2, "index": 0, "prompt": {}}}\n'.format).map(str.encode) | ids.map(lambda id: json.dumps(
+           {"version": 2, "index": 0, "prompt": "a", "settings": id, "checkpoint": id}).encode() + b"\n"))
+def test_a_file_of_anything_else_is_refused_and_stays_as_it_is(scratch, content):
+    path, parts = scratch / "what.jsonl", [("a", None, "b", 1, "length", -1.0)]
+    path.write_bytes(content)
+    try:
+        found = write_run(path, parts, {"seed": 3})
+    except ValueError as error:
+        assert str(path) in str(error) and path.read_bytes() == content
+    else: # the beginning of a line of ours, cut short
+        assert b"\n" not in content and found.count(b"\n") == 1 and found.startswith(content)

@@ -1,0 +1,72 @@
+"""The script with hostile and damaged files: it ends in one line, and neither runs what they hold nor obeys it."""
+import random
+
+import pytest
+import torch
+
+from attacks import CONTROLS, needs_linux, place
+from model import GPT
+from models import make_gpt, save_checkpoint, save_meta
+from pickle_code import TUPLES, as_key, call, nested, value
+from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.inputs.tokenizer import load_tokenizer
+
+pytest_plugins = ["attacks"]
+RAN = value("ran")
+
+HOSTILE = {
+    "code-in-ckpt.pt": ("ckpt.pt", b"cos\nmkdir\n(" + RAN + b"tR"),
+    "code-in-an-old-ckpt.pt": ("old ckpt.pt", b"ctypes\nSimpleNamespace\n)R}" + value("__setstate__") + b"cos\nmkdir\nsb" + RAN + b"b"),
+    "code-in-pytorch_model.bin": ("pytorch_model.bin", value("os") + value("mkdir") + b"\x93" + RAN + b"\x85R"),
+    "code-in-meta.pkl": ("meta.pkl", b"cbuiltins\nbytes\ncbuiltins\nmap\ncos\nmkdir\n](" + RAN + b"e\x86\x81\x85\x81"),
+    "bomb-in-ckpt.pt": ("ckpt.pt", call("builtins bytearray", value(2**31))),
+    "bomb-in-meta.pkl": ("meta.pkl", b"]r\x00\x00\x00\x10"),
+    "tuples-in-ckpt.pt": ("ckpt.pt", as_key(nested(TUPLES))),
+}
+
+
+@needs_linux
+@pytest.mark.parametrize("kind, payload", HOSTILE.values(), ids=HOSTILE)
+def test_the_script_refuses_hostile_pickles(kind, payload, sample, good, tmp_path):
+    init_from = place(kind, payload, tmp_path, good)
+    done = sample("--out_dir=out" if init_from == "resume" else f"--init_from={init_from}", cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "ran").exists()
+    assert [line[:6] for line in done.stderr.splitlines()] == ["settin", "error:"]
+
+
+@needs_linux
+def test_the_names_of_files_move_no_cursor(sample, tmp_path):
+    folder = tmp_path / "a\x1b[31m\x07\nerror: b"
+    save_checkpoint(folder, make_gpt()).write_bytes(b"damaged")
+    done = sample(f"--out_dir={folder}")
+    assert done.returncode == 1 and done.stderr.count("\n") == 2 and not CONTROLS.search(done.stderr.replace("\n", ""))
+
+
+def loads(folder):
+    """Whether the checkpoint and its vocabulary in this folder load."""
+    try:
+        checkpoint = load_checkpoint(folder)
+        GPT.from_checkpoint(checkpoint)
+        load_tokenizer(checkpoint)
+        return True
+    except (ValueError, OSError):
+        return False
+
+
+@pytest.mark.parametrize("name, zipped", [("ckpt.pt", False), ("ckpt.pt", True), ("meta.pkl", True)], ids=["old-ckpt.pt", "ckpt.pt", "meta.pkl"])
+@pytest.mark.parametrize("damage", ["cut", "bit"])
+def test_the_script_refuses_a_damaged_file_or_samples(name, zipped, damage, sample, tmp_path):
+    """tests/checkpoints/test_damaged_files.py has many more cases."""
+    path = save_checkpoint(tmp_path, make_gpt(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5), meta=False)
+    torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=zipped)
+    save_meta(tmp_path / "meta.pkl", "\nabcd")
+    rng, content = random.Random(f"{name} {zipped} {damage}"), bytearray((tmp_path / name).read_bytes())
+    if damage == "cut":
+        content = content[:rng.randrange(len(content))]
+    else:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    (tmp_path / name).write_bytes(content)
+    fine = loads(tmp_path)
+    done = sample(f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3", "--device=cpu")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.stderr and (done.returncode, len(errors)) == ((0, 0) if fine else (1, 1))

@@ -1,0 +1,279 @@
+"""Runs that end early, at random moments: what is printed and saved is whole, and the same command resumes the run."""
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import NamedTuple
+
+import pytest
+
+from models import make_gpt, save_checkpoint
+from project import SCRIPT
+from script_process import start_script
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux")
+RUN = ("--start=LINES:prompts.txt", "--num_samples=50", "--max_new_tokens=30", "--stop=e", "--batch_size=8", "--device=cpu")
+RESUMABLE = (*RUN, "--out_file=a.jsonl")
+RULE = b"\n---------------\n"
+ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} # two runs at a time
+# Output is buffered, as users have it: with PYTHONUNBUFFERED nothing would be left to write at the end.
+SEPARATE_ENV = ENV | {"PYTHONUNBUFFERED": ""}
+# Quick: a few runs that the fork server starts. Slow: many separate processes, from the start of Python to their end.
+QUICK_AND_SLOW = pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "separate"])
+
+
+class Uninterrupted(NamedTuple):
+    """What a run prints and saves that nothing interrupts."""
+    samples: list[bytes] # as printed, each with its rule
+    saved: bytes
+    seconds: float # how long a separate process takes
+
+
+def start(folder, *arguments, separate=False, **streams):
+    """A run in a process group of its own."""
+    return start_script(*arguments, cwd=folder, env=SEPARATE_ENV if separate else ENV, new_session=True, separate=separate, **streams)
+
+
+def start_command(folder, command, stdout=PIPE):
+    """Another program's run in a process group of its own."""
+    return subprocess.Popen(command, cwd=folder, env=os.environ | SEPARATE_ENV, start_new_session=True, stdin=DEVNULL,
+                            stdout=stdout, stderr=PIPE)
+
+
+def in_pairs(one, cases):
+    """Call one(case) for all cases, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, cases))
+
+
+def saved_in(folder):
+    path = folder / "a.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
+def num_saved_in(folder):
+    return saved_in(folder).count(b"\n")
+
+
+def processes_in(folder):
+    """The processes that still run in this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError): # it has just ended, or is another user's
+            found += [process] if os.readlink(process / "cwd") == str(folder) else []
+    return found
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with all that a run needs."""
+    folder = tmp_path_factory.mktemp("prepared")
+    save_checkpoint(folder / "out", make_gpt())
+    (folder / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in ("The ", "O", "What is it?", "yes", "And so they went. ")))
+    return folder
+
+
+@pytest.fixture
+def new_folder(prepared, tmp_path):
+    """Makes another such folder, of that name."""
+    return lambda name: shutil.copytree(prepared, tmp_path / str(name)).resolve()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(prepared, tmp_path_factory):
+    folder, began = shutil.copytree(prepared, tmp_path_factory.mktemp("uninterrupted") / "run"), time.monotonic()
+    process = start(folder, *RESUMABLE, separate=True)
+    printed, messages = process.communicate()
+    assert process.returncode == 0, messages
+    return Uninterrupted([part + RULE for part in printed.split(RULE)[:-1]], (folder / "a.jsonl").read_bytes(), time.monotonic() - began)
+
+
+def check(folder, uninterrupted, num_saved, printed, torn=False):
+    """Assert that what a run printed and saved after num_saved samples is whole; torn: except its end."""
+    saved = saved_in(folder)
+    assert uninterrupted.saved.startswith(saved) and b"".join(uninterrupted.samples[num_saved:]).startswith(printed)
+    if not torn:
+        assert saved[-1:] in (b"", b"\n") and printed.endswith((b"", RULE)[bool(printed)])
+    # A sample is saved just before it is printed.
+    assert saved.count(b"\n") - num_saved - printed.count(RULE) in (0, 1)
+
+
+def finish(folder, uninterrupted):
+    """Run the same command, without an interruption."""
+    process = start(folder, *RESUMABLE)
+    _, messages = process.communicate()
+    assert process.returncode == 0 and saved_in(folder) == uninterrupted.saved, messages
+
+
+def wait(process, folder, num_saved, moment):
+    """Wait so many seconds; if negative, wait for the first new sample and then so many seconds."""
+    while moment < 0 and process.poll() is None and num_saved_in(folder) <= num_saved:
+        time.sleep(0.005)
+    time.sleep(abs(moment))
+
+
+@QUICK_AND_SLOW
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_signal_leaves_whole_samples_and_the_run_is_resumed(new_folder, uninterrupted, separate, number, status):
+    """Each run resumes the one before it. Slow: twenty moments, half of them while it samples."""
+    rng, interrupted = random.Random(int(number)), []
+    moments = [-0.2 * rng.random() for _ in range(10 if separate else 4)]
+    if separate:
+        moments += [uninterrupted.seconds * (i + rng.random()) / 10 for i in range(10)]
+        rng.shuffle(moments)
+
+    def interrupt(half):
+        folder = new_folder(str(half))
+        for moment in moments[half::2]:
+            num_saved = num_saved_in(folder)
+            process = start(folder, *RESUMABLE, separate=separate)
+            wait(process, folder, num_saved, moment)
+            process.send_signal(number)
+            printed, messages = process.communicate()
+            if number == signal.SIGINT and b"settings: " not in messages: # Python itself is still starting, and says so in its way
+                assert process.returncode in (130, -2, 1) and printed == b""
+            else:
+                assert process.returncode in (status, 0) and b"Traceback" not in messages and b"rror" not in messages, messages
+            check(folder, uninterrupted, num_saved, printed, torn=number == signal.SIGKILL)
+            assert not processes_in(folder)
+            if process.returncode == 0:
+                assert saved_in(folder) == uninterrupted.saved
+                (folder / "a.jsonl").unlink()
+            elif printed:
+                interrupted.append(moment)
+        finish(folder, uninterrupted)
+    in_pairs(interrupt, range(2))
+    assert len(interrupted) >= (5 if separate else 1)
+
+
+@QUICK_AND_SLOW
+def test_a_reader_may_stop_after_any_number_of_bytes(new_folder, uninterrupted, separate):
+    """As head does."""
+    def read_some(half):
+        folder, rng, num_early = new_folder(str(half)), random.Random(half), 0
+        for share in [0, *(rng.random() for _ in range(6 if separate else 1))]:
+            num_saved = num_saved_in(folder)
+            rest = b"".join(uninterrupted.samples[num_saved:])
+            process = start(folder, *RESUMABLE, separate=separate)
+            wanted, read = int(share * len(rest) / 3), b""
+            while len(read) < wanted and (more := process.stdout.read(wanted - len(read))):
+                read += more
+            process.stdout.close()
+            messages = process.stderr.read()
+            process.wait()
+            process.stderr.close()
+            assert rest[:wanted] == read
+            # The rest may be in the pipe already.
+            assert process.returncode == 141 or (process.returncode == 0 and num_saved + 100 > len(uninterrupted.samples))
+            assert b"Traceback" not in messages and b"rror" not in messages, messages
+            saved = saved_in(folder)
+            assert uninterrupted.saved.startswith(saved) and saved[-1:] == b"\n" and saved.count(b"\n") - num_saved >= read.count(RULE)
+            assert not processes_in(folder)
+            num_early += process.returncode == 141
+            if process.returncode == 0:
+                (folder / "a.jsonl").unlink()
+        finish(folder, uninterrupted)
+        assert num_early >= (3 if separate else 1)
+    in_pairs(read_some, range(2 if separate else 1))
+
+
+@pytest.mark.parametrize("num_sizes", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_full_disk_is_one_error_line(new_folder, uninterrupted, num_sizes):
+    """It is full after any number of kilobytes: of out_file, or of the file that standard output goes to."""
+    def fill(out_file):
+        rng, folder = random.Random(2), new_folder(str(out_file))
+        command = shlex.join([sys.executable, str(SCRIPT), *(RESUMABLE if out_file else RUN)])
+        size = len(uninterrupted.saved if out_file else b"".join(uninterrupted.samples)) // 1024
+        for blocks in sorted(rng.sample(range(size), num_sizes)): # the disk grows, and the run is resumed
+            num_saved = num_saved_in(folder)
+            with open(folder / "printed", "wb") as file:
+                process = start_command(folder, ["bash", "-c", f"ulimit -f {blocks}; exec {command}"], stdout=file)
+                _, messages = process.communicate()
+            assert process.returncode == 1 and b"Traceback" not in messages and b"Exception ignored" not in messages, messages
+            assert messages.splitlines()[-1].startswith(b"error: ") and b"File too large" in messages.splitlines()[-1]
+            printed = (folder / "printed").read_bytes()
+            assert len(saved_in(folder) if out_file else printed) == blocks * 1024
+            if out_file:
+                check(folder, uninterrupted, num_saved, printed, torn=True)
+            else:
+                assert b"".join(uninterrupted.samples).startswith(printed)
+        if out_file:
+            finish(folder, uninterrupted)
+    in_pairs(fill, [True, False])
+
+
+@pytest.mark.parametrize("arguments, statuses", [(["--help"], (1, 2)), (RUN, (1,))], ids=["help", "samples"])
+def test_no_room_for_a_byte_and_no_reader(new_folder, arguments, statuses):
+    folder = new_folder("run")
+    with open("/dev/full", "wb") as full:
+        process = start(folder, *arguments, stdout=full)
+        _, messages = process.communicate()
+    assert process.returncode in statuses and messages.splitlines()[-1].startswith(b"error: "), messages
+    assert b"No space left" in messages.splitlines()[-1]
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(folder, *arguments, stdout=writer)
+    os.close(writer)
+    _, messages = process.communicate()
+    assert process.returncode == 141 and b"rror" not in messages, messages
+
+
+@pytest.mark.parametrize("out_file, message", [
+    ("nowhere/a.jsonl", b"cannot write 'nowhere/a.jsonl': No such file"), ("out", b"out is not a regular file"),
+    ("prompts.txt/a", b"cannot write 'prompts.txt/a': Not a directory"), ("x" * 300, b"name too long")], ids=["no-folder", "folder", "in-a-file", "long"])
+def test_an_out_file_that_cannot_be_written_is_an_error_before_the_first_sample(new_folder, out_file, message):
+    process = start(new_folder("run"), *RUN, f"--out_file={out_file}")
+    printed, messages = process.communicate()
+    last = messages.splitlines()[-1]
+    assert process.returncode == 1 and printed == b"" and last.startswith(b"error: ") and message in last
+
+
+@QUICK_AND_SLOW
+def test_files_may_vanish_during_a_run(new_folder, uninterrupted, separate):
+    """The run goes on with what it has read, or ends with one line before its first sample."""
+    def lose(case):
+        number, name = case
+        folder, rng = new_folder(str(number)), random.Random(number)
+        for moment in ([uninterrupted.seconds * rng.random()] if separate else []) + [-0.2 * rng.random()]:
+            process = start(folder, *RESUMABLE, separate=separate)
+            wait(process, folder, 0, moment)
+            with suppress(FileNotFoundError):
+                (folder / name).rename(folder / "gone")
+            printed, messages = process.communicate()
+            assert b"Traceback" not in messages and not processes_in(folder)
+            if process.returncode == 0:
+                assert printed == b"".join(uninterrupted.samples)
+            else:
+                assert process.returncode == 1 and printed == b"" and messages.splitlines()[-1].startswith(b"error: ") and moment > 0
+            with suppress(FileNotFoundError):
+                (folder / "gone").rename(folder / name)
+            (folder / "a.jsonl").unlink(missing_ok=True)
+    in_pairs(lose, enumerate(["a.jsonl", "prompts.txt", "out/ckpt.pt"]))
+
+
+@pytest.mark.slow
+def test_a_signal_to_torchrun_ends_all_its_processes(new_folder, uninterrupted):
+    """A single process can resume the run."""
+    def interrupt(number):
+        rng, folder = random.Random(3), new_folder(number.name)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--", str(SCRIPT), *RESUMABLE]
+        for moment in 3 * rng.random(), -0.3 * rng.random():
+            num_saved = num_saved_in(folder)
+            process = start_command(folder, torchrun)
+            wait(process, folder, num_saved, moment)
+            process.send_signal(number)
+            printed, messages = process.communicate()
+            # While torch is imported, torchrun may miss the signal: then this run, or the one before it, is complete.
+            assert process.returncode != 0 or printed.endswith(uninterrupted.samples[-1]) or num_saved == uninterrupted.saved.count(b"\n"), messages
+            check(folder, uninterrupted, num_saved, printed)
+            assert not processes_in(folder)
+        finish(folder, uninterrupted)
+    in_pairs(interrupt, [signal.SIGINT, signal.SIGTERM])
