@@ -45,7 +45,7 @@ interactive = False # ask for prompts and answer each with a sample
 
 def main(settings):
     """Load the model and its tokenizer; then generate, show and save the samples that the settings ask for."""
-    import torch # not above: a mistake in the settings is reported at once, without waiting for torch
+    import torch  # not above: a mistake in the settings is reported at once, without waiting for torch
 
     from model import GPT
     from sampling.backends.devices import choose_device, choose_dtype, dtype_name
@@ -83,7 +83,8 @@ def main(settings):
     model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly=bool(out_file))
 
     with torch.no_grad(), torch.autocast(torch_device.type, ptdtype, enabled=ptdtype != torch.float32):
-        printer, progress = Printer(tokenizer, show_probs), Progress(total and total - outputs.num_saved, max_new_tokens)
+        printer = Printer(tokenizer, show_probs)
+        progress = Progress(total and total - outputs.num_saved, max_new_tokens)
         engine = Engine(model, tokenizer, params, checkpoint.num_init_draws, stream=is_tty(sys.stdout), log=log,
                         on_tokens=progress.add_tokens)
         if interactive:

@@ -13,7 +13,7 @@ from sampling.outputs.printer import Printer
 from sampling.params import SamplingParams
 
 # The settings that a command may change, and the types of their values.
-REPL_TYPES = {field.name: [getattr(t, "__name__", "").removesuffix("Type") for t in get_args(field.type) or [field.type]]
+REPL_TYPES = {field.name: [type_.__name__.removesuffix("Type") for type_ in get_args(field.type) or [field.type]]
               for field in fields(SamplingParams) if field.name != "num_logprobs"}
 HELP = f"""Type a prompt, as --start takes it: text, "text\\n" with escapes, FILE:prompt.txt.
   :temperature=0.5   change a setting: {', '.join(REPL_TYPES)}

@@ -194,7 +194,7 @@ def test_samples_in_batches_are_those_generated_alone(tokenizers, data):
 
 CHECKPOINT_ID = {"path": "out/ckpt.pt", "crc32": "a9f1f540"}
 some = st.text(st.characters(codec="utf-8") | st.characters(min_codepoint=0xdc80, max_codepoint=0xdcff), max_size=8) # bytes of a command line too
-samples = st.lists(st.tuples(some, ids, some, st.integers(1, 5), st.sampled_from(["length", "stop"]),
+samples = st.lists(st.tuples(some, ids, some, st.integers(0, 5), st.sampled_from(["length", "stop"]),
                              st.floats(-1e6, 0)), max_size=5)
 
 
@@ -211,8 +211,8 @@ def write_run(path, parts, settings):
         for request in writer.resume(requests_of(parts)):
             if not request.already_saved:
                 _, _, text, num_tokens, finish_reason, logprob = parts[request.index]
-                tokens = [Token(3, text, logprob)] + [Token(3, "", 0.0)] * (num_tokens - 1)
-                writer.write(Sample(request, tokens, finish_reason, len(text)))
+                tokens = [Token(3, text, logprob), *[Token(3, "", 0.0)] * 4][:num_tokens]
+                writer.write(Sample(request, tokens, finish_reason))
     finally:
         writer.close()
     return path.read_bytes()
