@@ -1,3 +1,3 @@
-# The one likeliest continuation, token by token: no chance in it, so one sample shows all.
+# Always the most likely token. Nothing is random, so every sample is the same and one is enough.
 temperature = 0.0
 num_samples = 1

@@ -1,4 +1,4 @@
-# For prose: nearly the model's own distribution, without the long tail of odd tokens.
+# For prose: close to the model's own distribution, but without its long tail of unlikely tokens.
 temperature = 0.9
 top_k = 100
 num_samples = 3

@@ -97,9 +97,11 @@ class Sample:
         return "".join(token.text for token in self.tokens)
 
     @property
-    def cumulative_logprob(self) -> float:
-        """The natural logarithm of the probability that the model gives to all sampled tokens."""
-        return sum(token.logprob for token in self.tokens)
+    def cumulative_logprob(self) -> float | None:
+        """The natural logarithm of the probability that the model gives to all sampled tokens; None if the tokens
+        have no log-probabilities."""
+        logprobs = [token.logprob for token in self.tokens]
+        return None if None in logprobs else sum(logprobs)
 
 
 class TextCursor:
