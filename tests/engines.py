@@ -1,6 +1,9 @@
 """Requests for an Engine, and the samples that it has to give for them."""
+from functools import cache
+
 import torch
 
+from models import make_gpt
 from oracles import plain_generate, plain_shifting_generate
 from sampling.params import Prompt, SampleRequest, SamplingParams
 
@@ -23,14 +26,22 @@ def token_ids(engine, requests):
     return [sample.token_ids for sample in generate(engine, requests)]
 
 
-def one_by_one(model, requests, max_new_tokens=20, context_shift=False):
-    """The oracle: nanoGPT's loop, prompt after prompt, from one random stream."""
-    def plain(idx):
+def one_by_one(requests, max_new_tokens=PARAMS.max_new_tokens, context_shift=False):
+    """The token ids that make_gpt() has to give: nanoGPT's loop, prompt after prompt, from one random stream."""
+    return plain_samples(tuple(tuple(request.prompt_ids) for request in requests), max_new_tokens, context_shift)
+
+
+@cache
+def plain_samples(prompts, max_new_tokens, context_shift):
+    """As one_by_one; kept, since it takes longer than what is tested."""
+    model = make_gpt()
+    torch.manual_seed(PARAMS.seed)
+
+    def generate(idx):
         if context_shift:
-            return plain_shifting_generate(model, idx, max_new_tokens, top_k=30)
-        return plain_generate(model, idx, max_new_tokens, temperature=0.9, top_k=30)
-    torch.manual_seed(3)
-    return [plain(torch.tensor([request.prompt_ids]))[0, len(request.prompt_ids):].tolist() for request in requests]
+            return plain_shifting_generate(model, idx, max_new_tokens, PARAMS.top_k)
+        return plain_generate(model, idx, max_new_tokens, PARAMS.temperature, PARAMS.top_k)
+    return [generate(torch.tensor([ids]))[0, len(ids):].tolist() for ids in prompts]
 
 
 def cut(text, stops):

@@ -4,6 +4,7 @@ Other cases at every call, for about an hour:
 
     python -m pytest --slow --hypothesis-profile=hour -k fuzz
 """
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,10 @@ def load_profile(name):
 
 
 def fuzz(examples):
-    """Try so many examples of a test with --slow."""
-    return settings(max_examples=-(-examples * settings.default.max_examples // 100))
+    """Mark a test, and have it try so many examples with --slow."""
+    def decorate(test):
+        return pytest.mark.fuzz(settings(max_examples=-(-examples * settings.default.max_examples // 100))(test))
+    return decorate
 
 
 literals = st.recursive(

@@ -52,6 +52,7 @@ def script(tmp_path, monkeypatch):
     (["--text="], {"text": ""}),
     (["--text=[1, 2]"], {"text": "[1, 2]"}),
     (["--text=it's"], {"text": "it's"}),
+    (['--text="\\n"'], {}),
     (['--text="\\n\\n"'], {"text": "\n\n"}),
     (["--text='a b'"], {"text": "a b"}),
     (['--text="\\d"'], {"text": "\\d"}),
@@ -157,6 +158,7 @@ def test_one_line_lists_the_changes(script, tmp_path):
 @pytest.mark.parametrize("content, said", [
     ("count = 'three'", "count takes a whole number, got 'three'"),
     ("text = 3", "text takes text, got 3"),
+    ("flag = 0", "a.py: flag takes True or False, got 0"), # although 0 == False
     ("x = 1\ncount = (", "a.py, line 2: SyntaxError"),
     ("\n\nraise RuntimeError('no')", "a.py, line 3: RuntimeError: no"),
     ("count = undefined", "a.py, line 1: NameError"),
@@ -180,6 +182,7 @@ batch_size = 12; block_size = 64; n_layer = 4; n_head = 4; n_embd = 128; dropout
 max_iters = 1; weight_decay = 0.1; beta1 = 0.9; beta2 = 0.95; grad_clip = 1.0; decay_lr = True; warmup_iters = 1
 lr_decay_iters = 1; min_lr = 0.1; backend = 'nccl'; device = 'cpu'; dtype = 'float16'; compile = False
 import os
+num, temp = 1, 2.0 # the beginnings of settings' names are names too
 def helper(): return 1
 """
 
@@ -192,6 +195,12 @@ def test_training_files_get_no_warning(tmp_path):
     settings = override(scope, [str(tmp_path / "train.py")], log=lines.append)
     assert len(lines) == 1 and lines[0].startswith("settings: ")
     assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype", "batch_size"}
+
+
+def test_ctrl_c_in_a_file_is_no_fault_of_it(script, tmp_path):
+    (tmp_path / "a.py").write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        script("a.py")
 
 
 def test_a_name_that_is_nearly_a_setting_gets_a_warning(script, tmp_path, capsys):
@@ -241,3 +250,8 @@ def test_a_single_value_can_be_parsed():
 @pytest.mark.parametrize("name, hint", [("cuont", "; did you mean count?"), ("cou", "; did you mean count?"), ("co", ""), ("other", "")])
 def test_near_names_are_suggested(name, hint):
     assert suggest(name, DEFAULTS) == hint
+
+
+def test_beginnings_are_suggested_for_arguments_only():
+    assert suggest("temp", ["temperature"]) == "; did you mean temperature?"
+    assert suggest("temp", ["temperature"], prefixes=False) == ""

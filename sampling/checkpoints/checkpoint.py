@@ -27,9 +27,10 @@ class Checkpoint:
 
 @contextmanager
 def named_errors(source: object) -> Iterator[None]:
-    """Raise anything that fails inside, because a file does not hold a model, as a ValueError that names the source.
+    """Turn whatever fails inside into a ValueError that names the source.
 
-    Such a file trips torch in many ways. OSError, MemoryError and errors that mean out of memory pass through.
+    A file that holds no model trips torch in many ways. OSError, MemoryError and other errors that mean out of
+    memory pass through.
     """
     try:
         yield

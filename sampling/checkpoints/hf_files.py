@@ -40,5 +40,5 @@ def read_json(path: Path) -> dict:
     except (ValueError, RecursionError) as e:
         raise ValueError(f"cannot read {path}: {first_line(e)}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold an object, but holds a {type(content).__name__}")
+        raise ValueError(f"{path} must hold an object, got {type(content).__name__}")
     return content

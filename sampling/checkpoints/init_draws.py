@@ -1,8 +1,7 @@
 """How far nanoGPT's random stream has moved when it samples its first token."""
 from torch import Tensor
 
-# normal_ makes fewer numbers than this in another way.
-VECTOR_SIZE = 16
+VECTOR_SIZE = 16 # normal_ fills smaller tensors in another way
 
 
 def count_init_draws(state_dict: dict[str, Tensor]) -> int:
@@ -25,7 +24,7 @@ def count_init_draws(state_dict: dict[str, Tensor]) -> int:
             few += num_normal * weight.numel()
         else:
             draws += num_normal * normal_draws(weight.numel())
-    # Here normal_ makes two numbers of four draws, and keeps the second for its next call.
+    # For small tensors normal_ makes two numbers from four draws, and keeps the second one for its next call.
     return draws + 4 * -(-few // 2)
 
 

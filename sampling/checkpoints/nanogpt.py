@@ -22,8 +22,8 @@ WRAPPER_PREFIXES = "_orig_mod.", "module.", "_orig_mod." # of torch.compile and 
 def load_checkpoint(out_dir: str | Path, with_crc32: bool = False) -> Checkpoint:
     """The ckpt.pt in out_dir, or out_dir itself if it is such a file.
 
-    Raises FileNotFoundError if there is none; OSError if it cannot be opened; ValueError if it is damaged, holds
-    something else, or holds more than data.
+    Raises FileNotFoundError if there is none; OSError if it cannot be opened; ValueError if it is damaged, is not
+    a checkpoint, or holds more than data.
     """
     path = find_checkpoint(out_dir)
     with named_errors(path):
@@ -71,7 +71,7 @@ def require_entries(content, path: Path) -> None:
                          f"but holds {found:.200}")
     model_args = content["model_args"]
     if not isinstance(model_args, dict):
-        raise ValueError(f"model_args in {path} must be a dict, got a {type(model_args).__name__}")
+        raise ValueError(f"model_args in {path} must be a dict, got {type(model_args).__name__}")
     for name, value in model_args.items():
         if not (isinstance(name, str) and isinstance(value, str | int | float | None)):
             raise ValueError(f"model_args in {path} must hold numbers and text, got {brief_repr(name)}: "

@@ -34,7 +34,7 @@ def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checks
         checksums = check_zip_file(path, max_steps) if is_zip else check_old_file(path, max_steps)
         with torch.serialization.safe_globals(STAND_INS), warnings.catch_warnings():
             warnings.simplefilter("ignore") # they are meant for the author of the file
-            # Mapped, because torch believes a pickle that claims longer storages than the file holds if it is not.
+            # Mapped: of a file that is not, torch believes that its storages are as long as its pickle claims.
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True), checksums
     except Exception as e: # a damaged file trips torch's reader in many ways
         if "allocate memory" in str(e):

@@ -23,10 +23,10 @@ class Tokenizer(Protocol):
         """The text of token ids."""
 
     def incremental_decoder(self) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for one sequence. The texts of its tokens, joined, are decode's.
+        """A function (id, last=False) -> text that decodes one sequence token by token, to the text of decode.
 
-        A character whose bytes come in several tokens is in the text of the last of them. last: no token follows, so
-        the beginning of a character becomes U+FFFD.
+        A character whose bytes come in several tokens is in the text of the last one. last says that no token follows:
+        an incomplete character then becomes U+FFFD.
         """
 
 

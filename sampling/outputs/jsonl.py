@@ -105,7 +105,7 @@ def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtyp
     """The settings that decide the text of a sample, by name; settings of the same meaning get the same value."""
     found = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
     if parse_start(settings["start"])[0] not in MULTI_KINDS:
-        del found["num_samples"] # with many prompts, it decides which prompt a sample continues
+        del found["num_samples"] # a longer run of one prompt may go on with the file of a shorter one
     return {
         **found,
         "top_k": found["top_k"] or None,

@@ -1,5 +1,6 @@
 """Fixtures of the tests of backends."""
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -11,3 +12,10 @@ def processor(request, monkeypatch):
     for thresholds in "INTEL", "OTHERS":
         monkeypatch.setattr(packed_linear, thresholds, getattr(packed_linear, thresholds)._replace(min_rows_once=1))
     return name
+
+
+@pytest.fixture
+def compile_settings():
+    """Restores the settings of torch.compile that a backend changes. monkeypatch cannot: it would delete them."""
+    with torch._dynamo.config.patch(recompile_limit=8), torch._inductor.config.patch(freezing=False):
+        yield

@@ -17,19 +17,21 @@ def test_it_samples_the_same_tokens_as_gpt(context_shift):
     assert torch.equal(torch.cat([idx, *stream], dim=1), expected)
 
 
+@pytest.mark.usefixtures("compile_settings")
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
-@pytest.mark.parametrize("n_layer, context_shift", [(1, False), pytest.param(2, False, marks=pytest.mark.slow),
-                                                    pytest.param(2, True, marks=pytest.mark.slow)])
-def test_compiled_it_samples_the_same_tokens_and_warm_up_has_compiled_all(n_layer, context_shift):
+@pytest.mark.parametrize("n_layer, max_new_tokens, context_shift", [
+    (1, 9, False), *(pytest.param(2, 20, shift, marks=pytest.mark.slow) for shift in (False, True))]) # its block_size is 16
+def test_compiled_it_samples_the_same_tokens_and_warm_up_has_compiled_all(n_layer, max_new_tokens, context_shift):
     def num_graphs():
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model, idx, at_first = make_gpt(n_layer=n_layer), torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0)), num_graphs()
     torch.manual_seed(3)
-    expected = model.generate(idx, 20, context_shift=context_shift)
+    expected = model.generate(idx, max_new_tokens, context_shift=context_shift)
     backend = EagerGPT(model, compile=True)
-    backend.warm_up_compile(idx, 20, context_shift)
+    backend.warm_up_compile(idx, max_new_tokens, context_shift)
     warm = num_graphs()
     assert warm > at_first
     torch.manual_seed(3)
-    assert torch.equal(torch.cat([idx, *backend.generate_stream(idx, 20, TokenSampler(), context_shift)], dim=1), expected)
+    stream = backend.generate_stream(idx, max_new_tokens, TokenSampler(), context_shift)
+    assert torch.equal(torch.cat([idx, *stream], dim=1), expected)
     assert num_graphs() == warm, "nothing is compiled while it generates"

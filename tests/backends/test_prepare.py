@@ -51,10 +51,10 @@ def test_a_cpu_without_the_operators_runs_the_gpt_itself(monkeypatch, trims):
     assert trims == ["disable_malloc_trim"]
 
 
+@pytest.mark.usefixtures("compile_settings")
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
-def test_with_compile_a_cpu_runs_the_gpt_itself(monkeypatch):
+def test_with_compile_a_cpu_runs_the_gpt_itself():
     """Inductor cannot see into packed weights."""
-    monkeypatch.setattr(torch._inductor.config, "freezing", False) # restored afterwards: EagerGPT sets it
     assert isinstance(prepare_model(make_gpt(), CPU, torch.float32, compile=True), EagerGPT)
 
 

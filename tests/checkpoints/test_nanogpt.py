@@ -3,6 +3,7 @@ import datetime
 import os
 import pathlib
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -49,6 +50,7 @@ def test_the_projects_own_checkpoint_is_named_once_from_anywhere(tmp_path, monke
         assert str(error.value).count("out-shakespeare-char") == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such paths")
 def test_a_path_that_is_not_utf_8_is_refused_as_such(tmp_path):
     folder = tmp_path / os.fsdecode(b"\xff")
     save_checkpoint(folder, make_gpt())
@@ -183,7 +185,7 @@ def test_a_hostile_checkpoint_runs_nothing(entry, zipped, tmp_path):
     path = save_checkpoint(tmp_path, make_gpt())
     content = torch.load(path, weights_only=True) | {entry: {"x": CreatesFile(tmp_path / "ran")}}
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ValueError, match=r"names posix\.system, which could run code"):
+    with pytest.raises(ValueError, match=r"names (posix|nt)\.system, which could run code"):
         load_checkpoint(path)
     assert not (tmp_path / "ran").exists()
     torch.load(path, weights_only=False) # the attack itself works
@@ -197,7 +199,7 @@ def test_a_hostile_checkpoint_runs_nothing(entry, zipped, tmp_path):
     ({"model": {"a": 3}, "model_args": {}}, "holds 'a': int"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "names torch._utils._rebuild_sparse_tensor"),
-    ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict, got a int"),
+    ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict, got int"),
     ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": 10**12}}, "n_layer=1000000000000 but holds tensors of 0 layers"),
     ({"model": {"a": torch.ones(2)}, "model_args": {"x": datetime.date(2020, 1, 1)}}, "names datetime.date"),
 ], ids=lambda value: value if isinstance(value, str) else "")

@@ -1,4 +1,5 @@
 """Zip files that somebody made to do harm."""
+import io
 import struct
 import zipfile
 
@@ -63,6 +64,18 @@ def test_records_that_overlap_are_refused(refused, good, tmp_path):
             entry[8] = entry[9] = len(good) // 4
     write_checkpoint(tmp_path, change_directory(good, enlarge))
     refused("its records overlap")
+
+
+def test_records_in_each_others_places_are_refused(refused, good, tmp_path):
+    """They are of one length, and both checksums are in the directory. So nothing else would notice."""
+    records = [info for info in zipfile.ZipFile(io.BytesIO(good)).infolist() if "/data/" in info.filename]
+    one, other = next((a, b) for a in records for b in records if a.file_size == b.file_size and a.CRC != b.CRC)
+    offsets = {one.filename: other.header_offset, other.filename: one.header_offset}
+
+    def swap(name, entry):
+        entry[16] = offsets.get(name, entry[16])
+    write_checkpoint(tmp_path, change_directory(good, swap))
+    refused("a record of it is not where its directory says")
 
 
 @pytest.mark.parametrize("size", [10_000_000, pytest.param(300_000_000, marks=pytest.mark.slow)])

@@ -20,11 +20,11 @@ each_backend = pytest.mark.parametrize("make_engine", BACKENDS, indirect=True)
 
 
 @pytest.mark.parametrize("make_engine, each, batch_size", [
-    pytest.param(backend, each, size, id=f"{backend}-{each}-{size}", marks=[] if (each, size) == (1, 3) or backend == "eager" else pytest.mark.slow)
-    for backend in BACKENDS for each, size in [(1, 8), (3, 5), (2, 1), (1, 3)]], indirect=["make_engine"])
+    pytest.param(backend, each, batch_size, marks=[] if (each, batch_size) == (1, 3) or backend == "eager" else pytest.mark.slow)
+    for backend in BACKENDS for each, batch_size in [(1, 8), (3, 5), (2, 1), (1, 3)]], indirect=["make_engine"])
 def test_prompts_of_all_lengths_share_batches_and_each_has_the_tokens_it_would_have_alone(tokenizer, make_engine, each, batch_size):
     requests = requests_of(tokenizer, PROMPTS, each)
-    expected = one_by_one(make_gpt(), requests)
+    expected = one_by_one(requests)
     found = generate(make_engine(make_gpt(), tokenizer, batch_size=batch_size), requests)
     assert [sample.index for sample in found] == list(range(len(requests)))
     assert [sample.token_ids for sample in found] == expected
@@ -36,20 +36,20 @@ def test_prompts_of_all_lengths_share_batches_and_each_has_the_tokens_it_would_h
 def test_context_shift_of_prompts_of_all_lengths(tokenizer, make_engine):
     requests = requests_of(tokenizer, PROMPTS)
     params = replace(PARAMS, max_new_tokens=40, temperature=1.0, context_shift=True)
-    assert token_ids(make_engine(make_gpt(), tokenizer, params, batch_size=8), requests) == one_by_one(make_gpt(), requests, 40, context_shift=True)
+    assert token_ids(make_engine(make_gpt(), tokenizer, params, batch_size=8), requests) == one_by_one(requests, 40, context_shift=True)
 
 
 @pytest.mark.parametrize("max_new_tokens", [0, 1, 2])
 def test_few_new_tokens(tokenizer, make_engine, max_new_tokens):
     requests = requests_of(tokenizer, PROMPTS)
     engine = make_engine(make_gpt(), tokenizer, replace(PARAMS, max_new_tokens=max_new_tokens), batch_size=8)
-    assert token_ids(engine, requests) == one_by_one(make_gpt(), requests, max_new_tokens)
+    assert token_ids(engine, requests) == one_by_one(requests, max_new_tokens)
 
 
 @pytest.mark.parametrize("first", [1, 7, pytest.param(8, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow)])
 def test_a_run_may_begin_at_any_sample(tokenizer, make_engine, first):
     requests = requests_of(tokenizer, PROMPTS, 3)
-    expected = one_by_one(make_gpt(), requests)
+    expected = one_by_one(requests)
     assert token_ids(make_engine(make_gpt(), tokenizer, batch_size=4), requests[first:]) == expected[first:]
 
 
@@ -107,17 +107,25 @@ def test_prompts_of_very_different_lengths_are_separate_batches(tokenizer, make_
     assert len(shapes) == 2 * 11 and shapes[0][1] == 1 and shapes[11][1] == 200
 
 
-@pytest.mark.parametrize("num_saved", [pytest.param(n, marks=[] if n in (3, 4, 7) else pytest.mark.slow) for n in (1, 3, 4, 6, 7, 11)])
-def test_saved_samples_are_not_yielded_and_the_others_are_the_same_to_the_last_bit(tokenizer, make_engine, num_saved):
-    requests = requests_of(tokenizer, PROMPTS * 2)
-    params, wide = replace(PARAMS, num_logprobs=2, stop=["e"]), dict(n_embd=256, n_head=8)
-    whole = generate(make_engine(make_gpt(**wide), tokenizer, params, batch_size=4), requests)
+def resumed_run(tokenizer, num_saved, **settings):
+    """The samples of a run of which the first num_saved are saved already."""
+    requests = [replace(request, already_saved=request.index < num_saved) for request in requests_of(tokenizer, PROMPTS * 2)]
+    backend, params = EagerGPT(make_gpt(n_embd=256, n_head=8)), replace(PARAMS, num_logprobs=2, stop=["e"])
+    return generate(Engine(backend, tokenizer, params, batch_size=4, **settings), requests)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tokenizer):
+    return resumed_run(tokenizer, 0)
+
+
+@pytest.mark.parametrize("num_saved", [pytest.param(n, marks=[] if n in (3, 4) else pytest.mark.slow) for n in (1, 3, 4, 6, 7, 11)])
+def test_saved_samples_are_not_yielded_and_the_others_are_the_same_to_the_last_bit(tokenizer, whole_run, num_saved):
     counts = []
-    resumed = [replace(request, already_saved=request.index < num_saved) for request in requests]
-    rest = generate(make_engine(make_gpt(**wide), tokenizer, params, batch_size=4, on_tokens=counts.append), resumed)
+    rest = resumed_run(tokenizer, num_saved, on_tokens=counts.append)
     assert [sample.index for sample in rest] == list(range(num_saved, 16))
-    assert [sample.tokens for sample in rest] == [sample.tokens for sample in whole[num_saved:]]
-    assert sum(counts) == sum(sample.num_tokens for sample in rest), "those of saved samples are not new"
+    assert [sample.tokens for sample in rest] == [sample.tokens for sample in whole_run[num_saved:]]
+    assert sum(counts) == sum(sample.num_tokens for sample in rest), "the tokens of saved samples are not new"
 
 
 # ---- log-probabilities and penalties

@@ -23,7 +23,7 @@ def test_when_memory_runs_out_batches_are_halved_and_the_samples_stay_the_same(t
     monkeypatch.setattr(KVCache, "__init__", init_small)
     found = token_ids(make_engine(make_gpt(), tokenizer, batch_size=8, stream=True, log=messages.append), requests)
     monkeypatch.undo()
-    assert found == one_by_one(make_gpt(), requests)
+    assert found == one_by_one(requests)
     assert messages == ["out of memory with 8 samples at once: going on with 4", "out of memory with 4 samples at once: going on with 2"]
 
 
@@ -59,7 +59,7 @@ def run_out_of_memory_at_step(monkeypatch, number):
 @pytest.mark.parametrize("stream", [False, True])
 def test_samples_that_were_finished_when_memory_ran_out_are_not_generated_again(tokenizer, make_engine, monkeypatch, stream):
     requests, counts = requests_of(tokenizer, ["The "], 4), []
-    texts = [tokenizer.decode(ids) for ids in one_by_one(make_gpt(), requests)]
+    texts = [tokenizer.decode(ids) for ids in one_by_one(requests)]
     stops = [texts[2][3:6]]
     batch_sizes = run_out_of_memory_at_step(monkeypatch, 12)
     engine = make_engine(make_gpt(), tokenizer, replace(PARAMS, stop=stops), batch_size=4, stream=stream, on_tokens=counts.append)
@@ -71,7 +71,7 @@ def test_samples_that_were_finished_when_memory_ran_out_are_not_generated_again(
 
 def test_a_reader_of_a_streaming_sample_reads_each_character_once_although_memory_runs_out(tokenizer, make_engine, monkeypatch):
     requests, cursors = requests_of(tokenizer, ["The "], 4), {}
-    expected = [tokenizer.decode(ids) for ids in one_by_one(make_gpt(), requests)]
+    expected = [tokenizer.decode(ids) for ids in one_by_one(requests)]
     read = [""] * 4
     run_out_of_memory_at_step(monkeypatch, 12)
     for sample in make_engine(make_gpt(), tokenizer, batch_size=4, stream=True).generate(requests):
@@ -90,7 +90,7 @@ def test_graphs_made_before_memory_ran_out_are_not_used_afterwards(tokenizer, re
             raise MemoryError
     monkeypatch.setattr(BatchSampler, "start_batch", start_small_batch)
     engine = Engine(CUDAGraphGPT(make_gpt()), tokenizer, replace(PARAMS, max_new_tokens=9), batch_size=4, log=messages.append)
-    assert token_ids(engine, requests) == one_by_one(make_gpt(), requests, 9)
+    assert token_ids(engine, requests) == one_by_one(requests, 9)
     assert messages
 
 

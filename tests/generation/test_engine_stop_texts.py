@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from cases import cases
 from engines import PARAMS, PROMPTS, cut, generate, one_by_one, requests_of
 from models import make_gpt
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
@@ -12,12 +13,11 @@ from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 BACKENDS = ["eager", "packed", "shortlist", "steps", "graphs"]
 
 
-@pytest.mark.parametrize("make_engine, stream, num_rounds", [
-    pytest.param(backend, stream, rounds, id=f"{backend}-{'stream' if stream else 'whole'}-{rounds}", marks=pytest.mark.slow if rounds > 1 else [])
-    for backend in BACKENDS for stream in (True, False) for rounds in (1, 10)], indirect=["make_engine"])
+@pytest.mark.parametrize("make_engine, stream, num_rounds", cases(BACKENDS, [True, False], [1, 10],
+                         quick=lambda backend, stream, num_rounds: num_rounds == 1 and (backend == "eager" or not stream)), indirect=["make_engine"])
 def test_a_sample_ends_where_a_stop_text_begins(tokenizer, make_engine, stream, num_rounds):
     requests, rng = requests_of(tokenizer, PROMPTS, 2), random.Random(1)
-    full = [tokenizer.decode(ids) for ids in one_by_one(make_gpt(), requests, 30)]
+    full = [tokenizer.decode(ids) for ids in one_by_one(requests, 30)]
     for _ in range(num_rounds):
         texts = rng.choices(full, k=3)
         stops = [text[start:start + rng.randint(1, 4)] for text in texts for start in [rng.randrange(25)]]
@@ -32,7 +32,7 @@ def test_a_sample_ends_where_a_stop_text_begins(tokenizer, make_engine, stream, 
 
 def test_finished_rows_are_not_computed_any_further(tokenizer, make_engine):
     model, batch_sizes, requests = make_gpt(), [], requests_of(tokenizer, ["O"], 6)
-    full = [tokenizer.decode(ids) for ids in one_by_one(make_gpt(), requests, 12)]
+    full = [tokenizer.decode(ids) for ids in one_by_one(requests, 12)]
     stop = max("".join(full), key="".join(full).count)
     ends = sorted(min(12, len(cut(text, [stop])) + 1) for text in full)
     assert len(set(ends)) > 1
@@ -44,7 +44,7 @@ def test_finished_rows_are_not_computed_any_further(tokenizer, make_engine):
 def test_what_a_streaming_sample_shows_never_changes(tokenizer, make_engine):
     """Only text that no stop text can still remove is emittable."""
     requests, params = requests_of(tokenizer, ["O"]), replace(PARAMS, max_new_tokens=40)
-    full = tokenizer.decode(one_by_one(make_gpt(), requests, 40)[0])
+    full = tokenizer.decode(one_by_one(requests, 40)[0])
     stops = [full[20:25], full[30:33] + "\n\n", full[5:8] + "!"]
     shown = [sample.text[:sample.num_emittable_chars]
              for sample in make_engine(make_gpt(), tokenizer, replace(params, stop=stops), stream=True).generate(requests)]
@@ -60,11 +60,12 @@ def test_streaming_yields_the_next_sample_as_it_grows_and_each_once_it_is_finish
     assert found == [(0, 1, None), (0, 2, None), (0, 3, "length"), (1, 3, "length")]
 
 
-def test_a_stop_text_inside_a_token_and_across_tokens(gpt2_encoding, make_engine):
+@pytest.mark.parametrize("stride", [25, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_stop_text_inside_a_token_and_across_tokens(gpt2_encoding, make_engine, stride):
     tokenizer, model = GPT2Tokenizer(), make_gpt(vocab_size=50257, n_embd=8, block_size=64)
     requests, params = requests_of(tokenizer, ["Hi"]), replace(PARAMS, max_new_tokens=30)
     full = generate(make_engine(model, tokenizer, params), requests)[0].text
-    for start in range(0, len(full) - 6, 5):
+    for start in range(0, len(full) - 6, stride):
         stop = full[start:start + 6]
         sample, = generate(make_engine(model, tokenizer, replace(params, stop=stop)), requests)
         assert sample.text == cut(full, [stop]) and sample.finish_reason == "stop"

@@ -142,7 +142,7 @@ def test_many_prompts_are_not_held_in_memory(tmp_path):
 
 
 def test_an_accepted_id_can_be_saved_and_read_again(tmp_path):
-    """In a line of out_file it is nested deeper."""
+    """By code that is nested deeper, and so has less of Python's stack left."""
     path = tmp_path / "p.jsonl"
     for depth in range(800, 1000):
         path.write_text('{"prompt": "a", "id": ' + "[" * depth + "]" * depth + "}")
@@ -150,5 +150,8 @@ def test_an_accepted_id_can_be_saved_and_read_again(tmp_path):
             prompt = next(read_prompts(f"JSONL:{path}"))
         except ValueError:
             break
-        assert json.loads(json.dumps([[[prompt.id]]])) == [[[prompt.id]]]
+        nested = prompt.id
+        for _ in range(40):
+            nested = [nested]
+        assert json.loads(json.dumps(nested)) == nested
     assert depth > 800

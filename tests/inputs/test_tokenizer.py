@@ -56,5 +56,8 @@ def test_a_missing_vocabulary_is_missed_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="50257 tokens, but the model has 61") as error:
         load(Path("out"), "letters", 61)
+    with pytest.raises(ValueError) as long:
+        load(Path("out"), "x" * 100_000, 61)
+    assert len(str(long.value)) < 500
     for path in os.path.join("out", "meta.pkl"), os.path.join("data", "letters", "meta.pkl"):
         assert path in str(error.value)

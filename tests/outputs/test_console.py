@@ -67,7 +67,9 @@ def test_messages_do_not_run_into_a_progress_bar(stderr, exits):
     assert stderr() == "bye\n"
 
 
-def test_only_one_process_of_a_run_speaks(stderr, exits):
+def test_only_one_process_of_a_run_speaks(stderr, exits, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert console.shows_progress_bar()
     console.setup_console(is_main=False)
     console.log("hello")
     with pytest.raises(SystemExit), console.report_user_errors():

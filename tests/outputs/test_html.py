@@ -66,7 +66,7 @@ def test_a_file_of_anything_else_is_refused_and_stays(tmp_path, existing, num_sa
     path.unlink() if existing is None else path.write_bytes(existing(page))
     with pytest.raises(ValueError, match=re.escape(f"{path} ") + ".*" + re.escape(said)):
         HtmlWriter(path, RUN_INFO, num_saved)
-    assert (path.read_bytes() if existing else None) == (existing(page) if existing else None)
+    assert (path.read_bytes() if path.exists() else None) == (existing(page) if existing else None)
 
 
 @pytest.mark.parametrize("num_saved", [0, 1])

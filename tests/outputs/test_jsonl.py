@@ -134,10 +134,11 @@ def write_file(path, requests=REQUESTS, settings=SETTINGS):
 
 
 def test_a_file_resumes_wherever_it_was_truncated(tmp_path):
-    whole = write_file(tmp_path / "whole.jsonl", REQUESTS[1:3])
+    requests = [REQUESTS[1], REQUESTS[3]] # with a character of two bytes, and a lone surrogate
+    whole = write_file(tmp_path / "whole.jsonl", requests)
     for end in range(len(whole) + 1):
         (tmp_path / "a.jsonl").write_bytes(whole[:end])
-        assert write_file(tmp_path / "a.jsonl", REQUESTS[1:3]) == whole
+        assert write_file(tmp_path / "a.jsonl", requests) == whole
 
 
 def test_requests_are_marked_as_already_saved(tmp_path):
