@@ -17,6 +17,7 @@ from project import PROJECT, SCRIPT
 from script_server import NUMBER, enter_session
 
 CLOSED = "closed" # a standard stream that the process does not have
+CAN_FORK = sys.platform == "linux" # Windows has no fork, and libraries of macOS do not survive one
 # Variables that Python, torch and the libraries below read while they are loaded.
 READ_ON_LOADING = re.compile("(?!OMP_NUM_THREADS)(OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|MALLOC|PYTHON|LC_|LANG|LD_|DYLD)")
 
@@ -25,11 +26,11 @@ def start_script(*arguments, cwd=PROJECT, env=None, stdin=DEVNULL, stdout=PIPE, 
     """Start sample.py with the environment of the tests and env; returns a subprocess.Popen, or what has the same methods.
 
     The streams are PIPE, DEVNULL, CLOSED, a descriptor or a file. A new session has the terminal on stdin as its own.
-    separate: not as a fork, but as users start it. So it is too if a variable of env has to be there from the start.
+    separate: not a fork of the server, but a process as users start it. env may need one too: see READ_ON_LOADING.
     """
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
     command, streams = [str(SCRIPT), *map(str, arguments)], [stdin, stdout, stderr]
-    if not separate and hasattr(os, "fork") and read_on_loading(env) == read_on_loading(os.environ):
+    if CAN_FORK and not separate and read_on_loading(env) == read_on_loading(os.environ):
         return ForkedProcess(command, cwd, env, streams, new_session)
     closed = [fd for fd in range(3) if streams[fd] == CLOSED]
     stdin, stdout, stderr = (None if stream == CLOSED else stream for stream in streams)

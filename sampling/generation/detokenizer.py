@@ -44,12 +44,15 @@ class StopChecker:
 
     def __init__(self, stop_texts: list[str]):
         self.stop_texts = stop_texts
-        self.tail_length = max(map(len, stop_texts)) - 1 # an incomplete stop text began at most so far back
+        self.tail_length = max(map(len, stop_texts)) - 1 # how far back an incomplete stop text may begin
         self.tail = ""
 
     def check_stop(self, new_text: str) -> tuple[int, int]:
-        """Take the text of one more token. Returns two numbers of characters at the end of all text: those from the
-        beginning of a stop text on (0: there is none), and those that may be the beginning of one."""
+        """Take the text of one more token. Returns (surplus, withheld), both counted from the end of the text.
+
+        The last surplus characters are a stop text and what follows it; 0: there is no stop text. The last withheld
+        characters may be the beginning of a stop text.
+        """
         text = self.tail + new_text
         self.tail = text[max(0, len(text) - self.tail_length):]
         starts = [start for stop in self.stop_texts if (start := text.find(stop)) >= 0]

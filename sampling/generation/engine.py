@@ -27,7 +27,7 @@ SYNC_INTERVAL = 16 # steps between two copies of the tokens to the host when not
 
 
 class StepOutput(NamedTuple):
-    """What one step gave to every row."""
+    """The tokens of one step, and their log-probabilities."""
     ids: Tensor # (B, 1)
     logprobs: Logprobs | None
 
@@ -37,7 +37,8 @@ class Engine:
     """Turns requests into samples.
 
     num_init_draws: Checkpoint.num_init_draws; batch_size: how many samples to generate at once; stream: whether to
-    yield samples while they grow; log is given messages for the user, on_tokens the number of new tokens.
+    yield samples while they grow; log takes messages for the user; on_tokens takes the number of new tokens, which is
+    negative if memory ran out and tokens are generated again.
     """
     backend: Backend
     tokenizer: Tokenizer
@@ -64,10 +65,10 @@ class Engine:
 
     @property
     def sync_interval(self) -> int:
-        """How many steps to run before their tokens are looked at."""
-        # Without a GPU a look costs little, and a row that met its stop text need not be computed further.
-        look_at_once = self.stream or (self.params.stop_texts and self.backend.device.type != "cuda")
-        return 1 if look_at_once else SYNC_INTERVAL
+        """How many steps to run before their tokens are copied to the host."""
+        # Without a GPU a copy costs little, and a row that has met its stop text can leave the batch at once.
+        every_step = self.stream or (self.params.stop_texts and self.backend.device.type != "cuda")
+        return 1 if every_step else SYNC_INTERVAL
 
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Yield the sample of every request that is not already saved, in order, once it is finished.

@@ -201,6 +201,7 @@ def test_a_hostile_checkpoint_runs_nothing(entry, zipped, tmp_path):
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "names torch._utils._rebuild_sparse_tensor"),
     ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict, got int"),
     ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": 10**12}}, "n_layer=1000000000000 but holds tensors of 0 layers"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"x": [1, 2]}}, "must hold numbers and text, got 'x': list"),
     ({"model": {"a": torch.ones(2)}, "model_args": {"x": datetime.date(2020, 1, 1)}}, "names datetime.date"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")

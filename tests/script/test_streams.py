@@ -20,8 +20,10 @@ def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(letters, seconds):
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, messages = process.communicate(timeout=20)
-    python_was_starting = b"Traceback" in messages and b"settings: " not in messages # it says so itself
-    assert (process.returncode == 130 and b"Traceback" not in messages) or python_was_starting, messages
+    if b"settings: " in messages:
+        assert process.returncode == 130 and b"Traceback" not in messages, messages
+    else: # Python itself is still starting, and ends in its own way
+        assert process.returncode in (130, -2, 1)
 
 
 @pytest.mark.parametrize("separate", [False, True], ids=["fork", "separate"])

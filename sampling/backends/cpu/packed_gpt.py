@@ -20,7 +20,7 @@ from sampling.sampler.sample_token import Logits, SampleFn
 
 
 class PackedGPT:
-    """Gives the logits of the GPT whose layers it takes over; the GPT itself has no blocks afterwards.
+    """Gives the logits of the GPT whose layers it takes over; the GPT itself has no blocks and no head afterwards.
 
     pack_eagerly: pack all layers now. Otherwise each is packed once that pays, and the last bits of the logits
     depend on when that was.

@@ -21,7 +21,7 @@ NARROW = 256
 
 class PackThresholds(NamedTuple):
     """The fewest rows for which a packed product is faster, packing included."""
-    min_rows_repeated: int # if two products in a row have this many
+    min_rows_repeated: int # if two successive products have this many
     min_rows_once: float # if only one has
     min_rows_narrow: int # a narrow layer uses its plain weight below this, even once it is packed
 
@@ -58,7 +58,7 @@ def is_supported(dtype: torch.dtype = torch.float32) -> bool:
 class PackedLinear:
     """A Linear that can also apply GELU ("none" or "tanh", as in F.gelu) or add a residual, in one pass.
 
-    It packs its weight once that pays, so that the first token does not wait for it; with pack_eagerly at once.
+    It packs its weight once that pays, so that the first token does not wait for it. With pack_eagerly, it packs at once.
     It is not a Module: module hooks and attribute look-ups take a tenth of a small model's step.
     """
 
@@ -97,4 +97,4 @@ class PackedLinear:
         if min(self.plain_weight.shape) >= NARROW:
             self.plain_weight = None
         elif self.thresholds is INTEL:
-            self.plain_weight = self.plain_weight.T.contiguous().T # MKL reads it faster so
+            self.plain_weight = self.plain_weight.T.contiguous().T # the layout that MKL reads fastest

@@ -14,7 +14,7 @@ MAX_TABLE_BYTES = 2**27
 def chunked_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Queries (B, H, T, D), the last T of S positions, with keys and values (B, H, S, D) -> (B, T, E).
 
-    The queries come in chunks, because the fused kernel computes up to 512 keys of what the mask hides.
+    The queries come in chunks, because the fused kernel also computes scores that the mask hides, for up to 512 keys.
     """
     T, S = q.size(2), k.size(2)
     chunk_size = 32 if S <= 512 else 64
