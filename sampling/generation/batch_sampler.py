@@ -46,10 +46,10 @@ class BatchSampler:
         """Begin a batch of prompts, whose samples start at these states of the random stream."""
         self.rng.set_rows(rng_states)
         B, self.min_prompt_len = len(prompts), min(map(len, prompts))
-        self.prompt_remainders = rest = [ids[self.min_prompt_len:] for ids in prompts]
-        # All steps in one tensor: a copy from the host at each step would wait for the GPU.
-        self.forced_by_step = torch.tensor([[ids[step:step + 1] or [-1] for ids in rest]
-                                            for step in range(max(map(len, rest)) + 1)], device=device)
+        self.prompt_remainders = remainders = [ids[self.min_prompt_len:] for ids in prompts]
+        # All steps in one tensor: a copy from the host at each step would synchronise the GPU.
+        self.forced_by_step = torch.tensor([[ids[step:step + 1] or [-1] for ids in remainders]
+                                            for step in range(max(map(len, remainders)) + 1)], device=device)
         if len(self.forced_tokens) != B:
             self.forced_tokens = self.forced_by_step[0].clone()
             self.logprobs = self.new_logprobs(B, device)
@@ -82,6 +82,10 @@ class BatchSampler:
             for target, value in zip(self.logprobs, found, strict=True):
                 target.copy_(value)
         return token
+
+    def copy_logprobs(self) -> Logprobs | None:
+        """A copy of the log-probabilities of the latest step: the next step overwrites them."""
+        return self.logprobs and Logprobs(*(tensor.clone() for tensor in self.logprobs))
 
     def select_rows(self, rows: list[int]) -> None:
         """Go on with these rows only."""

@@ -9,8 +9,8 @@ from sampling.params import Sample, SampleRequest
 def next_batch(requests: Iterator[SampleRequest], size: int) -> list[SampleRequest]:
     """The next size requests, or fewer at the end. Batches of which all samples are already saved are skipped.
 
-    Any other saved sample is generated once more with its batch, so that the others get the same logits as before, to
-    the last bit.
+    A saved sample in any other batch is generated once more with its batch, so that the others get the same logits as
+    before, to the last bit.
     """
     while (batch := list(islice(requests, size))) and all(request.already_saved for request in batch):
         pass

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sampling.backends.backend import Backend
+from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.memory import release_memory
 from sampling.errors import is_out_of_memory
 from sampling.generation.batch_sampler import BatchSampler, Logprobs
@@ -23,7 +23,7 @@ from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Sample, SampleRequest, SamplingParams
 from sampling.sampler.per_row_rng import PerRowRNG
 
-SYNC_INTERVAL = 16 # steps between two copies of the tokens to the host when not streaming: each one waits for the GPU
+SYNC_INTERVAL = 16 # steps between copies of the tokens to the host when not streaming: each copy synchronises the GPU
 
 
 class StepOutput(NamedTuple):
@@ -73,7 +73,7 @@ class Engine:
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Yield the sample of every request that is not already saved, in order, once it is finished.
 
-        With stream, also yield the next sample, unfinished, whenever it has grown.
+        With stream, also yield the next sample, unfinished, after each step.
         Raises ValueError if logits were NaN or infinite.
         """
         requests = iter(requests)
@@ -115,33 +115,41 @@ class Engine:
                 sample.finish_reason = "length"
             yield
             return
-        sampler, block_size = self.sampler, self.backend.config.block_size
-        prompts = [visible_prompt(sample, block_size) for sample in samples]
-        sampler.start_batch(prompts, [rng_states[sample] for sample in samples], self.backend.device)
-        idx = torch.tensor([ids[:sampler.min_prompt_len] for ids in prompts], device=self.backend.device)
-        last_steps = {len(remainder) + self.params.max_new_tokens for remainder in sampler.prompt_remainders}
-        stream = self.backend.generate_stream(idx, max(last_steps), sampler, self.params.context_shift)
         rows = [IncrementalDetokenizer(sample, self.tokenizer, self.params) for sample in samples]
+        stream, last_steps = self.start_stream(samples, rng_states)
         sync_interval, pending = self.sync_interval, []
-        selected = None # rows to go on with; None: all
+        selected = None # the rows to go on with; None: all
         for step in range(1, max(last_steps) + 1):
-            sampler.start_step(step - 1)
-            ids = stream.send(selected)
-            logprobs = sampler.logprobs and Logprobs(*(tensor.clone() for tensor in sampler.logprobs))
-            pending.append(StepOutput(ids, logprobs))
+            self.sampler.start_step(step - 1)
+            pending.append(StepOutput(stream.send(selected), self.sampler.copy_logprobs()))
             selected = None
             if step in last_steps or len(pending) == sync_interval:
                 self.flush_tokens(pending, step, rows)
                 pending = []
                 yield
-                growing = [i for i, row in enumerate(rows) if not row.sample.finish_reason]
-                if not growing:
+                selected = self.rows_to_keep(rows)
+                if selected == []:
                     break
-                if len(growing) < len(rows) and len(growing) <= self.backend.compaction_ratio * len(rows):
-                    selected, rows = growing, [rows[i] for i in growing]
-                    sampler.select_rows(growing)
+                if selected is not None:
+                    rows = [rows[i] for i in selected]
+                    self.sampler.select_rows(selected)
         with suppress(StopIteration):
             stream.send([])
+
+    def start_stream(self, samples: list[Sample], rng_states: dict[Sample, Tensor]) -> tuple[TokenStream, set[int]]:
+        """The token stream of a batch, and the steps, counted from 1, after which samples reach max_new_tokens."""
+        prompts = [visible_prompt(sample, self.backend.config.block_size) for sample in samples]
+        device = self.backend.device
+        self.sampler.start_batch(prompts, [rng_states[sample] for sample in samples], device)
+        idx = torch.tensor([ids[:self.sampler.min_prompt_len] for ids in prompts], device=device)
+        last_steps = {len(remainder) + self.params.max_new_tokens for remainder in self.sampler.prompt_remainders}
+        return self.backend.generate_stream(idx, max(last_steps), self.sampler, self.params.context_shift), last_steps
+
+    def rows_to_keep(self, rows: list[IncrementalDetokenizer]) -> list[int] | None:
+        """The rows that still grow. None: go on with all rows, because too few have finished."""
+        growing = [i for i, row in enumerate(rows) if not row.sample.finish_reason]
+        is_worthwhile = len(growing) < len(rows) and len(growing) <= self.backend.compaction_ratio * len(rows)
+        return growing if is_worthwhile else None
 
     def flush_tokens(self, pending: list[StepOutput], step: int, rows: list[IncrementalDetokenizer]) -> None:
         """Append the tokens of the pending steps, the last of which is this one, to the samples."""
@@ -151,16 +159,16 @@ class Engine:
         for i, (row, remainder) in enumerate(zip(rows, self.sampler.prompt_remainders, strict=True)):
             num_forced = max(0, len(remainder) - (step - len(pending))) # these tokens belong to the prompt
             num_before = row.sample.num_tokens
-            for token_id, of_step in zip(ids[i][num_forced:], logprobs[num_forced:], strict=True):
+            for token_id, step_logprobs in zip(ids[i][num_forced:], logprobs[num_forced:], strict=True):
                 if row.sample.finish_reason:
                     break
-                if of_step:
-                    (logprob,), values, top_ids = (tensor[i] for tensor in of_step)
-                    texts = [self.tokenizer.decode([top_id]) for top_id in top_ids]
-                    row.append(token_id, logprob, tuple(zip(texts, values, strict=True)))
-                else:
-                    row.append(token_id)
+                row.append(token_id, *(self.logprobs_of_row(step_logprobs, i) if step_logprobs else ()))
             self.count_tokens(row.sample, row.sample.num_tokens - num_before)
+
+    def logprobs_of_row(self, step_logprobs: list[list], row: int) -> tuple[float, tuple[tuple[str, float], ...]]:
+        """Token.logprob and Token.top_logprobs of a row; step_logprobs are the tensors of Logprobs as lists."""
+        (logprob,), values, top_ids = (values[row] for values in step_logprobs)
+        return logprob, tuple(zip([self.tokenizer.decode([i]) for i in top_ids], values, strict=True))
 
     def count_tokens(self, sample: Sample, num_tokens: int) -> None:
         """Report new tokens, unless the sample is only generated again."""

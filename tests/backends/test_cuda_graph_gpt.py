@@ -240,10 +240,7 @@ def test_a_step_never_waits_for_the_gpu(settings, num_logprobs, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
-def test_compiled_steps_sample_the_same_tokens(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "freezing", False) # as EagerGPT sets it, every block would need a graph
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-
+def test_compiled_steps_sample_the_same_tokens(compile_settings):
     def num_graphs():
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model, idx, at_first = make_gpt(), prompt_of(5, 2), num_graphs()

@@ -15,7 +15,7 @@ MIN_PARAMS = 2**23 # a smaller weight stays in the processor's cache
 MIN_WIDTH = 256 # in a narrower head, the work for each token takes longer than reading its row
 MAX_SHORTLIST_FRACTION = 1 / 16 # a longer shortlist is not worth reading its rows twice
 FAILURE_BUDGET = 16 # -1 a miss, +0.5 a hit; at 0 the shortlist is disabled
-TINY = 2**-50 # float32 may lose this much of a length whose square underflows
+TINY = 2**-50 # float32 may lose this much of a norm whose square underflows
 
 
 class ShortlistLMHead:

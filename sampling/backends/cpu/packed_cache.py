@@ -8,7 +8,7 @@ from model import GPTConfig
 class PackedCache:
     """A KVCache whose layers share one tensor, so that a step makes its views of all layers at once.
 
-    Keys are stored transposed: for a single query, plain products are faster than the fused kernel, and need this layout.
+    Keys are stored transposed, as plain products need them: for a single query, those are faster than the fused kernel.
     The cache is float32 for every dtype of the weights: in bfloat16, oneDNN makes and keeps a new kernel for every
     length, and scores are too coarse.
     """

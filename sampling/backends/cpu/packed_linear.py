@@ -58,7 +58,7 @@ def is_supported(dtype: torch.dtype = torch.float32) -> bool:
 class PackedLinear:
     """A Linear that can also apply GELU ("none" or "tanh", as in F.gelu) or add a residual, in one pass.
 
-    It packs its weight once that pays, so that the first token does not wait for it. With pack_eagerly, it packs at once.
+    It packs its weight once that pays, so that the first token does not wait for it; with pack_eagerly, immediately.
     It is not a Module: module hooks and attribute look-ups take a tenth of a small model's step.
     """
 
