@@ -22,7 +22,7 @@ from sampling.validation import check_settings
 
 init_from = 'resume' # 'resume' reads out_dir; or GPT-2: 'gpt2', 'gpt2-xl', a Hugging Face id or folder of its kind
 out_dir = 'out' # folder that holds ckpt.pt, or the path of such a file
-start = "\n" # the prompt; FILE:prompt.txt is a file's text (FILE:- stdin), LINES:prompts.txt and JSONL:prompts.jsonl many
+start = "\n" # the prompt; FILE:prompt.txt is a file's text (FILE:- stdin), LINES:prompts.txt, JSONL:prompts.jsonl: many
 num_samples = 10 # how many samples to generate for each prompt
 max_new_tokens = 500 # how many tokens each sample adds to the prompt
 temperature = 0.8 # lower is tamer, higher is wilder, 0 always takes the most likely token
@@ -94,10 +94,10 @@ def main(settings):
         if compile:
             warm_up_compile(model, longest, workers.batch_sizes(total, engine.batch_size), params, log)
         for sample in workers.imap(engine, requests): # in order; while streaming, unfinished ones too
-            printer.update(sample)
             if sample.finish_reason:
-                outputs.write(sample)
+                outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                 progress.add_sample(sample)
+            printer.update(sample)
     outputs.close()
     progress.close(peak_memory(torch_device))
 

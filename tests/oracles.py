@@ -1,4 +1,6 @@
 """What the samples have to be: slow and plain ways to generate them."""
+from contextlib import contextmanager
+
 import torch
 
 from model import GPT, GPTConfig
@@ -23,7 +25,19 @@ def nanogpt_samples(model_args, state_dict, seed, prompt, num_samples, max_new_t
     model = GPT(GPTConfig(**model_args))
     model.load_state_dict(state_dict)
     model.eval()
-    return [plain_generate(model, torch.tensor([prompt]), max_new_tokens, **sampling)[0].tolist() for _ in range(num_samples)]
+    with single_thread():
+        return [plain_generate(model, torch.tensor([prompt]), max_new_tokens, **sampling)[0].tolist() for _ in range(num_samples)]
+
+
+@contextmanager
+def single_thread():
+    """Compute with one thread: for a small model others are no help, and on a busy machine they are waited for."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @torch.no_grad()

@@ -239,6 +239,7 @@ def test_a_step_never_waits_for_the_gpu(settings, num_logprobs, monkeypatch):
         state.logits_sum.item()
 
 
+@pytest.mark.slow # test_eager.py compiles in the quick run
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
 def test_compiled_steps_sample_the_same_tokens(compile_settings):
     def num_graphs():
