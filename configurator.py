@@ -1,9 +1,9 @@
-"""Settings files and --key=value arguments -> the global variables of a script.
+"""Applies settings files and --key=value arguments to the global variables of a script.
 
     python sample.py config/greedy.py --start="Once" --top_k=5 --compile
 
-The settings are the script's own global variables above its first function. Their values are the defaults, their
-comments the help, and a setting takes values of its default's type. If it takes others too, an annotation says so
+The settings are the script's own global variables above its first function. Their values are the defaults, and their
+comments are the help text. A setting takes values of its default's type, or of the types in its annotation
 (top_k: int | None = 200).
 """
 import ast
@@ -19,7 +19,7 @@ from typing import Any
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
               "None": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-MAX_INT_BITS = 4000 # Python refuses to print much longer ones
+MAX_INT_BITS = 4000 # Python refuses to print much longer integers
 
 Log = Callable[[str], None]
 
@@ -27,7 +27,7 @@ Log = Callable[[str], None]
 @dataclass(frozen=True)
 class Setting:
     """A setting as the script's source shows it."""
-    types: list[str] # names of TYPE_NAMES
+    types: list[str] # keys of TYPE_NAMES
     default: Any
     comment: str
 
@@ -37,8 +37,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
 
     validate gets all settings and raises ValueError if it refuses them. log gets warnings, and one line that lists
-    what changed. Raises ValueError, and leaves scope as it is, if an argument or a file cannot be used. --help prints
-    the settings and exits.
+    the changes. Raises ValueError, without changing scope, if an argument or a file cannot be used. --help prints the
+    settings and exits.
     """
     settings = find_settings(scope["__file__"])
     arguments = list(arguments)
@@ -62,7 +62,7 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable
 
 
 def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
-    """Find the settings of the script at path, by name: the globals that it assigns above its first function."""
+    """Find the settings of the script at path, by name."""
     with open(path, encoding="utf-8") as f:
         source = f.read()
     lines, settings = source.splitlines(), {}
@@ -81,7 +81,7 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
 
 
 def help_text(doc: str, settings: dict[str, Setting]) -> str:
-    """The script's docstring, then every setting with its default and comment."""
+    """Return the script's docstring, followed by every setting with its default and comment."""
     flags = {f"--{name}={setting.default!r}": setting.comment for name, setting in settings.items()}
     width = max(map(len, flags))
     lines = [f"  {flag:{width}}  {comment}\n" for flag, comment in flags.items()]
@@ -89,9 +89,9 @@ def help_text(doc: str, settings: dict[str, Setting]) -> str:
 
 
 def parse_argument(arguments: list[str], settings: dict[str, Setting]) -> tuple[str, Any]:
-    """Take --key=value, --key value or a bare --key from the front of arguments; return the setting's name and value.
+    """Pop --key=value, --key value or a bare --key from the front of arguments; return the setting's name and value.
 
-    Raises ValueError if there is no such setting, or it does not take the value.
+    Raises ValueError if there is no such setting, or if it does not take the value.
     """
     key, equals, text = arguments.pop(0).removeprefix("--").partition("=")
     name = key.replace("-", "_")
@@ -104,7 +104,7 @@ def parse_argument(arguments: list[str], settings: dict[str, Setting]) -> tuple[
 
 
 def take_value(key: str, types: list[str], arguments: list[str]) -> str:
-    """Take the text of --key's value from the front of arguments; a bare switch means True.
+    """Pop the text of --key's value from the front of arguments. A bare --key of a bool setting means True.
 
     Raises ValueError if the value is missing.
     """
@@ -116,7 +116,7 @@ def take_value(key: str, types: list[str], arguments: list[str]) -> str:
 
 
 def parse(name: str, text: str, types: list[str]) -> Any:
-    """The value that a text stands for, in a setting of these types. Raises ValueError if it takes no such value."""
+    """Convert text to a value of one of these types. Raises ValueError, which names the setting, if that fails."""
     if "None" in types and text.lower() == "none":
         return None
     if "bool" in types and text.lower() in TRUE + FALSE:
@@ -128,19 +128,19 @@ def parse(name: str, text: str, types: list[str]) -> Any:
 
 
 def parse_literal(text: str) -> Any:
-    """The value of a Python literal, or the text itself if it is not one."""
+    """Return the value of a Python literal, or the text itself if it is not a literal."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore") # about unknown escapes
             return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # "{{}}" too, and absurdly deep nesting
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # such as "{{}}" or very deep nesting
         return text
 
 
 def coerce(name: str, value: Any, types: list[str], given: Any) -> Any:
-    """The value as a setting of these types has it; an int becomes a float in a float setting.
+    """Return value if it has one of these types; an int becomes a float if only a float is allowed.
 
-    Raises ValueError, which shows what was given, if its type does not fit.
+    Raises ValueError, which shows given, if the value has another type.
     """
     type_name = "None" if value is None else type(value).__name__
     allowed = f"{name} takes {' or '.join(TYPE_NAMES[t] for t in types)}"
@@ -157,10 +157,10 @@ def coerce(name: str, value: Any, types: list[str], given: Any) -> Any:
 
 
 def run_file(path: str, scope: dict[str, Any], settings: dict[str, Setting], log: Log) -> dict[str, Any]:
-    """Run a settings file and return the settings that it changes. It is Python, and sees what scope holds.
+    """Run a settings file and return the settings that it changes. The file can use the names in scope.
 
-    It may define other names too, as training files do; a name that is nearly a setting's gets a warning. Raises
-    ValueError if the file cannot be read, fails, or gives a setting a value that it does not take.
+    The file may define other names too, as training files do. A name that is similar to a setting's gets a warning.
+    Raises ValueError if the file cannot be read, raises an exception, or assigns a value of a wrong type.
     """
     found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(scope["__file__"])), path)
     names = execute(path, found, scope)
@@ -175,11 +175,14 @@ def run_file(path: str, scope: dict[str, Any], settings: dict[str, Setting], log
 
 
 def execute(path: str, found: str, scope: dict[str, Any]) -> dict[str, Any]:
-    """Run the file at found, which the user calls path, in a copy of scope, and return the copy."""
+    """Run the file at found in a copy of scope, and return the copy. path is the path that the user gave.
+
+    Raises ValueError if the file cannot be read, or raises an exception.
+    """
     try:
         with open(found, "rb") as f:
             source = f.read()
-    except (OSError, ValueError) as e: # a ValueError if the path holds a NUL
+    except (OSError, ValueError) as e: # ValueError: the path holds a NUL
         why = e.strerror if isinstance(e, OSError) else e
         raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; give settings as --key=value") from None
     names = dict(scope)
@@ -188,22 +191,22 @@ def execute(path: str, found: str, scope: dict[str, Any]) -> dict[str, Any]:
         if b"torch" in source: # nanoGPT's script has imported torch by now, and settings files may use it
             import torch
             names["torch"] = torch
-        with redirect_stdout(sys.stderr): # standard output is the script's
+        with redirect_stdout(sys.stderr): # standard output is only for samples
             exec(code, names)
     except KeyboardInterrupt:
         raise
-    except BaseException as e: # SystemExit too: a script that ends here would not say why
+    except BaseException as e: # also SystemExit, which would end the script without a message
         raise ValueError(f"{describe_error(found, e)}; a settings file is Python that assigns settings") from None
     return names
 
 
 def differ(value: Any, other: Any) -> bool:
-    """Whether two values differ, in type or otherwise: 1 == True, but it is not the same setting."""
+    """Whether two values differ in type or value: 1 == True, but as settings they differ."""
     return type(value) is not type(other) or value != other
 
 
 def describe_error(path: str, error: BaseException) -> str:
-    """One line: the file, the line where it failed, and why."""
+    """Return the file, the line that failed, and the error, as one line."""
     line = error.lineno if isinstance(error, SyntaxError) else None
     traceback = error.__traceback__
     while traceback:
@@ -214,7 +217,7 @@ def describe_error(path: str, error: BaseException) -> str:
 
 
 def suggest(name: str, settings: Collection[str], prefixes: bool = True) -> str:
-    """'; did you mean x?' for the setting that begins with this name (if prefixes) or nearly has it, else ''."""
+    """Return '; did you mean x?' for a setting that starts with name (if prefixes) or is similar to it, else ''."""
     begun = [setting for setting in settings if prefixes and len(name) > 2 and setting.startswith(name)]
     found = begun or difflib.get_close_matches(name.lower(), settings, n=1, cutoff=0.75)
     return f"; did you mean {found[0]}?" if found else ""

@@ -1,6 +1,6 @@
-"""GPT: the model of nanoGPT and GPT-2, its KV cache, and how it generates.
+"""GPT: the model of nanoGPT and GPT-2, its KV cache, and generation.
 
-Axes: B batch, T tokens given now, S all positions so far (T and those in the cache), E embedding width, H heads,
+Axes: B batch, T tokens of this call, S all positions so far (those in the cache and T), E embedding width, H heads,
 D = E / H head width, V vocabulary.
 """
 import math
@@ -18,7 +18,7 @@ from sampling.sampler.sample_token import Logits, Noise, SampleFn, TokenSampler,
 
 @dataclass
 class GPTConfig:
-    """nanoGPT's fields and defaults, then what only Hugging Face's GPT-2 models vary.
+    """nanoGPT's fields and defaults, followed by fields that only Hugging Face's GPT-2 models change.
 
     Raises ValueError if a value is not possible.
     """
@@ -54,9 +54,9 @@ class GPTConfig:
 
 
 class KVCache:
-    """The keys and values of the tokens read so far: room for capacity positions in each of B rows.
+    """The keys and values of the tokens so far, with room for capacity positions in each of B rows.
 
-    The cache belongs to the caller. GPT.forward reads it, adds the tokens that it is given and advances seq_len.
+    The caller owns the cache. GPT.forward reads it, appends the keys and values of its tokens, and advances seq_len.
     """
 
     def __init__(self, config: GPTConfig, batch_size: int, capacity: int, device=None, dtype=None):
@@ -86,10 +86,10 @@ class CausalSelfAttention(nn.Module):
         is_causal, mask = True, None
         if past is not None:
             cached, start = past
-            cached[..., start:start + T, :] = qkv[1:] # one row is copied to all rows if they share the prompt
+            cached[..., start:start + T, :] = qkv[1:] # if x has one row, all rows of the cache get it
             if start:
                 k, v = cached[..., :start + T, :] # (B, H, S, D) each
-                is_causal = False # is_causal aligns its triangle with the first key, but the queries are the last ones
+                is_causal = False # it aligns the first query with the first key, but the queries are the last positions
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=x.device).tril(start) if T > 1 else None
         dropout = self.dropout.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout)
@@ -100,7 +100,7 @@ class CausalSelfAttention(nn.Module):
         return self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
 
     def merge_heads(self, y):
-        """(B, H, T, D) -> (B, T, E): the heads side by side."""
+        """(B, H, T, D) -> (B, T, E): concatenates the heads."""
         return y.transpose(1, 2).flatten(2)
 
 
@@ -114,7 +114,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        """(B, T, E) -> (B, T, E), each position by itself."""
+        """(B, T, E) -> (B, T, E), independently for each position."""
         return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
 
 
@@ -160,14 +160,14 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
     def num_params(self) -> int:
-        """How many parameters there are; those of a shared weight count once."""
+        """The number of parameters. A shared weight counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, idx, targets=None, cache: KVCache | None = None):
-        """Read token ids (B, T), which follow the tokens in the cache if there is one; returns (logits, loss).
+        """Run the model on token ids (B, T), which follow the tokens in the cache, if any. Returns (logits, loss).
 
         With targets (B, T; -1 is ignored): logits (B, T, V) and the mean cross-entropy in nats.
-        Without: logits (B, 1, V) of the last position, which is all that generation needs, and None.
+        Without targets: logits (B, 1, V) of the last position, as generation needs no others, and None.
         Raises ValueError if there are more than block_size tokens.
         """
         start = 0 if cache is None else cache.seq_len
@@ -188,15 +188,16 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, *,
                  top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0,
                  context_shift: bool = False, noise: Noise = exponential_noise) -> Tensor:
-        """Continue token ids (B, T) by max_new_tokens: (B, T + max_new_tokens). idx itself does not change.
+        """Continue token ids (B, T) by max_new_tokens: returns (B, T + max_new_tokens), and does not change idx.
 
-        sampler.sample_token explains temperature and what follows it, generate_stream explains context_shift.
+        sample_token explains temperature, top_k, top_p, min_p and repetition_penalty; generate_stream explains
+        context_shift.
         """
         sample_fn = TokenSampler(temperature, top_k, top_p, min_p, repetition_penalty, noise)
         return torch.cat([idx, *self.generate_stream(idx, max_new_tokens, sample_fn, context_shift)], dim=1)
 
     def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn, context_shift: bool = False):
-        """As the function generate_stream below."""
+        """See the function generate_stream below."""
         return generate_stream(self, idx, max_new_tokens, sample_fn, context_shift)
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
@@ -204,12 +205,12 @@ class GPT(nn.Module):
         return KVCache(self.config, batch_size, capacity, self.lm_head.weight.device, linear_dtype(self))
 
     def next_logits(self, idx, cache: KVCache | None, num_logits_needed: int | None = None) -> Logits:
-        """forward's logits (B, V) of the last position. This model computes all of them, however few are needed."""
+        """The logits (B, V) of the last position. Computes all of them, and ignores num_logits_needed."""
         return Logits(self(idx, cache=cache)[0][:, -1])
 
     @classmethod
     def from_state_dict(cls, model_args: dict, state_dict: dict[str, Tensor]) -> "GPT":
-        """A model in eval mode that holds these tensors themselves, not copies. model_args are GPTConfig's fields.
+        """A model in eval mode that holds these tensors, not copies. model_args are GPTConfig's fields.
 
         Raises ValueError if model_args, or the names and shapes of the tensors, do not fit.
         """
@@ -227,9 +228,10 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, checkpoint) -> "GPT":
-        """A model that takes over the tensors of a Checkpoint, whose state_dict is empty afterwards.
+        """A model with the tensors of a Checkpoint. Empties the Checkpoint's state_dict.
 
-        So a backend can free a layer once it has packed it. Raises ValueError that names the file if it does not fit.
+        Then only the model refers to the tensors, so a backend can free each layer after packing it.
+        Raises ValueError, which names the file, if the tensors do not fit.
         """
         from sampling.checkpoints.checkpoint import named_errors
         with named_errors(checkpoint.path):
@@ -251,7 +253,7 @@ class GPT(nn.Module):
 
 
 class CausalLM(Protocol):
-    """What generate_stream needs of a model. Its cache has seq_len and select_rows, as KVCache."""
+    """What generate_stream needs from a model. The cache has seq_len and select_rows, like KVCache."""
     config: GPTConfig
 
     def new_cache(self, batch_size: int, capacity: int): ...
@@ -261,11 +263,11 @@ class CausalLM(Protocol):
 @torch.no_grad()
 def generate_stream(model: CausalLM, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
                     context_shift: bool = False) -> Generator[Tensor, list[int] | None, None]:
-    """Continue token ids (B, T), a step at a time: yields the sampled ids (B, 1), max_new_tokens times.
+    """Continue token ids (B, T) step by step: yields the sampled ids (B, 1), max_new_tokens times.
 
-    Sending a list of row indices goes on with these rows only; sending an empty list ends the stream.
-    context_shift is for text longer than block_size: as in llama.cpp, a full window drops its older half and is read
-    once, where otherwise the whole window is read again for every token.
+    The caller may send a list of row indices to keep only these rows. An empty list ends the stream.
+    context_shift is for text longer than block_size. With it, as in llama.cpp, a full window drops its older half, and
+    the model reads the rest once. Without it, the model reads the whole window again for every token.
     Raises ValueError if idx has no tokens.
     """
     B, T = idx.shape
@@ -274,7 +276,7 @@ def generate_stream(model: CausalLM, idx: Tensor, max_new_tokens: int, sample_fn
         raise ValueError("there is nothing to continue: idx must hold at least one token")
     cache = model.new_cache(B, min(T + max_new_tokens, block_size))
     window = idx[:, -block_size:]
-    unread = window[:1] if (window == window[:1]).all() else window # rows that are all equal are read as one
+    unread = window[:1] if (window == window[:1]).all() else window # if all rows are equal, read one
     for _ in range(max_new_tokens):
         logits = model.next_logits(unread, cache, sample_fn.num_logits_needed if len(window) == 1 else None)
         token = sample_fn(Logits(logits.values.expand(len(window), -1), logits.candidate_ids), window)
@@ -293,25 +295,25 @@ def generate_stream(model: CausalLM, idx: Tensor, max_new_tokens: int, sample_fn
             if context_shift:
                 cache.seq_len = 0
             else:
-                cache = None # from now on the window moves at every step
+                cache = None # from now on, the window moves at every step
 
 
 def window_length(num_tokens: int, block_size: int, context_shift: bool) -> int:
-    """How many of the latest tokens the model sees. This is the one rule for a window that has become too long."""
+    """How many of the latest tokens the model sees. All backends use this rule."""
     if num_tokens <= block_size:
         return num_tokens
     return block_size - block_size // 2 if context_shift else block_size
 
 
 def linear_dtype(model: GPT) -> torch.dtype:
-    """The dtype of what Linears return here: autocast's if it is on, otherwise that of their weights."""
+    """The dtype of the outputs of Linears: autocast's dtype if autocast is on, otherwise the dtype of their weights."""
     weight = model.lm_head.weight
     device_type = weight.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
 
 
 def require_same_tensors(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """Raises ValueError that names the first few tensors that are missing, unexpected or misshapen."""
+    """Raises ValueError, which names the first tensors that are missing, unexpected or misshapen, if there are any."""
     problems = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [name for name in found if name not in expected],

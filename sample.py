@@ -4,7 +4,7 @@
     python sample.py --init_from=gpt2 --start="FILE:prompt.txt" --temperature=0.9
     python sample.py config/story.py --seed=42
 
-The samples go to standard output, everything else to standard error. Arguments are taken in order:
+The samples go to standard output, everything else to standard error. Arguments apply from left to right:
 settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
 """
 import sys
@@ -20,32 +20,32 @@ from sampling.outputs.progress import Progress
 from sampling.params import SamplingParams
 from sampling.validation import check_settings
 
-init_from = 'resume' # 'resume' reads out_dir; or GPT-2: 'gpt2', 'gpt2-xl', a Hugging Face id or folder of its kind
-out_dir = 'out' # folder that holds ckpt.pt, or the path of such a file
-start = "\n" # the prompt; FILE:prompt.txt is a file's text (FILE:- stdin), LINES:prompts.txt, JSONL:prompts.jsonl: many
+init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
+out_dir = 'out' # the folder that holds ckpt.pt, or the path of such a file
+start = "\n" # the prompt; FILE:path: the text of a file; LINES:path, JSONL:path: a file of many prompts; FILE:-: stdin
 num_samples = 10 # how many samples to generate for each prompt
 max_new_tokens = 500 # how many tokens each sample adds to the prompt
-temperature = 0.8 # lower is tamer, higher is wilder, 0 always takes the most likely token
+temperature = 0.8 # lower: more predictable; higher: more random; 0: always the most likely token
 top_k: int | None = 200 # sample only from the top_k most likely tokens; None or 0: from all
-top_p: float | None = None # sample only from the fewest tokens that reach this probability together
-min_p: float | None = None # sample only from tokens with at least this share of the most likely one's probability
-repetition_penalty = 1.0 # above 1: tokens that the text has already become less likely
-stop: str | list | None = None # end a sample where this text begins, such as "<|endoftext|>"; in a file also a list
+top_p: float | None = None # sample only from the most likely tokens: the fewest that add up to top_p
+min_p: float | None = None # sample only from tokens at least min_p times as likely as the most likely token
+repetition_penalty = 1.0 # above 1: tokens that are already in the text become less likely
+stop: str | list | None = None # end a sample before this text; a settings file may give a list of texts
 seed = 1337 # the same seed gives the same samples
-device = 'auto' # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: the best there is
-dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto: bfloat16 or else float16 on CUDA, float32 elsewhere
-compile = False # compile the model first: on a GPU a minute's wait for more speed, on a CPU for none
-context_shift = False # past block_size: drop the older half of the window and go on; much faster, other text
-batch_size: int | None = None # how many samples to generate at once; None: what memory allows; same text in float32
-out_file: str | None = None # samples.jsonl: add every sample as a line of JSON; the same command resumes a run
-html_file: str | None = None # samples.html: a page that shows how likely each token was, and the alternatives
+device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
+dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float16, on CUDA; float32 elsewhere
+compile = False # run torch.compile first: on a GPU it takes a minute and gains speed; on a CPU it gains nothing
+context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
+batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
+out_file: str | None = None # append each sample as a line of JSON to this file; the same command resumes a run
+html_file: str | None = None # write a page that shows how likely each token was, and the alternatives
 show_probs = False # colour each token on the terminal by its probability
 interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model and its tokenizer; then generate, show and save the samples that the settings ask for."""
-    import torch  # not above: a mistake in the settings is reported at once, without waiting for torch
+    """Load the model and its tokenizer; then generate, save and show the samples that the settings ask for."""
+    import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from model import GPT
     from sampling.backends.devices import choose_device, choose_dtype, dtype_name
@@ -55,7 +55,6 @@ def main(settings):
     from sampling.checkpoints.nanogpt import load_checkpoint
     from sampling.generation.engine import Engine
     from sampling.inputs.tokenizer import load_tokenizer
-    from sampling.repl import run_repl
 
     params = SamplingParams.from_settings(
         settings, num_logprobs=5 if html_file else 0 if out_file or show_probs else None)
@@ -79,7 +78,7 @@ def main(settings):
             requests = outputs.resume(prompts.requests(tokenizer, num_samples))
     total, longest = workers.broadcast((total, longest))
     log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
-    # With out_file, all layers are packed now: a resumed run then computes the same logits to the last bit.
+    # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
     model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly=bool(out_file))
 
     with torch.no_grad(), torch.autocast(torch_device.type, ptdtype, enabled=ptdtype != torch.float32):
@@ -88,12 +87,13 @@ def main(settings):
         engine = Engine(model, tokenizer, params, checkpoint.num_init_draws, stream=is_tty(sys.stdout), log=log,
                         on_tokens=progress.add_tokens)
         if interactive:
+            from sampling.repl import run_repl
             return run_repl(engine, printer)
         length = (longest or gpt.config.block_size) + max_new_tokens
         engine.batch_size = batch_size or max_batch_size(model, length, workers.local_world_size)
         if compile:
             warm_up_compile(model, longest, workers.batch_sizes(total, engine.batch_size), params, log)
-        for sample in workers.imap(engine, requests): # in order; while streaming, unfinished ones too
+        for sample in workers.imap(engine, requests): # in order; while streaming, also unfinished ones
             if sample.finish_reason:
                 outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                 progress.add_sample(sample)

@@ -1,4 +1,4 @@
-# For a model of source code: one unlikely token can break a program, so keep to likely tokens.
+# For a model of source code: one unlikely token can break a program, so sample only likely tokens.
 temperature = 0.2
 top_k = 40
 num_samples = 5

@@ -2,7 +2,7 @@
 
     python out-shakespeare-char/train.py tinyshakespeare.txt
 
-Writes ckpt.pt and meta.pkl beside this file. About twenty minutes on two CPU cores.
+Writes ckpt.pt and meta.pkl beside this file. Takes about twenty minutes on two CPU cores.
 """
 import math
 import pickle
@@ -21,7 +21,7 @@ shape = dict(n_layer=4, n_head=5, n_embd=160, block_size=512, bias=False, dropou
 
 
 def batch(ids):
-    """(B, T) characters from random places, and the character that follows each."""
+    """A batch of training data: ids (B, T) from random places of the text, and the next id of each."""
     starts = torch.randint(len(ids) - shape["block_size"], (batch_size, 1))
     at = starts + torch.arange(shape["block_size"])
     return ids[at], ids[at + 1]
@@ -29,7 +29,7 @@ def batch(ids):
 
 @torch.no_grad()
 def validation_loss(model, ids):
-    """Nats a character in float32, over all of ids in windows that do not overlap."""
+    """The loss in nats per character, in float32, over all ids in windows that do not overlap."""
     model.eval()
     T = shape["block_size"]
     n = (len(ids) - 1) // T * T
@@ -40,7 +40,7 @@ def validation_loss(model, ids):
 
 
 def learning_rate_at(step):
-    """Linear warm-up, then a cosine down to a fiftieth."""
+    """Linear warm-up, then cosine decay to a fiftieth of learning_rate."""
     if step < warmup:
         return learning_rate * (step + 1) / warmup
     done = (step - warmup) / (steps - warmup)
@@ -48,7 +48,7 @@ def learning_rate_at(step):
 
 
 def main(text_file):
-    """Train on the first nine tenths of the text, measure on the last."""
+    """Train on the first nine tenths of the text, and validate on the last tenth."""
     text = Path(text_file).read_text(encoding="utf-8")
     chars = sorted(set(text))
     stoi = {char: i for i, char in enumerate(chars)}

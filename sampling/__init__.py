@@ -1,4 +1,4 @@
-"""Text from a GPT that nanoGPT trained, or from GPT-2.
+"""Generates text with a GPT that nanoGPT trained, or with GPT-2.
 
     import sampling
 
@@ -21,9 +21,9 @@ __all__ = ["Sample", "SamplingParams", "Token", "load"]
 def load(name: str, device: str = "auto", dtype: str = "auto", compile: bool = False) -> "TextGenerator":
     """Load a model and its tokenizer.
 
-    name: a folder with a ckpt.pt, or such a file; otherwise GPT-2 by its Hugging Face id ("gpt2", "user/model") or a
-    folder of that kind. device, dtype and compile mean what sample.py's settings mean.
-    Raises FileNotFoundError, OSError or ValueError if there is no such model or it cannot be used here.
+    name: a folder with a ckpt.pt, or the file itself; otherwise the Hugging Face id ("gpt2", "user/model") or the
+    folder of a GPT-2 model. device, dtype and compile mean the same as in sample.py.
+    Raises FileNotFoundError, OSError or ValueError if there is no such model, or if it cannot be used here.
     """
     from sampling.text_generator import TextGenerator
     return TextGenerator.load(name, device, dtype, compile)

@@ -1,4 +1,4 @@
-"""Which exceptions mean that memory ran out."""
+"""Recognises the exceptions that mean out of memory."""
 import re
 
 OUT_OF_MEMORY = re.compile(
@@ -6,6 +6,6 @@ OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or the one that caused it, means so. torch and oneDNN have several words for it."""
+    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several messages for it."""
     return error is not None and (bool(OUT_OF_MEMORY.search(f"{type(error).__name__} {error}"))
                                   or is_out_of_memory(error.__context__))

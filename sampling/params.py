@@ -1,4 +1,4 @@
-"""What is asked for, and what came of it: the types that cross from one part of the package to another."""
+"""The types that the parts of the package exchange: parameters, prompts, requests and samples."""
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from sampling.validation import check_sampling_params
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled. The fields mean what sample.py's settings of the same name mean.
+    """How tokens are sampled. Fields mean the same as sample.py's settings of the same name.
 
     Raises ValueError if a value is not allowed.
     """
@@ -21,14 +21,14 @@ class SamplingParams:
     stop: str | list | None = None
     seed: int = 1337
     context_shift: bool = False
-    num_logprobs: int | None = None # give log-probabilities: 0 the sampled token's, n the n most likely ones' too
+    num_logprobs: int | None = None # log-probabilities: 0: of sampled tokens; n: also of the n most likely; None: none
 
     def __post_init__(self):
         check_sampling_params(vars(self))
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], num_logprobs: int | None) -> "SamplingParams":
-        """The parameters among sample.py's settings, by name."""
+        """Take the parameters from sample.py's settings, which also have other names."""
         names = [field.name for field in fields(cls) if field.name in settings]
         return cls(**{name: settings[name] for name in names}, num_logprobs=num_logprobs)
 
@@ -40,7 +40,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue. A JSONL file may give it an id; location is where it stands in its file, for messages."""
+    """A text to continue. A JSONL file may give it an id. location is its file and line, for error messages."""
     text: str
     id: Any = None
     location: str = ""
@@ -48,15 +48,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample to generate: number index of the run, counted from 0."""
+    """One sample to generate. index is its number in the run, from 0."""
     index: int
     prompt: Prompt
     prompt_ids: list[int]
-    already_saved: bool = False # out_file holds it: it is not generated, shown or saved again
+    already_saved: bool = False # out_file already holds it: it is not shown or saved again
 
 
 class Token(NamedTuple):
-    """A sampled token. Its text is empty if it ends inside a character: the next token brings the whole character."""
+    """A sampled token. Its text is empty if it ends inside a character: a later token has the whole character."""
     id: int
     text: str
     logprob: float | None = None # natural logarithm of its probability under the model itself, at temperature 1
@@ -65,11 +65,11 @@ class Token(NamedTuple):
 
 @dataclass(eq=False)
 class Sample:
-    """One continuation of a prompt. While it streams, finish_reason is None and the tokens grow."""
+    """One continuation of a prompt. Until it is finished, finish_reason is None and tokens are appended."""
     request: SampleRequest
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None # "length" or "stop"
-    num_emittable_chars: int = 0 # characters of text that can no longer change: a stop text may begin in the rest
+    num_emittable_chars: int = 0 # this much of text is final: a stop text may begin in the rest
 
     @property
     def index(self) -> int:
@@ -83,37 +83,36 @@ class Sample:
 
     @property
     def token_ids(self) -> list[int]:
-        """The sampled tokens, those of a stop text included."""
+        """The ids of the sampled tokens, including those of a stop text."""
         return [token.id for token in self.tokens]
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were sampled."""
+        """The number of sampled tokens."""
         return len(self.tokens)
 
     @property
     def text(self) -> str:
-        """The continuation, without the stop text and what follows it."""
+        """The continuation, without the stop text and the text after it."""
         return "".join(token.text for token in self.tokens)
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The natural logarithm of the probability that the model gives to all sampled tokens; None if the tokens
-        have no log-probabilities."""
+        """The sum of the tokens' log-probabilities; None if the tokens have none."""
         logprobs = [token.logprob for token in self.tokens]
         return None if None in logprobs else sum(logprobs)
 
 
 class TextCursor:
-    """Reads the text of a growing sample, each character once."""
+    """Reads the text of an unfinished sample, each character once."""
 
     def __init__(self, sample: Sample):
         self.sample = sample
         self.num_read = 0 # characters
-        self.token = self.offset = 0 # where the next character is
+        self.token = self.offset = 0 # of the next character: the index of its token, its position in the token's text
 
     def read(self) -> Iterator[tuple[str, Token]]:
-        """Yield what is emittable and was not read before, as (text, the token that it belongs to)."""
+        """Yield the emittable text that was not read before, in parts: (text, its token)."""
         while self.num_read < self.sample.num_emittable_chars:
             token = self.sample.tokens[self.token]
             text = token.text[self.offset:self.offset + self.sample.num_emittable_chars - self.num_read]

@@ -15,17 +15,17 @@ from sampling.params import SamplingParams
 # The settings that a command may change, and the types of their values.
 REPL_TYPES = {field.name: [type_.__name__.removesuffix("Type") for type_ in get_args(field.type) or [field.type]]
               for field in fields(SamplingParams) if field.name != "num_logprobs"}
-HELP = f"""Type a prompt, as --start takes it: text, "text\\n" with escapes, FILE:prompt.txt.
+HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
   :temperature=0.5   change a setting: {', '.join(REPL_TYPES)}
-  :settings          show them
-  :help              show this
+  :settings          show these settings
+  :help              show this help
 Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
 def run_repl(engine: Engine, printer: Printer) -> None:
-    """Read prompts and commands from standard input until it ends. engine gives the settings to begin with."""
+    """Read prompts and commands from standard input until it ends. engine has the initial settings."""
     with suppress(ImportError): # on Windows the console itself edits lines
-        import readline  # noqa: F401, gives input() its editing and its history
+        import readline  # noqa: F401, gives input() line editing and history
     if is_tty_session():
         log("type a prompt, or :help")
     engine = replace(engine, stream=True)
@@ -33,7 +33,7 @@ def run_repl(engine: Engine, printer: Printer) -> None:
     while True:
         try:
             line = read_line(interrupts)
-        except KeyboardInterrupt: # the user gives up this line
+        except KeyboardInterrupt: # the user discards this line
             log("")
             continue
         except EOFError:
@@ -52,9 +52,9 @@ def run_repl(engine: Engine, printer: Printer) -> None:
 
 
 def answer(line: str, engine: Engine, printer: Printer, first_index: int, interrupts: list) -> int:
-    """Show a sample for each prompt that the line asks for, as the setting start does. Returns their number.
+    """Print a sample for each prompt of the line, which has the form of the setting start. Returns their number.
 
-    Raises ValueError if there is no such prompt.
+    Raises ValueError if the line names no prompt that can be read.
     """
     start = parse("start", line, ["str"])
     kind, path = parse_start(start)
@@ -63,7 +63,7 @@ def answer(line: str, engine: Engine, printer: Printer, first_index: int, interr
     num_samples = 0
     for request in PromptSource(start).requests(engine.tokenizer, 1, first_index):
         num_samples += 1
-        for sample in replace(engine).generate([request]): # a new engine begins its random stream anew
+        for sample in replace(engine).generate([request]): # a new engine starts at the seed again
             printer.update(sample)
             if interrupts:
                 print(flush=True)
@@ -72,9 +72,9 @@ def answer(line: str, engine: Engine, printer: Printer, first_index: int, interr
 
 
 def run_command(command: str, params: SamplingParams) -> tuple[str, SamplingParams]:
-    """Do what was typed after the colon. Returns the command's name and the parameters from now on.
+    """Run the command that was typed after the colon. Returns the command's name and the new parameters.
 
-    Raises ValueError if there is no such command, or its value is not allowed.
+    Raises ValueError if there is no such command, or if its value is not allowed.
     """
     name, _, text = command.replace("=", " ", 1).partition(" ")
     name, text = name.replace("-", "_"), text.strip()
@@ -98,9 +98,10 @@ def is_tty_session() -> bool:
 
 
 def read_line(interrupts: list) -> str:
-    """The next line. Ctrl-C raises KeyboardInterrupt only here.
+    """Read a line. Ctrl-C raises KeyboardInterrupt only here.
 
-    Elsewhere it is noted in interrupts, because an exception at any place would leave things half done.
+    Elsewhere, Ctrl-C appends to interrupts: an exception in the middle of generation could leave the model's state
+    inconsistent.
     """
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

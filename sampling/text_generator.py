@@ -1,4 +1,4 @@
-"""The model of sampling.load: text in, text out."""
+"""TextGenerator, which sampling.load returns: text in, text out."""
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class TextGenerator:
 
     @classmethod
     def load(cls, name: str, device: str = "auto", dtype: str = "auto", compile: bool = False) -> "TextGenerator":
-        """As sampling.load."""
+        """See sampling.load."""
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(torch_device, dtype)
         checkpoint = load_by_name(name)
@@ -39,9 +39,9 @@ class TextGenerator:
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None) -> list[Sample]:
-        """num_samples samples of each prompt, in order. batch_size None: as many at once as memory allows.
+        """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
 
-        Raises ValueError if the tokenizer cannot encode a prompt, or a prompt is empty.
+        Raises ValueError if a prompt is empty, or if the tokenizer cannot encode it.
         """
         params = params or SamplingParams()
         requests = self.requests([prompts] if isinstance(prompts, str) else prompts, num_samples)
@@ -50,9 +50,9 @@ class TextGenerator:
         return list(self.run(requests, params, batch_size=batch_size))
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the text of one sample while it grows. Joined, the parts are the sample's text.
+        """Yield the text of one sample in parts, while it is generated.
 
-        Raises ValueError as generate does.
+        Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it.
         """
         cursor = None
         for sample in self.run(self.requests([prompt], 1), params or SamplingParams(), stream=True):
@@ -62,11 +62,11 @@ class TextGenerator:
 
     def run(self, requests: list[SampleRequest], params: SamplingParams, batch_size: int = 1,
             stream: bool = False) -> Iterator[Sample]:
-        """As Engine.generate. Each call begins the random stream anew."""
+        """See Engine.generate. Each call starts at the seed again."""
         engine = Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream)
         samples = engine.generate(requests)
         while True:
-            # Around each step only: a generator must not leave autocast on between two of its values.
+            # Only around each step: autocast must not stay on while the caller has control.
             with torch.autocast(self.backend.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 sample = next(samples, None)
             if sample is None:
@@ -74,7 +74,7 @@ class TextGenerator:
             yield sample
 
     def requests(self, prompts: list[str], num_samples: int) -> list[SampleRequest]:
-        """num_samples requests for each prompt."""
+        """Make num_samples requests for each prompt."""
         if not all(prompts):
             raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
         encoded = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts for _ in range(num_samples)]
@@ -82,7 +82,7 @@ class TextGenerator:
 
 
 def load_by_name(name: str) -> Checkpoint:
-    """The ckpt.pt of this path, or in a folder of this path; otherwise GPT-2 by name or folder."""
+    """Load the ckpt.pt at this path or in this folder; otherwise GPT-2, by Hugging Face id or folder."""
     if os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt")):
         return load_checkpoint(name)
     return load_gpt2(name)

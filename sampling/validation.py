@@ -1,4 +1,4 @@
-"""Which values the settings may have."""
+"""Checks the values of the settings."""
 import math
 import os
 import re
@@ -9,12 +9,12 @@ Settings = Mapping[str, Any]
 
 
 def check_settings(settings: Settings) -> None:
-    """Check sample.py's settings, by name. Raises ValueError that says what came and what is allowed."""
+    """Check sample.py's settings, by name. Raises ValueError, which says what is allowed and what was given."""
     require(settings, "init_from", lambda v: v not in ("", "scratch"),
             "init_from must be 'resume' or a Hugging Face id or folder")
     require(settings, "start", bool,
             "start is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'")
-    require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to a thousand million")
+    require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to 10**9")
     check_sampling_params(settings)
     require(settings, "device", lambda v: re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
             "device must be auto, cpu, cuda, cuda:N or mps")
@@ -26,8 +26,8 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_sampling_params(params: Settings) -> None:
-    """Check the fields of SamplingParams, by name. Raises ValueError that says what came and what is allowed."""
-    require(params, "max_new_tokens", lambda v: 0 <= v <= 10**9, "max_new_tokens must be from 0 to a thousand million")
+    """Check the fields of SamplingParams, by name. Raises ValueError, which says what is allowed and what was given."""
+    require(params, "max_new_tokens", lambda v: 0 <= v <= 10**9, "max_new_tokens must be from 0 to 10**9")
     require(params, "temperature", lambda v: 0 <= v < math.inf,
             "temperature must be 0 (always the most likely token) or more")
     require(params, "top_k", lambda v: v is None or v >= 0, "top_k must be at least 1, or None or 0 for every token")
@@ -35,14 +35,14 @@ def check_sampling_params(params: Settings) -> None:
             "top_p must be above 0 and at most 1, or None for every token")
     require(params, "min_p", lambda v: v is None or 0 <= v <= 1, "min_p must be from 0 to 1, or None for every token")
     require(params, "repetition_penalty", lambda v: 0.01 <= v <= 100,
-            "repetition_penalty must be from 0.01 to 100; 1 is none")
+            "repetition_penalty must be from 0.01 to 100; 1 means no penalty")
     require(params, "stop", lambda v: v is None or all(isinstance(text, str) and text for text in as_list(v)),
             "stop must be a text, or in a settings file a list of texts, none of them empty, or None")
     require(params, "seed", lambda v: -2**63 <= v < 2**64, "seed must be between -2**63 and 2**64 - 1")
 
 
 def check_outputs(settings: Settings) -> None:
-    """Check where samples go. Raises ValueError if two settings exclude each other."""
+    """Check the settings of output files. Raises ValueError if a path is not allowed or two settings conflict."""
     for name in "out_file", "html_file":
         require(settings, name, lambda v: v is None or (v and "\0" not in v),
                 f"{name} must be the path of a file, or None")
@@ -60,5 +60,5 @@ def require(settings: Settings, name: str, is_allowed: Callable[[Any], Any], rul
 
 
 def as_list(value: Any) -> list:
-    """A list as it is, anything else as the only element of one."""
+    """Return a list unchanged, and any other value as a list of one element."""
     return value if isinstance(value, list) else [value]

@@ -1,7 +1,8 @@
-"""Loads models in processes of their own, forked from this one, which has all modules loaded.
+"""Load each model in a separate process, forked after all modules are imported, with limited memory and time.
 
-Every line of standard input is [folder, init_from, seconds] in JSON: in this folder, load what init_from says, or the
-checkpoint in out. The answer is [exit status, peak memory in MB]; standard error goes to the file stderr.
+Each line of standard input is [folder, init_from, seconds] as JSON: load the model that init_from names in this folder, or the
+checkpoint in out. Each line of standard output is [exit status, peak memory in MB] as JSON. The process writes its standard
+error to the file stderr in the folder.
 """
 import copyreg
 import json
@@ -20,18 +21,18 @@ from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.inputs.tokenizer import load_tokenizer
 from sampling.outputs.console import report_user_errors
 
-MAX_ADDRESS_SPACE = 2**33 # so that a test that fails does no harm
+MAX_ADDRESS_SPACE = 2**33 # limits the damage that a failing test can do
 
 
 def load(init_from):
-    """As sample.py loads a model and its tokenizer."""
+    """Load a model and its tokenizer as sample.py does."""
     checkpoint = load_checkpoint("out") if init_from == "resume" else load_gpt2(init_from)
     GPT.from_checkpoint(checkpoint)
     load_tokenizer(checkpoint)
 
 
 def load_and_exit(folder, init_from, seconds):
-    """What the forked process does. Status 99: an exception that sample.py would show as a traceback."""
+    """Run the forked process. Exit status 99 means an exception that sample.py would show as a traceback."""
     os.chdir(folder)
     os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))

@@ -1,10 +1,10 @@
-"""Tables of test cases, of which only some run without --slow."""
+"""Tables of test cases. Some cases run only with --slow."""
 from itertools import product
 
 import pytest
 
 
 def cases(*axes, quick):
-    """All combinations of the axes, for parametrize. Those are slow for which quick(*values) is false."""
+    """All combinations of the axes, for parametrize. A case is slow if quick(*values) is false."""
     return [pytest.param(*values, marks=[] if quick(*values) else pytest.mark.slow, id="-".join(map(str, values)))
             for values in product(*axes)]

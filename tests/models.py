@@ -1,4 +1,4 @@
-"""Small random models, and the files that hold them."""
+"""Small random models, and the files that contain them."""
 import pickle
 import struct
 
@@ -11,7 +11,7 @@ SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=len(CHARS
 
 
 def make_gpt(seed=1, **changes):
-    """A small random model in eval mode. Its weights are large enough for its samples to depend on the prompt."""
+    """A small random model in eval mode. Its weights are so large that its samples depend on the prompt."""
     torch.manual_seed(seed)
     model, generator = GPT(GPTConfig(**{**SHAPE, **changes})).eval(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -29,7 +29,7 @@ def nanogpt_args(config):
 
 
 def save_checkpoint(folder, model, /, meta=True, config=None, **changes):
-    """Write folder/ckpt.pt as train.py does, and meta.pkl beside it. Changes replace entries; None leaves one out."""
+    """Write folder/ckpt.pt as train.py does, and meta.pkl beside it. Changes replace entries; None removes one."""
     folder.mkdir(parents=True, exist_ok=True)
     optimizer = {name: {"step": torch.tensor(9.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                  for name, p in model.named_parameters()}
@@ -42,14 +42,14 @@ def save_checkpoint(folder, model, /, meta=True, config=None, **changes):
 
 
 def save_meta(path, chars=CHARS):
-    """Write the vocabulary that a character data set's prepare.py leaves."""
+    """Write a vocabulary as the prepare.py of a character-level data set does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": {char: i for i, char in enumerate(chars)}}
     path.write_bytes(pickle.dumps(meta))
 
 
 def make_transformers_gpt2(**changes):
-    """A small random GPT-2 of transformers, with GPT-2's vocabulary."""
+    """A small random GPT-2 of transformers, with GPT-2's vocabulary size."""
     import transformers
     torch.manual_seed(7)
     shape = dict(n_layer=2, n_head=2, n_embd=32, n_positions=48, vocab_size=50257)
@@ -58,8 +58,8 @@ def make_transformers_gpt2(**changes):
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def end_as_torch(content):
-    """A zip file's content with the longer (zip64) end records that torch.save writes."""
+def add_zip64_end(content):
+    """The content of a zip file, with its end record replaced by the zip64 end records that torch.save writes."""
     content, end = content[:-22], content[-22:]
     entries, length, start = struct.unpack("<10xHII2x", end)
     full = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, length, start)

@@ -1,43 +1,43 @@
-"""Pickles written by hand: each function gives the opcodes that leave one value on the stack."""
+"""Hand-written pickles. Each function returns opcodes that leave one value on the stack."""
 import pickle
 
-TUPLES, LISTS = b"h\x01\x86", b"](h\x01h\x01e" # a pair of what the memo holds under 1
+TUPLES, LISTS = b"h\x01\x86", b"](h\x01h\x01e" # opcodes that make a pair: twice the value at memo index 1
 
 
 def value(anything):
-    """Plain data."""
+    """Plain data, as pickle writes it."""
     return pickle.dumps(anything, 2)[2:-1]
 
 
 def call(function, *arguments):
-    """What the function returns, by GLOBAL and REDUCE."""
+    """The result of a function call, by GLOBAL and REDUCE."""
     return b"c" + function.replace(" ", "\n").encode() + b"\n(" + b"".join(arguments) + b"tR"
 
 
 def tensor(size, stride=None, offset=0, key="0", kind="torch FloatStorage", count=1):
-    """A tensor as torch.save describes it; count is how many entries its storage has."""
+    """A tensor as torch.save writes it; count is the number of elements in its storage."""
     storage = b"(" + value("storage") + b"c" + kind.replace(" ", "\n").encode() + b"\n" + value(key) + value("cpu") + value(count) + b"tQ"
     size, stride = (n if isinstance(n, bytes) else value(n) for n in (size, stride or (1,) * len(size)))
     return call("torch._utils _rebuild_tensor_v2", storage, value(offset), size, stride, value(False), call("collections OrderedDict"))
 
 
 def nested(code, depth=60):
-    """A list whose last value holds the one before it twice, and so on: few bytes, 2**60 leaves."""
+    """A list in which each value contains the previous value twice: few bytes, 2**60 leaves."""
     return b"](" + value("x" * 10) + b"".join(b"q\x01" + code for _ in range(depth)) + b"e"
 
 
 def as_key(piece):
-    """A dict with the last value of a nested list as its key."""
+    """A dict whose key is the last value of a nested list."""
     return b"}" + piece[2:-1] + b"Ns"
 
 
 def repeat(piece, code):
-    """A list of what the code makes, 3000 times, of a piece that the memo holds under 1."""
+    """A list of 3000 values. This code makes each of them from a piece at memo index 1."""
     return b"](" + piece + b"q\x01" + code * 3000 + b"e"
 
 
 def colliding_pairs(count):
-    """Pairs of 64-bit integers that all have one hash: Python's is xxHash, every step of which can be undone."""
+    """Pairs of 64-bit integers with the same hash. Python hashes a tuple with xxHash, and every step of xxHash can be inverted."""
     mask, one, two, five = 2**64 - 1, 11400714785074694791, 14029467366897019727, 2870177450012600261
     wanted, by_one, by_two, a = (0x123456789abcdef0 - (2 ^ five ^ 3527539)) & mask, pow(one, -1, 2**64), pow(two, -1, 2**64), 0
     while count:

@@ -3,7 +3,7 @@ import os
 
 
 class CreatesFile:
-    """Pickles as a call that creates this file."""
+    """Its pickle calls a command that creates this file."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU."""
+"""Stand-ins for CUDA graphs on a machine without a GPU."""
 from contextlib import nullcontext
 
 import torch
@@ -9,13 +9,13 @@ from sampling.backends.cuda.decode_state import DecodeState
 
 
 class Recording(TorchDispatchMode):
-    """Stands in for a CUDA graph on a CPU: capturing undoes what runs, and replay runs it again on the same tensors."""
+    """Stands in for a CUDA graph on a CPU: a capture undoes its writes at the end, and replay runs its operators again on the same tensors."""
 
     def __init__(self):
         super().__init__()
         self.calls = [] # (operator, its arguments, its results)
-        self.before = [] # (tensor that a call wrote to, copy of what it held)
-        self.own = set() # where the memory of tensors begins that were created during the capture
+        self.before = [] # (tensor that an operator wrote to, copy of its old values)
+        self.own = set() # addresses of the tensors that were created during the capture
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -31,8 +31,8 @@ class Recording(TorchDispatchMode):
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        for tensor, was in reversed(self.before):
-            tensor.copy_(was)
+        for tensor, old_values in reversed(self.before):
+            tensor.copy_(old_values)
 
     def replay(self):
         """Run the captured operators again."""
@@ -43,12 +43,12 @@ class Recording(TorchDispatchMode):
                     tensor.copy_(value)
 
     def pool(self):
-        """The graph's memory pool, which a CPU does not have."""
+        """The graph's memory pool; a CPU has none."""
         return None
 
 
 def record_graphs(monkeypatch):
-    """Have CUDAGraphGPT take a CPU for a GPU whose graphs are Recordings. Returns the list that they are added to."""
+    """Let CUDAGraphGPT run on a CPU, with Recordings instead of CUDA graphs. Return the list that collects them."""
     recordings = []
 
     def capture(recording, pool):

@@ -1,4 +1,4 @@
-"""Starts sample.py: mostly as a fork of the server, which is much quicker, or as a separate process."""
+"""Start sample.py as a fork of the fork server, which is much faster, or as a separate process."""
 import atexit
 import json
 import os
@@ -16,17 +16,18 @@ from subprocess import DEVNULL, PIPE
 from project import PROJECT, SCRIPT
 from script_server import NUMBER, enter_session
 
-CLOSED = "closed" # a standard stream that the process does not have
-CAN_FORK = sys.platform == "linux" # Windows has no fork, and libraries of macOS do not survive one
-# Variables that Python, torch and the libraries below read while they are loaded.
+CLOSED = "closed" # a standard stream that is closed in the new process
+CAN_FORK = sys.platform == "linux" # Windows has no fork, and macOS libraries may crash after one
+# Environment variables that Python, torch and their libraries read when they are loaded.
 READ_ON_LOADING = re.compile("(?!OMP_NUM_THREADS)(OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|MALLOC|PYTHON|LC_|LANG|LD_|DYLD)")
 
 
 def start_script(*arguments, cwd=PROJECT, env=None, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, new_session=False, separate=False):
-    """Start sample.py with the environment of the tests and env; returns a subprocess.Popen, or what has the same methods.
+    """Start sample.py with the tests' environment and env. Return a subprocess.Popen or a ForkedProcess.
 
-    The streams are PIPE, DEVNULL, CLOSED, a descriptor or a file. A new session has the terminal on stdin as its own.
-    separate: not a fork of the server, but a process as users start it. env may need one too: see READ_ON_LOADING.
+    The streams are PIPE, DEVNULL, CLOSED, a descriptor or a file. A new session has the terminal on stdin as its controlling
+    terminal. separate=True starts a new Python process, as users do, instead of a fork of the server. Variables in env that
+    match READ_ON_LOADING need a new process too.
     """
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
     command, streams = [str(SCRIPT), *map(str, arguments)], [stdin, stdout, stderr]
@@ -39,15 +40,15 @@ def start_script(*arguments, cwd=PROJECT, env=None, stdin=DEVNULL, stdout=PIPE, 
 
 
 def read_on_loading(env):
-    """The variables that a fork cannot change."""
+    """The environment variables that a fork cannot change."""
     return {name: value for name, value in env.items() if READ_ON_LOADING.match(name)}
 
 
 @cache
 def server():
-    """The socket of the fork server, which ends when this process does."""
+    """The socket of the fork server, which exits when this process exits."""
     ours, theirs = socket.socketpair()
-    env = {**os.environ, "GOMP_SPINCOUNT": "10000", # as sample.py sets it
+    env = {**os.environ, "GOMP_SPINCOUNT": "10000", # sample.py sets it too
            "OPENBLAS_NUM_THREADS": "1"} # numpy's threads would be lost in a fork
     with theirs:
         process = subprocess.Popen([sys.executable, Path(__file__).with_name("script_server.py"), str(theirs.fileno())],
@@ -61,7 +62,7 @@ def server():
 
 
 class ForkedProcess:
-    """A run of sample.py that the fork server has started. It has subprocess.Popen's attributes and methods, of those in use."""
+    """A run of sample.py that the fork server has started. It has the attributes and methods of subprocess.Popen that the tests use."""
 
     def __init__(self, command, cwd, env, streams, new_session):
         self.args, self.returncode = command, None
@@ -77,14 +78,14 @@ class ForkedProcess:
         self.pid = self.receive()
 
     def receive(self):
-        """The next number from the server."""
+        """Return the next number from the server."""
         message = self.channel.recv(NUMBER.size)
         if not message:
-            raise RuntimeError("the fork server has ended")
+            raise RuntimeError("the fork server has exited")
         return NUMBER.unpack(message)[0]
 
     def wait(self, timeout=None):
-        """The exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
+        """Return the exit status, which is negative for a signal. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             self.channel.settimeout(timeout)
             try:
@@ -95,12 +96,12 @@ class ForkedProcess:
         return self.returncode
 
     def poll(self):
-        """The exit status; None while it runs."""
+        """Return the exit status, or None while the process runs."""
         with suppress(subprocess.TimeoutExpired):
             return self.wait(0)
 
     def send_signal(self, number):
-        """Send a signal, unless it has ended."""
+        """Send a signal unless the process has exited."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -109,20 +110,20 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, input=b"", timeout=None):
-        """Write the input, wait for the end, and return all output. Raises subprocess.TimeoutExpired."""
+        """Write the input, wait for the process to exit, and return its output. Raises subprocess.TimeoutExpired."""
         with ThreadPoolExecutor(3) as pool:
             pool.submit(write_all, self.stdin, input)
             outputs = [pool.submit(read_all, stream) for stream in (self.stdout, self.stderr)]
             try:
                 self.wait(timeout)
             except subprocess.TimeoutExpired:
-                self.kill() # which ends the threads too
+                self.kill() # ends the threads too
                 raise
         return tuple(output.result() for output in outputs)
 
 
 def open_stream(fd, stream, theirs):
-    """This process's end of a standard stream, None if it has none, and the other end, which theirs closes."""
+    """Return this process's end of a standard stream (None if there is none) and the other end, which theirs closes."""
     if stream == PIPE:
         reader, writer = os.pipe()
         ours, other = (reader, writer) if fd else (writer, reader)
@@ -135,7 +136,7 @@ def open_stream(fd, stream, theirs):
 
 def write_all(stream, content):
     if stream is not None:
-        with suppress(BrokenPipeError), stream: # a reader may have had enough
+        with suppress(BrokenPipeError), stream: # the script may close its stdin early
             while content:
                 content = content[stream.write(content):]
 

@@ -1,4 +1,4 @@
-"""sample.py on a pseudo-terminal, as people use it."""
+"""Run sample.py on a pseudo-terminal, as users do."""
 import os
 import select
 import struct
@@ -9,25 +9,25 @@ from script_process import start_script
 
 
 class Terminal:
-    """A run of sample.py on a pseudo-terminal. stdout=False or stderr=False: that stream goes nowhere."""
+    """A run of sample.py on a pseudo-terminal. stdout=False or stderr=False discards that stream."""
 
-    def __init__(self, arguments, vocabulary, stdout=True, stderr=True, columns=100, separate=False):
+    def __init__(self, arguments, tiktoken_cache, stdout=True, stderr=True, columns=100, separate=False):
         import fcntl
         import pty
         import termios
         self.screen, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         modes = termios.tcgetattr(end)
-        modes[1] &= ~termios.ONLCR # line ends stay as they are written
+        modes[1] &= ~termios.ONLCR # do not translate newlines
         termios.tcsetattr(end, termios.TCSANOW, modes)
-        self.process = start_script(*arguments, env={"TIKTOKEN_CACHE_DIR": str(vocabulary), "TERM": "dumb"}, stdin=end,
+        self.process = start_script(*arguments, env={"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "TERM": "dumb"}, stdin=end,
                                     stdout=end if stdout else DEVNULL, stderr=end if stderr else DEVNULL,
                                     new_session=True, separate=separate)
         os.close(end)
         self.bytes = b""
 
     def read_some(self, seconds=20):
-        """Wait for more; False when there is no more."""
+        """Wait for more output. Return False when there is no more."""
         ready, _, _ = select.select([self.screen], [], [], seconds)
         try:
             more = os.read(self.screen, 65536) if ready else b""
@@ -38,29 +38,29 @@ class Terminal:
 
     @property
     def text(self):
-        """All that was shown and not waited for."""
+        """The output since the last call of wait_for."""
         return self.bytes.decode(errors="replace")
 
-    def until(self, text, seconds=60):
-        """Wait until this is shown, and forget what came up to it."""
+    def wait_for(self, text, seconds=60):
+        """Wait until this text is printed, and discard the output up to its end."""
         deadline = time.monotonic() + seconds
         while text not in self.text:
             assert time.monotonic() < deadline and self.read_some(), self.text
         self.bytes = self.bytes[self.bytes.index(text.encode()) + len(text.encode()):]
 
     def type(self, text):
-        """Type it, as a person does."""
+        """Type this text, as a user does."""
         os.write(self.screen, text.encode())
 
-    def rest(self):
-        """All that is shown until the end."""
+    def read_to_end(self):
+        """Return all output until the process exits."""
         while self.read_some():
             pass
         self.process.wait(60)
         return self.text
 
     def close(self):
-        """End the run."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
         os.close(self.screen)

@@ -1,4 +1,4 @@
-"""Settings files and arguments -> a script's globals. The script here is made up: the configurator knows none."""
+"""The configurator reads settings files and command-line arguments into a script's globals. The script here is an example."""
 import subprocess
 import sys
 
@@ -23,7 +23,7 @@ DEFAULTS = {"text": "\n", "count": 10, "rate": 0.8, "top": 200, "flag": False}
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """Runs override on a fresh script: script(*arguments, validate=..., log=...) -> its settings that are not as they were."""
+    """Runs override on a fresh script: script(*arguments, validate=..., log=...) -> the settings that differ from the defaults."""
     path = tmp_path / "project" / "script.py"
     path.parent.mkdir()
     path.write_text(SOURCE)
@@ -80,7 +80,7 @@ def test_arguments_change_settings(script, arguments, changes):
     assert all(type(found[name]) is type(value) for name, value in changes.items()) # True == 1
 
 
-@pytest.mark.parametrize("arguments, said", [
+@pytest.mark.parametrize("arguments, message", [
     (["--cuont=3"], "unknown setting --cuont; did you mean count?; --help lists all settings"),
     (["--inner=3"], "unknown setting --inner"),
     (["--fla"], "did you mean flag?"),
@@ -103,20 +103,20 @@ def test_arguments_change_settings(script, arguments, changes):
     (["a\0b"], "cannot read the settings file 'a\\x00b': embedded null byte"),
     (["--count=3", "--flag", "--rate=fast"], "rate takes a number"),
 ], ids=str)
-def test_a_wrong_argument_is_refused_and_changes_nothing(script, arguments, said):
+def test_an_invalid_argument_raises_and_changes_nothing(script, arguments, message):
     with pytest.raises(ValueError) as error:
         script(*arguments)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_dash_is_an_underscore(tmp_path):
+def test_dashes_in_names_are_read_as_underscores(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("top_k = 200\n")
     scope = {"__file__": str(path), "top_k": 200}
     assert override(scope, ["--top-k", "5"]) == {"top_k": 5} and scope["top_k"] == 5
 
 
-def test_files_and_arguments_apply_in_their_order(script, tmp_path):
+def test_files_and_arguments_apply_in_order(script, tmp_path):
     (tmp_path / "a.py").write_text("count = 1\nrate = 1\n")
     (tmp_path / "b.py").write_text("count = count + 1\n")
     assert script("a.py", "b.py", "--rate=0.5") == {"count": 2, "rate": 0.5}
@@ -124,7 +124,7 @@ def test_files_and_arguments_apply_in_their_order(script, tmp_path):
     assert script("b.py", "a.py") == {"count": 1, "rate": 1.0}
 
 
-def test_a_file_may_be_in_another_folder_or_beside_the_script(script, tmp_path):
+def test_a_settings_file_is_found_in_any_folder_and_next_to_the_script(script, tmp_path):
     (tmp_path / "else where").mkdir()
     (tmp_path / "else where" / "a.py").write_text("count = 1\n")
     (tmp_path / "project" / "config").mkdir()
@@ -141,12 +141,12 @@ def test_validate_sees_all_settings_before_they_apply(script):
     def refuse(settings):
         raise ValueError("count must not be 3")
     lines = []
-    with pytest.raises(ValueError, match="must not be 3"): # and the fixture sees that nothing has changed
+    with pytest.raises(ValueError, match="must not be 3"): # the fixture checks that nothing has changed
         script("--count=3", validate=refuse, log=lines.append)
     assert lines == []
 
 
-def test_one_line_lists_the_changes(script, tmp_path):
+def test_one_log_line_lists_the_changes(script, tmp_path):
     (tmp_path / "a.py").write_text("rate = 1\ncount = 10\n")
     lines = []
     script("a.py", "--text=" + "x" * 1000, "--flag=False", log=lines.append)
@@ -155,7 +155,7 @@ def test_one_line_lists_the_changes(script, tmp_path):
     assert len(lines) == 1
 
 
-@pytest.mark.parametrize("content, said", [
+@pytest.mark.parametrize("content, message", [
     ("count = 'three'", "count takes a whole number, got 'three'"),
     ("text = 3", "text takes text, got 3"),
     ("flag = 0", "a.py: flag takes True or False, got 0"), # although 0 == False
@@ -168,11 +168,11 @@ def test_one_line_lists_the_changes(script, tmp_path):
     ("raise GeneratorExit", "a.py, line 1: GeneratorExit"),
     ("count = 16**5000", "a.py: count takes a whole number, got one of 20001 bits"),
 ], ids=repr)
-def test_a_wrong_file_is_refused_by_its_line(script, tmp_path, content, said):
+def test_an_error_in_a_settings_file_names_the_file_and_line(script, tmp_path, content, message):
     (tmp_path / "a.py").write_text(content)
     with pytest.raises(ValueError) as error:
         script("a.py")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 TRAINING = """
@@ -182,12 +182,12 @@ batch_size = 12; block_size = 64; n_layer = 4; n_head = 4; n_embd = 128; dropout
 max_iters = 1; weight_decay = 0.1; beta1 = 0.9; beta2 = 0.95; grad_clip = 1.0; decay_lr = True; warmup_iters = 1
 lr_decay_iters = 1; min_lr = 0.1; backend = 'nccl'; device = 'cpu'; dtype = 'float16'; compile = False
 import os
-num, temp = 1, 2.0 # the beginnings of settings' names are names too
+num, temp = 1, 2.0 # prefixes of settings' names cause no warnings either
 def helper(): return 1
 """
 
 
-def test_training_files_get_no_warning(tmp_path):
+def test_training_settings_files_cause_no_warnings(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
     scope = {"__file__": str(SCRIPT), "__doc__": ""}
     exec(SCRIPT.read_text(encoding="utf-8").split("def ")[0], scope)
@@ -197,25 +197,25 @@ def test_training_files_get_no_warning(tmp_path):
     assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype", "batch_size"}
 
 
-def test_ctrl_c_in_a_file_is_no_fault_of_it(script, tmp_path):
+def test_ctrl_c_in_a_settings_file_raises_keyboard_interrupt(script, tmp_path):
     (tmp_path / "a.py").write_text("raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         script("a.py")
 
 
-def test_a_name_that_is_nearly_a_setting_gets_a_warning(script, tmp_path, capsys):
+def test_a_misspelt_setting_in_a_file_causes_a_warning(script, tmp_path, capsys):
     (tmp_path / "a.py").write_text("conut = 3\nfor c in range(3): pass\n")
     assert script("a.py") == {}
     assert capsys.readouterr().out == "warning: a.py sets conut, which is not a setting; did you mean count?\n"
 
 
-def test_what_a_file_prints_goes_to_stderr(script, tmp_path, capsys):
+def test_output_of_a_settings_file_goes_to_stderr(script, tmp_path, capsys):
     (tmp_path / "a.py").write_text("print('hello')\n")
     script("a.py")
     assert capsys.readouterr() == ("", "hello\n")
 
 
-def test_a_file_may_use_torch_as_in_nanogpt(script, tmp_path):
+def test_a_settings_file_may_use_torch_as_in_nanogpt(script, tmp_path):
     (tmp_path / "a.py").write_text("def three(): return torch.ones(3).numel()\ncount = three() + int(math.sqrt(4))\n")
     assert script("a.py") == {"count": 5}
 
@@ -248,10 +248,10 @@ def test_a_single_value_can_be_parsed():
 
 
 @pytest.mark.parametrize("name, hint", [("cuont", "; did you mean count?"), ("cou", "; did you mean count?"), ("co", ""), ("other", "")])
-def test_near_names_are_suggested(name, hint):
+def test_similar_names_are_suggested(name, hint):
     assert suggest(name, DEFAULTS) == hint
 
 
-def test_beginnings_are_suggested_for_arguments_only():
+def test_prefixes_are_suggested_for_arguments_only():
     assert suggest("temp", ["temperature"]) == "; did you mean temperature?"
     assert suggest("temp", ["temperature"], prefixes=False) == ""

@@ -1,4 +1,4 @@
-"""What kind of failure an exception is."""
+"""Whether an exception means that memory ran out."""
 import pytest
 
 from sampling.errors import is_out_of_memory
@@ -10,11 +10,11 @@ from sampling.errors import is_out_of_memory
     ("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory", True),
     ("CUDA error: an illegal memory access was encountered", False),
 ])
-def test_which_errors_mean_that_memory_ran_out(text, expected):
+def test_out_of_memory_errors_are_recognised(text, expected):
     assert is_out_of_memory(RuntimeError(text)) == expected
 
 
-def test_an_error_that_was_caused_by_one_means_so_too():
+def test_an_error_raised_while_handling_out_of_memory_counts_too():
     try:
         try:
             raise MemoryError

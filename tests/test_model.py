@@ -1,4 +1,4 @@
-"""The model, its cache, and how it generates."""
+"""GPT and its KV cache: generation, logits, comparison with transformers, and loading."""
 import dataclasses
 
 import pytest
@@ -7,25 +7,25 @@ import torch
 from cases import cases
 from model import GPT, GPTConfig, KVCache, window_length
 from models import SHAPE, make_gpt, make_transformers_gpt2
-from oracles import plain_generate, plain_shifting_generate
+from oracles import reference_generate, reference_generate_with_context_shift
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.sampler.sample_token import TokenSampler
 
 
-def prompt_of(length, rows=1, seed=0):
+def random_prompt(length, rows=1, seed=0):
     return torch.randint(SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 # ---- generate
 
-@pytest.mark.parametrize("length, rows, bias", cases([1, 5, 15, 16, 17, 40], [1, 3], [True, False], # its block_size is 16
+@pytest.mark.parametrize("length, rows, bias", cases([1, 5, 15, 16, 17, 40], [1, 3], [True, False], # block_size is 16
                          quick=lambda length, rows, bias: (rows, bias) == (3, True) or length == 17))
-def test_generate_equals_the_plain_loop(length, rows, bias):
-    model, idx = make_gpt(bias=bias), prompt_of(length, rows)
+def test_generate_equals_the_reference_loop(length, rows, bias):
+    model, idx = make_gpt(bias=bias), random_prompt(length, rows)
     before = idx.clone()
     torch.manual_seed(3)
-    expected = plain_generate(model, idx, 30, temperature=0.8, top_k=20)
+    expected = reference_generate(model, idx, 30, temperature=0.8, top_k=20)
     torch.manual_seed(3)
     assert torch.equal(model.generate(idx, 30, temperature=0.8, top_k=20), expected)
     assert torch.equal(idx, before)
@@ -33,40 +33,40 @@ def test_generate_equals_the_plain_loop(length, rows, bias):
 
 @pytest.mark.parametrize("length, block_size", cases([1, 15, 16, 17, 40], [1, 7, 16],
                          quick=lambda length, block_size: block_size == 7 or length == 17))
-def test_context_shift_equals_the_plain_loop_of_its_rule(length, block_size):
-    model, idx = make_gpt(block_size=block_size), prompt_of(length, 2)
+def test_context_shift_equals_its_reference_loop(length, block_size):
+    model, idx = make_gpt(block_size=block_size), random_prompt(length, 2)
     torch.manual_seed(3)
-    expected = plain_shifting_generate(model, idx, 40, top_k=20)
+    expected = reference_generate_with_context_shift(model, idx, 40, top_k=20)
     torch.manual_seed(3)
     assert torch.equal(model.generate(idx, 40, top_k=20, context_shift=True), expected)
 
 
 @pytest.mark.parametrize("num_tokens, block_size, sliding, shifted", [
     (1, 16, 1, 1), (16, 16, 16, 16), (17, 16, 16, 8), (40, 16, 16, 8), (8, 7, 7, 4), (2, 1, 1, 1)])
-def test_a_full_window_slides_or_keeps_its_newer_half(num_tokens, block_size, sliding, shifted):
+def test_a_full_window_slides_or_shrinks_to_its_newer_half(num_tokens, block_size, sliding, shifted):
     assert window_length(num_tokens, block_size, context_shift=False) == sliding
     assert window_length(num_tokens, block_size, context_shift=True) == shifted
 
 
-def test_rows_that_share_a_prompt_are_read_as_one_and_equal_the_plain_loop():
-    model, idx, shapes = make_gpt(), prompt_of(9).repeat(4, 1), []
+def test_a_shared_prompt_is_prefilled_once_and_samples_equal_the_reference_loop():
+    model, idx, shapes = make_gpt(), random_prompt(9).repeat(4, 1), []
     model.transformer.h[0].register_forward_hook(lambda module, args, result: shapes.append(tuple(args[0].shape[:2])))
     torch.manual_seed(3)
     found = model.generate(idx, 20)
     assert shapes[:2] == [(1, 9), (4, 1)]
     torch.manual_seed(3)
-    assert torch.equal(found, plain_generate(model, idx, 20))
+    assert torch.equal(found, reference_generate(model, idx, 20))
 
 
-def test_each_token_is_read_once_until_the_window_slides():
+def test_the_model_sees_each_token_once_until_the_window_slides():
     model, lengths = make_gpt(), []
     model.transformer.h[0].register_forward_hook(lambda module, args, result: lengths.append(args[0].size(1)))
-    model.generate(prompt_of(10), 10)
-    assert lengths == [10, 1, 1, 1, 1, 1, 1, 16, 16, 16], "and nothing after the last token"
+    model.generate(random_prompt(10), 10)
+    assert lengths == [10, 1, 1, 1, 1, 1, 1, 16, 16, 16], "no forward pass follows the last token"
 
 
-def test_rows_may_leave_a_stream():
-    model, idx = make_gpt(), prompt_of(5, 3)
+def test_rows_can_be_dropped_from_a_stream():
+    model, idx = make_gpt(), random_prompt(5, 3)
     expected = model.generate(idx, 30, temperature=0)[:, 5:] # past block_size, where there is no cache
     for leave_at in 3, 20:
         stream = model.generate_stream(idx, 30, TokenSampler(temperature=0))
@@ -83,8 +83,8 @@ def test_an_empty_prompt_raises():
         make_gpt().generate(torch.empty(1, 0, dtype=torch.long), 3)
 
 
-def test_0_new_tokens_give_the_prompt():
-    idx = prompt_of(4)
+def test_0_new_tokens_return_the_prompt():
+    idx = random_prompt(4)
     assert torch.equal(make_gpt().generate(idx, 0), idx)
 
 
@@ -92,7 +92,7 @@ def test_0_new_tokens_give_the_prompt():
 
 @pytest.mark.parametrize("split", [[16], [1] * 16, [5, 1, 7, 3]], ids=str)
 def test_logits_do_not_depend_on_how_the_cache_was_filled(split):
-    model, idx = make_gpt(), prompt_of(16, rows=2)
+    model, idx = make_gpt(), random_prompt(16, rows=2)
     cache = KVCache(model.config, 2, 16)
     with torch.no_grad():
         for part in idx.split(split, dim=1):
@@ -102,7 +102,7 @@ def test_logits_do_not_depend_on_how_the_cache_was_filled(split):
 
 
 def test_forward_returns_logits_and_loss():
-    model, idx, targets = make_gpt(), prompt_of(9, 2), prompt_of(9, 2, seed=1)
+    model, idx, targets = make_gpt(), random_prompt(9, 2), random_prompt(9, 2, seed=1)
     targets[0, :4] = -1
     logits, loss = model(idx, targets)
     assert logits.shape == (2, 9, SHAPE["vocab_size"])
@@ -114,7 +114,7 @@ def test_forward_returns_logits_and_loss():
 
 
 def test_logits_do_not_depend_on_later_tokens():
-    model, idx = make_gpt(), prompt_of(12)
+    model, idx = make_gpt(), random_prompt(12)
     other = idx.clone()
     other[:, 8:] = (other[:, 8:] + 1) % SHAPE["vocab_size"]
     torch.testing.assert_close(model(idx, idx)[0][:, :8], model(other, other)[0][:, :8])
@@ -122,7 +122,7 @@ def test_logits_do_not_depend_on_later_tokens():
 
 def test_more_than_block_size_tokens_raise():
     with pytest.raises(ValueError, match="17 tokens: block_size is 16"):
-        make_gpt()(prompt_of(17))
+        make_gpt()(random_prompt(17))
 
 
 # ---- transformers
@@ -143,14 +143,14 @@ def test_logits_equal_transformers(changes, tmp_path):
         assert (ours(idx, idx)[0] - expected).abs().max() < 1e-4
 
 
-ALL_AT_ONCE = dict(temperature=1.7, top_k=60, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
+ALL_SETTINGS = dict(temperature=1.7, top_k=60, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
 
 
 @pytest.mark.parametrize("settings, has_graphs", cases([
     dict(temperature=0.9, top_k=30), dict(top_p=0.9), dict(top_p=0.3, top_k=50), dict(top_p=1e-9), dict(top_p=1.0),
     dict(min_p=0.05), dict(min_p=0.9), dict(min_p=0.0), dict(min_p=1.0), dict(repetition_penalty=1.3), dict(repetition_penalty=0.7),
-    ALL_AT_ONCE, dict(temperature=1.5, top_p=0.7, min_p=0.3)], [False, True],
-    quick=lambda settings, has_graphs: settings == ALL_AT_ONCE or (not has_graphs and 0.05 < min(settings.values()) < 1)))
+    ALL_SETTINGS, dict(temperature=1.5, top_p=0.7, min_p=0.3)], [False, True],
+    quick=lambda settings, has_graphs: settings == ALL_SETTINGS or (not has_graphs and 0.05 < min(settings.values()) < 1)))
 def test_samples_equal_transformers(settings, has_graphs, tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.save_pretrained(tmp_path)
@@ -175,7 +175,7 @@ def test_greedy_samples_with_a_penalty_equal_transformers(tmp_path):
     assert torch.equal(ours.generate(idx, 40, temperature=0, repetition_penalty=1.4), expected)
 
 
-def test_from_pretrained_takes_overrides(tmp_path):
+def test_from_pretrained_accepts_overrides(tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
     assert GPT.from_pretrained(str(tmp_path)).config.dropout == 0.0
     assert GPT.from_pretrained(str(tmp_path), dict(dropout=0.25)).transformer.drop.p == 0.25
@@ -189,7 +189,7 @@ def test_from_pretrained_takes_overrides(tmp_path):
     ("n_head", 5), ("n_layer", 0), ("n_embd", 2.5), ("vocab_size", "65"), ("block_size", True), ("n_head", None),
     ("dropout", "0.1"), ("dropout", float("nan")), ("n_inner", 0), ("layer_norm_epsilon", None), ("gelu", "relu"),
 ])
-def test_an_impossible_config_raises(field, value):
+def test_an_invalid_config_raises(field, value):
     with pytest.raises(ValueError, match=field):
         GPTConfig(**{**SHAPE, field: value})
 
@@ -209,7 +209,7 @@ def test_loading_copies_no_tensor_and_draws_no_random_numbers():
     (lambda tensors: tensors.update({"lm_head.weight": torch.ones(2, 3)}), r"misshapen: lm_head.weight \(2, 3\) instead of"),
     (lambda tensors: [tensors.pop(name) for name in list(tensors)[:5]], "and 2 more"),
 ], ids=["missing", "unexpected", "misshapen", "many"])
-def test_tensors_that_do_not_fit_are_named(change, message):
+def test_the_error_names_missing_unexpected_and_misshapen_tensors(change, message):
     model = make_gpt()
     tensors = model.state_dict()
     change(tensors)
@@ -222,8 +222,8 @@ def checkpoint_of(model, **changes):
     return Checkpoint("out/ckpt.pt", dataclasses.asdict(model.config), state_dict, model.config.vocab_size)
 
 
-def test_a_model_takes_over_the_tensors_of_its_checkpoint():
-    """Otherwise a backend could not free a layer that it has packed."""
+def test_loading_a_model_removes_the_tensors_from_its_checkpoint():
+    """Otherwise a backend could not free the memory of a layer after packing it."""
     model = make_gpt()
     checkpoint = checkpoint_of(model)
     loaded = GPT.from_checkpoint(checkpoint)
@@ -231,6 +231,6 @@ def test_a_model_takes_over_the_tensors_of_its_checkpoint():
     assert loaded.transformer.wpe.weight.data_ptr() == model.transformer.wpe.weight.data_ptr()
 
 
-def test_a_checkpoint_that_does_not_fit_is_named():
+def test_the_error_names_a_checkpoint_that_does_not_fit():
     with pytest.raises(ValueError, match=r"^cannot load out/ckpt.pt: .*unexpected: extra"):
         GPT.from_checkpoint(checkpoint_of(make_gpt(), extra=torch.ones(1)))

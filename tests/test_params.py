@@ -1,4 +1,4 @@
-"""What is asked for, and what came of it."""
+"""SamplingParams, Sample and TextCursor."""
 import random
 from dataclasses import FrozenInstanceError, replace
 
@@ -7,12 +7,12 @@ import pytest
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor, Token
 
 
-def growing(*texts):
-    """A sample of tokens with these texts, none of which may be shown yet."""
+def unfinished_sample(*texts):
+    """An unfinished sample of tokens with these texts. None of its text is emittable yet."""
     return Sample(SampleRequest(3, Prompt("<"), [60]), [Token(i, text, -i / 10) for i, text in enumerate(texts)])
 
 
-def test_params_are_checked_whenever_they_change():
+def test_params_are_validated_when_created_or_replaced():
     params = SamplingParams(seed=5)
     assert replace(params, temperature=0.0).seed == 5
     with pytest.raises(ValueError, match="top_k must be at least 1"):
@@ -24,19 +24,19 @@ def test_params_are_checked_whenever_they_change():
 
 
 @pytest.mark.parametrize("stop, texts", [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
-def test_stop_is_a_list_of_texts(stop, texts):
+def test_stop_texts_is_always_a_list(stop, texts):
     assert SamplingParams(stop=stop).stop_texts == texts
 
 
-def test_a_sample_sums_up_its_tokens():
-    sample = growing("a", "", "bc", "") # a stop text has left its last token without text
+def test_properties_of_a_sample_come_from_its_tokens():
+    sample = unfinished_sample("a", "", "bc", "") # a stop text has removed the text of the last token
     assert (sample.index, sample.prompt.text, sample.text, sample.token_ids, sample.num_tokens) == (3, "<", "abc", [0, 1, 2, 3], 4)
     assert sample.cumulative_logprob == pytest.approx(-0.6)
-    assert growing().text == "" and growing().cumulative_logprob == 0
+    assert unfinished_sample().text == "" and unfinished_sample().cumulative_logprob == 0
 
 
-def test_a_cursor_reads_only_what_may_be_shown():
-    sample = growing("ab", "", "cde", "f")
+def test_a_cursor_reads_only_emittable_text():
+    sample = unfinished_sample("ab", "", "cde", "f")
     cursor = TextCursor(sample)
     assert list(cursor.read()) == []
     sample.num_emittable_chars = 1
@@ -52,9 +52,9 @@ def test_a_cursor_reads_every_character_once():
     rng = random.Random(1)
     for _ in range(200):
         texts = ["".join(rng.choices("xyz", k=rng.choice([0, 0, 1, 2, 5]))) for _ in range(rng.randrange(8))]
-        sample, seen = growing(), []
+        sample, seen = unfinished_sample(), []
         cursor = TextCursor(sample)
-        for token in growing(*texts).tokens:
+        for token in unfinished_sample(*texts).tokens:
             sample.tokens.append(token)
             sample.num_emittable_chars = rng.randint(sample.num_emittable_chars, len(sample.text))
             seen += cursor.read()

@@ -1,4 +1,4 @@
-"""Which values the settings may have."""
+"""Validation of the values of settings."""
 import math
 
 import pytest
@@ -8,7 +8,7 @@ from project import SCRIPT
 from sampling.validation import check_sampling_params, check_settings
 
 DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
-ALLOWED = {
+VALID = {
     "init_from": ["resume", "gpt2", "some/folder"],
     "start": ["\n", "FILE:x", "None"],
     "num_samples": [1, 10**9],
@@ -26,7 +26,7 @@ ALLOWED = {
     "out_file": [None, "a.jsonl"],
     "html_file": [None, "a.html"],
 }
-REFUSED = {
+INVALID = {
     "init_from": (["", "scratch"], "init_from must be 'resume' or a Hugging Face id or folder"),
     "start": ([""], "start is empty"),
     "num_samples": ([0, -1, 10**9 + 1], "num_samples must be from 1"),
@@ -46,25 +46,25 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name, value", [(name, value) for name, values in ALLOWED.items() for value in values], ids=repr)
-def test_a_value_is_allowed(name, value):
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in VALID.items() for value in values], ids=repr)
+def test_a_valid_value_passes(name, value):
     check_settings(DEFAULTS | {name: value})
 
 
-@pytest.mark.parametrize("name, value, said", [(name, value, said) for name, (values, said) in REFUSED.items() for value in values], ids=repr)
-def test_a_value_is_refused_with_the_rule_and_itself(name, value, said):
+@pytest.mark.parametrize("name, value, message", [(name, value, message) for name, (values, message) in INVALID.items() for value in values], ids=repr)
+def test_the_error_for_an_invalid_value_states_the_rule_and_the_value(name, value, message):
     with pytest.raises(ValueError) as error:
         check_settings(DEFAULTS | {name: value})
-    assert said in str(error.value) and (name == "start" or repr(value) in str(error.value))
+    assert message in str(error.value) and (name == "start" or repr(value) in str(error.value))
 
 
-def test_what_was_given_is_shown_shortly():
+def test_a_long_value_is_shortened_in_the_error():
     with pytest.raises(ValueError) as error:
         check_settings(DEFAULTS | {"device": "x" * 10**6})
     assert len(str(error.value)) < 200
 
 
-def test_the_files_must_differ(tmp_path):
+def test_out_file_and_html_file_must_differ(tmp_path):
     for other in tmp_path / "a", tmp_path / "b" / ".." / "a":
         with pytest.raises(ValueError, match="out_file and html_file must be two files"):
             check_settings(DEFAULTS | {"out_file": str(tmp_path / "a"), "html_file": str(other)})
@@ -72,11 +72,11 @@ def test_the_files_must_differ(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out_file", "html_file"])
-def test_a_session_saves_nothing(name):
+def test_an_interactive_session_accepts_no_output_file(name):
     with pytest.raises(ValueError, match="leave out_file and html_file out"):
         check_settings(DEFAULTS | {"interactive": True, name: "a"})
 
 
-def test_the_defaults_are_allowed():
+def test_the_defaults_are_valid():
     check_settings(DEFAULTS)
     check_sampling_params(DEFAULTS)

@@ -1,11 +1,11 @@
-"""Which device and dtype to use."""
+"""Chooses the device and the dtype."""
 import torch
 
 
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     """The device of this name; 'auto' is CUDA, then MPS, then the CPU. Raises ValueError if it is not available.
 
-    If several processes share the machine, local_rank is this one's number there: each takes its own GPU.
+    If several processes share the machine, local_rank is the number of this process there, and selects its GPU.
     """
     available = available_devices()
     if name not in ["auto", *available]:
@@ -27,9 +27,9 @@ def available_devices() -> list[str]:
 
 
 def choose_dtype(device: torch.device, name: str) -> torch.dtype:
-    """The dtype of this name; 'auto' is float32, but on a GPU bfloat16 or else float16.
+    """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
 
-    Raises ValueError if the GPU cannot compute in it.
+    Raises ValueError if the GPU does not support the dtype.
     """
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
@@ -38,10 +38,10 @@ def choose_dtype(device: torch.device, name: str) -> torch.dtype:
             raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32")
         if name != "auto":
             return getattr(torch, name)
-        is_native = torch.cuda.is_bf16_supported(including_emulation=False) # emulated, it is slow
+        is_native = torch.cuda.is_bf16_supported(including_emulation=False) # emulation is slow
         return torch.bfloat16 if is_native else torch.float16
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that the setting dtype has for it: "float32"."""
+    """The name of a dtype in the setting dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")

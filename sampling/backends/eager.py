@@ -17,28 +17,28 @@ class EagerGPT:
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         if compile:
-            torch._dynamo.config.recompile_limit = 32 # prompt, token and window have a graph each, for every batch size
-            torch._inductor.config.freezing = self.device.type == "cpu" # packs the weights; half as fast without it
+            torch._dynamo.config.recompile_limit = 32 # a graph each for prompt, token and window, by batch size
+            torch._inductor.config.freezing = self.device.type == "cpu" # packs the weights: twice as fast
             model.compile(dynamic=True)
 
     def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
-        """As Backend.generate_stream."""
+        """See Backend.generate_stream."""
         return self.model.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
 
     def check_finite(self) -> None:
-        """Nothing is left to check."""
+        """Does nothing: sample_token has checked every step."""
 
     def warm_up_compile(self, idx, max_new_tokens: int, context_shift: bool = False) -> None:
-        """As Backend.warm_up_compile."""
-        # The first steps of this very call: a cache of another capacity would need another graph.
+        """See Backend.warm_up_compile."""
+        # The same arguments as in the later call, because a cache of another capacity would need another graph.
         list(islice(self.generate_stream(idx, max_new_tokens, Greedy()), 3))
         edge = self.config.block_size - 1
         if idx.size(1) <= edge < idx.size(1) + max_new_tokens:
             list(self.generate_stream(idx[:, :1].repeat(1, edge), 4, Greedy(), context_shift))
 
     def bytes_per_sample(self, length: int) -> int:
-        """As Backend.bytes_per_sample."""
+        """See Backend.bytes_per_sample."""
         cache = self.model.new_cache(1, 1)
         return estimate_bytes_per_sample(self.config, sum(layer.nbytes for layer in cache.layers), length)
 
@@ -48,7 +48,7 @@ class Greedy:
     num_logits_needed = None
 
     def prefetch(self) -> None:
-        """No random numbers are drawn."""
+        """Does nothing: no random numbers are needed."""
 
     def __call__(self, logits: Logits, ids):
         return logits.values.argmax(dim=-1, keepdim=True)

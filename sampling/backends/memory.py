@@ -1,4 +1,4 @@
-"""How much memory there is, how much a sample takes, and how the C library keeps it."""
+"""Measures free memory, estimates the memory of a sample, and tunes the C library's allocator."""
 import ctypes
 import sys
 from contextlib import suppress
@@ -8,7 +8,7 @@ import torch
 from model import GPTConfig
 from sampling.backends.backend import Backend
 
-# Larger batches gain nothing: on a GPU the random numbers of each row take a kernel of their own.
+# Larger batches gain nothing. On a GPU, the random numbers of each row need a kernel of their own.
 MAX_ROWS_CPU, MAX_ROWS_CUDA = 64, 128
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.h numbers them
 
@@ -16,7 +16,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.
 def max_batch_size(backend: Backend, length: int, num_processes: int = 1) -> int:
     """How many samples of length tokens to generate at once: as many as half of the free memory holds, up to a limit.
 
-    num_processes is how many processes share the machine's memory. Each is assumed to have a GPU of its own.
+    num_processes is the number of processes that share the machine's memory. Each process must have its own GPU.
     """
     if backend.device.type == "cuda":
         free, max_rows = torch.cuda.mem_get_info(backend.device)[0], MAX_ROWS_CUDA
@@ -27,14 +27,14 @@ def max_batch_size(backend: Backend, length: int, num_processes: int = 1) -> int
 
 
 def estimate_bytes_per_sample(config: GPTConfig, cache_bytes_per_token: int, length: int) -> int:
-    """About how many bytes one more row of length tokens takes: its cache, its window if that moves, its logits."""
+    """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window."""
     num_tokens = min(length, config.block_size)
     window_bytes_per_token = 10 * 4 * config.n_embd if length > config.block_size else 0
     return num_tokens * (cache_bytes_per_token + window_bytes_per_token) + 40 * config.vocab_size
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that this process has held so far: on the GPU if device is one, else in RAM. None: unknown."""
+    """The peak memory of this process in bytes: of the GPU if device is one, otherwise RAM. None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -45,10 +45,10 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def disable_malloc_trim() -> None:
-    """Have the C library keep freed memory instead of returning it to the system. Does something with glibc only.
+    """Make the C library keep freed memory instead of returning it to the system. Has an effect only with glibc.
 
-    Every step allocates and frees the same megabytes. Returned memory comes back page by page, with a page fault
-    each: that took a third of the time of a small model past its block_size.
+    Every step allocates and frees the same megabytes. If the memory was returned, each page costs a page fault. These
+    took a third of the time of a small model past its block_size.
     """
     with suppress(AttributeError, OSError, TypeError): # another system, or another C library
         libc = ctypes.CDLL(None)
@@ -57,6 +57,6 @@ def disable_malloc_trim() -> None:
 
 
 def release_memory() -> None:
-    """Return what disable_malloc_trim kept to the system."""
+    """Return the freed memory to the system that the C library kept because of disable_malloc_trim."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

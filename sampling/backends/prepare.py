@@ -1,4 +1,4 @@
-"""From a GPT to the backend that runs it."""
+"""Chooses the backend for a GPT, and prepares both."""
 import time
 from collections.abc import Callable, Iterable
 
@@ -13,24 +13,24 @@ from sampling.params import SamplingParams
 
 def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
                   pack_eagerly: bool = False) -> Backend:
-    """The fastest backend for this device. It takes gpt over, which is not to be used afterwards.
+    """The fastest backend for this device. It takes over gpt, which the caller must not use afterwards.
 
     pack_eagerly: see PackedGPT.
     """
     cast_linears(gpt, dtype).to(device)
     if device.type == "cuda":
         from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
-        torch.set_float32_matmul_precision("high") # TF32, as nanoGPT has it
-        torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN plans for every shape anew, and every length is a shape
+        torch.set_float32_matmul_precision("high") # TF32, as in nanoGPT
+        torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
         return CUDAGraphGPT(gpt, compile)
     backend = packed_or_eager(gpt, device, dtype, compile, pack_eagerly)
     if device.type == "cpu":
-        disable_malloc_trim() # not earlier: what loading frees would leave holes in the heap
+        disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
     return backend
 
 
 def packed_or_eager(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool, pack_eagerly: bool) -> Backend:
-    """PackedGPT if this machine has its operators; Inductor cannot see into packed weights."""
+    """PackedGPT if this machine has its operators. EagerGPT with compile: Inductor cannot optimise packed weights."""
     if device.type == "cpu" and not compile:
         from sampling.backends.cpu.packed_gpt import PackedGPT
         from sampling.backends.cpu.packed_linear import is_supported
@@ -41,7 +41,7 @@ def packed_or_eager(gpt: GPT, device: torch.device, dtype: torch.dtype, compile:
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
-    """Cast the Linears once, which autocast would do at every step. The embeddings stay as they are. Returns model."""
+    """Cast the Linears once: autocast would do it at every step. The embeddings keep their dtype. Returns model."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight.dtype != dtype: # a new Parameter would untie a float32 head
             for name, value in module.named_parameters():
@@ -51,7 +51,7 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
 
 def warm_up_compile(backend: Backend, prompt_length: int | None, batch_sizes: Iterable[int], params: SamplingParams,
                     log: Callable[[str], None]) -> None:
-    """Compile what generation will run for these batches; prompt_length is None if it is not known.
+    """Compile the steps of generation for these batch sizes. prompt_length is None if unknown.
 
     Raises ValueError if torch.compile does not work here.
     """

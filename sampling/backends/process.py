@@ -1,4 +1,4 @@
-"""Settings of the whole process that make it faster. The standard library only: they come before torch is imported."""
+"""Settings of the whole process that make it faster. They must come before the import of torch."""
 import gc
 import os
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 
 def shorten_spinning() -> None:
-    """Have OpenMP's threads go to sleep after waiting for less than a millisecond. What the user has set stays.
+    """Make OpenMP's threads sleep after waiting for less than a millisecond. Keeps the user's own settings.
 
-    By default they spin for up to 20 ms. If another program wants one of the cores, the spinning threads keep theirs
-    while the thread that they wait for has none: such a run takes 4 to 6 times longer.
+    By default they spin for up to 20 ms. If another program uses one of the cores, the spinning threads occupy the
+    others, while the thread that they wait for has no core. Such a run takes 4 to 6 times longer.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "10000"
@@ -17,8 +17,10 @@ def shorten_spinning() -> None:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """While everything is loaded there is no garbage, but looking for it takes 0.15 s. What was loaded is never
-    looked at again."""
+    """Turn off the garbage collector inside the block. For a block that loads everything, this saves 0.15 s.
+
+    The objects that exist at the end are excluded from later collections.
+    """
     gc.disable()
     try:
         yield

@@ -1,8 +1,8 @@
-"""How the readers of files say why they refuse one."""
+"""Errors of the code that reads checkpoint files."""
 
 
 class Refused(ValueError):
-    """The file may be whole, but it holds something that the reader does not allow."""
+    """The file may be undamaged, but it holds something that the reader does not allow."""
 
 
 def require(condition: bool, why_not: str) -> None:

@@ -1,4 +1,4 @@
-"""Loads GPT-2 as Hugging Face stores it: from its hub, from the hub's cache, or from a local folder."""
+"""Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import os
 from pathlib import Path
 
@@ -27,10 +27,10 @@ CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 
 def load_gpt2(name_or_folder: str, with_crc32: bool = False) -> Checkpoint:
-    """A GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
+    """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
     Reads config.json and the weights: safetensors, otherwise pytorch_model.bin, in one file or in shards. Raises
-    ValueError or OSError if they are not available, are damaged or hold something else.
+    ValueError or OSError if these files are not available, are damaged or hold another model.
     """
     with named_errors(name_or_folder):
         folder = find_folder(name_or_folder)
@@ -80,14 +80,14 @@ def download(name: str) -> Path:
 
 
 def read_weights(folder: Path) -> tuple[StateDict, Checksums]:
-    """The tensors of all weight files, and the checksums of their records if every file has them.
+    """The tensors of all weight files, and the checksums of their records if every file has checksums.
 
-    The limits on reading are shared out among the files: a thousand shards may cost no more than one file.
+    All files share one limit on the cost of reading: a thousand shards may cost no more than one file.
     """
     paths = weight_files(folder)
     state_dict, checksums = {}, []
     for path in paths:
-        if path.suffix == ".safetensors": # which has no checksums
+        if path.suffix == ".safetensors": # this format has no checksums
             tensors, own_checksums = read_safetensors(path, MAX_BYTES // len(paths)), set()
         else:
             tensors, own_checksums = read_torch_file(path, MAX_STEPS // len(paths))
@@ -110,7 +110,7 @@ def weight_files(folder: Path) -> list[Path]:
 def shard_files(index: Path) -> list[Path]:
     """The shards that an index names. Raises ValueError if one is not a file in the index's own folder.
 
-    An index from a stranger must not make us read other files of this machine.
+    An index from a stranger must not name other files of this machine.
     """
     weight_map = read_json(index).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [None]
@@ -121,7 +121,7 @@ def shard_files(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names))]
 
 
-# ---- Hugging Face's settings and tensors as nanoGPT's
+# ---- conversion to nanoGPT's settings and tensors
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
     """GPTConfig's fields from config.json. Raises ValueError if the architecture is not GPT-2's."""
@@ -140,7 +140,7 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 
 
 def rename_hf_keys(state_dict: StateDict) -> StateDict:
-    """nanoGPT's names and layouts: Hugging Face's Conv1D holds the weights of a Linear transposed."""
+    """Convert to nanoGPT's names and layouts: Hugging Face's Conv1D stores the weight of a Linear transposed."""
     renamed = {}
     for name, tensor in state_dict.items():
         name = name if name == HEAD else "transformer." + name.removeprefix("transformer.")
@@ -150,7 +150,7 @@ def rename_hf_keys(state_dict: StateDict) -> StateDict:
 
 
 def rescale_queries(config: dict, model_args: dict, state_dict: StateDict) -> None:
-    """Fold config.json's other attention scales into the queries. The model itself only has 1/sqrt(D)."""
+    """Fold the attention scales of config.json into the query weights. The model itself only has 1/sqrt(D)."""
     by_width, by_layer = config.get("scale_attn_weights", True), config.get("scale_attn_by_inverse_layer_idx", False)
     if by_width and not by_layer:
         return

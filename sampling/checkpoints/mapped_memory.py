@@ -1,4 +1,4 @@
-"""Memory that is mapped from a file: finding it, and giving it back."""
+"""Finds memory that is mapped from a file, and releases it."""
 import ctypes
 import mmap
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ Pages = list[tuple[int, int]] # (address, bytes)
 
 
 def pages_of(tensors: Iterable[Tensor]) -> Pages:
-    """The mapped parts of files that hold these tensors. Empty if there are none, or if this is not Linux."""
+    """The mapped regions that hold these tensors. Empty if there are none, or if this is not Linux."""
     pages, addresses = [], [tensor.data_ptr() for tensor in tensors]
     try:
         with open("/proc/self/maps", "rb") as f:
@@ -24,6 +24,6 @@ def pages_of(tensors: Iterable[Tensor]) -> Pages:
 
 
 def let_go(pages: Pages) -> None:
-    """Let the system drop these pages from memory, where they count as this process's. They can be read again."""
+    """Release the memory of these pages. A later access reads them from the file again."""
     for start, size in pages:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

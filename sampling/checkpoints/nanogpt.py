@@ -20,7 +20,7 @@ WRAPPER_PREFIXES = "_orig_mod.", "module.", "_orig_mod." # of torch.compile and 
 
 
 def load_checkpoint(out_dir: str | Path, with_crc32: bool = False) -> Checkpoint:
-    """The ckpt.pt in out_dir, or out_dir itself if it is such a file.
+    """Load the ckpt.pt in out_dir, or out_dir itself if it is such a file.
 
     Raises FileNotFoundError if there is none; OSError if it cannot be opened; ValueError if it is damaged, is not
     a checkpoint, or holds more than data.
@@ -40,7 +40,10 @@ def load_checkpoint(out_dir: str | Path, with_crc32: bool = False) -> Checkpoint
 
 
 def find_checkpoint(out_dir: str | Path) -> Path:
-    """The path of ckpt.pt in out_dir, or out_dir if it is a file. Raises FileNotFoundError that names some nearby."""
+    """The path of ckpt.pt in out_dir, or out_dir if it is a file.
+
+    Raises FileNotFoundError, which names nearby checkpoints, if there is none; ValueError if torch cannot open it.
+    """
     path = Path(out_dir)
     if path.is_dir():
         path /= "ckpt.pt"
@@ -79,7 +82,7 @@ def require_entries(content, path: Path) -> None:
 
 
 def unwrap(state_dict: StateDict) -> StateDict:
-    """The same tensors under the names that GPT itself gives them, the head included."""
+    """Remove the prefixes of wrappers from the names. Adds the head if it is missing: it is tied to the embedding."""
     for prefix in WRAPPER_PREFIXES:
         state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
     if HEAD not in state_dict and EMBEDDING in state_dict:
@@ -88,6 +91,6 @@ def unwrap(state_dict: StateDict) -> StateDict:
 
 
 def complete_model_args(model_args: dict, state_dict: StateDict) -> dict:
-    """model_args without None, and with bias, which older checkpoints leave out."""
+    """model_args without None values, and with bias, which older checkpoints lack."""
     bias = {"bias": "transformer.ln_f.bias" in state_dict}
     return bias | {name: value for name, value in model_args.items() if value is not None}

@@ -1,10 +1,10 @@
 """Checks a pickle, opcode by opcode, before anything loads it.
 
 A reader that runs no code (torch's weights_only, an unpickler without classes) is still open to denial of service.
-A few bytes suffice: a memo index of 2**31 allocates gigabytes, bytearray(2**40) a terabyte, and a tuple that holds
-itself twice, sixty levels deep, has 2**60 leaves to hash or to print. So the scanner simulates the reader's stack with
-StackItems, which describe values and build none. It refuses every name that is not allowed, every opcode that data
-does not need, and everything that costs more than data of its kind does.
+A few bytes suffice: a memo index of 2**31 allocates gigabytes, bytearray(2**40) allocates a terabyte, and a tuple that
+holds the same tuple twice, and so on for sixty levels, has 2**60 leaves to hash or to print. So the scanner simulates
+the reader's stack with StackItems, which only describe values. It refuses every name that is not allowed, every opcode
+that data does not need, and everything that costs far more than ordinary data.
 """
 import io
 import pickletools
@@ -14,13 +14,13 @@ from typing import Any
 
 from sampling.checkpoints.errors import Refused, require
 
-# The largest honest files stay well below: a checkpoint of 12 layers with its optimizer needs a fortieth of MAX_STEPS,
-# a vocabulary of all Unicode characters two thirds.
+# Valid files stay below these limits: a checkpoint of 12 layers with its optimizer needs a fortieth of MAX_STEPS,
+# a vocabulary of all Unicode characters needs two thirds.
 MAX_BYTES = 2**23 # of a pickle
-MAX_STEPS = 2**21 # its opcodes, and the values that they copy
+MAX_STEPS = 2**21 # of a pickle: its opcodes, and the values that they copy
 MAX_DEPTH = 100 # of nested values
-SLOW_OPCODES, SLOW_STEPS = {"GLOBAL", "REDUCE"}, 16 # what they count for: each looks up or calls something
-WIDE_INT_STEPS = 2**10 # for an integer of more than 64 bits: as keys, such can be made to collide
+SLOW_OPCODES, SLOW_STEPS = {"GLOBAL", "REDUCE"}, 16 # each counts as 16 steps, because it looks up or calls something
+WIDE_INT_STEPS = 2**10 # steps of an integer of more than 64 bits: an attacker can choose such keys to collide
 
 MEMO_PUT = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
 MEMO_GET = {"GET", "BINGET", "LONG_BINGET"}
@@ -29,25 +29,25 @@ COPY = {"REDUCE", "BUILD", "BINPERSID"} # may copy their operands
 HASHED_OPERANDS = {"SETITEM": slice(1, None, 2), "SETITEMS": slice(1, None, 2), "DICT": slice(0, None, 2),
                    "ADDITEMS": slice(1, None), "FROZENSET": slice(None)}
 HASHING_CALLS = {"collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set"}
-# These call more than a name that was checked, or readers of pickles disagree about them. Data needs none of them.
+# These can call something without a checked name, or unpicklers disagree about them. Data needs none of them.
 FORBIDDEN = {"POP", "POP_MARK", "DUP", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "PERSID", "EXT1", "EXT2", "EXT4"}
 
 
 @dataclass(slots=True)
 class StackItem:
     """Describes a value that the reader would have on its stack."""
-    size: int = 1 # how many values it consists of; one that it holds twice counts twice
-    depth: int = 0 # how deep they nest
+    size: int = 1 # how many values it consists of; a value that it holds twice counts twice
+    depth: int = 0 # of nested values
     literal: Any = None # a text or number; a tuple's items; a dict's keys; a storage's id; a global's "module name"
     constructor: str | None = None # "GLOBAL", or the "module name" that was called to make it
-    shared: bool = False # it is part of another value, or was recalled from the memo
+    shared: bool = False # it is part of another value, or was read from the memo
 
 
 def check_pickle(pickled: bytes, allowed_names: Collection[str] = (), max_steps: int = MAX_STEPS) -> int:
     """Check the first pickle in these bytes, and return its length.
 
-    allowed_names: what it may name and call, as "module name". Raises Refused if loading it could run code, or cost
-    far more than data does; ValueError if it is damaged.
+    allowed_names: what it may name and call, each as "module name". Raises Refused if loading the pickle could run
+    code or cost far more than ordinary data; ValueError if the pickle is damaged.
     """
     stream, scanner = io.BytesIO(pickled[:MAX_BYTES]), PickleScanner(allowed_names, max_steps)
     try:
@@ -62,7 +62,7 @@ def check_pickle(pickled: bytes, allowed_names: Collection[str] = (), max_steps:
 
 
 class PickleScanner:
-    """The stack machine that reads a pickle, with StackItems for values. A damaged pickle trips it in many ways."""
+    """Simulates the unpickler's stack, with StackItems for values. A damaged pickle raises many kinds of exceptions."""
 
     def __init__(self, allowed_names: Collection[str], max_steps: int):
         self.allowed_names, self.max_steps = allowed_names, max_steps
@@ -88,13 +88,13 @@ class PickleScanner:
                 "it would take far more memory or time than data of its kind needs")
 
     def memo_put(self, index: int | None) -> None:
-        """Remember the top of the stack. A reader allocates its memo up to the index, so indices must count up."""
+        """Store the top of the stack. A reader allocates its memo up to the index, so indices must be consecutive."""
         index = len(self.memo) if index is None else index
         require(index <= len(self.memo), "it numbers its memo as pickle never does")
         self.memo[index] = self.stack[-1]
 
     def memo_get(self, index: int) -> None:
-        """Push a remembered value. All that it holds counts again, because to copy or print it takes as long again."""
+        """Push a value from the memo. All that it holds counts again, because copying or printing takes time again."""
         item = self.memo[index]
         item.shared = True
         self.stack.append(item)
@@ -110,7 +110,7 @@ class PickleScanner:
             self.steps += item.size
 
     def pop_operands(self, stack_before: list) -> list[StackItem]:
-        """Pop what an opcode takes, as pickletools describes it. Raises IndexError if the stack holds less."""
+        """Pop the operands of an opcode, as pickletools describes them. Raises IndexError if the stack is too short."""
         if pickletools.markobject in stack_before:
             start = self.marks.pop() - stack_before.index(pickletools.markobject)
         else:
@@ -125,8 +125,8 @@ class PickleScanner:
 def apply_opcode(name: str, argument: Any, operands: list[StackItem]) -> StackItem:
     """The StackItem that an opcode leaves on the stack.
 
-    Raises Refused if the opcode changes a value that is already part of another one: the other's size and depth were
-    counted before, and would be wrong. This is how a list comes to hold itself.
+    Raises Refused if the opcode changes a value that is already part of another value, whose size and depth would then
+    be wrong. In this way, a list could also contain itself.
     """
     if name in MUTATE:
         item, *operands = operands
@@ -143,14 +143,14 @@ def apply_opcode(name: str, argument: Any, operands: list[StackItem]) -> StackIt
 
 
 def size_of_argument(argument: str | bytes | bytearray | int) -> int:
-    """How many values a text or number counts for besides itself. A character takes far less than a value."""
+    """How much a text or number adds to the size of its StackItem. A character takes far less memory than a value."""
     if isinstance(argument, int):
         return WIDE_INT_STEPS if argument.bit_length() > 64 else 0
     return len(argument) // 16
 
 
 def note_operands(item: StackItem, name: str, operands: list[StackItem]) -> None:
-    """Note what later checks need to know of the operands."""
+    """Store in item what later checks need to know about the operands."""
     if "TUPLE" in name:
         item.literal = [operand.literal for operand in operands]
     elif name in ("SETITEM", "SETITEMS"):
@@ -166,7 +166,7 @@ def note_operands(item: StackItem, name: str, operands: list[StackItem]) -> None
         item.constructor = operands[0].literal
 
 
-# ---- what an opcode may do. Each check raises Refused, and says which attack it stops
+# ---- checks of opcodes; each raises Refused, and its docstring says which attack it stops
 
 def check_opcode(name: str, argument: Any, operands: list[StackItem], allowed_names: Collection[str]) -> None:
     """Check an opcode before it is applied."""
@@ -183,38 +183,38 @@ def check_opcode(name: str, argument: Any, operands: list[StackItem], allowed_na
 
 
 def check_name(name: str, allowed_names: Collection[str]) -> None:
-    """Stops a pickle from running code: it can only call what it names."""
+    """Stops a pickle from running code: it can call only what it names."""
     require(name in allowed_names, f"it names {name.replace(' ', '.'):.80}, which could run code")
 
 
 def check_keys(keys: list[StackItem]) -> None:
-    """Stops keys that take hours to hash: nested tuples have 2**n leaves, and tuples can be made to collide."""
+    """Stops keys that take hours to hash: nested tuples can have 2**n leaves, and tuples can be chosen to collide."""
     require(not any(key.depth for key in keys), "it has keys that are neither text nor numbers")
 
 
 def check_storage_id(storage_id: StackItem) -> None:
-    """Stops one record from being read under many names: torch finds names that differ only in case."""
+    """Stops one record from being read under many names: torch ignores the case of names."""
     require(storage_id.literal[2].isdecimal(), "it names a storage as torch.save never does")
 
 
 def check_state(target: StackItem, state: StackItem) -> None:
-    """Stops BUILD from replacing methods: only a state_dict's _metadata and the state of a numpy dtype may be set."""
+    """Stops BUILD from replacing methods: it may set only a state_dict's _metadata and the state of a numpy dtype."""
     is_metadata = (target.constructor, state.literal) == ("collections OrderedDict", ["_metadata"])
     is_dtype_state = target.constructor == "numpy dtype" and isinstance(state.literal, list) and state.depth <= 1
     require(is_metadata or is_dtype_state, "it sets attributes as torch.save never does")
 
 
 def check_call(function: StackItem, arguments: StackItem) -> None:
-    """Stops calls that torch.save and pickle do not write, and those that take far more than their arguments do."""
+    """Stops calls that torch.save and pickle do not write, and calls that cost far more than their arguments."""
     name, values = function.literal, arguments.literal
-    # A storage by number of bytes takes any amount of memory, and a tensor that is called iterates over its entries.
+    # Storage(n) allocates any number of bytes. Arguments must be a tuple: a call would iterate over a tensor's entries.
     require(function.constructor == "GLOBAL" and isinstance(values, list) and not name.endswith("Storage"),
             "it calls something as torch.save never does")
     if name.startswith("torch._utils _rebuild_tensor"):
         check_tensor(*values[:4])
-    elif name == "_codecs encode": # how pickle's protocol 2 writes bytes; other codecs are slow
+    elif name == "_codecs encode": # pickle's protocol 2 writes bytes in this way; other codecs are slow
         require(values[1:] == ["latin1"], "it holds bytes as pickle never writes them")
-    elif name in HASHING_CALLS: # a text would become as many keys as it has characters
+    elif name in HASHING_CALLS: # each character of a text would become a key
         require(arguments.depth <= 2 and not any(isinstance(value, str) for value in values),
                 "it has keys that are neither text nor numbers")
     elif not name.startswith("torch._utils"): # a tensor as an argument may claim any number of values

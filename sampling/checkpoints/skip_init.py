@@ -1,11 +1,11 @@
-"""Building a model whose weights are replaced at once."""
+"""Builds a model without initialising its weights."""
 from torch.overrides import TorchFunctionMode
 
 INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
 class SkipInit(TorchFunctionMode):
-    """Leaves new parameters as they are. On the meta device, initialising the first one imports torch for a second."""
+    """Skips torch's init functions. On the meta device, the first one makes torch import modules for a second."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: checked, brought to one form, and copied out of the file."""
+"""Checks the tensors of a checkpoint, normalises them, and copies them out of the file."""
 import os
 import re
 import zlib
@@ -14,11 +14,11 @@ StateDict = dict[str, Tensor]
 
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold the causal mask; the model needs none
-MAX_LAYERS = 2**12 # far more than any model has; the model is built layer by layer, a millisecond each
+MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a millisecond
 
 
 def require_tensors(state_dict: object, source: Path) -> StateDict:
-    """The state_dict itself. Raises ValueError unless it holds dense floating point tensors by name, within bounds."""
+    """Return state_dict. Raises ValueError unless it holds dense floating point tensors by name, of a credible size."""
     if not isinstance(state_dict, dict) or not state_dict:
         found = "none" if state_dict == {} else brief_repr(state_dict)
         raise ValueError(f"{source} must hold tensors by name, but holds {found}")
@@ -37,8 +37,8 @@ def require_tensors(state_dict: object, source: Path) -> StateDict:
 def require_claim_fits(state_dict: StateDict, source: Path) -> None:
     """Raise ValueError if the tensors claim more than twice the bytes of the file.
 
-    Views made by expand, or one storage under many names, claim far more than the file holds, and every tensor is
-    copied. Twice is allowed, because a tied head is stored once and named twice.
+    Views made by expand, or one storage under many names, can claim far more bytes than the file has, and every tensor
+    is copied. Twice the bytes are allowed, because a tied head is stored once and named twice.
     """
     storages = [tensor.untyped_storage() for tensor in state_dict.values()]
     stored = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -66,7 +66,7 @@ def normalize_state_dict(model_args: dict, state_dict: StateDict, source: Path,
 
 
 def require_num_layers(model_args: dict, state_dict: StateDict, source: Path) -> None:
-    """Raise ValueError unless n_layer is the number of layers with tensors: to build 10**9 layers would never end."""
+    """Raise ValueError unless n_layer is the number of layers with tensors: building 10**9 layers would never end."""
     num_layers = len({name.split(".")[2] for name in state_dict if name.startswith("transformer.h.")})
     if num_layers > MAX_LAYERS:
         raise ValueError(f"{source} holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
@@ -76,7 +76,7 @@ def require_num_layers(model_args: dict, state_dict: StateDict, source: Path) ->
 
 
 def has_tied_head(state_dict: StateDict) -> bool:
-    """Whether head and embedding hold the same numbers, be it in two tensors or in two precisions."""
+    """Whether head and embedding hold the same numbers, even as two tensors or in two precisions."""
     head, embedding = state_dict.get(HEAD), state_dict.get(EMBEDDING)
     if head is not None and embedding is not None and head.shape == embedding.shape:
         return torch.equal(head.float(), embedding.float())
@@ -84,10 +84,10 @@ def has_tied_head(state_dict: StateDict) -> bool:
 
 
 def copy_tensors(state_dict: StateDict, source: Path, checksums: Checksums) -> StateDict:
-    """Copies in float32, each storage compared with the checksums, if there are any.
+    """Copy the tensors in float32, and compare each storage with the checksums, if there are any.
 
-    They are copies because a training run may overwrite a file that is only mapped. Pages of the file are let go
-    tensor by tensor, so that the model is in memory once, not twice.
+    The tensors are copied because a training run may overwrite a mapped file. The file's pages are released after
+    each tensor, so that the model is in memory once, not twice.
     """
     pages, copies, checked = pages_of(state_dict.values()), {}, set()
     for name, tensor in state_dict.items():
@@ -102,9 +102,9 @@ def copy_tensors(state_dict: StateDict, source: Path, checksums: Checksums) -> S
 
 
 def length_and_crc32(tensor: Tensor, copy: Tensor) -> tuple[int, int]:
-    """The bytes of a tensor's whole storage and their CRC-32, as a record of the file has them.
+    """The number of bytes of a tensor's whole storage, and their CRC-32, as in the file's record.
 
-    If the copy has the same bytes, it is read instead: it is what will be used, and it is in memory already.
+    If the copy has the same bytes, computes its CRC-32: the copy is what the model uses, and is in memory already.
     """
     storage = tensor.untyped_storage()
     if tensor.dtype == copy.dtype and tensor.is_contiguous() and storage.nbytes() == copy.nbytes:
@@ -113,7 +113,7 @@ def length_and_crc32(tensor: Tensor, copy: Tensor) -> tuple[int, int]:
 
 
 def crc32_of(state_dict: StateDict) -> str:
-    """Eight hexadecimal digits that tell a model's weights from others. A tied head counts once."""
+    """A checksum of the weights, as eight hexadecimal digits. A tied head counts once."""
     crc = 0
     for name, tensor in sorted(state_dict.items()):
         if name != EMBEDDING or tensor is not state_dict.get(HEAD):
@@ -128,5 +128,5 @@ def vocab_size_of(state_dict: StateDict) -> int:
 
 
 def brief_repr(value: object) -> str:
-    """A value for a message: text or a number itself, otherwise its type. Nested values could print forever."""
+    """A text or number for a message; for other values only the type, as nested values could print forever."""
     return f"{value!r:.60}" if isinstance(value, str | int | float | None) else type(value).__name__

@@ -1,7 +1,7 @@
-"""Reads what torch.save wrote, as data alone.
+"""Reads files of torch.save as data only.
 
-Two scanners check a file before torch's weights_only reader loads it: that reader runs no code, but believes what a
-file says about sizes.
+Two scanners check a file before torch's weights_only unpickler loads it. That unpickler runs no code, but trusts the
+sizes that a file claims.
 """
 import posixpath
 import re
@@ -18,15 +18,15 @@ from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_STEPS, check_pick
 from sampling.checkpoints.zip_scanner import Checksums, check_zip
 
 ZIP_SIGNATURE = b"PK\3\4"
-MAX_SMALL_STEPS = 4000 # of each of the three pickles at the start of an old file
+MAX_SMALL_STEPS = 4000 # for each of the first three pickles of an old file
 
 
 def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checksums]:
-    """What torch.save wrote, and the checksums of its records; there are none in a file of before torch 1.6.
+    """What torch.save wrote, and the checksums of its records. A file from before torch 1.6 has no checksums.
 
-    The tensors of a newer file are mapped: their bytes are read when they are used. numpy's numbers and paths, which
-    settings may hold, come back as plain numbers and text. Raises ValueError if the file is damaged, holds more
-    than data or would cost more than max_steps (check_pickle); OSError if it cannot be opened.
+    The tensors of a newer file are memory-mapped: their bytes are read when they are used. numpy's numbers and paths,
+    which settings may hold, become plain numbers and text. Raises ValueError if the file is damaged, holds more than
+    data or would cost more than max_steps (see check_pickle); OSError if it cannot be opened.
     """
     with open(path, "rb") as f:
         is_zip = f.read(4) == ZIP_SIGNATURE
@@ -34,9 +34,9 @@ def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checks
         checksums = check_zip_file(path, max_steps) if is_zip else check_old_file(path, max_steps)
         with torch.serialization.safe_globals(STAND_INS), warnings.catch_warnings():
             warnings.simplefilter("ignore") # they are meant for the author of the file
-            # Mapped: of a file that is not, torch believes that its storages are as long as its pickle claims.
+            # For a file that is not mapped, torch trusts the storage sizes that the pickle claims.
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True), checksums
-    except Exception as e: # a damaged file trips torch's reader in many ways
+    except Exception as e: # a damaged file can make torch raise any exception
         if "allocate memory" in str(e):
             raise MemoryError(f"reading {path}") from None
         raise ValueError(f"cannot read {path}: {reason(e)}; only tensors, numbers and text are allowed") from None
@@ -53,15 +53,15 @@ def reason(error: Exception) -> str:
 
 
 def check_zip_file(path: Path, max_steps: int) -> Checksums:
-    """Check a file as torch has written it since 1.6, and return the checksums of its records."""
+    """Check a file in the format of torch 1.6 and later, and return the checksums of its records."""
     pickled, checksums = check_zip(path)
     check_torch_pickle(pickled, max_steps)
     return checksums
 
 
 def check_old_file(path: Path, max_steps: int) -> Checksums:
-    """Check an older file. It begins with five pickles: a magic number, a version, the sizes of C types, what was
-    saved, and the keys of its storages. The numbers follow, without checksums.
+    """Check an older file. It begins with five pickles: a magic number, a version, the sizes of C types, the saved
+    object, and the keys of its storages. The bytes of the storages follow, without checksums.
     """
     with open(path, "rb") as f:
         head = f.read(5 * MAX_BYTES)
@@ -73,20 +73,20 @@ def check_old_file(path: Path, max_steps: int) -> Checksums:
 
 def check_torch_pickle(pickled: bytes, max_steps: int) -> int:
     """check_pickle with the names that torch.save writes."""
-    # torch fails on these with words that sound like damage.
-    require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch reads no weights of pickle_protocol=4 and above")
+    # torch's own message for these sounds as if the file were damaged.
+    require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch cannot read weights saved with pickle_protocol=4 or above")
     return check_pickle(pickled, ALLOWED_NAMES, max_steps)
 
 
 def refuse_tar(head: bytes) -> None:
-    """Raise Refused if a file begins as a tar: torch would take it for its oldest format, and read the first header of
-    the tar into memory, whatever length it claims."""
+    """Raise Refused if a file begins as a tar. torch would take it for its oldest format, and would read the first
+    header into memory, whatever length it claims."""
     with suppress(tarfile.HeaderError):
         tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
         raise Refused("it is a tar")
 
 
-# ---- stand-ins: what torch calls in place of numpy's and pathlib's classes
+# ---- stand-ins, which torch calls instead of numpy's and pathlib's classes
 
 class NumpyDtype:
     """Stands in for numpy.dtype: a code such as "f8" and, from its pickled state, the byte order."""
@@ -100,7 +100,7 @@ class NumpyDtype:
 
 
 def python_number(dtype: NumpyDtype, data: bytes):
-    """Stands in for what makes numpy's scalars: the number or text as Python's own, None for other types."""
+    """Stands in for the function that makes numpy scalars. Returns a Python number or text; None for other types."""
     import numpy as np
     if not re.fullmatch(r"[biufcUS]\d{1,4}", dtype.code) or not isinstance(data, bytes):
         return None

@@ -1,7 +1,7 @@
 """Checks a zip file that torch.save wrote, before anything loads it.
 
-torch maps the records of such a file into memory as they lie there, and Python's zipfile tells their checksums. An
-attack makes the two readers see different files, makes records overlap, or makes a small file large.
+torch maps the records of such a file into memory, and Python's zipfile reads their checksums. An attack could make the
+two readers see different records, make records overlap, or make a small file expand to a large one.
 """
 import os
 import struct
@@ -17,7 +17,7 @@ from sampling.checkpoints.pickle_scanner import MAX_BYTES
 
 Checksums = set[tuple[int, int]] # (bytes, CRC-32) of a file's records
 
-LOCAL_HEADER = struct.Struct("<4s22xHH") # stands before a record: signature, lengths of its name and of its extra field
+LOCAL_HEADER = struct.Struct("<4s22xHH") # before each record: signature, lengths of its name and of its extra field
 # The end of a file: zip64's end record (length and start of the directory), its locator (where that record is), and
 # the old end record (length of the comment).
 TRAILER = struct.Struct("<4s36xQQ4s4xQ4x4s16xH")
@@ -27,7 +27,7 @@ UTF8_NAME = 2**11 # a flag of a record
 def check_zip(path: Path) -> tuple[bytes, Checksums]:
     """The pickle in a zip file that torch.save wrote, and the checksums of its records.
 
-    The checksums are empty if torch was told to leave them out. Raises Refused if torch.save cannot have written it.
+    The checksums are empty if torch saved the file without them. Raises Refused if torch.save cannot have written it.
     """
     directory_start = check_trailer(path)
     with zipfile.ZipFile(path) as archive:
@@ -45,8 +45,8 @@ def check_zip(path: Path) -> tuple[bytes, Checksums]:
 def check_trailer(path: Path) -> int:
     """Where the directory of a zip file begins.
 
-    Readers search for the directory in different ways, and could find two different ones. Raises Refused unless the
-    file ends exactly as torch.save ends it, with one directory that all readers find.
+    Readers search for the directory in different ways, and could find two different directories. Raises Refused unless
+    the file ends exactly as torch.save ends it. Then all readers find the same directory.
     """
     with open(path, "rb") as f:
         file_size = f.seek(0, os.SEEK_END)
@@ -63,16 +63,16 @@ def check_trailer(path: Path) -> int:
 
 
 def check_sizes(records: list[zipfile.ZipInfo]) -> None:
-    """Stops zip bombs, which are small only while compressed, and a pickle too long to scan."""
+    """Stops zip bombs, which need compressed records, and pickles that are too long to scan."""
     require(all(record.compress_type == zipfile.ZIP_STORED for record in records), "a record of it is compressed")
     others = [record.file_size for record in records if record.filename.split("/")[1:2] != ["data"]]
     require(max(others, default=0) <= MAX_BYTES, f"its pickle has more than {MAX_BYTES} bytes")
 
 
 def check_positions(path: Path, records: list[zipfile.ZipInfo], directory_start: int) -> None:
-    """Stops records that overlap, or that lie elsewhere than the directory says. The records are sorted by position.
+    """Stops records that overlap, or that are not where the directory says. The records must be sorted by position.
 
-    One record read in the place of another could have the right length and checksum. A thousand that share their
+    A record in the place of another could have the right length and checksum. A thousand records that share their
     bytes would be a thousand times larger than the file.
     """
     ends = [*(record.header_offset for record in records), directory_start][1:]
@@ -91,7 +91,7 @@ def check_positions(path: Path, records: list[zipfile.ZipInfo], directory_start:
 def read_pickle(path: Path) -> bytes:
     """The pickle, as torch.load will find it. Raises Refused if a machine of the other byte order wrote the file.
 
-    torch would swap the bytes of mapped tensors in place, and lose that when their pages are let go.
+    torch would swap the bytes of mapped tensors in place, and the swap would be lost when their pages are released.
     """
     reader = torch._C.PyTorchFileReader(os.fspath(path))
     is_native = not reader.has_record("byteorder") or reader.get_record("byteorder") == sys.byteorder.encode()

@@ -1,4 +1,4 @@
-"""How the next tokens of a batch are chosen."""
+"""Chooses the next tokens of a batch."""
 from typing import NamedTuple
 
 import torch
@@ -10,14 +10,14 @@ from sampling.sampler.sample_token import Logits, num_logits_needed, sample_toke
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities under the model itself: temperature 1, every token."""
+    """Log-probabilities of the model itself: at temperature 1, over the whole vocabulary."""
     sampled: Tensor # (B, 1), of the sampled token
     top: Tensor # (B, n), of the n most likely tokens
     top_ids: Tensor # (B, n)
 
 
 class BatchSampler:
-    """The SampleFn of a batch: samples a token for each row, or teacher-forces the next token of a longer prompt.
+    """The SampleFn of a batch: samples the next token of a row, or teacher-forces it while its prompt has more tokens.
 
     Its tensors stay in place from batch to batch of the same size, because CUDA graphs may hold them.
     """
@@ -26,24 +26,24 @@ class BatchSampler:
         self.params, self.rng, self.num_logprobs, self.check_finite = params, rng, num_logprobs, check_finite
         self.forced_tokens = torch.empty(0, 1, dtype=torch.long) # (B, 1); -1: this row is sampled
         self.forced_by_step = self.forced_tokens[None] # (steps, B, 1)
-        self.prompt_remainders: list[list[int]] = [] # what each prompt has beyond the shortest one
+        self.prompt_remainders: list[list[int]] = [] # each prompt without its first min_prompt_len tokens
         self.min_prompt_len = 0
         self.logprobs: Logprobs | None = None # of the latest step
 
     @property
     def num_logits_needed(self) -> int | None:
-        """As SampleFn.num_logits_needed. A probability depends on all logits."""
+        """See SampleFn.num_logits_needed. Log-probabilities need all logits."""
         params = self.params
         return (num_logits_needed(params.temperature, params.top_k, params.repetition_penalty)
                 if self.num_logprobs is None else None)
 
     def prefetch(self) -> None:
-        """As SampleFn.prefetch."""
+        """See SampleFn.prefetch."""
         if self.params.temperature:
             self.rng.prefetch()
 
     def start_batch(self, prompts: list[list[int]], rng_states: list[Tensor], device: torch.device) -> None:
-        """Begin a batch of prompts, whose samples start at these states of the random stream."""
+        """Begin a batch of prompts. rng_states are the generator states in which their samples start."""
         self.rng.set_rows(rng_states)
         B, self.min_prompt_len = len(prompts), min(map(len, prompts))
         self.prompt_remainders = remainders = [ids[self.min_prompt_len:] for ids in prompts]
@@ -68,10 +68,10 @@ class BatchSampler:
         self.forced_tokens.copy_(self.forced_by_step[step])
         for row, remainder in enumerate(self.prompt_remainders):
             if step == len(remainder):
-                self.rng.restart(row) # the random numbers drawn while the prompt was read do not count
+                self.rng.restart(row) # undo the draws that were made during the prompt
 
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
-        """As SampleFn: logits and the ids (B, S) that the model saw -> (B, 1)."""
+        """See SampleFn: logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""
         p = self.params
         token = sample_token(logits, ids, p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty,
                              noise=self.rng, check_finite=self.check_finite)
@@ -88,7 +88,7 @@ class BatchSampler:
         return self.logprobs and Logprobs(*(tensor.clone() for tensor in self.logprobs))
 
     def select_rows(self, rows: list[int]) -> None:
-        """Go on with these rows only."""
+        """Keep these rows only."""
         self.rng.select_rows(rows)
         self.prompt_remainders = [self.prompt_remainders[i] for i in rows]
         self.forced_tokens, self.forced_by_step = self.forced_tokens[rows], self.forced_by_step[:, rows]

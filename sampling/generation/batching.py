@@ -1,4 +1,4 @@
-"""Which samples are generated together."""
+"""Decides which samples are generated together."""
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -7,10 +7,10 @@ from sampling.params import Sample, SampleRequest
 
 
 def next_batch(requests: Iterator[SampleRequest], size: int) -> list[SampleRequest]:
-    """The next size requests, or fewer at the end. Batches of which all samples are already saved are skipped.
+    """Return the next size requests, or fewer at the end. Skips batches in which all samples are already saved.
 
-    A saved sample in any other batch is generated once more with its batch, so that the others get the same logits as
-    before, to the last bit.
+    In any other batch, the saved samples are generated again. Then the other samples get the same logits as in the
+    first run, to the last bit.
     """
     while (batch := list(islice(requests, size))) and all(request.already_saved for request in batch):
         pass
@@ -18,7 +18,7 @@ def next_batch(requests: Iterator[SampleRequest], size: int) -> list[SampleReque
 
 
 def partition(items: Sequence, num_parts: int) -> list[Sequence]:
-    """The items in num_parts consecutive parts whose sizes differ by one at most."""
+    """Split the items into num_parts consecutive parts, whose sizes differ by at most one."""
     ends = [len(items) * (i + 1) // num_parts for i in range(num_parts)]
     return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -29,9 +29,9 @@ def visible_prompt(sample: Sample, block_size: int) -> list[int]:
 
 
 def group_by_length(samples: list[Sample], block_size: int, max_new_tokens: int) -> list[list[Sample]]:
-    """Groups of samples whose prompts differ in length by at most max_new_tokens.
+    """Group samples whose prompts differ in length by at most max_new_tokens.
 
-    The rows of a batch decode in lockstep from the end of the shortest prompt, so a longer prompt takes extra steps.
+    The rows of a batch decode in lockstep from the end of the shortest prompt, so a longer prompt needs extra steps.
     """
     groups, shortest = [], -math.inf
     for sample in sorted(samples, key=lambda sample: len(visible_prompt(sample, block_size))):

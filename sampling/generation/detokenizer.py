@@ -1,4 +1,4 @@
-"""From sampled tokens to the text of a sample, up to a stop text."""
+"""Decodes sampled tokens to text, up to a stop text."""
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Sample, SamplingParams, Token
 
@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
         sample.num_emittable_chars = self.num_chars - (0 if sample.finish_reason else withheld)
 
     def truncate(self, num_chars: int) -> None:
-        """Remove this many characters from the end of the text. The tokens stay, with less text."""
+        """Remove this many characters from the end of the text. The tokens stay, but their text becomes shorter."""
         self.num_chars -= num_chars
         tokens, i = self.sample.tokens, len(self.sample.tokens)
         while num_chars > 0:
@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
 
 
 class StopChecker:
-    """Searches growing text for stop texts, which may begin in one token and end in another."""
+    """Searches the text for stop texts while it is generated. A stop text may span several tokens."""
 
     def __init__(self, stop_texts: list[str]):
         self.stop_texts = stop_texts
@@ -48,10 +48,10 @@ class StopChecker:
         self.tail = ""
 
     def check_stop(self, new_text: str) -> tuple[int, int]:
-        """Take the text of one more token. Returns (surplus, withheld), both counted from the end of the text.
+        """Search the text after one more token. Returns (surplus, withheld), both counted from the end of the text.
 
-        The last surplus characters are a stop text and what follows it; 0: there is no stop text. The last withheld
-        characters may be the beginning of a stop text.
+        The last surplus characters are a stop text and the text after it; 0 means that there is no stop text. The last
+        withheld characters may be the beginning of a stop text.
         """
         text = self.tail + new_text
         self.tail = text[max(0, len(text) - self.tail_length):]

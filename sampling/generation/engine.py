@@ -1,4 +1,4 @@
-"""Generates many samples at once, each with the tokens that it would have alone.
+"""Generates many samples at once. Each sample has the same tokens as if it were generated alone.
 
 The prompts of a batch may differ in length. Its rows decode in lockstep from the end of the shortest prompt; the rest
 of a longer prompt is teacher-forced while the other rows are sampled. A finished row leaves the batch.
@@ -36,9 +36,11 @@ class StepOutput(NamedTuple):
 class Engine:
     """Turns requests into samples.
 
-    num_init_draws: Checkpoint.num_init_draws; batch_size: how many samples to generate at once; stream: whether to
-    yield samples while they grow; log takes messages for the user; on_tokens takes the number of new tokens, which is
-    negative if memory ran out and tokens are generated again.
+    num_init_draws: Checkpoint.num_init_draws.
+    batch_size: how many samples to generate at once.
+    stream: whether to yield samples before they are finished.
+    log: gets messages for the user.
+    on_tokens: gets the number of new tokens; it is negative if memory ran out and tokens are discarded.
     """
     backend: Backend
     tokenizer: Tokenizer
@@ -65,15 +67,15 @@ class Engine:
 
     @property
     def sync_interval(self) -> int:
-        """How many steps to run before their tokens are copied to the host."""
-        # Without a GPU a copy costs little, and a row that has met its stop text can leave the batch at once.
+        """How many steps to run between copies of the tokens to the host."""
+        # Without a GPU a copy costs little. After each copy, rows with a stop text can leave the batch.
         every_step = self.stream or (self.params.stop_texts and self.backend.device.type != "cuda")
         return 1 if every_step else SYNC_INTERVAL
 
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
-        """Yield the sample of every request that is not already saved, in order, once it is finished.
+        """Yield the finished samples in order, except those that are already saved.
 
-        With stream, also yield the next sample, unfinished, after each step.
+        With stream, also yield the first unfinished sample after each step.
         Raises ValueError if logits were NaN or infinite.
         """
         requests = iter(requests)
@@ -89,7 +91,7 @@ class Engine:
                         yield waiting[0]
 
     def run_with_oom_retry(self, samples: list[Sample], rng_states: dict[Sample, Tensor]) -> Iterator[None]:
-        """Generate the samples; yields whenever some of them have grown. If memory runs out, halves the batch size."""
+        """Generate the samples; yields whenever they have new tokens. If memory runs out, halves the batch size."""
         while samples:
             batch, samples = samples[:self.batch_size], samples[self.batch_size:]
             try:
@@ -100,16 +102,16 @@ class Engine:
                     raise
                 self.batch_size = len(batch) // 2
                 self.log(f"out of memory with {len(batch)} samples at once: going on with {self.batch_size}")
-            self.sampler = self.new_sampler() # graphs made for the old one hold tensors that it no longer uses
+            self.sampler = self.new_sampler() # CUDA graphs of the old sampler hold tensors that it no longer uses
             release_memory() # not in the except clause, where the error still holds the tensors of the batch
-            unfinished = [sample for sample in batch if not sample.finish_reason] # the finished ones have been yielded
+            unfinished = [sample for sample in batch if not sample.finish_reason] # finished samples stay
             for sample in unfinished:
                 self.count_tokens(sample, -sample.num_tokens)
                 sample.tokens, sample.num_emittable_chars = [], 0
             samples = unfinished + samples
 
     def decode_batch(self, samples: list[Sample], rng_states: dict[Sample, Tensor]) -> Iterator[None]:
-        """Generate the samples of one batch; yields whenever some of them have grown."""
+        """Generate the samples of one batch; yields whenever they have new tokens."""
         if self.params.max_new_tokens == 0:
             for sample in samples:
                 sample.finish_reason = "length"
@@ -118,7 +120,7 @@ class Engine:
         rows = [IncrementalDetokenizer(sample, self.tokenizer, self.params) for sample in samples]
         stream, last_steps = self.start_stream(samples, rng_states)
         sync_interval, pending = self.sync_interval, []
-        selected = None # the rows to go on with; None: all
+        selected = None # the rows to keep; None: all
         for step in range(1, max(last_steps) + 1):
             self.sampler.start_step(step - 1)
             pending.append(StepOutput(stream.send(selected), self.sampler.copy_logprobs()))
@@ -146,18 +148,18 @@ class Engine:
         return self.backend.generate_stream(idx, max(last_steps), self.sampler, self.params.context_shift), last_steps
 
     def rows_to_keep(self, rows: list[IncrementalDetokenizer]) -> list[int] | None:
-        """The rows that still grow. None: go on with all rows, because too few have finished."""
+        """The indices of the unfinished rows; None: keep all rows, because too few have finished."""
         growing = [i for i, row in enumerate(rows) if not row.sample.finish_reason]
         is_worthwhile = len(growing) < len(rows) and len(growing) <= self.backend.compaction_ratio * len(rows)
         return growing if is_worthwhile else None
 
     def flush_tokens(self, pending: list[StepOutput], step: int, rows: list[IncrementalDetokenizer]) -> None:
-        """Append the tokens of the pending steps, the last of which is this one, to the samples."""
+        """Append the tokens of the pending steps to the samples. step is the number of the last pending step."""
         self.backend.check_finite()
         ids = torch.cat([output.ids for output in pending], dim=1).tolist() # (B, steps)
         logprobs = [output.logprobs and [tensor.tolist() for tensor in output.logprobs] for output in pending]
         for i, (row, remainder) in enumerate(zip(rows, self.sampler.prompt_remainders, strict=True)):
-            num_forced = max(0, len(remainder) - (step - len(pending))) # these tokens belong to the prompt
+            num_forced = max(0, len(remainder) - (step - len(pending))) # tokens that belong to the prompt
             num_before = row.sample.num_tokens
             for token_id, step_logprobs in zip(ids[i][num_forced:], logprobs[num_forced:], strict=True):
                 if row.sample.finish_reason:
@@ -166,11 +168,11 @@ class Engine:
             self.count_tokens(row.sample, row.sample.num_tokens - num_before)
 
     def logprobs_of_row(self, step_logprobs: list[list], row: int) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """Token.logprob and Token.top_logprobs of a row; step_logprobs are the tensors of Logprobs as lists."""
+        """Token.logprob and Token.top_logprobs of a row. step_logprobs are the tensors of Logprobs as lists."""
         (logprob,), values, top_ids = (values[row] for values in step_logprobs)
         return logprob, tuple(zip([self.tokenizer.decode([i]) for i in top_ids], values, strict=True))
 
     def count_tokens(self, sample: Sample, num_tokens: int) -> None:
-        """Report new tokens, unless the sample is only generated again."""
+        """Report new tokens, unless the sample is already saved."""
         if not sample.request.already_saved:
             self.on_tokens(num_tokens)

@@ -1,4 +1,4 @@
-"""A run shared by several processes, as torchrun starts them: on the GPUs of one machine, or on several machines.
+"""Shares a run among the processes that torchrun started, on one machine or on several.
 
 Rank 0 reads the prompts, sends every rank its share of the requests, and shows and saves the samples that come back,
 in order. Each sample has its own place in the random stream, so the samples are the same as with one process.
@@ -31,11 +31,11 @@ class Workers:
         self.is_main = self.rank == 0
 
     def connect(self) -> "Workers":
-        """Find the other processes. Returns self."""
+        """Connect to the other processes. Returns self."""
         if self.world_size > 1:
             import torch.distributed as dist
             with stdout_to_stderr():
-                dist.init_process_group("gloo", timeout=timedelta(days=7)) # a lost process is noticed at once anyway
+                dist.init_process_group("gloo", timeout=timedelta(days=7)) # a lost process is an error at once anyway
             if self.is_main: # torchrun sends SIGTERM when another process has failed
                 signal.signal(signal.SIGTERM, lambda *_: end_with_error(TERMINATED, status=143))
         return self
@@ -54,25 +54,25 @@ class Workers:
             self.raise_first(self.gather(error))
 
     def raise_first(self, errors: list[str | None] | None) -> None:
-        """End all processes if one of them has an error. errors: all of them at rank 0, None elsewhere."""
+        """End all processes if one of them has an error. errors: every rank's error on rank 0; None elsewhere."""
         import torch.distributed as dist
         message = [errors]
         with lost_process_is_error():
             dist.broadcast_object_list(message)
         for rank, error in enumerate(message[0]):
             if error is not None:
-                if not self.is_main: # wait until rank 0 has shown the error: torchrun kills it once another one ends
+                if not self.is_main: # wait until rank 0 has shown the error: torchrun kills rank 0 when another ends
                     with suppress(RuntimeError):
                         dist.barrier()
                     os._exit(1)
                 raise ValueError(f"process {rank}: {error}" if rank else error)
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, at every rank."""
+        """Return rank 0's value on every rank."""
         return value if self.world_size == 1 else self.scatter([value] * self.world_size if self.is_main else None)
 
     def scatter(self, shares: list[T] | None) -> T:
-        """This rank's share of what rank 0 gives."""
+        """Return this rank's item of rank 0's list."""
         import torch.distributed as dist
         mine = [None]
         with lost_process_is_error():
@@ -80,7 +80,7 @@ class Workers:
         return mine[0]
 
     def gather(self, mine: T) -> list[T] | None:
-        """Every rank's object, at rank 0; None elsewhere."""
+        """Return the list of every rank's object on rank 0; None elsewhere."""
         import torch.distributed as dist
         found = [None] * self.world_size if self.is_main else None
         with lost_process_is_error():
@@ -88,7 +88,7 @@ class Workers:
         return found
 
     def batch_sizes(self, num_samples: int | None, batch_size: int) -> set[int]:
-        """The sizes of the batches that this rank generates of so many samples. None: their number is not known."""
+        """The sizes of this rank's batches in a run of num_samples; None: the number is unknown."""
         if num_samples is None:
             return {batch_size}
         of_all = self.world_size * batch_size
@@ -96,7 +96,7 @@ class Workers:
         return {size for size in (batch_size if num_samples >= of_all else 0, len(rest)) if size}
 
     def imap(self, engine, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
-        """engine.generate for all requests, in order, at rank 0. Other ranks generate their share and yield nothing."""
+        """Generate all requests. Rank 0 yields the samples in order; other ranks yield nothing."""
         if self.world_size == 1:
             yield from engine.generate(requests)
             return
@@ -123,7 +123,7 @@ class Workers:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Standard output is for samples, but some versions of torch have Gloo print a greeting there."""
+    """Redirect standard output to standard error: with some versions of torch, Gloo prints a greeting."""
     try:
         saved = os.dup(1)
     except OSError: # it is closed
@@ -139,7 +139,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 @contextmanager
 def lost_process_is_error() -> Iterator[None]:
-    """Raise ValueError with one line if another process has ended, which torch reports at length."""
+    """Raise ValueError with one line if another process has ended: torch's own message is long."""
     try:
         yield
     except RuntimeError as error:
@@ -147,6 +147,6 @@ def lost_process_is_error() -> Iterator[None]:
 
 
 def end_with_error(message: str, status: int) -> None:
-    """End the process from a signal handler, where the state of streams is not known."""
+    """End the process from a signal handler. Python's streams may be in use, so this does not write to them."""
     os.write(2, f"error: {message}\n".encode())
     os._exit(status)

@@ -1,4 +1,4 @@
-"""One token a character, with the vocabulary of a meta.pkl that a nanoGPT data set's prepare.py wrote."""
+"""A tokenizer with one token per character. Its vocabulary is the meta.pkl of a nanoGPT data set."""
 import io
 import os
 import pickle
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from sampling.checkpoints.pickle_scanner import MAX_BYTES, check_pickle
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # of ids that are not in the vocabulary
-MAX_TOKEN_CHARS = 2**8 # real vocabularies have one character a token
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of ids that are not in the vocabulary
+MAX_TOKEN_CHARS = 2**8 # real vocabularies have one character per token
 
 
 class CharTokenizer:
-    """One token a character.
+    """One token per character.
 
-    Raises ValueError if the file at path is anything but a vocabulary, OSError if it cannot be opened.
+    Raises ValueError if the file at path is not a vocabulary, OSError if it cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -23,7 +23,7 @@ class CharTokenizer:
         self.size = 1 + max([*self.stoi.values(), *self.itos])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises ValueError if characters of it are not in the vocabulary."""
+        """Token ids of a text. Raises ValueError if it has characters that are not in the vocabulary."""
         if not set(text) <= self.stoi.keys():
             raise ValueError(self._describe_unknown(text))
         return [self.stoi[char] for char in text]
@@ -33,11 +33,11 @@ class CharTokenizer:
         return "".join(self.itos.get(i, REPLACEMENT) for i in ids)
 
     def incremental_decoder(self) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for one sequence."""
+        """See Tokenizer.incremental_decoder."""
         return lambda token_id, last=False: self.itos.get(token_id, REPLACEMENT)
 
     def _describe_unknown(self, text: str) -> str:
-        positions = {} # of each unknown character: the first three, and a fourth that says there are more
+        positions = {} # of each unknown character: the first three, and a fourth if there are more
         for i, char in enumerate(text, 1):
             if char not in self.stoi and len(positions.setdefault(char, [])) < 4:
                 positions[char].append(str(i))
@@ -85,7 +85,7 @@ def check_vocabulary(source: str, stoi: dict, itos: dict) -> None:
     if not (ids and all(type(i) is int and i >= 0 for i in ids)
             and all(isinstance(char, str) and len(char) <= MAX_TOKEN_CHARS for char in chars)):
         raise ValueError(f"{source} must map characters to token ids in stoi, and token ids to characters in itos")
-    # Several characters may share an id, or several ids a character; but what both dicts have must agree.
+    # Several characters may share an id, and several ids may share a character. But the two dicts must not conflict.
     pairs, reverse = set(stoi.items()), {(char, i) for i, char in itos.items()}
     known_chars, known_ids = set(itos.values()), set(stoi.values())
     conflicts = [char for char, _ in pairs - reverse if char in known_chars]
@@ -95,8 +95,8 @@ def check_vocabulary(source: str, stoi: dict, itos: dict) -> None:
 
 
 class DataOnlyUnpickler(pickle.Unpickler):
-    """Reads pickles of plain data. A pickle runs code by naming classes and functions, so it refuses all of them."""
+    """Reads pickles of plain data. A pickle runs code by naming classes and functions: this class refuses all names."""
 
     def find_class(self, module, name):
-        """Raise UnpicklingError, whatever is named."""
+        """Raise UnpicklingError for every name."""
         raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")

@@ -1,12 +1,12 @@
-"""GPT-2's byte-pair encoding, by tiktoken."""
+"""GPT-2's byte-pair encoding, with tiktoken."""
 import codecs
 from collections.abc import Callable
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding; <|endoftext|> in a text is the token of that name.
+    """GPT-2's byte-pair encoding. <|endoftext|> in a text becomes the special token.
 
-    Raises ValueError that says which files are needed if tiktoken has none and cannot download them.
+    Raises ValueError, which says where to get the files, if tiktoken does not have them and cannot download them.
     """
     source, size = "GPT-2's encoding", 50257
 
@@ -17,7 +17,7 @@ class GPT2Tokenizer:
         except Exception as error:
             reason = error.strerror if isinstance(error, OSError) else None
             why = f"{type(error).__name__} {reason or ''}".strip()
-            # tiktoken names a cached file by the SHA-1 of its address.
+            # tiktoken names a cached file by the SHA-1 of its URL.
             raise ValueError(
                 f"GPT-2's encoding is not on this machine, and could not be downloaded and saved ({why}): on a machine "
                 "with internet access, get vocab.bpe and encoder.json from "
@@ -35,12 +35,12 @@ class GPT2Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids; bytes that form no character decode to U+FFFD."""
-        if max(ids, default=0) < self.size: # one call of tiktoken: a prompt of megabytes would else take seconds
+        if max(ids, default=0) < self.size: # one call of tiktoken, for prompts of megabytes
             return self.encoding.decode(ids, errors="replace")
         return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
 
     def incremental_decoder(self) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for one sequence. A character comes with the last of its tokens."""
+        """See Tokenizer.incremental_decoder."""
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         return lambda token_id, last=False: decode(self._bytes(token_id), last)
 

@@ -1,8 +1,8 @@
-"""The prompts that the setting start asks for.
+"""Reads the prompts that the setting start names.
 
-start is a prompt itself, or it names a file: FILE:path continues the whole text of the file, LINES:path each of its
-lines that is not empty, JSONL:path the "prompt" of the JSON object in each line, which may also have an "id". The
-path - is standard input.
+start is a prompt itself, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
+each line that is not empty is a prompt. With JSONL:path, each line is a JSON object with a "prompt" and an optional
+"id". The path - is standard input.
 """
 import json
 import os
@@ -24,9 +24,10 @@ def parse_start(start: str) -> tuple[str, str]:
 
 
 class PromptSource:
-    """An iterable of the prompts that start asks for. A pipe can be iterated once, anything else many times.
+    """An iterable of the prompts that start names. A pipe can be iterated once, anything else many times.
 
-    Raises ValueError if there is no prompt, or a file cannot be read; for a later line, once the iteration reaches it.
+    Raises ValueError if there is no prompt, or if the file cannot be read. An error in a later line of the file is
+    raised when the iteration reaches that line.
     """
 
     def __init__(self, start: str):
@@ -43,7 +44,7 @@ class PromptSource:
         return chain([self.first], self.prompts) if self.is_pipe else read_prompts(self.start)
 
     def requests(self, tokenizer: Tokenizer, num_samples: int, first_index: int = 0) -> Iterator[SampleRequest]:
-        """Yield num_samples requests for each prompt; their index counts up over the run.
+        """Yield num_samples requests for each prompt. Their indices count up from first_index.
 
         Raises ValueError if the tokenizer cannot encode a prompt.
         """
@@ -54,9 +55,9 @@ class PromptSource:
                 yield SampleRequest(next(indices), prompt, prompt_ids)
 
     def count_and_max_len(self, tokenizer: Tokenizer, num_samples: int) -> tuple[int, int] | tuple[None, None]:
-        """Count all samples of the run, and the tokens of the longest prompt: (None, None) for a pipe.
+        """The number of samples of the run, and of tokens in the longest prompt; (None, None) for a pipe.
 
-        Raises ValueError if a line is not a prompt, or the tokenizer cannot encode it.
+        Raises ValueError if a line is not a prompt, or if the tokenizer cannot encode it.
         """
         if self.is_pipe:
             return None, None
@@ -67,7 +68,7 @@ class PromptSource:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a prompt. Raises ValueError that says where the prompt is if the tokenizer cannot encode it."""
+    """Token ids of a prompt. Raises ValueError, which names its location, if the tokenizer cannot encode it."""
     try:
         return tokenizer.encode(prompt.text)
     except ValueError as error:
@@ -92,7 +93,7 @@ def read_prompts(start: str) -> Iterator[Prompt]:
 
 
 def read_file(kind: str, path: str) -> Iterator[Prompt]:
-    """Do read_prompts for a file, which may be empty."""
+    """Yield the prompts of a file, which may be empty. Raises ValueError as read_prompts does."""
     if "\0" in path:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: the path has a null byte")
     number = 0
@@ -115,10 +116,10 @@ def read_file(kind: str, path: str) -> Iterator[Prompt]:
 
 
 def parse_json_line(line: str, location: str) -> Prompt:
-    """The prompt in a line of JSON. Raises ValueError if there is none."""
+    """The prompt in a line of JSON. Raises ValueError if the line has none."""
     try:
         found = json.loads(line)
-        # The writer of out_file must be able to save the id: nested deeper, and without NaN or infinity.
+        # out_file must be able to hold the id, which is nested deeper there. JSON has no NaN or infinity.
         json.dumps(reduce(lambda inner, _: [inner], range(50), found), allow_nan=False)
     except (ValueError, RecursionError):
         found = None

@@ -1,4 +1,4 @@
-"""Text <-> token ids: what a tokenizer is, and which one belongs to a checkpoint."""
+"""Tokenizer, the protocol of all tokenizers, and the choice of the tokenizer for a checkpoint."""
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,28 +12,28 @@ if TYPE_CHECKING: # it imports torch, which takes a second
 
 
 class Tokenizer(Protocol):
-    """Turns text into token ids and back. Ids that it lacks decode to U+FFFD, because vocabularies are padded."""
-    size: int # of its vocabulary
-    source: str # where it is from, for messages
+    """Turns text into token ids and back. Unknown ids decode to U+FFFD: a model's vocabulary may be padded."""
+    size: int # of the vocabulary
+    source: str # where the vocabulary is from, for messages
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises ValueError if the text has something that it cannot encode."""
+        """Token ids of a text. Raises ValueError if the text cannot be encoded."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids."""
 
     def incremental_decoder(self) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text that decodes one sequence token by token, to the text of decode.
+        """Return a function (id, last=False) -> text, which decodes one sequence token by token, as decode does.
 
-        A character whose bytes come in several tokens is in the text of the last one. last says that no token follows:
-        an incomplete character then becomes U+FFFD.
+        If the bytes of a character are spread over several tokens, the last of these tokens has the character. last
+        says that no token follows: an incomplete character then becomes U+FFFD.
         """
 
 
 def load_tokenizer(checkpoint: "Checkpoint") -> Tokenizer:
     """Load the tokenizer of a model: meta.pkl in the checkpoint's folder or in data/<dataset>/, else GPT-2's.
 
-    Raises ValueError if it does not fit the model, or cannot be loaded.
+    Raises ValueError if the tokenizer does not fit the model, or cannot be loaded.
     """
     paths = meta_paths(checkpoint.folder, checkpoint.dataset)
     found = next((path for path in paths if os.path.isfile(path)), None)
@@ -49,7 +49,7 @@ def load_tokenizer(checkpoint: "Checkpoint") -> Tokenizer:
 
 
 def meta_paths(folder: Path | None, dataset: object) -> list[str]:
-    """Where a meta.pkl may be, best first. A checkpoint from a stranger may name any object as its dataset."""
+    """Where a meta.pkl may be, in order of preference. dataset comes from the checkpoint, and may be any object."""
     paths = [] if folder is None else [os.path.join(folder, "meta.pkl")]
     if isinstance(dataset, str) and len(dataset) < 1000:
         paths.append(os.path.join("data", dataset, "meta.pkl"))
@@ -62,7 +62,7 @@ def leaves_folder(path: str) -> bool:
 
 
 def check_size(source: str, size: int, vocab_size: int, missing: list[str] | None = None) -> None:
-    """Raise ValueError unless a tokenizer of this size fits a model; missing: where no meta.pkl is."""
+    """Raise ValueError unless a tokenizer of this size fits the model. missing: paths without a meta.pkl."""
     # A vocabulary may be padded to a round size, but not to more than twice its own.
     if not size <= vocab_size <= 2 * size:
         looked = f" (there is no {' nor '.join(missing)})" if missing else ""

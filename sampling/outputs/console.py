@@ -1,4 +1,4 @@
-"""Messages on standard error, and how the script ends. Standard output is for the samples alone."""
+"""Shows messages on standard error, and ends the script. Only samples go to standard output."""
 import os
 import signal
 import sys
@@ -9,13 +9,13 @@ from typing import NoReturn, Protocol, TextIO
 
 from sampling.errors import is_out_of_memory
 
-# Unicode's pictures of control characters, except tab and newline: a terminal obeys the characters themselves.
+# Unicode's symbols for control characters, except tab and newline. A terminal would obey the characters themselves.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
                     **dict.fromkeys(range(0x80, 0xa0), "\ufffd")}
 
 
 class ProgressBar(Protocol):
-    """A bar on standard error that can make room for a message."""
+    """A bar on standard error, which can be cleared before a message."""
 
     def clear(self) -> object:
         """Clear its line. The bar's next update shows it again."""
@@ -23,7 +23,7 @@ class ProgressBar(Protocol):
 
 @dataclass
 class Console:
-    """What the functions below share: a process has one standard error."""
+    """The state that the functions below share."""
     is_main: bool = True
     bar: ProgressBar | None = None
 
@@ -32,9 +32,9 @@ _console = Console()
 
 
 def setup_console(is_main: bool = True) -> None:
-    """Call this first: Ctrl-C then ends the script at once, and no character that a terminal lacks does.
+    """Call this first. Then Ctrl-C ends the script at once, and characters that standard output lacks become "?".
 
-    is_main=False silences the console: one process of a run speaks for all.
+    is_main=False silences all messages: only rank 0 of a run shows them.
     """
     _console.is_main = is_main
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -45,7 +45,7 @@ def setup_console(is_main: bool = True) -> None:
 
 
 def log(text: str) -> None:
-    """Print a message for the user on standard error, if there is one."""
+    """Print a message for the user on standard error, if the process has one."""
     if sys.stderr is not None and _console.is_main:
         with suppress(OSError):
             if _console.bar is not None:
@@ -54,12 +54,12 @@ def log(text: str) -> None:
 
 
 def shows_progress_bar() -> bool:
-    """Whether the user would see a bar on standard error, and not between samples on the same terminal."""
+    """Whether to show a bar: only standard error, and not the samples, must go to the terminal."""
     return _console.is_main and is_tty(sys.stderr) and not is_tty(sys.stdout)
 
 
 def set_progress_bar(bar: ProgressBar | None) -> None:
-    """Say which bar is on standard error, so that messages do not run into it; None: no longer one."""
+    """Register the bar on standard error, so that messages do not run into it. None: there is no bar."""
     _console.bar = bar
 
 
@@ -68,7 +68,7 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
     """End the script with one line, and this exit status, for every error that a user can cause."""
     try:
         yield
-    except BrokenPipeError: # the reader has seen enough, as in: python sample.py | head
+    except BrokenPipeError: # the program that reads the samples has ended, as in: python sample.py | head
         hard_exit(141)
     except (ValueError, OSError) as error:
         report_and_exit(status, str(error))
@@ -83,7 +83,7 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
 
 
 def report_and_exit(status: int, message: str) -> NoReturn:
-    """End the script with one line of a readable length, whatever the message holds."""
+    """Show an error as one line of limited length, and end the script."""
     line = " ".join(f"error: {message}".split())
     log(line if len(line) < 3000 else f"{line[:1500]} ... {line[-1500:]}")
     hard_exit(status)
@@ -92,15 +92,15 @@ def report_and_exit(status: int, message: str) -> NoReturn:
 def hard_exit(status: int = 0) -> NoReturn:
     """End the script at once: torch's own shutdown takes 0.3 s."""
     if _console.bar is not None:
-        log("") # the shell's prompt then begins on a line of its own
+        log("") # so that the shell's prompt begins on a new line
     os._exit(status)
 
 
 def sanitize(text: str) -> str:
-    """The text without anything that a terminal would take for a command."""
+    """Replace the control characters of a text by symbols."""
     return text.translate(CONTROL_PICTURES)
 
 
 def is_tty(stream: TextIO | None) -> bool:
-    """Whether a stream goes to a terminal, where a user reads it as it is written."""
+    """Whether a stream goes to a terminal."""
     return stream is not None and stream.isatty()

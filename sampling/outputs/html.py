@@ -1,7 +1,7 @@
-"""A run's samples as one page for a browser, which shows how likely each token was and what else was likely there.
+"""Writes a run's samples as an HTML page, which shows how likely each token was and which other tokens were likely.
 
-page.html is its template, in three parts: the beginning, one sample, the end. A sample is one line of the page, so
-that a resumed run can cut the page after any of them.
+The template page.html has three parts: the beginning, one sample, the end. Each sample is one line of the page, so
+that a resumed run can truncate the page after any sample.
 """
 import base64
 import hashlib
@@ -20,10 +20,10 @@ FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a
 
 
 class HtmlWriter:
-    """A page of samples, written as they finish: a browser can show the file after each of them.
+    """Appends samples to an HTML page. A browser can show the page after each sample.
 
-    run_info: what the page says about the run, by name. num_saved: how many samples a resumed run has there already.
-    The page is cut after them and goes on. Raises ValueError if the file holds anything else: nothing is overwritten.
+    run_info: what the page shows about the run, by name. num_saved: how many samples of a resumed run the page has
+    already; it is truncated after them. Raises ValueError if the file holds anything else: nothing is overwritten.
     """
 
     def __init__(self, path: str | os.PathLike, run_info: Mapping[str, Any], num_saved: int = 0):
@@ -56,11 +56,11 @@ class HtmlWriter:
     def truncate(self, num_saved: int) -> None:
         """Keep the first num_saved samples of the file.
 
-        Raises ValueError, and leaves the file as it is, unless it is a page of this run with so many.
+        Raises ValueError, without changing the file, unless it is a page of this run with at least num_saved samples.
         """
         head, found = self.head.encode(), 0
         if num_saved and self.file.read(len(head)) == head:
-            for line in self.file: # not all at once: a page can be large
+            for line in self.file: # line by line, because a page can be large
                 found += line.startswith(b'<article id="sample-%d"' % (found + 1)) and line.endswith(b"</article>\n")
                 if found == num_saved:
                     self.file.truncate(self.file.tell())
@@ -74,22 +74,22 @@ class HtmlWriter:
 
     def resume_error(self, num_saved: int, found: int) -> ValueError:
         """The error for a page that does not hold the samples that out_file holds."""
-        return ValueError(f"{self.path} must be the page of this very run and hold its first {num_saved} samples, as "
+        return ValueError(f"{self.path} must be the page of this run and hold its first {num_saved} samples, as "
                           f"out_file does, but has {found}: leave html_file out, or give both files other names")
 
     def _append(self, text: str) -> None:
-        # The head comes with the first sample: a run that dies earlier leaves an empty file, and can start again.
+        # The head is written with the first sample: a run that ends earlier leaves an empty file, and can start again.
         append(self.file, (self.head + text).encode())
         self.head = ""
 
 
 def fill(template: str, **values: str) -> str:
-    """The template with each {{name}} replaced by its value, which may hold anything."""
+    """Replace each {{name}} of a template by its value, which may itself hold {{name}}."""
     return re.sub(r"{{(\w+)}}", lambda name: values[name[1]], template)
 
 
 def content_hash(page: str, element: str) -> str:
-    """The hash of an element's text, as a Content-Security-Policy has it."""
+    """The hash of an element's text, in the form of a Content-Security-Policy."""
     text = page.partition(f"<{element}>")[2].partition(f"</{element}>")[0]
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
@@ -100,19 +100,20 @@ def title(run_info: Mapping[str, Any]) -> str:
 
 
 def definition_list(run_info: Mapping[str, Any]) -> str:
-    """The terms of an HTML list, their values as Python writes them."""
+    """HTML for the terms and values of a <dl>. Values are shown as their repr."""
     return "\n".join(f"<dt>{escape(str(name))}</dt><dd>{escape(repr(value))}</dd>" for name, value in run_info.items())
 
 
 def count_tokens(count: int) -> str:
-    """The number of tokens in words."""
+    """Such as "1 token" or "5 tokens"."""
     return f"{count} token{'' if count == 1 else 's'}"
 
 
 def token_data(tokens: list[Token]) -> str:
-    """JSON for the page's script: [length, cost, text, cost, text, cost ...] of each token and of the most likely ones.
+    """JSON for the page's script: [length, cost, text, cost, text, cost ...] for each token.
 
-    A token that ends inside a character has length 0; the next one has the whole character.
+    The first cost is that of the token, the others belong to the texts of the most likely tokens. A cost is a
+    neg_millilogprob. A token that ends inside a character has length 0; the token that completes it has all of it.
     """
     data = []
     for token in tokens:
@@ -122,12 +123,12 @@ def token_data(tokens: list[Token]) -> str:
 
 
 def clean(text: str) -> str:
-    """The text without what no page can hold: lone surrogates and NUL."""
+    """Replace what HTML cannot hold: lone surrogates and NUL."""
     return text.encode("utf-8", errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def escape(text: str) -> str:
-    """HTML that shows the text, on one line."""
+    """The text as HTML on one line."""
     return html.escape(clean(text)).replace("\r", "&#13;").replace("\n", "&#10;")
 
 
@@ -137,5 +138,5 @@ def utf16_length(text: str) -> int:
 
 
 def neg_millilogprob(logprob: float) -> int:
-    """A log-probability in whole thousandths without its sign: short, and keeps three digits of the probability."""
+    """A negated log-probability in whole thousandths, which is short and keeps three digits of the probability."""
     return round(min(99999, -1000 * logprob)) # min in this order also handles NaN

@@ -1,4 +1,4 @@
-"""A file of samples, a line of JSON each, that a later run with the same settings resumes."""
+"""Writes samples as lines of JSON. A later run with the same settings can resume the file."""
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from sampling.outputs.output_file import append, check_not_removed, open_output
 from sampling.params import Sample, SampleRequest
 from sampling.validation import as_list
 
-VERSION = 2 # of the fields of a line; files of version 1 do not say theirs
+VERSION = 2 # of the fields of a line; lines of version 1 have no such field
 VERSION_1_FIELDS = {"sample", "tokens", "ended", "logprob"}
 
 # The settings that decide the text of a sample, besides its prompt and the weights.
@@ -21,10 +21,10 @@ REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k",
 
 
 class JsonlWriter:
-    """Samples in a file, in order, each written and flushed once it is finished.
+    """Writes samples to a file, in order. Each sample is flushed when it is finished.
 
-    What the file already holds stays; resume checks it. Every line holds checkpoint_id ("path" and "crc32") and
-    settings besides its sample. Raises OSError or ValueError if the file cannot be opened.
+    The lines that the file already holds stay, and resume checks them. Each line holds a sample, checkpoint_id ("path"
+    and "crc32") and settings. Raises OSError or ValueError if the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike, checkpoint_id: dict[str, str | None], settings: dict[str, Any]):
@@ -33,10 +33,10 @@ class JsonlWriter:
         self.num_saved = sum(line.endswith(b"\n") for line in self.file)
 
     def resume(self, requests: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
-        """Yield all requests, those whose samples are in the file marked as already saved.
+        """Yield all requests. Those with samples in the file are marked as already saved.
 
-        Removes a last line that is truncated, and then goes on after the line before it. Raises ValueError, and leaves
-        the file as it is, if the file is not the beginning of this run's.
+        Removes a truncated last line, and continues after the line before it. Raises ValueError, without changing the
+        file, if the file is from another run.
         """
         requests, end = iter(requests), 0
         self.file.seek(0)
@@ -71,7 +71,7 @@ class JsonlWriter:
         return {
             **identity(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
             "finish_reason": sample.finish_reason,
-            # Four digits: further ones depend on which samples shared a batch.
+            # Four digits, because further digits depend on which samples shared a batch.
             "cumulative_logprob": float(f"{sample.cumulative_logprob:.4g}"), "seed": self.settings["seed"],
             "checkpoint": self.checkpoint_id, "settings": self.settings,
         }
@@ -93,7 +93,7 @@ class JsonlWriter:
                                  "here; give out_file another name, or run with the settings of the file")
 
     def compare(self, record: Mapping[str, Any], request: SampleRequest) -> Iterator[tuple[str, Any, Any]]:
-        """Yield all that must be equal for a sample to be of this run, as (name, what is saved, what this run has)."""
+        """Yield everything that must be equal in a saved sample of this run: (name, saved value, this run's value)."""
         for name in self.settings | record["settings"]:
             yield name, record["settings"].get(name), self.settings.get(name)
         yield "the checkpoint's checksum", record["checkpoint"].get("crc32"), self.checkpoint_id["crc32"]
@@ -102,10 +102,10 @@ class JsonlWriter:
 
 
 def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
-    """The settings that decide the text of a sample, by name; settings of the same meaning get the same value."""
+    """The settings that decide the text of a sample, by name. Values with the same meaning become equal."""
     found = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
     if parse_start(settings["start"])[0] not in MULTI_KINDS:
-        del found["num_samples"] # a longer run of one prompt may go on with the file of a shorter one
+        del found["num_samples"] # a longer run of one prompt may continue the file of a shorter run
     return {
         **found,
         "top_k": found["top_k"] or None,
@@ -118,13 +118,13 @@ def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtyp
 
 
 def identity(request: SampleRequest) -> dict[str, Any]:
-    """What the line of a sample begins with."""
+    """The fields at the beginning of a sample's line."""
     found = {"version": VERSION, "index": request.index, "prompt": request.prompt.text, "id": request.prompt.id}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def parse_record(line: bytes, where: str) -> dict[str, Any]:
-    """Read a line of the file. Raises ValueError unless it is one of this version's; where is for the message."""
+    """Parse a line of the file. Raises ValueError, which names where, unless it has this version's fields."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -139,5 +139,5 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def encode_json(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of UTF-8 without its newline; a lone surrogate, which UTF-8 lacks, becomes an escape."""
+    """A record as a line of UTF-8 without its newline. A lone surrogate becomes an escape, because UTF-8 has none."""
     return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""Files that a run appends its samples to, and that a later run can go on with."""
+"""Opens, locks and appends to the files of samples, which a later run can continue."""
 import errno
 import os
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from typing import BinaryIO
 
 
 def open_output(path: str | os.PathLike) -> BinaryIO:
-    """Open a file to read and to append to, for this run alone; what it holds stays.
+    """Open a file for reading and appending, and lock it for this run. Its content stays.
 
-    Raises OSError or ValueError that names the file if that is not possible.
+    Raises OSError or ValueError, which names the file, if that is not possible.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file, so no samples can be added to it")
     with named_errors(path):
-        file = open(path, "a+b") # noqa: SIM115, it stays open as long as the run
+        file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
     try:
         lock(file)
         if is_stdout(file):
@@ -27,7 +27,7 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
 
 
 def lock(file: BinaryIO) -> None:
-    """Lock a file against other runs, if the system can. Raises ValueError if another run has locked it."""
+    """Lock a file, if the system supports it. Raises ValueError if another run has locked the file."""
     with suppress(ImportError): # Windows
         import fcntl
         try:
@@ -46,14 +46,14 @@ def is_stdout(file: BinaryIO) -> bool:
 
 
 def append(file: BinaryIO, data: bytes) -> None:
-    """Write to the end of the file at once. Raises OSError that names the file."""
+    """Write to the end of the file, and flush. Raises OSError, which names the file, if that fails."""
     with named_errors(file.name):
         file.write(data)
         file.flush()
 
 
 def check_not_removed(file: BinaryIO) -> None:
-    """Raise OSError if the file was removed: all that is written to it would be lost. A renamed file is fine."""
+    """Raise OSError if the file was removed: what is written to it would be lost. A renamed file is fine."""
     with named_errors(file.name):
         if not os.fstat(file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "it was removed during the run")
@@ -61,7 +61,7 @@ def check_not_removed(file: BinaryIO) -> None:
 
 @contextmanager
 def named_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Name the file in an OSError."""
+    """Turn an OSError inside the block into one that names the file."""
     try:
         yield
     except OSError as error:

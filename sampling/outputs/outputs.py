@@ -1,31 +1,31 @@
-"""Where a run saves its samples: out_file, html_file, both or neither."""
+"""Saves the samples of a run to out_file, html_file, both or neither."""
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sampling.outputs.console import log
-from sampling.outputs.html import HtmlWriter
-from sampling.outputs.jsonl import JsonlWriter, reproducibility_settings
 from sampling.params import Sample, SampleRequest
 
-if TYPE_CHECKING: # it imports torch, which takes a second
+if TYPE_CHECKING: # most runs need none of these
     from sampling.checkpoints.checkpoint import Checkpoint
+    from sampling.outputs.html import HtmlWriter
+    from sampling.outputs.jsonl import JsonlWriter
 
 
 class Outputs:
     """The files of a run. Without files, nothing is saved."""
 
-    def __init__(self, jsonl: JsonlWriter | None = None, html: HtmlWriter | None = None):
+    def __init__(self, jsonl: "JsonlWriter | None" = None, html: "HtmlWriter | None" = None):
         self.jsonl = jsonl
-        # The page is written first: a resumed run can cut a sample off it that is not in out_file, but cannot add one.
+        # The page comes first: a resumed run can remove a sample from it that out_file lacks, but cannot add one.
         self.writers = [writer for writer in (html, jsonl) if writer is not None]
 
     @property
     def num_saved(self) -> int:
-        """How many samples out_file held at first."""
+        """How many samples out_file held when it was opened."""
         return 0 if self.jsonl is None else self.jsonl.num_saved
 
     def resume(self, requests: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
-        """Yield all requests, those whose samples are in out_file marked as already saved.
+        """Yield all requests. Those with samples in out_file are marked as already saved.
 
         Raises ValueError if out_file is from another run.
         """
@@ -43,10 +43,14 @@ class Outputs:
 
 
 def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type: str, dtype_name: str) -> Outputs:
-    """Open the files that the settings name, as device_type ("cuda") and dtype_name ("float32") have been chosen.
+    """Open the files that the settings name. device_type ("cuda") and dtype_name ("float32") are those of the model.
 
-    Raises OSError or ValueError if one of them cannot be used.
+    Raises OSError or ValueError if one of the files cannot be used.
     """
+    if not (settings["out_file"] or settings["html_file"]):
+        return Outputs()
+    from sampling.outputs.html import HtmlWriter
+    from sampling.outputs.jsonl import JsonlWriter, reproducibility_settings
     jsonl = html = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
     if settings["out_file"]:

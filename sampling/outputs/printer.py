@@ -1,4 +1,4 @@
-"""Samples on standard output, as nanoGPT prints them."""
+"""Prints samples on standard output, as nanoGPT does."""
 import math
 import sys
 
@@ -13,7 +13,7 @@ BACKGROUNDS = (0.01, 203), (0.05, 216), (0.2, 223)
 
 
 class Printer:
-    """Prints samples one after another: whole, or piece by piece while they stream.
+    """Prints samples one after another: whole, or in parts while they stream.
 
     show_probs: the background of each token shows its probability.
     """
@@ -21,10 +21,10 @@ class Printer:
     def __init__(self, tokenizer: Tokenizer, show_probs: bool = False):
         self.tokenizer, self.show_probs = tokenizer, show_probs
         self.is_terminal = is_tty(sys.stdout)
-        self.cursor = None # where printing the current sample stands; None: its prompt comes next
+        self.cursor = None # how much of the current sample was printed; None: nothing, not even its prompt
 
     def update(self, sample: Sample) -> None:
-        """Print what is new of a sample, and the rule once it is finished."""
+        """Print the new text of a sample, and the rule when it is finished."""
         parts = []
         if self.cursor is None:
             self.cursor = TextCursor(sample)
@@ -38,7 +38,7 @@ class Printer:
             print(text, end="", flush=True)
 
     def reset(self) -> None:
-        """Give up the current sample: the next update begins another one."""
+        """Forget the current sample. The next update begins another one."""
         self.cursor = None
 
     def _safe(self, text: str) -> str:

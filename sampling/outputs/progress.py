@@ -1,4 +1,4 @@
-"""How far a run is: a bar while it runs, one line at its end."""
+"""Shows the progress of a run: a bar while it runs, and one line at its end."""
 import time
 
 from sampling.outputs.console import log, set_progress_bar, shows_progress_bar
@@ -6,9 +6,9 @@ from sampling.params import Sample
 
 
 class Progress:
-    """Counts samples and tokens, with a bar on standard error if the console shows one.
+    """Counts samples and tokens, and shows a bar on standard error if shows_progress_bar().
 
-    total_samples: how many samples the run will generate; None if that is unknown.
+    total_samples: how many samples the run will generate; None if unknown.
     """
 
     def __init__(self, total_samples: int | None, max_new_tokens: int):
@@ -23,7 +23,7 @@ class Progress:
             set_progress_bar(self.bar)
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Move the bar by so many tokens; a negative number takes back those of a batch that ran out of memory."""
+        """Advance the bar by num_tokens. A negative number takes back the tokens of a batch that ran out of memory."""
         if self.bar is not None:
             self.bar.update(num_tokens)
 
@@ -36,7 +36,7 @@ class Progress:
             self.bar.set_postfix_str(f"{self.num_samples} samples", refresh=False)
 
     def close(self, peak_memory: int | None) -> None:
-        """Remove the bar and log what the run did; peak_memory in bytes."""
+        """Remove the bar, and log a summary of the run. peak_memory is in bytes."""
         if self.bar is not None:
             self.bar.close()
             set_progress_bar(None)

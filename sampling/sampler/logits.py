@@ -1,13 +1,13 @@
-"""What may happen to logits before a token is sampled: penalties, and filters that leave out unlikely tokens.
+"""Changes to logits before a token is sampled: a repetition penalty, temperature, and filters of unlikely tokens.
 
-The filters mean what they mean in transformers. B rows, V vocabulary entries, S tokens so far.
+The results are the same as in transformers. Axes: B rows, V vocabulary entries, S tokens so far.
 """
 import math
 
 import torch
 from torch import Tensor
 
-NUM_EXTRA_FOR_TIES = 64 # bfloat16 logits nearly always tie with the k-th largest: room for them in the first topk
+NUM_EXTRA_FOR_TIES = 64 # bfloat16 logits nearly always tie with the k-th largest: the first topk has room for ties
 
 
 def apply_repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
@@ -27,8 +27,8 @@ def apply_top_k(logits: Tensor, k: int) -> Tensor:
 def top_k_with_ties(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest logits of each row and all that tie with the k-th: logits (B, V) -> values and ids, (B, K) each.
 
-    This keeps what apply_top_k keeps, but later steps see K entries instead of V. It looks at the values, so it
-    synchronises a GPU. Rows with fewer ties than others are filled up with -inf.
+    This keeps the same logits as apply_top_k, but later steps have K columns instead of V. It synchronises a GPU. Rows
+    with fewer ties than others are padded with -inf.
     """
     values, ids = logits.topk(min(k + NUM_EXTRA_FOR_TIES, logits.size(-1)))
     if (values[:, -1] == values[:, k - 1]).any(): # there may be more ties than topk returned
@@ -38,7 +38,7 @@ def top_k_with_ties(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def apply_top_p(logits: Tensor, top_p: float | None) -> Tensor:
-    """Keep the fewest logits (B, V) whose probabilities add up to top_p, set the others to -inf.
+    """Keep the fewest logits (B, V) whose probabilities add up to top_p, and set the others to -inf.
 
     This is nucleus sampling (Holtzman et al., 2019). None or 1 keeps all.
     """
@@ -61,8 +61,8 @@ def apply_min_p(logits: Tensor, min_p: float | None) -> Tensor:
 def apply_temperature(logits: Tensor, temperature: float, check_finite: bool) -> Tensor:
     """Divide logits (B, V) by a temperature above 0.
 
-    If check_finite: raises ValueError if a logit is NaN or infinite, and a row that the division overflows
-    becomes its limit, in which only the largest logits are left.
+    With check_finite, raises ValueError if a logit is NaN or infinite. If the division overflows in a row, only the
+    largest logits of the row are kept, as in the limit of low temperatures.
     """
     scaled = logits / temperature
     if not check_finite or has_finite_range(scaled):
@@ -73,7 +73,7 @@ def apply_temperature(logits: Tensor, temperature: float, check_finite: bool) ->
 
 
 def has_finite_range(logits: Tensor) -> bool:
-    """Whether all logits are finite and their largest difference is too. Takes a single pass over them."""
+    """Whether all logits and their largest difference are finite. Takes a single pass over the logits."""
     low, high = logits.aminmax()
     return math.isfinite(high - low)
 

@@ -2,7 +2,7 @@
 
 nanoGPT samples its texts one after another from one random stream. Sample k starts where sample k - 1 ended:
 k * max_new_tokens * V exponential numbers into the stream. PerRowRNG gives each row of a batch its own generator at
-its own place in that stream, so the samples of a batch have the same tokens as one after another.
+its own place in that stream. So a batch gets the same tokens as samples that are generated one after another.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sampling.sampler.mt19937 import advance_mt19937
 
 
 class PerRowRNG:
-    """A Noise for a batch: each row draws as if all samples before it had been generated before it.
+    """The Noise of a batch. Each row draws the same numbers as if all earlier samples had been generated before it.
 
     The stream starts at the seed. On the CPU, nanoGPT first draws num_init_draws 32-bit numbers to initialise its
     model. Then each sample takes draws_per_sample (max_new_tokens) draws of vocab_size exponential numbers.
@@ -30,10 +30,10 @@ class PerRowRNG:
             advance_mt19937(self.stream, num_init_draws)
         self.draws_per_sample, self.vocab_size = draws_per_sample, vocab_size
         self.index = 0 # the sample at whose start self.stream is
-        self.generators: list[torch.Generator] = [] # one a row
+        self.generators: list[torch.Generator] = [] # one per row
         self.states: list[Tensor] = [] # where the sample of each row starts
         self.numbers: Tensor | None = None # (B, V): the latest draw of each row
-        self.is_prefetched = False # whether self.numbers is still to be used
+        self.is_prefetched = False # whether self.numbers is the next draw
 
     def state_for_sample(self, index: int) -> Tensor:
         """The generator state in which sample number index of the run starts. Indices must not decrease."""
@@ -44,7 +44,7 @@ class PerRowRNG:
     def set_rows(self, states: list[Tensor]) -> PerRowRNG:
         """Begin a batch whose rows start in these states. Returns self.
 
-        The memory of the rows stays in place while their number stays the same: a CUDA graph may hold it.
+        While the number of rows stays the same, their memory stays in place: a CUDA graph may hold it.
         """
         if len(states) != len(self.generators):
             self.generators = [torch.Generator(self.stream.device) for _ in states]
@@ -56,22 +56,22 @@ class PerRowRNG:
         return self
 
     def restart(self, row: int) -> None:
-        """Go back to where the sample of this row starts."""
+        """Reset the generator of this row to the start of its sample."""
         self.generators[row].set_state(self.states[row])
 
     def select_rows(self, rows: list[int]) -> None:
-        """Go on with these rows only."""
+        """Keep these rows only."""
         self.generators, self.states = [self.generators[i] for i in rows], [self.states[i] for i in rows]
         self.numbers = self.numbers[:len(rows)]
 
     def draws_uniforms(self) -> bool:
-        """Whether self.numbers holds uniform numbers: then only those that are needed become exponential ones."""
+        """Whether self.numbers holds uniform numbers, of which only the needed ones are made exponential."""
         return self.stream.device.type == "cpu" and exponential_is_from_uniform()
 
     def prefetch(self) -> None:
-        """Draw the numbers that the next call returns.
+        """Draw the numbers that the next __call__ returns.
 
-        A CUDA graph may hold that call, but this one should stay outside: every generator in a graph costs time.
+        A CUDA graph may hold __call__, but prefetch should stay outside, because every generator in a graph costs time.
         """
         draw = torch.Tensor.uniform_ if self.draws_uniforms() else torch.Tensor.exponential_
         for row, generator in zip(self.numbers, self.generators, strict=True):
@@ -93,7 +93,7 @@ class PerRowRNG:
 def exponential_is_from_uniform() -> bool:
     """Whether exponential_ on this CPU is -log1p(-u) of a float64 uniform_, bit for bit.
 
-    It is so with most builds of torch. uniform_ takes a third of the time.
+    This holds for most builds of torch. uniform_ takes a third of the time.
     """
     generator, other = (torch.Generator().manual_seed(1) for _ in range(2))
     drawn = torch.empty(4096).exponential_(generator=generator)
@@ -105,7 +105,7 @@ def advance_exponential(generator: torch.Generator, num_calls: int, size: int) -
     """Advance a generator as num_calls calls of exponential_ on size float32 entries would."""
     if num_calls == 0:
         return
-    if generator.device.type == "cuda": # a counter: measure one call, then multiply
+    if generator.device.type == "cuda": # its state is a counter: measure one call, then multiply
         start = generator.get_offset()
         torch.empty(size, device=generator.device).exponential_(generator=generator)
         generator.set_offset(start + num_calls * (generator.get_offset() - start))

@@ -1,8 +1,8 @@
-"""From logits to the next token.
+"""Samples the next token from logits.
 
 torch.multinomial(probs, 1) computes argmax(probs / q), with one exponential random number q for each vocabulary
-entry, in the order of the ids. sample_token computes the same from numbers that its caller provides: so the
-random numbers of a sample do not depend on which batch it is in.
+entry, in the order of the ids. sample_token computes the same from numbers that its caller provides. So the random
+numbers of a sample do not depend on its batch.
 """
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,20 +21,20 @@ from sampling.sampler.logits import (
 )
 from sampling.sampler.per_row_rng import PerRowRNG
 
-MIN_UNCHECKED_TEMPERATURE = 1e-30 # below it, float32 logits may overflow, which only a look at them would show
+MIN_UNCHECKED_TEMPERATURE = 1e-30 # below it, float32 logits may overflow, and a check would synchronise a GPU
 
 
 class Logits(NamedTuple):
-    """A model's logits of the next token."""
+    """A model's logits for the next token."""
     values: Tensor # (B, V)
-    candidate_ids: Tensor | None = None # (K,): only these entries of values are exact, and they hold the largest ones
+    candidate_ids: Tensor | None = None # (K,): only these entries are exact, and the largest logits are among them
 
 
 class Noise(Protocol):
-    """Where the exponential random numbers come from."""
+    """A source of exponential random numbers."""
 
     def __call__(self, shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
-        """Draw one number for each entry of shape (B, V); return those of ids (B, K), or all if ids is None."""
+        """Draw one number for each entry of shape (B, V). Return the numbers of ids (B, K), or all if ids is None."""
 
 
 class SampleFn(Protocol):
@@ -42,10 +42,10 @@ class SampleFn(Protocol):
 
     @property
     def num_logits_needed(self) -> int | None:
-        """How many of the largest logits of a row must be exact. None or 0: all."""
+        """How many of the largest logits of a row must be exact; None or 0: all."""
 
     def prefetch(self) -> None:
-        """Draw the random numbers of the next step. A CUDA graph may hold the call that uses them."""
+        """Draw the random numbers of the next __call__, before a CUDA graph that holds __call__ runs."""
 
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """Logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""
@@ -53,7 +53,7 @@ class SampleFn(Protocol):
 
 def exponential_noise(shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
     """Exponential random numbers from torch's global generator, as Noise describes."""
-    source = "cpu" if device.type == "mps" else device # MPS's own exponential_ has returned garbage
+    source = "cpu" if device.type == "mps" else device # exponential_ on MPS has returned wrong numbers
     q = torch.empty(shape, device=source).exponential_().to(device)
     return q if ids is None else q.gather(1, ids) # (B, V) -> (B, K)
 
@@ -66,11 +66,11 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
     The settings apply in this order, as in transformers: repetition_penalty; temperature (0 takes the most likely
     token and draws no noise); top_k with all ties (None or 0: every token); top_p; min_p.
 
-    Raises ValueError if a logit is NaN or infinite. check_finite=False leaves that out, and with it every operation
-    that would synchronise a GPU; temperatures below 1e-30 then count as 0.
+    Raises ValueError if a logit is NaN or infinite. check_finite=False skips this check, and all other operations that
+    would synchronise a GPU. Temperatures below 1e-30 then count as 0.
     """
     values, shape = logits.values.float(), logits.values.shape
-    candidates = None # (B, K) vocabulary ids of what is left in values; None: values still has all V columns
+    candidates = None # (B, K) the ids of the columns of values; None: values still has all V columns
     if repetition_penalty != 1:
         values = apply_repetition_penalty(values, ids, repetition_penalty)
     if logits.candidate_ids is not None:
@@ -98,7 +98,7 @@ def argmax_id(scores: Tensor, candidates: Tensor | None) -> Tensor:
 
 
 def num_logits_needed(temperature: float, top_k: int | None, repetition_penalty: float) -> int | None:
-    """How many of the largest logits sample_token needs with these settings. None or 0: all."""
+    """How many of the largest logits sample_token needs with these settings; None or 0: all."""
     if repetition_penalty != 1:
         return None # the penalty may make a small logit the largest
     return 1 if temperature == 0 else top_k
@@ -117,15 +117,15 @@ class TokenSampler:
 
     @property
     def num_logits_needed(self) -> int | None:
-        """As SampleFn.num_logits_needed."""
+        """See SampleFn.num_logits_needed."""
         return num_logits_needed(self.temperature, self.top_k, self.repetition_penalty)
 
     def prefetch(self) -> None:
-        """Have PerRowRNG draw. torch's global generator needs no prefetch: CUDA graphs know it."""
+        """See SampleFn.prefetch. torch's global generator needs no prefetch: CUDA graphs support it."""
         if self.temperature and isinstance(self.noise, PerRowRNG):
             self.noise.prefetch()
 
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
-        """As SampleFn."""
+        """See SampleFn."""
         return sample_token(logits, ids, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
                             noise=self.noise, check_finite=self.check_finite)

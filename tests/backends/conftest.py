@@ -1,11 +1,11 @@
-"""Fixtures of the tests of backends."""
+"""Fixtures for the tests of the backends."""
 import pytest
 import torch
 
 
 @pytest.fixture
 def processor(request, monkeypatch):
-    """The test runs as on this processor, "Intel" (the default) or another, and layers are packed at their first use."""
+    """Simulate this processor, "Intel" (the default) or another one. Layers are packed at their first use."""
     from sampling.backends.cpu import packed_linear
     name = getattr(request, "param", "Intel")
     monkeypatch.setattr(packed_linear, "is_intel_cpu", lambda: name == "Intel")
@@ -16,6 +16,6 @@ def processor(request, monkeypatch):
 
 @pytest.fixture
 def compile_settings():
-    """Restores the settings of torch.compile that a backend changes. monkeypatch cannot: it would delete them."""
+    """Restore the settings of torch.compile that a backend changes. monkeypatch would delete them instead."""
     with torch._dynamo.config.patch(recompile_limit=8), torch._inductor.config.patch(freezing=False):
         yield

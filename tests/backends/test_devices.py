@@ -1,4 +1,4 @@
-"""Which device and dtype are used. GPUs are simulated, since few machines that run tests have each kind."""
+"""The choice of device and dtype. GPUs are simulated, because few test machines have every kind."""
 from contextlib import nullcontext
 
 import pytest
@@ -8,8 +8,8 @@ from sampling.backends.devices import choose_device, choose_dtype
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """machine(gpus, mps): let torch find these devices."""
+def simulate_devices(monkeypatch):
+    """simulate_devices(gpus, mps) makes torch report these devices."""
     def have(gpus=0, mps=False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -24,8 +24,8 @@ def machine(monkeypatch):
     (dict(gpus=2), "cuda:1", "cuda:1"),
     (dict(gpus=2, mps=True), "cpu", "cpu"),
 ])
-def test_a_device_is_the_one_named_or_the_best(found, name, expected, machine):
-    machine(**found)
+def test_choose_device_returns_the_named_device_or_the_best_one(found, name, expected, simulate_devices):
+    simulate_devices(**found)
     assert choose_device(name) == torch.device(expected)
 
 
@@ -35,28 +35,28 @@ def test_a_device_is_the_one_named_or_the_best(found, name, expected, machine):
     (dict(gpus=2), "cuda:2", "CUDA:2 is not available here; found: cuda, cuda:0, cuda:1, cpu"),
     (dict(), "mps", "MPS is not available here; found: cpu"),
 ])
-def test_a_device_that_is_not_available_raises(found, name, message, machine):
-    machine(**found)
+def test_a_device_that_is_not_available_raises(found, name, message, simulate_devices):
+    simulate_devices(**found)
     with pytest.raises(ValueError, match=f"^{message}$"):
         choose_device(name)
 
 
 @pytest.mark.parametrize("name, rank, expected", [("auto", 1, "cuda:1"), ("cuda", 0, "cuda:0"), ("cuda", 5, "cuda:1"),
                                                   ("cuda:1", 0, "cuda:1"), ("cuda", None, "cuda"), ("cpu", 1, "cpu")])
-def test_each_process_takes_its_own_gpu(name, rank, expected, machine):
-    machine(gpus=2)
+def test_each_process_uses_its_own_gpu(name, rank, expected, simulate_devices):
+    simulate_devices(gpus=2)
     assert choose_device(name, rank) == torch.device(expected)
 
 
 @pytest.mark.parametrize("native, emulated, name, expected", [
     (True, True, "auto", torch.bfloat16),
-    (False, True, "auto", torch.float16), # a T4 can compute in bfloat16, slowly
+    (False, True, "auto", torch.float16), # a T4 emulates bfloat16, which is slow
     (False, True, "bfloat16", torch.bfloat16),
     (False, False, "auto", torch.float16),
     (False, False, "float32", torch.float32),
     (False, False, "bfloat16", None),
 ])
-def test_the_dtype_of_a_gpu(native, emulated, name, expected, monkeypatch):
+def test_choose_dtype_on_a_gpu(native, emulated, name, expected, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(device) or nullcontext())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: emulated if including_emulation else native)
@@ -66,10 +66,10 @@ def test_the_dtype_of_a_gpu(native, emulated, name, expected, monkeypatch):
             choose_dtype(gpu, name)
     else:
         assert choose_dtype(gpu, name) == expected
-    assert asked == [gpu], "not the current GPU"
+    assert asked == [gpu], "it asks about this GPU, not the current one"
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_elsewhere_auto_is_float32(device):
+def test_auto_dtype_is_float32_on_cpu_and_mps(device):
     assert choose_dtype(torch.device(device), "auto") == torch.float32
     assert choose_dtype(torch.device(device), "bfloat16") == torch.bfloat16

@@ -1,4 +1,4 @@
-"""The plain GPT as a backend, compiled or not."""
+"""EagerGPT, the backend that runs a GPT without changes, with and without torch.compile."""
 import pytest
 import torch
 
@@ -20,8 +20,8 @@ def test_it_samples_the_same_tokens_as_gpt(context_shift):
 @pytest.mark.usefixtures("compile_settings")
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
 @pytest.mark.parametrize("n_layer, max_new_tokens, context_shift", [
-    (1, 9, False), *(pytest.param(2, 20, shift, marks=pytest.mark.slow) for shift in (False, True))]) # its block_size is 16
-def test_compiled_it_samples_the_same_tokens_and_warm_up_has_compiled_all(n_layer, max_new_tokens, context_shift):
+    (1, 9, False), *(pytest.param(2, 20, shift, marks=pytest.mark.slow) for shift in (False, True))]) # block_size is 16
+def test_a_compiled_model_samples_the_same_tokens_and_compiles_only_during_warm_up(n_layer, max_new_tokens, context_shift):
     def num_graphs():
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model, idx, at_first = make_gpt(n_layer=n_layer), torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0)), num_graphs()

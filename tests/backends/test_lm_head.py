@@ -1,10 +1,10 @@
-"""A shortlist from a bfloat16 copy of the head holds all of the k largest logits."""
+"""The LM head's shortlist, from a bfloat16 copy of its weight, contains the k largest logits."""
 import pytest
 import torch
 
 from cases import cases
 from models import make_gpt
-from oracles import plain_generate
+from oracles import reference_generate
 from sampling.backends.cpu import lm_head
 from sampling.backends.cpu.lm_head import Bfloat16Approximation, ShortlistLMHead, exact_logits
 from sampling.backends.cpu.packed_gpt import PackedGPT
@@ -28,14 +28,14 @@ def normal(*shape, seed=0):
 
 
 def misleading(part):
-    """x (1, E) and a weight (V, E), of which a part rounds as badly as it can: the largest logits seem the smallest."""
+    """x (1, E) and weight (V, E). This part of them has the worst possible rounding: the largest logits appear to be the smallest."""
     u, is_even = 2**-8, torch.arange(E) % 2 == 0 # 1 and 1 + 2 * u are neighbours in bfloat16
     down, up = 1 + 0.99 * u, 1 + 1.01 * u
     if part == "weight":
         x, best, others = torch.where(is_even, 1.0, -1.0), torch.where(is_even, down, up), torch.where(is_even, up, down)
     else:
         x, best, others = torch.where(is_even, down, up), torch.where(is_even, 1.0, -1.0), torch.where(is_even, -1.0, 1.0)
-    x[0], best[0], others[0] = 1, 0.25, 0 # the rest adds up to about 0, but once rounded to -0.75 and 0.75
+    x[0], best[0], others[0] = 1, 0.25, 0 # the other products sum to about 0, but after rounding to -0.75 and 0.75
     weight = others.repeat(V, 1)
     weight[::20] = weight[1::20] = best
     weight[1::2] *= -1 # the mean is 0
@@ -62,7 +62,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case, k", cases(CASES, [1, 7, 200], quick=lambda case, k: k == 7))
-def test_the_shortlist_holds_the_largest_logits_and_their_ties(case, k):
+def test_the_shortlist_contains_the_largest_logits_and_their_ties(case, k):
     x, weight = CASES[case]()
     exact = (x.double() @ weight.double().T)[0]
     approximation = Bfloat16Approximation(weight)
@@ -71,29 +71,29 @@ def test_the_shortlist_holds_the_largest_logits_and_their_ties(case, k):
     assert (logits[0] - exact).abs().max() <= error
     assert set((exact >= exact.topk(k).values[-1]).nonzero().flatten().tolist()) <= set(shortlist.tolist())
     if case in ("random", "far from zero", "large", "small"):
-        assert len(shortlist) < 4 * k + 30, "a longer one would save no time"
+        assert len(shortlist) < 4 * k + 30, "a longer shortlist would save no time"
 
 
 @pytest.mark.parametrize("part", ["weight", "x"])
-def test_the_error_bound_is_hardly_larger_than_the_largest_error(part):
+def test_the_error_bound_is_tight(part):
     x, weight = misleading(part)
     logits, error = Bfloat16Approximation(weight)(x)
     assert error < 1.1 * (logits[0] - x.double()[0] @ weight.double().T).abs().max()
 
 
 def generate(gpt, idx, max_new_tokens, **settings):
-    """What GPT.generate returns, from a backend."""
+    """The same result as GPT.generate, from a backend."""
     return torch.cat([idx, *gpt.generate_stream(idx, max_new_tokens, TokenSampler(**settings))], dim=1)
 
 
 @pytest.mark.parametrize("settings, length", cases(
     [dict(top_k=5), dict(top_k=40, temperature=0.7), dict(top_k=100), dict(), dict(temperature=0.1, top_k=1)], [1, 10, 16], # block_size is 16
     quick=lambda settings, length: length == 10))
-def test_it_samples_the_same_tokens(settings, length):
+def test_it_samples_the_same_tokens_as_gpt(settings, length):
     plain, packed = make_gpt(vocab_size=1000), PackedGPT(make_gpt(vocab_size=1000))
     idx = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
-    expected = plain_generate(plain, idx, 30, **settings)
+    expected = reference_generate(plain, idx, 30, **settings)
     torch.manual_seed(3)
     assert torch.equal(generate(packed, idx, 30, **settings), expected)
     assert (packed.lm_head.k is not None) == (settings.get("top_k", 1000) <= 1000 / 16), "whether shortlists were tried"
@@ -102,7 +102,7 @@ def test_it_samples_the_same_tokens(settings, length):
 @pytest.mark.parametrize("settings", [
     dict(temperature=0), dict(top_p=0.5), dict(min_p=0.1), dict(repetition_penalty=1.3), dict(repetition_penalty=0.5), dict(temperature=1e-30)],
     ids=str)
-def test_it_samples_the_same_tokens_with_other_settings_too(settings):
+def test_it_samples_the_same_tokens_as_gpt_with_other_settings(settings):
     plain, packed, idx = make_gpt(vocab_size=1000), PackedGPT(make_gpt(vocab_size=1000)), torch.ones(1, 4, dtype=torch.long)
     torch.manual_seed(3)
     expected = plain.generate(idx, 30, **{"top_k": 20, **settings})
@@ -118,12 +118,12 @@ def test_it_samples_the_same_tokens_with_other_settings_too(settings):
     (normal(1, E) * 1e30, normal(V, E) * 1e20),
     (normal(2, E), normal(V, E)),
 ], ids=["many equal rows", "nan", "infinite", "overflowing", "two rows of x"])
-def test_all_logits_are_exact_where_a_shortlist_would_be_too_long(x, weight):
+def test_all_logits_are_exact_if_a_shortlist_would_be_too_long(x, weight):
     head = ShortlistLMHead(weight, weight_is_shared=True)
     for _ in range(2):
         logits, candidate_ids = head(x, 20)
         assert candidate_ids is None
-        is_finite = (x @ weight.T).isfinite() # what the others are depends on the order of the sums
+        is_finite = (x @ weight.T).isfinite() # the values of the others depend on the order of summation
         assert torch.equal(logits.isfinite(), is_finite)
         torch.testing.assert_close(logits[is_finite], (x @ weight.T)[is_finite], rtol=1e-4, atol=1e-4)
     assert head.linear.previous_rows == len(x)
@@ -151,12 +151,12 @@ def test_a_shortlist_that_misses_too_often_is_disabled(misses, num_tries):
     for _ in range(601):
         head(normal(1, E), 20)
     assert len(tries) == num_tries
-    assert (head.approximation is None) == (num_tries < 600), "it would take memory for nothing"
+    assert (head.approximation is None) == (num_tries < 600), "a disabled shortlist frees its memory"
     head(normal(1, E), 30)
     assert head.approximation is not None, "another k gets a new budget"
 
 
-def test_batches_make_no_approximation():
+def test_batches_do_not_use_the_approximation():
     packed = PackedGPT(make_gpt(vocab_size=1000))
     for _ in range(2):
         generate(packed, torch.ones(3, 4, dtype=torch.long), 5, top_k=20)
@@ -164,13 +164,13 @@ def test_batches_make_no_approximation():
 
 
 @pytest.mark.parametrize("k", [-1, 0])
-def test_k_below_1_gives_all_logits(k):
+def test_k_below_1_returns_all_logits(k):
     head = ShortlistLMHead(normal(V, E), weight_is_shared=True)
     for _ in range(3):
         assert head(normal(1, E), k).candidate_ids is None
 
 
-def test_the_first_token_waits_for_no_packing():
+def test_the_first_token_is_computed_without_packing():
     head, x = ShortlistLMHead(normal(V, E), weight_is_shared=True), normal(1, E)
     first = head(x, 20)
     assert first.candidate_ids is None and not head.linear.weight.is_mkldnn and head.approximation is None
@@ -179,9 +179,9 @@ def test_the_first_token_waits_for_no_packing():
 
 
 @pytest.mark.parametrize("weight, is_shared", [(normal(V, E), False), (normal(V, E).bfloat16(), True)], ids=["unshared", "bfloat16"])
-def test_other_heads_have_no_shortlist(weight, is_shared):
+def test_unshared_and_bfloat16_heads_have_no_shortlist(weight, is_shared):
     head = ShortlistLMHead(weight, weight_is_shared=is_shared)
-    assert head.weight is None, "packing has to free its memory"
+    assert head.weight is None, "packing must be able to free its memory"
     for _ in range(3):
         assert head(normal(1, E), 20).candidate_ids is None
 

@@ -1,11 +1,11 @@
-"""PackedGPT gives what the GPT gives whose layers it takes over."""
+"""PackedGPT gives the same results as the GPT whose layers it packs."""
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases import cases
 from models import make_gpt
-from oracles import plain_generate
+from oracles import reference_generate
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.cpu.packed_linear import NARROW, PackedLinear, is_supported
 from sampling.backends.prepare import cast_linears
@@ -17,17 +17,17 @@ WIDE = dict(n_embd=NARROW, n_head=4, n_layer=2)
 PROCESSORS = ["Intel", "AMD"]
 
 
-def prompt_of(length, rows):
+def random_prompt(length, rows):
     return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 def generate(gpt, idx, max_new_tokens, **settings):
-    """What GPT.generate returns, from a backend."""
+    """The same result as GPT.generate, from a backend."""
     return torch.cat([idx, *gpt.generate_stream(idx, max_new_tokens, TokenSampler(**settings))], dim=1)
 
 
-def read_in_parts(gpt, idx, parts):
-    """Logits (B, V) of the last position of idx (B, T), which a PackedGPT reads part by part into a cache."""
+def prefill_in_parts(gpt, idx, parts):
+    """Logits (B, V) of the last position of idx (B, T), from a PackedGPT that fills its cache part by part."""
     cache = gpt.new_cache(*idx.shape)
     return [gpt.next_logits(part, cache).values for part in idx.split(parts, dim=1)][-1]
 
@@ -45,16 +45,16 @@ def assert_near(found, expected):
 # ---- float32
 
 @pytest.mark.parametrize("length, rows, gelu, bias, n_embd, processor", cases(
-    [1, 10, 16, 30], [1, 3], ["none", "tanh"], [True, False], [24, NARROW], PROCESSORS, # its block_size is 16
+    [1, 10, 16, 30], [1, 3], ["none", "tanh"], [True, False], [24, NARROW], PROCESSORS, # block_size is 16
     quick=lambda length, rows, gelu, bias, n_embd, processor: (
         (rows == 3) == (length in (10, 30)) and (gelu == "tanh") == bias == (n_embd == NARROW) and (processor == "AMD") == (rows == 1))),
     indirect=["processor"])
 def test_it_samples_the_same_tokens_as_gpt(length, rows, gelu, bias, n_embd, processor):
     shape = dict(n_embd=n_embd, n_head=4, bias=bias, gelu=gelu)
-    plain, packed, idx = make_gpt(**shape), PackedGPT(make_gpt(**shape)), prompt_of(length, rows)
+    plain, packed, idx = make_gpt(**shape), PackedGPT(make_gpt(**shape)), random_prompt(length, rows)
     assert_near(packed.next_logits(idx[:, -16:], None).values, last_logits(plain, idx[:, -16:]))
     torch.manual_seed(3)
-    expected = plain_generate(plain, idx, 25, temperature=0.8, top_k=20)
+    expected = reference_generate(plain, idx, 25, temperature=0.8, top_k=20)
     torch.manual_seed(3)
     assert torch.equal(generate(packed, idx, 25, temperature=0.8, top_k=20), expected)
 
@@ -62,27 +62,27 @@ def test_it_samples_the_same_tokens_as_gpt(length, rows, gelu, bias, n_embd, pro
 @pytest.mark.parametrize("parts, processor", cases([(5, 1, 7), (1, 14), (15,), (3, 12)], PROCESSORS,
                          quick=lambda parts, processor: processor == "Intel"), indirect=["processor"])
 def test_a_cache_may_be_filled_in_any_parts(parts, processor):
-    plain, packed, idx = make_gpt(**WIDE), PackedGPT(make_gpt(**WIDE)), prompt_of(sum(parts), 2)
-    cache, num_read = packed.new_cache(2, 16), 0
+    plain, packed, idx = make_gpt(**WIDE), PackedGPT(make_gpt(**WIDE)), random_prompt(sum(parts), 2)
+    cache, num_cached = packed.new_cache(2, 16), 0
     for length in parts:
-        found = packed.next_logits(idx[:, num_read:num_read + length], cache).values
-        num_read += length
-        assert_near(found, last_logits(plain, idx[:, :num_read]))
+        found = packed.next_logits(idx[:, num_cached:num_cached + length], cache).values
+        num_cached += length
+        assert_near(found, last_logits(plain, idx[:, :num_cached]))
 
 
 @pytest.mark.parametrize("length, processor", cases([1, 9], PROCESSORS,
                          quick=lambda length, processor: processor == "Intel"), indirect=["processor"])
-def test_rows_that_share_a_prompt(length, processor):
-    plain, packed, idx = make_gpt(), PackedGPT(make_gpt()), prompt_of(length, 1).repeat(3, 1)
+def test_rows_that_share_a_prompt_equal_the_reference_loop(length, processor):
+    plain, packed, idx = make_gpt(), PackedGPT(make_gpt()), random_prompt(length, 1).repeat(3, 1)
     torch.manual_seed(3)
-    expected = plain_generate(plain, idx, 25)
+    expected = reference_generate(plain, idx, 25)
     torch.manual_seed(3)
     assert torch.equal(generate(packed, idx, 25), expected)
 
 
 @pytest.mark.parametrize("context_shift", [False, True])
-def test_rows_may_leave_a_stream(context_shift, processor):
-    model, packed, idx = make_gpt(), PackedGPT(make_gpt()), prompt_of(5, 3)
+def test_rows_can_be_dropped_from_a_stream(context_shift, processor):
+    model, packed, idx = make_gpt(), PackedGPT(make_gpt()), random_prompt(5, 3)
     expected = model.generate(idx, 30, 0, context_shift=context_shift)[:, 5:]
     for leave_at in 3, 20: # within block_size and past it
         stream = packed.generate_stream(idx, 30, TokenSampler(temperature=0), context_shift)
@@ -96,21 +96,21 @@ def test_rows_may_leave_a_stream(context_shift, processor):
                          quick=lambda parts, processor: processor == "Intel"), indirect=["processor"])
 def test_more_than_block_size_tokens_raise(parts, processor):
     with pytest.raises(ValueError, match="cannot read 17 tokens: block_size is 16"):
-        read_in_parts(PackedGPT(make_gpt()), prompt_of(17, 1), parts)
+        prefill_in_parts(PackedGPT(make_gpt()), random_prompt(17, 1), parts)
 
 
 @pytest.mark.parametrize("processor", PROCESSORS, indirect=True)
-def test_gradients_may_be_on_and_no_random_numbers_are_drawn(processor):
-    plain, model, idx = make_gpt(), make_gpt(), prompt_of(6, 2)
+def test_packing_works_with_gradients_enabled_and_draws_no_random_numbers(processor):
+    plain, model, idx = make_gpt(), make_gpt(), random_prompt(6, 2)
     before = torch.get_rng_state()
     packed = PackedGPT(model)
     assert torch.equal(torch.get_rng_state(), before)
-    assert_near(read_in_parts(packed, idx, (5, 1)), last_logits(plain, idx))
+    assert_near(prefill_in_parts(packed, idx, (5, 1)), last_logits(plain, idx))
 
 
 @pytest.mark.parametrize("rows, processor", cases([1, 3], PROCESSORS, quick=lambda rows, processor: processor == "AMD"), indirect=["processor"])
-def test_eagerly_packed_layers_give_the_same_logits_whenever_they_are_computed(rows, processor):
-    packed, idx = PackedGPT(make_gpt(**WIDE), pack_eagerly=True), prompt_of(7, rows)
+def test_eagerly_packed_layers_give_the_same_logits_at_every_call(rows, processor):
+    packed, idx = PackedGPT(make_gpt(**WIDE), pack_eagerly=True), random_prompt(7, rows)
     first, second = (packed.next_logits(idx, packed.new_cache(rows, 16)).values for _ in range(2))
     assert torch.equal(first, second)
 
@@ -118,9 +118,9 @@ def test_eagerly_packed_layers_give_the_same_logits_whenever_they_are_computed(r
 # ---- bfloat16
 
 def assert_as_near_as_autocast(logits, make_model):
-    """PackedGPT's mean error in bfloat16 is hardly larger than the GPT's under autocast.
+    """Assert that PackedGPT's mean error in bfloat16 is at most 1.2 times the GPT's error under autocast.
 
-    logits computes them from a model, which has new_cache and next_logits.
+    logits(model) computes the logits with the model's new_cache and next_logits.
     """
     with torch.no_grad():
         exact = logits(make_model())
@@ -133,24 +133,24 @@ def assert_as_near_as_autocast(logits, make_model):
 @pytest.mark.parametrize("parts, rows, shape, processor", cases([None, (14, 1), (5, 10)], [1, 2], [{}, WIDE], PROCESSORS,
                          quick=lambda parts, rows, shape, processor: (rows, processor) == (2, "Intel")), indirect=["processor"])
 def test_bfloat16_is_as_near_to_float32_as_autocast(parts, rows, shape, processor):
-    idx = prompt_of(15, rows)
+    idx = random_prompt(15, rows)
 
     def logits(model):
-        return (model.next_logits(idx, None).values if parts is None else read_in_parts(model, idx, parts)).float()
+        return (model.next_logits(idx, None).values if parts is None else prefill_in_parts(model, idx, parts)).float()
     assert_as_near_as_autocast(logits, lambda: make_gpt(**shape))
 
 
 @pytest.mark.parametrize("rows, processor", cases([1, 3], PROCESSORS, quick=lambda rows, processor: (rows, processor) == (3, "Intel")),
                          indirect=["processor"])
-def test_bfloat16_of_large_scores_is_as_near_too(rows, processor):
-    idx, shape = prompt_of(60, rows), dict(WIDE, block_size=64)
+def test_bfloat16_with_large_attention_scores_is_as_near_to_float32_as_autocast(rows, processor):
+    idx, shape = random_prompt(60, rows), dict(WIDE, block_size=64)
 
     def make_model():
         model = make_gpt(**shape)
         with torch.no_grad():
             for block in model.transformer.h:
                 q, k, _ = block.attn.c_attn.bias.chunk(3)
-                q += 5 # all scores grow by the same: coarse numbers would leave little of their differences
+                q += 5 # all scores grow by the same amount, so that low precision loses most of their differences
                 k += 0.6
         return model
 
@@ -167,7 +167,7 @@ def storages(block):
     return [StorageWeakRef(parameter.untyped_storage()) for parameter in block.parameters() if parameter.dim() > 1]
 
 
-def test_it_takes_the_layers_over(processor):
+def test_it_takes_over_the_layers_without_copying(processor):
     model = make_gpt(**WIDE)
     addresses = [block.mlp.c_fc.weight.data_ptr() for block in model.transformer.h]
     packed = PackedGPT(model)
@@ -175,12 +175,12 @@ def test_it_takes_the_layers_over(processor):
     assert [block.c_fc.weight.data_ptr() for block in packed.blocks] == addresses, "nothing is copied"
 
 
-def test_a_plain_weight_is_freed_once_it_is_packed(processor):
+def test_an_unpacked_weight_is_freed_after_packing(processor):
     model = make_gpt(**WIDE, tie_word_embeddings=False)
     plain = [*storages(model.transformer.h[0]), StorageWeakRef(model.lm_head.weight.untyped_storage())]
     packed = PackedGPT(model)
     assert not any(storage.expired() for storage in plain)
-    packed.next_logits(prompt_of(5, 2), packed.new_cache(2, 16)) # with this fixture, a layer is packed at its first use
+    packed.next_logits(random_prompt(5, 2), packed.new_cache(2, 16)) # with this fixture, a layer is packed at its first use
     assert all(storage.expired() for storage in plain)
 
 
@@ -195,5 +195,5 @@ def test_pack_eagerly_frees_each_block_before_it_packs_the_next(processor, monke
     packed = PackedGPT(model, pack_eagerly=True)
     assert num_alive[:12] == [3] * 4 + [2] * 4 + [1] * 4, "4 layers a block"
     last_block = [storage.expired() for storage in plain[-1]]
-    assert last_block == [False, True, True, True], "the attention of the last query reads the plain weight"
+    assert last_block == [False, True, True, True], "the attention of the last query needs the unpacked weight"
     assert packed.lm_head.linear.weight.is_mkldnn

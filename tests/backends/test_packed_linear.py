@@ -1,4 +1,4 @@
-"""A packed Linear gives what a plain one gives, and is packed when that pays."""
+"""PackedLinear gives the same results as Linear, and packs its weight when that saves time."""
 import math
 
 import pytest
@@ -11,7 +11,7 @@ from sampling.backends.cpu.packed_linear import NARROW, PackedLinear, is_support
 
 needs_operators = pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
 
-USES = [ # numbers of rows, one after another; the use that packs the layer, counted from 1: on Intel, elsewhere
+USES = [ # numbers of rows of consecutive calls, and the call (from 1) that packs the layer: on Intel, elsewhere
     ((5, 1, 1, 1), None, 3), ((5, 3, 3, 1), None, 3), ((5, 4, 4, 1), 3, 3), ((7, 7, 8, 1), 2, 2), ((9, 8, 7, 1), None, None),
     ((29, 1, 29, 1), None, None), ((30, 1, 1, 1), None, 1), ((1, 31, 31, 2), 3, 2)]
 
@@ -20,7 +20,7 @@ USES = [ # numbers of rows, one after another; the use that packs the layer, cou
 @pytest.mark.parametrize("uses, width, pack_eagerly, processor", cases(USES, [NARROW - 1, NARROW], [False, True], ["Intel", "AMD"],
     quick=lambda uses, width, pack_eagerly, processor: (not pack_eagerly and width == NARROW) or uses == USES[2]),
     indirect=["processor"])
-def test_a_layer_is_packed_eagerly_or_for_many_rows_or_for_as_many_twice(uses, width, pack_eagerly, processor, monkeypatch):
+def test_a_layer_is_packed_eagerly_or_for_many_rows_or_for_repeated_row_counts(uses, width, pack_eagerly, processor, monkeypatch):
     monkeypatch.setattr(packed_linear, "INTEL", packed_linear.INTEL._replace(min_rows_once=math.inf))
     monkeypatch.setattr(packed_linear, "OTHERS", packed_linear.OTHERS._replace(min_rows_once=30))
     rows, on_intel, elsewhere = uses
@@ -32,11 +32,11 @@ def test_a_layer_is_packed_eagerly_or_for_many_rows_or_for_as_many_twice(uses, w
         torch.testing.assert_close(layer(x, residual=residual), F.linear(x, weight, bias) + residual, atol=1e-4, rtol=1e-4)
         is_packed = packing_use is not None and use >= packing_use
         assert layer.weight.is_mkldnn == is_packed
-        assert (layer.plain_weight is None) == (is_packed and width >= NARROW), "it would take memory for nothing"
+        assert (layer.plain_weight is None) == (is_packed and width >= NARROW), "a packed layer frees the unpacked weight"
 
 
 @pytest.mark.parametrize("cpuinfo, expected", [("vendor_id\t: GenuineIntel\n", True), ("vendor_id\t: AuthenticAMD\n", False), (None, False)])
-def test_the_thresholds_are_those_of_the_processor(cpuinfo, expected, monkeypatch):
+def test_thresholds_depend_on_the_processor(cpuinfo, expected, monkeypatch):
     def read_text(path):
         if cpuinfo is None:
             raise FileNotFoundError(path)

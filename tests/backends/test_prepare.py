@@ -1,11 +1,11 @@
-"""From a GPT to the backend that runs it."""
+"""prepare_model chooses the backend for a GPT, and warm_up_compile compiles it."""
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from models import make_gpt
-from oracles import plain_generate
+from oracles import reference_generate
 from sampling.backends import prepare
 from sampling.backends.cpu import packed_linear
 from sampling.backends.cpu.packed_gpt import PackedGPT
@@ -20,41 +20,41 @@ IDX = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
 
 
 @pytest.fixture(autouse=True)
-def trims(monkeypatch):
-    """The heap of the test process stays as it is. Lists the calls that would have changed it."""
+def trim_calls(monkeypatch):
+    """Leave the heap settings of the test process unchanged. Returns the list of calls that would have changed them."""
     calls = []
     monkeypatch.setattr(prepare, "disable_malloc_trim", lambda: calls.append("disable_malloc_trim"))
     return calls
 
 
 def generate(backend, max_new_tokens):
-    """Ids (B, T + max_new_tokens), the most likely ones."""
+    """Ids (B, T + max_new_tokens), generated greedily."""
     return torch.cat([IDX, *backend.generate_stream(IDX, max_new_tokens, TokenSampler(temperature=0))], dim=1)
 
 
 @pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
 @pytest.mark.parametrize("pack_eagerly", [False, True])
-def test_a_cpu_runs_packed_layers(pack_eagerly, trims):
+def test_a_cpu_gets_packed_gpt(pack_eagerly, trim_calls):
     backend = prepare_model(make_gpt(), CPU, torch.float32, pack_eagerly=pack_eagerly)
     assert isinstance(backend, PackedGPT) and backend.device == CPU
     assert backend.blocks[0].c_attn.weight.is_mkldnn == pack_eagerly
     assert torch.equal(generate(backend, 20), make_gpt().generate(IDX, 20, temperature=0))
-    assert trims == ["disable_malloc_trim"]
+    assert trim_calls == ["disable_malloc_trim"]
 
 
-def test_a_cpu_without_the_operators_runs_the_gpt_itself(monkeypatch, trims):
+def test_a_cpu_without_the_operators_gets_eager_gpt(monkeypatch, trim_calls):
     monkeypatch.setattr(packed_linear, "is_supported", lambda dtype: False)
     model = make_gpt()
     layers = list(model.modules())
     backend = prepare_model(model, CPU, torch.float32)
     assert isinstance(backend, EagerGPT) and list(backend.model.modules()) == layers
-    assert trims == ["disable_malloc_trim"]
+    assert trim_calls == ["disable_malloc_trim"]
 
 
 @pytest.mark.usefixtures("compile_settings")
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
-def test_with_compile_a_cpu_runs_the_gpt_itself():
-    """Inductor cannot see into packed weights."""
+def test_a_cpu_with_compile_gets_eager_gpt():
+    """Inductor cannot optimise operators on packed weights."""
     assert isinstance(prepare_model(make_gpt(), CPU, torch.float32, compile=True), EagerGPT)
 
 
@@ -67,25 +67,25 @@ def test_float16_generates_whether_or_not_it_can_be_packed(has_operators, monkey
 
 
 def test_cast_linears_give_the_logits_of_autocast():
-    """Autocast would cast the same weights at every step."""
+    """Autocast would cast the same weights again at every step."""
     idx = torch.randint(61, (2, 14), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = make_gpt()(idx)[0]
         model = cast_linears(make_gpt(), torch.bfloat16)
         assert torch.equal(model(idx)[0], expected)
         assert model.new_cache(1, 1).layers[0].dtype == torch.bfloat16
-        torch.testing.assert_close(model.generate(idx, 10, top_k=1)[:, :15], plain_generate(make_gpt(), idx, 1, top_k=1))
+        torch.testing.assert_close(model.generate(idx, 10, top_k=1)[:, :15], reference_generate(make_gpt(), idx, 1, top_k=1))
     assert cast_linears(make_gpt(), torch.float32).lm_head.weight.dtype == torch.float32
 
 
 def test_in_float32_the_head_stays_tied():
-    """There is one parameter. Two would be moved to a GPU one by one."""
+    """Two parameters would be copied to a GPU separately, and take twice the memory."""
     model = cast_linears(make_gpt(), torch.float32)
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@pytest.mark.parametrize("prompt_length, expected", [(None, 1), (5, 5), (99, 16)]) # its block_size is 16
-def test_each_batch_size_is_compiled_for_the_prompt(prompt_length, expected):
+@pytest.mark.parametrize("prompt_length, expected", [(None, 1), (5, 5), (99, 16)]) # block_size is 16
+def test_each_batch_size_is_compiled_for_the_prompt_length(prompt_length, expected):
     calls, messages = [], []
 
     class Backend(EagerGPT):
@@ -96,7 +96,7 @@ def test_each_batch_size_is_compiled_for_the_prompt(prompt_length, expected):
     assert messages[0] == "compiling ..." and messages[1].startswith("compiled in ")
 
 
-def test_a_compiler_that_fails_is_an_error_that_says_what_to_do():
+def test_the_error_of_a_failing_compiler_says_what_to_do():
     def warm_up(idx, max_new_tokens, context_shift):
         raise RuntimeError("no C++ compiler")
     backend = SimpleNamespace(config=make_gpt().config, device=CPU, warm_up_compile=warm_up)

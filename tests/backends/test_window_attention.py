@@ -1,4 +1,4 @@
-"""Attention over many positions, and the table of the first layer, change no logits."""
+"""Chunked attention and the QKV table of the first layer do not change the logits."""
 import pytest
 import torch
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch lacks the
 WIDE = dict(n_embd=NARROW, n_head=4, n_layer=2)
 
 
-def prompt_of(length, rows):
+def random_prompt(length, rows):
     return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 def assert_same_logits(packed, model, idx, tolerance=1e-5):
-    """A PackedGPT's logits of the last of idx (B, T), read without a cache, are those of a GPT."""
+    """Assert that a PackedGPT without a cache gives the same logits of the last position of idx (B, T) as a GPT."""
     with torch.no_grad():
         expected = model(idx)[0][:, -1]
     torch.testing.assert_close(packed.next_logits(idx, None).values.float(), expected, atol=tolerance, rtol=tolerance)
@@ -33,7 +33,7 @@ PARTS = [(1,), (63,), (64,), (65,), (150,), (64, 1, 70), (1, 129), (100, 50), (5
                          quick=lambda parts, bias, processor: (bias, processor) == (True, "Intel") or parts == (512, 1, 80)), indirect=["processor"])
 def test_a_window_may_be_longer_than_a_chunk_of_queries(parts, bias, processor):
     shape = dict(WIDE, block_size=600, bias=bias)
-    plain, packed, idx = make_gpt(**shape), PackedGPT(make_gpt(**shape)), prompt_of(sum(parts), 3)
+    plain, packed, idx = make_gpt(**shape), PackedGPT(make_gpt(**shape)), random_prompt(sum(parts), 3)
     cache = packed.new_cache(3, 600)
     with torch.no_grad():
         expected = plain(idx)[0][:, -1]
@@ -44,8 +44,8 @@ def test_a_window_may_be_longer_than_a_chunk_of_queries(parts, bias, processor):
 
 @pytest.mark.parametrize("dtype, length, processor", cases([torch.float32, torch.bfloat16], [5, 16], ["Intel", "AMD"],
                          quick=lambda dtype, length, processor: length == 16 and processor == "AMD"), indirect=["processor"])
-def test_the_first_layer_is_looked_up_once_its_table_pays(dtype, length, processor):
-    plain, packed, idx = make_gpt(**WIDE), PackedGPT(cast_linears(make_gpt(**WIDE), dtype)), prompt_of(length, 7)
+def test_the_qkv_table_is_built_after_as_many_tokens_as_it_has_rows(dtype, length, processor):
+    plain, packed, idx = make_gpt(**WIDE), PackedGPT(cast_linears(make_gpt(**WIDE), dtype)), random_prompt(length, 7)
     table_size = 61 * 16 # vocab_size * block_size
     for i in range(table_size // idx.numel() + 2):
         assert_same_logits(packed, plain, idx, tolerance=1e-5 if dtype == torch.float32 else 0.05)
@@ -53,8 +53,8 @@ def test_the_first_layer_is_looked_up_once_its_table_pays(dtype, length, process
 
 
 @pytest.mark.parametrize("processor", [pytest.param("Intel", marks=pytest.mark.slow), "AMD"], indirect=True)
-def test_a_table_for_which_memory_runs_out_is_tried_once(processor, monkeypatch):
-    packed, idx = PackedGPT(make_gpt(**WIDE)), prompt_of(16, 61)
+def test_building_the_table_is_tried_only_once_if_memory_runs_out(processor, monkeypatch):
+    packed, idx = PackedGPT(make_gpt(**WIDE)), random_prompt(16, 61)
 
     def run_out_of_memory(table):
         raise MemoryError
@@ -65,9 +65,9 @@ def test_a_table_for_which_memory_runs_out_is_tried_once(processor, monkeypatch)
 
 
 @pytest.mark.parametrize("processor", [pytest.param("Intel", marks=pytest.mark.slow), "AMD"], indirect=True)
-def test_a_table_that_would_be_too_large_is_not_made(processor, monkeypatch):
+def test_a_too_large_table_is_not_built(processor, monkeypatch):
     monkeypatch.setattr(window_attention, "MAX_TABLE_BYTES", 61 * 16 * 3 * WIDE["n_embd"] * 4 - 1)
     packed = PackedGPT(make_gpt(**WIDE))
     for _ in range(20):
-        packed.next_logits(prompt_of(16, 7), None)
+        packed.next_logits(random_prompt(16, 7), None)
     assert packed.first_qkv.table is None

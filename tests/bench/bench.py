@@ -1,4 +1,4 @@
-"""How fast sample.py is beside the other programs that people use: one run, alternating, medians and ratios.
+"""Compares the speed of sample.py with other programs. They run alternately; the results are medians and ratios.
 
     pip install -r requirements.txt -r tests/bench/requirements.txt
     python tests/bench/bench.py [--device=cuda] [--rounds=N] [--quick] [--only=TEXT] [--suffix=TEXT]
@@ -16,7 +16,7 @@ from report import draw_chart, report
 
 
 def cpu_cases(folder, quick):
-    """Every line of a CPU's table, in its order."""
+    """All cases of the table for a CPU, in order."""
     gpt2, large, small = (folder / name for name in ("124M", "10.6M", "0.8M"))
     found = []
     for samples in ((1,) if quick else (1, 10)):
@@ -59,7 +59,7 @@ def cpu_cases(folder, quick):
 
 
 def cuda_cases(folder, quick):
-    """Every line of a GPU's table, in its order. It has not run on a GPU yet."""
+    """All cases of the table for a GPU, in order. They have not run on a GPU yet."""
     found = []
     for name, sizes in ("124M", (1, 10, 100)), ("XL", (1, 10)):
         for samples in sizes[:1] if quick else sizes:
@@ -73,7 +73,7 @@ def cuda_cases(folder, quick):
             many = samples * (40 if compiled else 8) # so that the two lengths differ by seconds
             for mode, more in modes:
                 command = sample_py(f"--init_from={source}", many, samples, mode.split()[0], device="cuda", more=more)
-                # Both lengths need equally many graphs, so the time to capture them cancels too.
+                # Both lengths need the same number of graphs, so the time to capture them also cancels.
                 found.append(Case(row, f"sample.py {mode}", command, (392, 508), many, batch_size=samples))
     large = folder / "10.6M"
     for start, where in (SHORT, "inside"), (FULL, "past"):
@@ -87,12 +87,12 @@ def cuda_cases(folder, quick):
 
 
 def count(samples):
-    """The number of samples as a row names it."""
+    """Such as "1 sample" or "10 samples"."""
     return f"{samples} sample{'s' * (samples > 1)}"
 
 
 def one_offs(folder, device):
-    """Whole processes: (row, name, command)."""
+    """The processes that are timed as a whole: (row, name, command)."""
     demo, checkpoint = f"--out_dir={PROJECT / 'out-shakespeare-char'}", folder / "124M checkpoint"
     row = "124M checkpoint with optimizer state, to the first token"
     return [
@@ -105,13 +105,13 @@ def one_offs(folder, device):
 
 
 def main():
-    """Make the models, time everything in turn, round after round, and write the results."""
+    """Make the models, time all programs in turn for several rounds, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round, fewer rows, nothing is written")
     parser.add_argument("--only", default="", help="only rows with this text in their name, nothing is written")
-    parser.add_argument("--suffix", help="of the files' names, for another machine's figures")
+    parser.add_argument("--suffix", help="added to the names of the files, for the results of another machine")
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:

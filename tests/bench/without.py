@@ -1,4 +1,4 @@
-"""Runs sample.py with one trick switched off: what does the trick give?
+"""Runs sample.py with one trick switched off, to measure what the trick gains.
 
     python tests/bench/without.py TRICK [SETTING ...]
 """
@@ -78,7 +78,7 @@ def held_memory():
 
 
 def short_spinning():
-    """OpenMP's threads spin for as long as they do by default."""
+    """OpenMP's threads spin for the default time."""
     from sampling.backends import process
     process.shorten_spinning = lambda: None
 
@@ -88,7 +88,7 @@ TRICKS = {function.__name__: function for function in (
 
 if __name__ == "__main__":
     _, trick, *sys.argv[1:] = sys.argv
-    if trick == "short_spinning": # the others import torch, which must come after the spinning is set
+    if trick == "short_spinning": # the other tricks import torch, and spinning must be set before that
         short_spinning()
     else:
         from sampling.backends.process import shorten_spinning

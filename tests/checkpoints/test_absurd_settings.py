@@ -1,4 +1,4 @@
-"""model_args and config.json with values that no model has."""
+"""model_args and config.json with values that no model can have are refused."""
 import json
 
 import pytest
@@ -17,7 +17,7 @@ ALLOWED = {("dropout", "zero"), ("dropout", "true"), ("bias", "true"), ("layer_n
 
 
 def absurd_settings(names):
-    """Every absurd value for every setting; quick is each value once, for one setting after another."""
+    """Every absurd value for every setting. The quick cases are each value once, with alternating settings."""
     return [pytest.param(name, absurd, id=f"{name}-{absurd}", marks=() if j % len(names) == i else pytest.mark.slow)
             for i, name in enumerate(names) for j, absurd in enumerate(ABSURD) if (name, absurd) not in ALLOWED]
 
@@ -25,14 +25,14 @@ def absurd_settings(names):
 @pytest.mark.parametrize("name, absurd", [
     case for case in absurd_settings(["block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias", "gelu", "n_inner", "rope"])
     if case.values[1] != "none"]) # None means that the setting is not given
-def test_absurd_model_args_are_refused(name, absurd, refused, tmp_path):
+def test_absurd_model_args_are_refused(name, absurd, assert_refused, tmp_path):
     save_checkpoint(tmp_path / "out", make_gpt(), model_args=SHAPE | {name: ABSURD[absurd]})
-    refused("out/ckpt.pt")
+    assert_refused("out/ckpt.pt")
 
 
 @pytest.mark.parametrize("name, absurd", absurd_settings(
     ["n_positions", "vocab_size", "n_layer", "n_head", "n_embd", "n_inner", "layer_norm_epsilon", "activation_function", "model_type"]))
-def test_absurd_config_json_is_refused(name, absurd, refused, hf_copy):
+def test_absurd_config_json_is_refused(name, absurd, assert_refused, hf_copy):
     config = json.loads((hf_copy / "config.json").read_text())
     (hf_copy / "config.json").write_text(json.dumps(config | {name: ABSURD[absurd]}))
-    refused("out", "out")
+    assert_refused("out", "out")

@@ -1,6 +1,6 @@
-"""Damaged files: loading ends in an error of one line, or gives exactly what was saved if the damage can be noticed.
+"""Damaged files: loading raises a short error, or returns exactly what was saved.
 
-The cases load in this process: a crash or a hang would end the tests. The quick tests take every tenth position.
+Files without checksums may load changed values. The tests load in this process, so a crash or a hang would stop them. The quick cases damage every tenth position.
 """
 import random
 import zipfile
@@ -17,7 +17,7 @@ from sampling.inputs.tokenizer import load_tokenizer
 
 NUM_POSITIONS = {"ckpt.pt": 1000, "old ckpt.pt": 1000, "model.safetensors": 500, "pytorch_model.bin": 500, "meta.pkl": 300, "config.json": 300}
 SMALL = dict(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5)
-every = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)], ids=["every-tenth", "all"])
+each_stride = pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.slow)], ids=["every-tenth", "all"])
 
 
 def make_checkpoint(folder, zipped=True):
@@ -30,7 +30,7 @@ def make_checkpoint(folder, zipped=True):
 
 
 def make_hf_folder(folder, kind):
-    """A small GPT-2 of Hugging Face with safetensors, or with pytorch_model.bin."""
+    """A small GPT-2 in Hugging Face's format, with model.safetensors or pytorch_model.bin."""
     theirs = make_transformers_gpt2(vocab_size=50257, n_layer=1, n_embd=2, n_head=1, n_positions=4)
     theirs.save_pretrained(folder)
     if kind == "pytorch_model.bin":
@@ -40,7 +40,7 @@ def make_hf_folder(folder, kind):
 
 @pytest.fixture(params=NUM_POSITIONS)
 def file(request, tmp_path, gpt2_encoding):
-    """(its kind, its path, the function that loads its folder)."""
+    """(kind of the file, its path, the function that loads its folder)."""
     kind = request.param
     if kind in ("model.safetensors", "pytorch_model.bin", "config.json"):
         make_hf_folder(tmp_path, kind)
@@ -50,7 +50,7 @@ def file(request, tmp_path, gpt2_encoding):
 
 
 def load(folder, load_from=load_checkpoint):
-    """What loading gives, to be compared; None if it is refused in a line that can be read."""
+    """The loaded config, tensors and vocabulary, or None if loading raises a short error."""
     try:
         checkpoint = load_from(str(folder))
         model, tokenizer = GPT.from_checkpoint(checkpoint), load_tokenizer(checkpoint)
@@ -66,19 +66,19 @@ def same(one, other):
         torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
 
 
-def positions(kind, size, every):
-    """Some positions in so many bytes, from both ends and anywhere, or every so manieth of them."""
+def positions(kind, size, stride):
+    """Positions in a file of this size, at both ends and at random. A stride above 1 selects fewer of them."""
     rng = random.Random(kind)
     ends = [*range(min(100, size)), *range(max(0, size - 100), size)]
-    return (ends + [rng.randrange(size) for _ in range(NUM_POSITIONS[kind] - len(ends))])[::every]
+    return (ends + [rng.randrange(size) for _ in range(NUM_POSITIONS[kind] - len(ends))])[::stride]
 
 
-@every
-def test_a_cut_file_is_refused(file, every):
-    """Only an old file may still load: the optimizer's tensors are at its end."""
+@each_stride
+def test_a_truncated_file_is_refused(file, stride):
+    """Only an old-format file may still load, because the optimizer's tensors are at its end."""
     kind, path, load_from = file
     good, content, refused = load(path.parent, load_from), path.read_bytes(), 0
-    cuts = positions(kind, len(content), every)
+    cuts = positions(kind, len(content), stride)
     for at in cuts:
         path.write_bytes(content[:at])
         found = load(path.parent, load_from)
@@ -87,12 +87,12 @@ def test_a_cut_file_is_refused(file, every):
     assert refused >= (0.7 if kind == "old ckpt.pt" else 0.99) * len(cuts)
 
 
-@every
-def test_a_changed_byte_is_noticed_if_there_are_checksums(file, every):
-    """If there are none, what loads is at least a model and a vocabulary that fit together."""
+@each_stride
+def test_a_changed_byte_is_detected_if_there_are_checksums(file, stride):
+    """Without checksums, a file that loads still gives a model and a vocabulary that fit together."""
     kind, path, load_from = file
     good, content, rng, refused = load(path.parent, load_from), path.read_bytes(), random.Random(kind), 0
-    changes = positions(kind, len(content), every)
+    changes = positions(kind, len(content), stride)
     for at in changes:
         damaged = bytearray(content)
         damaged[at] ^= rng.randrange(1, 256)
@@ -103,8 +103,8 @@ def test_a_changed_byte_is_noticed_if_there_are_checksums(file, every):
     assert refused > 0.1 * len(changes)
 
 
-def test_a_changed_bit_is_noticed_in_every_record_that_is_used(tmp_path):
-    """And only in those: the records of the optimizer are not read."""
+def test_a_changed_bit_is_detected_in_every_record_that_is_used(tmp_path):
+    """The optimizer's records are not read, so changes in them are not detected."""
     path = make_checkpoint(tmp_path)
     content, used = path.read_bytes(), torch.load(path, weights_only=True)["model"].values()
     records = {info.filename: info for info in zipfile.ZipFile(path).infolist() if "/data/" in info.filename}
@@ -119,8 +119,8 @@ def test_a_changed_bit_is_noticed_in_every_record_that_is_used(tmp_path):
     assert refused == len({tensor.data_ptr() for tensor in used}) < len(records)
 
 
-def test_no_record_is_read_in_the_place_of_another(tmp_path):
-    """One of the same length, whose checksum is right: the directory says that it begins there, or the record itself."""
+def test_no_record_is_read_instead_of_another(tmp_path):
+    """Both records have the same length and correct checksums; the directory or the record's own header points to the other one."""
     path = make_checkpoint(tmp_path)
     content, good, refused = path.read_bytes(), load(tmp_path), []
     for at, size, number in swaps(path, content):
@@ -132,7 +132,7 @@ def test_no_record_is_read_in_the_place_of_another(tmp_path):
 
 
 def swaps(path, content):
-    """Changes (position, bytes, number) that each make a reader find another record of the same length."""
+    """Changes (position, num_bytes, number). Each makes a reader find another record of the same length."""
     records = [info for info in zipfile.ZipFile(path).infolist() if "/data/" in info.filename]
     for one in records:
         for other in records:
@@ -140,14 +140,14 @@ def swaps(path, content):
                 continue
             entry, between = content.rindex(one.filename.encode() + b"PK") - 46, other.header_offset - one.header_offset
             changes = [(entry + 42, 4, other.header_offset)]
-            if between > 0: # its other half: how much lies between a record's name and its bytes
+            if between > 0: # or the record's header claims a longer name or extra field before its bytes
                 changes += [(one.header_offset + at, 2, int.from_bytes(content[one.header_offset + at:][:2], "little") + between)
                             for at in (26, 28)]
             yield from (change for change in changes if change[1] == 4 or change[2] < 2**16)
 
 
-def test_a_changed_setting_is_noticed(tmp_path):
-    """One that no shape gives away."""
+def test_a_changed_setting_is_detected(tmp_path):
+    """n_head does not change the shape of any tensor."""
     path = make_checkpoint(tmp_path)
     content = path.read_bytes()
     at = content.index(b"K", content.index(b"n_head")) + 1

@@ -1,11 +1,11 @@
-"""Tensors that somebody made to do harm: impossible ones, and ones that claim more than their file holds."""
+"""Hostile tensors are refused: impossible tensors, and tensors that claim more data than their file contains."""
 import pickle
 import struct
 
 import pytest
 import torch
 
-from attacks import OLD_FILE_START, cases, needs_linux, place, poison, write_checkpoint
+from attacks import OLD_FILE_START, cases, needs_linux, poison, write_attack, write_checkpoint
 from models import SHAPE, make_gpt, save_checkpoint
 from pickle_code import TUPLES, call, nested, tensor, value
 
@@ -39,31 +39,31 @@ QUICK = {"beyond-its-storage", "storage-of-terabytes", "negative-stride", "overf
 
 
 @pytest.mark.parametrize("piece", cases(TENSORS, quick=TENSORS.keys() - {"many-dimensions"}))
-def test_impossible_tensors_are_refused(piece, refused, good, tmp_path):
+def test_impossible_tensors_are_refused(piece, assert_refused, valid_checkpoint, tmp_path):
     model = b"}" + value("transformer.wpe.weight") + piece + b"s"
-    write_checkpoint(tmp_path, poison(good, "model", model + value("model_args") + value(SHAPE | {"block_size": 2**25})))
-    refused(message_about(piece))
+    write_checkpoint(tmp_path, poison(valid_checkpoint, "model", model + value("model_args") + value(SHAPE | {"block_size": 2**25})))
+    assert_refused(message_about(piece))
 
 
 @pytest.mark.parametrize("piece", cases(TENSORS, QUICK))
-def test_impossible_tensors_in_an_old_file_are_refused(piece, refused, tmp_path):
+def test_impossible_tensors_in_an_old_format_file_are_refused(piece, assert_refused, tmp_path):
     model = b"}" + value("transformer.wpe.weight") + piece.replace(b"tQ", b"NtQ") + b"s"
     content = b"\x80\x02}(" + value("model") + model + value("model_args") + value(SHAPE | {"block_size": 2**25}) + b"u."
     keys = ["0"] if b"Q" in piece else []
     write_checkpoint(tmp_path, OLD_FILE_START + content + pickle.dumps(keys, 2) + struct.pack("<qf", 1, 1.0))
-    refused(message_about(piece))
+    assert_refused(message_about(piece))
 
 
 def message_about(piece):
-    """What the error must say: an expanded tensor is possible, but too large."""
+    """The expected error message. An expanded tensor is possible, but too large."""
     return "claims tensors of" if piece in (TENSORS["expanded"], TENSORS["expanded-to-terabytes"]) else "out/ckpt.pt"
 
 
 @pytest.mark.parametrize("size, stride", [((2**30 + 1,), (1,)), ((2**20, 2**10 + 1), (2**10, 1)), ((2,), (2**30,))])
-def test_a_storage_of_an_old_file_is_not_enlarged(size, stride, refused, good, tmp_path):
-    """torch would do that, and copy it."""
+def test_a_storage_of_an_old_format_file_is_not_enlarged(size, stride, assert_refused, valid_checkpoint, tmp_path):
+    """torch.load would enlarge it, and copy it."""
     piece = tensor(size, stride, count=2**30, kind="torch ByteStorage").replace(b"tQ", b"NtQ")
-    refused("reaches beyond its storage", place("old ckpt.pt", b"}" + value("model") + b"}" + value("a") + piece + b"ss", tmp_path, good))
+    assert_refused("reaches beyond its storage", write_attack("old ckpt.pt", b"}" + value("model") + b"}" + value("a") + piece + b"ss", tmp_path, valid_checkpoint))
 
 
 @pytest.mark.parametrize("change", [
@@ -71,30 +71,30 @@ def test_a_storage_of_an_old_file_is_not_enlarged(size, stride, refused, good, t
     {"lm_head.weight": torch.ones(1, 1, dtype=torch.half).expand(WIDE), "transformer.wte.weight": torch.ones(1, 1, dtype=torch.half).expand(WIDE)},
     {f"x{i}": view for i, view in enumerate([torch.ones(2**20)] * 1000)},
 ], ids=["expanded", "expanded-twice", "one-storage-under-many-names"])
-def test_a_model_larger_than_its_file_is_refused(change, refused, tmp_path):
+def test_a_model_larger_than_its_file_is_refused(change, assert_refused, tmp_path):
     model = make_gpt()
     save_checkpoint(tmp_path / "out", model, model=model.state_dict() | change, optimizer=None)
-    refused("claims tensors of")
+    assert_refused("claims tensors of")
 
 
 @pytest.mark.parametrize("num_names", [1000, pytest.param(6000, marks=pytest.mark.slow)])
-def test_the_checksum_of_a_storage_under_many_names_is_computed_once(num_names, refused, tmp_path):
+def test_the_checksum_of_a_storage_with_many_names_is_computed_once(num_names, assert_refused, tmp_path):
     model, large = make_gpt(), torch.zeros(2**24)
     views = {f"transformer.h.0.x{i}": large[i:i + 1] for i in range(num_names)}
     save_checkpoint(tmp_path / "out", model, model=model.state_dict() | views, optimizer=None)
-    refused("unexpected: transformer.h.0.x0")
+    assert_refused("unexpected: transformer.h.0.x0")
 
 
-def test_a_model_of_too_many_layers_is_refused(refused, tmp_path):
+def test_a_model_with_too_many_layers_is_refused(assert_refused, tmp_path):
     """Each layer takes a millisecond to build."""
     model, one = make_gpt(), torch.ones(1)
     layers = {f"transformer.h.{i}.x": one for i in range(5000)}
     save_checkpoint(tmp_path / "out", model, model=model.state_dict() | layers, model_args=SHAPE | {"n_layer": 5000}, optimizer=None)
-    refused("layers")
+    assert_refused("layers")
 
 
 @pytest.mark.parametrize("tensors", [{"\x1b[31m\n\r\x07\x9b" * 9: torch.ones(1)}, {"\N{RIGHT-TO-LEFT OVERRIDE}x" * 10**5: torch.ones(1)}], ids=["escape-codes", "long"])
-def test_names_of_tensors_move_no_cursor(tensors, refused, tmp_path):
+def test_control_characters_in_tensor_names_are_not_printed(tensors, assert_refused, tmp_path):
     model = make_gpt()
     save_checkpoint(tmp_path / "out", model, model=model.state_dict() | tensors)
-    refused("out/ckpt.pt")
+    assert_refused("out/ckpt.pt")

@@ -1,4 +1,4 @@
-"""Files of Hugging Face, and links in place of files, that somebody made to do harm."""
+"""Hostile files in Hugging Face's format, and symbolic links in place of files, are refused."""
 import json
 import os
 import struct
@@ -15,23 +15,23 @@ pytestmark = needs_linux
     "[" * 10**6, '{"a":' * 10**6, '{"n_layer": ' + "9" * 10**6 + "}", '{"model_type": "gpt2", "n_layer": 1e999}', "null", "\0", '"\ud800"'.encode("utf-8", "surrogatepass"),
     b"\xff\xfe", "{" + " " * 2**25 + "}", '{"a": [' + "[]," * 10**7 + "1]}", '{"model_type": "\\u001b[31m\\u0007"}',
 ], ids=["deep-lists", "deep-dicts", "a-million-digits", "infinite", "null", "nul", "surrogate", "utf-16", "long", "many-lists", "escape-codes"])
-def test_hostile_json_is_refused(content, refused, hf_copy):
+def test_hostile_json_is_refused(content, assert_refused, hf_copy):
     (hf_copy / "config.json").write_bytes(content.encode() if isinstance(content, str) else content)
-    refused("out", "out")
+    assert_refused("out", "out")
 
 
 # ---- safetensors
 
 def safetensors_file(header, data=b"", length=None):
-    """A safetensors file; length is the length of the header that it claims."""
+    """A safetensors file. length replaces the header length that the file states."""
     header = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
-def test_a_long_header_is_not_read(refused, hf_copy):
+def test_a_long_header_is_not_read(assert_refused, hf_copy):
     header = {f"{i:0100}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(60_000)}
     (hf_copy / "model.safetensors").write_bytes(safetensors_file(header))
-    refused("a header of", "out")
+    assert_refused("a header of", "out")
 
 
 def one_tensor(**changes):
@@ -58,37 +58,37 @@ SAFETENSORS = {
 
 @pytest.mark.parametrize("content", cases(SAFETENSORS, quick=[
     "header-of-all", "short-header", "terabytes", "overflowing", "backwards", "negative-size", "no-type", "empty-of-terabytes", "deep", "escape-codes", "empty"]))
-def test_false_safetensors_are_refused(content, refused, hf_copy):
+def test_invalid_safetensors_are_refused(content, assert_refused, hf_copy):
     (hf_copy / "model.safetensors").write_bytes(content)
-    refused("out", "out")
+    assert_refused("out", "out")
 
 
 # ---- paths
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", "", "a\0b", "\x1b[31m", "x" * 10**5, 5, None, ["x"], "nowhere.safetensors"],
                          ids=lambda name: repr(name)[:20])
-def test_an_index_may_only_name_files_in_its_folder(name, refused, hf_copy):
+def test_an_index_may_only_name_files_in_its_folder(name, assert_refused, hf_copy):
     (hf_copy / "sub").mkdir()
     for copy in hf_copy / "sub" / "x.safetensors", hf_copy.parent / "x.safetensors":
         copy.write_bytes((hf_copy / "model.safetensors").read_bytes())
     (hf_copy / "model.safetensors").unlink()
     (hf_copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    refused("must name files in its own folder", "out")
+    assert_refused("must name files in its own folder", "out")
 
 
 @pytest.mark.parametrize("name, target", [
     pytest.param(name, target, marks=() if i == j % 4 or target == "/etc/passwd" else pytest.mark.slow)
     for i, name in enumerate(["config.json", "model.safetensors", "ckpt.pt", "meta.pkl"])
     for j, target in enumerate(["/dev/zero", "/dev/tty", "fifo", "folder", "nowhere", "/etc/passwd"])])
-def test_links_to_anything_but_a_file_are_not_read(name, target, refused, hf_copy, good):
+def test_links_to_other_files_are_refused_and_their_content_is_not_printed(name, target, assert_refused, hf_copy, valid_checkpoint):
     os.mkfifo(hf_copy / "fifo")
     (hf_copy / "folder").mkdir()
     resume = name in ("ckpt.pt", "meta.pkl")
     if resume:
-        (hf_copy / "ckpt.pt").write_bytes(good)
+        (hf_copy / "ckpt.pt").write_bytes(valid_checkpoint)
     (hf_copy / name).unlink(missing_ok=True)
     (hf_copy / name).symlink_to(target)
-    refused("", "resume" if resume else "out")
+    assert_refused("", "resume" if resume else "out")
     assert "root" not in (hf_copy.parent / "stderr").read_text()
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 from the files of Hugging Face, compared with transformers."""
+"""GPT-2 loaded from files in Hugging Face's format, compared with transformers."""
 import shutil
 
 import pytest
@@ -11,25 +11,25 @@ from sampling.checkpoints.huggingface import load_gpt2
 
 
 def same_as_transformers(folder, theirs):
-    """Whether the model in folder gives their logits."""
+    """Whether the model in this folder gives the same logits as theirs."""
     ours, idx = GPT.from_pretrained(str(folder)), torch.arange(40)[None]
     with torch.no_grad():
         return (ours(idx, idx)[0] - theirs(idx).logits).abs().max() < 1e-4
 
 
-def test_safetensors_in_one_file(tmp_path):
+def test_safetensors_in_one_file_load(tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists() and same_as_transformers(tmp_path, theirs)
 
 
-def test_safetensors_in_shards(tmp_path):
+def test_safetensors_in_shards_load(tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 and same_as_transformers(tmp_path, theirs)
 
 
-def test_pytorch_model_bin_in_one_file_and_in_shards(tmp_path):
+def test_pytorch_model_bin_loads_from_one_file_and_from_shards(tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.config.save_pretrained(tmp_path)
     tensors = theirs.state_dict()
@@ -45,8 +45,8 @@ def test_pytorch_model_bin_in_one_file_and_in_shards(tmp_path):
     assert same_as_transformers(tmp_path, theirs)
 
 
-def test_names_without_the_prefix_and_with_masks(tmp_path):
-    """The files of the hub's gpt2 are like this."""
+def test_tensor_names_without_the_prefix_and_mask_buffers_load(tmp_path):
+    """The hub's gpt2 has such files."""
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.config.save_pretrained(tmp_path)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
@@ -55,22 +55,22 @@ def test_names_without_the_prefix_and_with_masks(tmp_path):
     assert same_as_transformers(tmp_path, theirs)
 
 
-def test_half_precision(tmp_path):
+def test_half_precision_weights_load(tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300).half()
     theirs.save_pretrained(tmp_path)
     assert same_as_transformers(tmp_path, theirs.float())
 
 
-def test_what_a_checkpoint_says_about_its_folder(tmp_path):
+def test_fields_of_a_hugging_face_checkpoint(tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
     checkpoint = load_gpt2(str(tmp_path), with_crc32=True)
     assert (checkpoint.path, checkpoint.vocab_size, len(checkpoint.crc32)) == (str(tmp_path), 300, 8)
-    assert (checkpoint.folder, checkpoint.dataset) == (None, None), "no meta.pkl is looked for"
-    assert checkpoint.num_init_draws == 0, "transformers' users seed after the model is built"
+    assert (checkpoint.folder, checkpoint.dataset) == (None, None), "nothing searches for a meta.pkl"
+    assert checkpoint.num_init_draws == 0, "users of transformers seed after the model is initialised"
 
 
 def test_the_hub_cache_is_used_offline(tmp_path, monkeypatch):
-    """A cache as huggingface_hub lays it out, of a model that only has pytorch_model.bin."""
+    """A cache in huggingface_hub's layout, with a model that only has pytorch_model.bin."""
     theirs = make_transformers_gpt2(vocab_size=300)
     snapshot = tmp_path / "models--someone--tiny" / "snapshots" / "abc"
     theirs.config.save_pretrained(snapshot)
@@ -85,7 +85,7 @@ def test_the_hub_cache_is_used_offline(tmp_path, monkeypatch):
         load_gpt2("someone/other")
 
 
-def test_an_impossible_id_is_refused():
+def test_an_invalid_model_id_is_refused():
     with pytest.raises(ValueError, match="neither 'resume', nor a folder here, nor a Hugging Face id"):
         load_gpt2("no/such/model")
 

@@ -1,4 +1,4 @@
-"""How many random numbers nanoGPT draws before it samples."""
+"""How many random numbers nanoGPT draws to initialise a model."""
 import pytest
 import torch
 
@@ -14,7 +14,7 @@ from sampling.sampler.mt19937 import advance_mt19937
     dict(n_embd=1, n_head=1, block_size=5, vocab_size=7), # an odd number of weights
     dict(n_embd=768, n_head=12, n_layer=2, block_size=1024, vocab_size=1000),
 ], ids=str)
-def test_initialisation_is_counted_without_making_it(shape):
+def test_count_init_draws_equals_the_draws_of_the_initialisation(shape):
     model = make_gpt(**shape)
     torch.manual_seed(5)
     GPT(GPTConfig(**vars(model.config)))

@@ -1,4 +1,4 @@
-"""What loading keeps in memory."""
+"""How much memory it takes to load a checkpoint."""
 import os
 import pathlib
 import subprocess
@@ -25,7 +25,7 @@ needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason=
 
 
 def peak_of_loading(path):
-    """How many MB the peak memory of a process grows by when it loads a checkpoint."""
+    """By how many MB the peak memory of a process grows when it loads a checkpoint."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, path], cwd=PROJECT, capture_output=True, text=True, check=True)
     return float(done.stdout)
 
@@ -37,8 +37,8 @@ def test_optimizer_state_is_never_read(tmp_path):
 
 
 @needs_proc
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are let go on Linux only")
-def test_tensors_are_in_memory_once_while_they_are_copied(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are released on Linux only")
+def test_copying_tensors_keeps_only_one_copy_in_memory(tmp_path):
     tensors = {f"transformer.h.0.x{i}": torch.ones(5_000_000) for i in range(10)} # 200 MB
     torch.save({"model": tensors, "model_args": {"n_layer": 1}}, tmp_path / "ckpt.pt")
     assert 200 < peak_of_loading(tmp_path / "ckpt.pt") < 280
@@ -46,7 +46,7 @@ def test_tensors_are_in_memory_once_while_they_are_copied(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("name", ["ckpt.pt", "a name\twith\r spaces.pt"])
-def test_pages_that_were_read_are_let_go(name, tmp_path):
+def test_pages_are_released_after_they_are_read(name, tmp_path):
     path = tmp_path / name
     torch.save({"a": torch.arange(2**20)}, path)
 
@@ -59,4 +59,4 @@ def test_pages_that_were_read_are_let_go(name, tmp_path):
     assert mapped.sum() == 2**20 * (2**20 - 1) // 2 and resident_kb() >= 8192
     let_go(pages_of([mapped]))
     assert resident_kb() == 0 and mapped[12345] == 12345
-    assert pages_of([torch.ones(2**20)]) == [], "what is in no file would be lost"
+    assert pages_of([torch.ones(2**20)]) == [], "pages that are not mapped from a file would lose their content"

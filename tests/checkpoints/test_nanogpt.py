@@ -1,4 +1,4 @@
-"""The ckpt.pt files of nanoGPT's train.py: which ones load, as what, and what a Checkpoint says about them."""
+"""ckpt.pt files of nanoGPT's train.py: how they are found, which ones load, and the fields of their Checkpoint."""
 import datetime
 import os
 import pathlib
@@ -16,7 +16,7 @@ from sampling.checkpoints.nanogpt import find_checkpoint, load_checkpoint
 
 
 def same_model(path, model):
-    """Whether the checkpoint at path holds the model: its own tensors, and the same logits."""
+    """Whether the checkpoint at path loads in float32 and gives the same logits as the model."""
     checkpoint = load_checkpoint(path)
     assert all(tensor.dtype == torch.float32 for tensor in checkpoint.state_dict.values())
     loaded, idx = GPT.from_checkpoint(checkpoint), torch.arange(16)[None]
@@ -24,14 +24,14 @@ def same_model(path, model):
         return torch.equal(loaded(idx, idx)[0], model(idx, idx)[0])
 
 
-# ---- where it is
+# ---- finding the file
 
-def test_out_dir_may_be_the_file(tmp_path):
+def test_out_dir_may_be_the_checkpoint_file(tmp_path):
     path = save_checkpoint(tmp_path / "out", make_gpt())
     assert find_checkpoint(str(tmp_path / "out")) == find_checkpoint(str(path)) == path
 
 
-def test_a_missing_checkpoint_names_others_nearby(tmp_path):
+def test_the_error_for_a_missing_checkpoint_lists_others_nearby(tmp_path):
     save_checkpoint(tmp_path / "out-a", make_gpt())
     save_checkpoint(tmp_path / "out-b", make_gpt())
     (tmp_path / "empty").mkdir()
@@ -42,7 +42,7 @@ def test_a_missing_checkpoint_names_others_nearby(tmp_path):
             assert name.rstrip("/") in str(error.value)
 
 
-def test_the_projects_own_checkpoint_is_named_once_from_anywhere(tmp_path, monkeypatch):
+def test_the_error_lists_the_projects_own_checkpoint_once_from_any_folder(tmp_path, monkeypatch):
     for folder in tmp_path, pathlib.Path(load_checkpoint.__code__.co_filename).parents[2]:
         monkeypatch.chdir(folder)
         with pytest.raises(FileNotFoundError) as error:
@@ -51,16 +51,16 @@ def test_the_projects_own_checkpoint_is_named_once_from_anywhere(tmp_path, monke
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such paths")
-def test_a_path_that_is_not_utf_8_is_refused_as_such(tmp_path):
+def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
     folder = tmp_path / os.fsdecode(b"\xff")
     save_checkpoint(folder, make_gpt())
     with pytest.raises(ValueError, match="not UTF-8"):
         find_checkpoint(folder)
 
 
-# ---- what it says
+# ---- fields of a Checkpoint
 
-def test_what_a_checkpoint_says_about_its_file(tmp_path):
+def test_fields_of_a_nanogpt_checkpoint(tmp_path):
     path = save_checkpoint(tmp_path / "out", make_gpt(vocab_size=70), config={"dataset": "shakespeare"})
     checkpoint = load_checkpoint(tmp_path / "out")
     assert (checkpoint.path, checkpoint.folder, checkpoint.dataset) == (str(path), path.parent, "shakespeare")
@@ -68,7 +68,7 @@ def test_what_a_checkpoint_says_about_its_file(tmp_path):
     assert checkpoint.num_init_draws > sum(tensor.numel() for tensor in checkpoint.state_dict.values() if tensor.dim() == 2)
 
 
-def test_crc32_tells_weights_apart_whatever_the_order_of_tensors(tmp_path):
+def test_crc32_depends_on_the_weights_but_not_on_their_order(tmp_path):
     model = make_gpt()
     reversed_tensors = dict(reversed(model.state_dict().items()))
     paths = [save_checkpoint(tmp_path / "a", model), save_checkpoint(tmp_path / "b", model, model=reversed_tensors),
@@ -78,7 +78,7 @@ def test_crc32_tells_weights_apart_whatever_the_order_of_tensors(tmp_path):
     assert load_checkpoint(paths[0]).crc32 is None
 
 
-def test_no_config(tmp_path):
+def test_a_checkpoint_without_config_has_no_dataset(tmp_path):
     path = save_checkpoint(tmp_path, make_gpt())
     content = torch.load(path, weights_only=True)
     del content["config"]
@@ -86,10 +86,10 @@ def test_no_config(tmp_path):
     assert load_checkpoint(path).dataset is None
 
 
-# ---- what loads
+# ---- files that load
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "_orig_mod.module.", "module._orig_mod."])
-def test_prefixes_of_compile_and_ddp(prefix, tmp_path):
+def test_prefixes_of_compile_and_ddp_are_removed(prefix, tmp_path):
     model = make_gpt()
     tensors = {prefix + name: tensor for name, tensor in model.state_dict().items()}
     assert same_model(save_checkpoint(tmp_path, model, model=tensors), model)
@@ -103,13 +103,13 @@ def test_mask_buffers_are_dropped(tmp_path):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_bias_is_what_the_tensors_show(bias, tmp_path):
+def test_bias_is_inferred_from_the_tensors(bias, tmp_path):
     model = make_gpt(bias=bias)
     args = {name: value for name, value in nanogpt_args(model.config).items() if name != "bias"}
     assert same_model(save_checkpoint(tmp_path, model, model_args=args), model)
 
 
-def test_a_separate_head(tmp_path):
+def test_an_untied_head_loads(tmp_path):
     model = make_gpt(tie_word_embeddings=False)
     assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
     assert same_model(save_checkpoint(tmp_path, model), model)
@@ -120,7 +120,7 @@ def test_a_separate_head(tmp_path):
     lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].clone()}),
     lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].double()}),
 ], ids=["no-head", "equal-copies", "equal-in-another-precision"])
-def test_a_tied_head_is_found_however_it_is_stored(change, tmp_path):
+def test_a_tied_head_is_recognised_in_every_form(change, tmp_path):
     model = make_gpt()
     tensors = model.state_dict()
     change(tensors)
@@ -132,12 +132,12 @@ def test_a_tied_head_is_found_however_it_is_stored(change, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions(dtype, tmp_path):
+def test_other_dtypes_load_as_float32(dtype, tmp_path):
     model = make_gpt().to(dtype)
     assert same_model(save_checkpoint(tmp_path, model), model.float())
 
 
-def test_old_files_that_are_no_zip(tmp_path):
+def test_old_format_files_load(tmp_path):
     model = make_gpt()
     path = save_checkpoint(tmp_path, model)
     torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
@@ -145,8 +145,8 @@ def test_old_files_that_are_no_zip(tmp_path):
     assert same_model(path, model)
 
 
-def test_files_without_checksums(tmp_path):
-    """torch can be told to leave them out."""
+def test_files_without_checksums_load(tmp_path):
+    """torch has an option to omit them."""
     model = make_gpt()
     torch.serialization.set_crc32_options(False)
     try:
@@ -156,20 +156,20 @@ def test_files_without_checksums(tmp_path):
     assert same_model(path, model)
 
 
-def test_sizes_as_numpy_numbers(tmp_path):
+def test_model_args_may_be_numpy_numbers(tmp_path):
     model = make_gpt()
     args = nanogpt_args(model.config) | {"vocab_size": np.int64(SHAPE["vocab_size"]), "dropout": np.float64(0.0)}
     assert same_model(save_checkpoint(tmp_path, model, model_args=args), model)
 
 
 @pytest.mark.parametrize("count", [100_000, pytest.param(600_000, marks=pytest.mark.slow)])
-def test_long_lists_of_losses(count, tmp_path):
+def test_a_checkpoint_with_a_long_list_of_losses_loads(count, tmp_path):
     model = make_gpt()
     assert same_model(save_checkpoint(tmp_path, model, losses=[i / 7 for i in range(count)]), model)
 
 
-def test_the_file_may_be_overwritten_once_it_is_loaded(tmp_path):
-    """A training run does that to its ckpt.pt; a mapped tensor would change, or end the process."""
+def test_overwriting_the_file_does_not_change_the_loaded_tensors(tmp_path):
+    """A training run overwrites its ckpt.pt. A tensor that is still mapped would change, or crash the process."""
     path = save_checkpoint(tmp_path, make_gpt())
     state_dict = load_checkpoint(path).state_dict
     before = {name: tensor.clone() for name, tensor in state_dict.items()}
@@ -177,11 +177,11 @@ def test_the_file_may_be_overwritten_once_it_is_loaded(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in state_dict.items())
 
 
-# ---- what does not
+# ---- files that are refused
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
 @pytest.mark.parametrize("entry", ["model", "model_args", "config", "optimizer"])
-def test_a_hostile_checkpoint_runs_nothing(entry, zipped, tmp_path):
+def test_a_hostile_checkpoint_runs_no_code(entry, zipped, tmp_path):
     path = save_checkpoint(tmp_path, make_gpt())
     content = torch.load(path, weights_only=True) | {entry: {"x": CreatesFile(tmp_path / "ran")}}
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
@@ -205,7 +205,7 @@ def test_a_hostile_checkpoint_runs_nothing(entry, zipped, tmp_path):
     ({"model": {"a": torch.ones(2)}, "model_args": {"x": datetime.date(2020, 1, 1)}}, "names datetime.date"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
-def test_a_file_without_a_checkpoint_is_refused(content, message, tmp_path):
+def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
     torch.save(content, tmp_path / "ckpt.pt")
     with pytest.raises(ValueError) as error:
         load_checkpoint(tmp_path / "ckpt.pt")
@@ -223,8 +223,8 @@ def test_damaged_files_are_refused(damage, tmp_path):
         load_checkpoint(path)
 
 
-def test_a_pickle_that_torch_cannot_read_is_not_called_damaged(tmp_path):
+def test_the_error_names_a_pickle_protocol_that_torch_cannot_read(tmp_path):
     path = save_checkpoint(tmp_path, make_gpt())
     torch.save(torch.load(path, weights_only=True), path, pickle_protocol=4)
-    with pytest.raises(ValueError, match="torch reads no weights of pickle_protocol=4"):
+    with pytest.raises(ValueError, match="torch cannot read weights saved with pickle_protocol=4"):
         load_checkpoint(path)

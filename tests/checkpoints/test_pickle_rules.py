@@ -1,4 +1,4 @@
-"""What check_pickle allows, and what it says about each thing that it refuses. Nothing is loaded here."""
+"""What check_pickle allows, and the error message for everything that it refuses. These tests load nothing."""
 import pickle
 
 import pytest
@@ -46,14 +46,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("piece, message", REFUSED.values(), ids=REFUSED)
-def test_the_reason_for_a_refusal(piece, message):
+def test_the_error_states_the_reason(piece, message):
     with pytest.raises(Refused) as error:
         check_pickle(b"\x80\x02" + piece + b".", ALLOWED_NAMES, max_steps=4096)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("pickled", [b"", b"\x80\x02", b"N", b"a.", b"h\1.", b"}K\1s.", b"X\xff\xff\xff\x7fx.", b"\xff."])
-def test_a_damaged_pickle_is_called_so(pickled):
+def test_the_error_says_that_a_pickle_is_damaged(pickled):
     with pytest.raises(ValueError, match="its pickle is damaged") as error:
         check_pickle(pickled)
     assert not isinstance(error.value, Refused)
@@ -66,7 +66,7 @@ def test_plain_data_is_allowed_in_every_protocol(protocol):
     assert check_pickle(pickled + b"what follows") == len(pickled)
 
 
-def test_fewer_steps_allow_less():
+def test_max_steps_limits_the_length_of_a_pickle():
     pickled = pickle.dumps(list(range(100)), 2)
     assert check_pickle(pickled, max_steps=1000) == len(pickled)
     with pytest.raises(Refused, match=COSTLY):

@@ -1,4 +1,4 @@
-"""Pickles that somebody made to do harm: they run nothing, and take little memory and time."""
+"""Hostile pickles run no code, and take little memory and time."""
 import json
 import pickle
 import struct
@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from attacks import needs_linux, place, poison, write_checkpoint
+from attacks import needs_linux, poison, write_attack, write_checkpoint
 from models import SHAPE
 from pickle_code import LISTS, TUPLES, as_key, call, colliding_pairs, nested, repeat, tensor, value
 from sampling.checkpoints.pickle_scanner import MAX_STEPS
@@ -16,7 +16,7 @@ pytestmark = needs_linux
 
 
 def in_files(payloads, kinds, quick):
-    """Every payload in every kind of file. Quick are those that quick names, in one kind of file after another."""
+    """Every payload in every kind of file. The quick cases are the payloads that quick names, in alternating kinds of file."""
     return [pytest.param(kind, payload, id=f"{name}-{kind}", marks=() if name in quick and i % len(kinds) == n else pytest.mark.slow)
             for i, (name, payload) in enumerate(payloads.items()) for n, kind in enumerate(kinds)]
 
@@ -58,16 +58,16 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("kind, payload", in_files(ATTACKS, ["ckpt.pt", "old ckpt.pt", "pytorch_model.bin", "meta.pkl"], quick=ATTACKS))
-def test_pickles_run_nothing(kind, payload, refused, good, tmp_path):
-    refused("", place(kind, payload, tmp_path, good))
+def test_hostile_pickles_run_no_code(kind, payload, assert_refused, valid_checkpoint, tmp_path):
+    assert_refused("", write_attack(kind, payload, tmp_path, valid_checkpoint))
 
 
 @pytest.mark.parametrize("name", [name for name, payload in ATTACKS.items() if RAN in payload and name not in (
     "PERSID", "BINPERSID", "BINPERSID-module", "READONLY_BUFFER", "APPENDS", "torch.load", "apply-a-builtin-of-Python-2", "escape-codes",
     "a-long-name") and not name.startswith(("EXT", "rebuild"))])
-def test_the_attacks_work_on_python_itself(name, tmp_path, monkeypatch):
+def test_the_attacks_work_with_pickle_loads(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with suppress(Exception): # after it has run
+    with suppress(Exception): # the load may fail after the code has run
         pickle.loads(b"\x80\x04" + ATTACKS[name] + b".")
     assert (tmp_path / "ran").exists()
 
@@ -115,12 +115,12 @@ QUICK = {"LONG_BINPUT", "FRAME", "BINUNICODE8", "LONG", "tuples-as-a-key", "tupl
 
 
 @pytest.mark.parametrize("kind, payload", in_files(BOMBS, ["ckpt.pt", "old ckpt.pt", "meta.pkl"], QUICK))
-def test_pickles_that_claim_much_take_little(kind, payload, refused, good, tmp_path):
-    refused("", place(kind, payload, tmp_path, good))
+def test_pickle_bombs_take_little_memory_and_time(kind, payload, assert_refused, valid_checkpoint, tmp_path):
+    assert_refused("", write_attack(kind, payload, tmp_path, valid_checkpoint))
 
 
 def entries(piece):
-    """A piece of pickle as each part of a checkpoint that a message may show: (key, its value)."""
+    """This piece of pickle in each part of a checkpoint that an error message may print: (key, its value)."""
     args, inner = value(SHAPE), piece[2:-1] if piece[:1] == b"]" else value(5)
     return {"model": ("model", piece), "model_args": ("model_args", piece), "tensor": ("model", b"}" + value("a") + piece + b"s"),
             "name": ("model", as_key(piece) if piece[:1] == b"]" else b"}" + value(5) + piece + b"s"),
@@ -132,20 +132,20 @@ def entries(piece):
     pytest.param(nested(TUPLES), id="tuples"), pytest.param(nested(LISTS), id="lists", marks=pytest.mark.slow),
     pytest.param(b"ccollections\nOrderedDict\n)R" + value("a") + nested(LISTS) + b"s", id="dict", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["model", "model_args", "tensor", "name", "argument", "key", "n_layer"])
-def test_messages_do_not_print_endlessly_nested_values(piece, where, refused, good, tmp_path):
-    write_checkpoint(tmp_path, poison(good, *entries(piece)[where]))
-    refused("")
+def test_error_messages_do_not_print_deeply_nested_values(piece, where, assert_refused, valid_checkpoint, tmp_path):
+    write_checkpoint(tmp_path, poison(valid_checkpoint, *entries(piece)[where]))
+    assert_refused("")
 
 
-def test_a_checkpoint_of_nested_keys_is_refused(refused, good, tmp_path):
-    refused("", place("old ckpt.pt", as_key(nested(TUPLES)), tmp_path, good))
+def test_a_checkpoint_with_nested_keys_is_refused(assert_refused, valid_checkpoint, tmp_path):
+    assert_refused("", write_attack("old ckpt.pt", as_key(nested(TUPLES)), tmp_path, valid_checkpoint))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, piece", [("ckpt.pt", b"}"), ("meta.pkl", b"N\x85"), ("meta.pkl", b"("), ("meta.pkl", b"\x8f")],
                          ids=["dicts", "tuples", "marks", "sets"])
-def test_the_largest_pickles_take_little(kind, piece, refused, good, tmp_path):
-    refused("", place(kind, piece * (MAX_STEPS // len(piece) - 9999), tmp_path, good))
+def test_the_largest_allowed_pickles_take_little_memory_and_time(kind, piece, assert_refused, valid_checkpoint, tmp_path):
+    assert_refused("", write_attack(kind, piece * (MAX_STEPS // len(piece) - 9999), tmp_path, valid_checkpoint))
 
 
 META = value({"vocab_size": 1, "stoi": {"a": 0}, "itos": {0: "a"}})
@@ -154,14 +154,14 @@ LONG = {"values": (b"N" * 2**22 + META, "far more memory"), "marks": (b"(" * 2**
 
 
 @pytest.mark.parametrize("kind, long", in_files(LONG, ["ckpt.pt", "old ckpt.pt", "meta.pkl"], quick=["marks", "text"]))
-def test_longer_pickles_are_refused(kind, long, refused, good, tmp_path):
+def test_too_long_pickles_are_refused(kind, long, assert_refused, valid_checkpoint, tmp_path):
     piece, message = long
-    refused(message, place(kind, piece, tmp_path, good))
+    assert_refused(message, write_attack(kind, piece, tmp_path, valid_checkpoint))
 
 
-def test_an_old_file_is_no_tar(refused, good, tmp_path):
-    """torch would read the whole first header of a tar, of any length: this one has 900 megabytes."""
-    place("old ckpt.pt", b"N", tmp_path, good)
+def test_a_tar_file_is_refused(assert_refused, valid_checkpoint, tmp_path):
+    """torch.load would read the whole first header of a tar file. The header here has 900 megabytes."""
+    write_attack("old ckpt.pt", b"N", tmp_path, valid_checkpoint)
     path = tmp_path / "out" / "ckpt.pt"
     header = bytearray(path.read_bytes().ljust(512, b"\0"))
     header[100:108], header[124:136], header[136:148], header[156:157] = b"0000644\0", b"%011o\0" % (900 << 20), b"00000000000\0", b"x"
@@ -170,14 +170,14 @@ def test_an_old_file_is_no_tar(refused, good, tmp_path):
     with open(path, "wb") as f:
         f.write(header)
         f.truncate(901 << 20)
-    refused("it is a tar")
+    assert_refused("it is a tar")
 
 
-def test_a_shard_may_not_cost_as_much_as_a_whole_file(refused, good, hf_copy):
-    """Or many shards, each within the limits, would take hours together."""
+def test_all_shards_together_have_the_limits_of_one_file(assert_refused, valid_checkpoint, hf_copy):
+    """Otherwise many shards, each within the limits, could take hours together."""
     (hf_copy / "model.safetensors").unlink()
-    (hf_copy / "0.bin").write_bytes(poison(good, "x", b"](" + b"c__builtin__\nset\n)R" * 30_000 + b"e")) # within the limits of one file
+    (hf_copy / "0.bin").write_bytes(poison(valid_checkpoint, "x", b"](" + b"c__builtin__\nset\n)R" * 30_000 + b"e")) # within the limits of one file
     for i in range(1, 20):
         (hf_copy / f"{i}.bin").hardlink_to(hf_copy / "0.bin")
     (hf_copy / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {str(i): f"{i}.bin" for i in range(20)}}))
-    refused("far more memory or time", "out")
+    assert_refused("far more memory or time", "out")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of generation."""
+"""Fixtures for the tests of generation."""
 import pytest
 import torch
 
@@ -14,13 +14,13 @@ from sampling.inputs.char_tokenizer import CharTokenizer
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
-    """One token a character."""
+    """A tokenizer with one token per character."""
     save_meta(path := tmp_path_factory.mktemp("vocabulary") / "meta.pkl")
     return CharTokenizer(path)
 
 
-class EngineOfGPU(Engine):
-    """Looks at the tokens as rarely as with a GPU."""
+class GPULikeEngine(Engine):
+    """Copies tokens to the host as rarely as on a GPU."""
 
     @property
     def sync_interval(self):
@@ -29,22 +29,22 @@ class EngineOfGPU(Engine):
 
 @pytest.fixture
 def make_engine(request, monkeypatch):
-    """make_engine(model, tokenizer, params, **settings): an Engine that runs the model with a backend, EagerGPT by default.
+    """make_engine(model, tokenizer, params, **settings) -> an Engine with the backend that the fixture's parameter names.
 
-    The parameter "packed" stands for PackedGPT, "shortlist" for a PackedGPT that tries shortlists; "steps" for
-    CUDAGraphGPT on a CPU, "graphs" for one whose graphs are recorded.
+    "eager" (the default) is EagerGPT, "packed" is PackedGPT, and "shortlist" is a PackedGPT that uses shortlists. "direct" is
+    CUDAGraphGPT on a CPU without graphs, and "graphs" is CUDAGraphGPT with recorded graphs.
     """
     backend = getattr(request, "param", "eager")
     if backend == "graphs":
-        request.getfixturevalue("recorded")
+        request.getfixturevalue("recordings")
     if backend == "shortlist":
         for name in "MIN_PARAMS", "MIN_WIDTH", "MAX_SHORTLIST_FRACTION":
             monkeypatch.setattr(lm_head, name, 1)
 
     def make(model, tokenizer, params=PARAMS, **settings):
         settings = {"log": lambda message: None, **settings}
-        if backend in ("steps", "graphs"):
-            return EngineOfGPU(CUDAGraphGPT(model), tokenizer, params, **settings)
+        if backend in ("direct", "graphs"):
+            return GPULikeEngine(CUDAGraphGPT(model), tokenizer, params, **settings)
         if backend == "eager":
             return Engine(EagerGPT(model), tokenizer, params, **settings)
         packed = packed_or_eager(model, torch.device("cpu"), torch.float32, compile=False, pack_eagerly=False)

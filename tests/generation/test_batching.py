@@ -1,4 +1,4 @@
-"""Which samples are generated together."""
+"""How samples are grouped into batches."""
 import pytest
 
 from sampling.generation.batching import group_by_length, next_batch, partition, visible_prompt
@@ -9,14 +9,14 @@ def request(index, prompt_length=1, already_saved=False):
     return SampleRequest(index, Prompt("a" * prompt_length), list(range(prompt_length)), already_saved)
 
 
-def test_batches_of_saved_samples_are_skipped_and_others_stay_whole():
+def test_fully_saved_batches_are_skipped_and_other_batches_stay_complete():
     requests = iter([request(i, already_saved=i in (0, 1, 2, 4, 6, 7, 8)) for i in range(10)])
     batches = [[item.index for item in next_batch(requests, 3)] for _ in range(4)]
     assert batches == [[3, 4, 5], [9], [], []]
 
 
 @pytest.mark.parametrize("length, expected", [(3, [0, 1, 2]), (4, [0, 1, 2, 3]), (6, [2, 3, 4, 5])])
-def test_the_model_sees_the_end_of_a_prompt(length, expected):
+def test_the_visible_prompt_is_its_last_block_size_tokens(length, expected):
     assert visible_prompt(Sample(request(0, length)), block_size=4) == expected
 
 
@@ -27,7 +27,7 @@ def test_the_model_sees_the_end_of_a_prompt(length, expected):
     ([30, 1, 2], 8, 10, [[0, 1, 2]]), # the model sees 8 tokens of the first
     ([1, 2], 99, 0, [[0], [1]]),
 ], ids=str)
-def test_the_prompts_of_a_group_differ_in_length_by_no_more_than_a_sample_has_tokens(lengths, block_size, max_new_tokens, expected):
+def test_prompt_lengths_in_a_group_differ_by_at_most_max_new_tokens(lengths, block_size, max_new_tokens, expected):
     samples = [Sample(request(i, length)) for i, length in enumerate(lengths)]
     groups = group_by_length(samples, block_size, max_new_tokens)
     assert [sorted(sample.index for sample in group) for group in groups] == expected
@@ -35,5 +35,5 @@ def test_the_prompts_of_a_group_differ_in_length_by_no_more_than_a_sample_has_to
 
 @pytest.mark.parametrize("num_items, num_parts, expected", [
     (7, 3, [[0, 1], [2, 3], [4, 5, 6]]), (6, 3, [[0, 1], [2, 3], [4, 5]]), (1, 3, [[], [], [0]]), (0, 2, [[], []])])
-def test_parts_are_consecutive_and_differ_by_one_at_most(num_items, num_parts, expected):
+def test_partition_returns_consecutive_parts_of_nearly_equal_size(num_items, num_parts, expected):
     assert partition(list(range(num_items)), num_parts) == expected

@@ -1,7 +1,7 @@
-"""From sampled tokens to the text of a sample, up to a stop text."""
+"""Incremental detokenization, and the check for stop texts."""
 import pytest
 
-from engines import cut
+from engines import truncate_at_stop
 from sampling.generation.detokenizer import IncrementalDetokenizer, StopChecker, partial_match_len
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token
@@ -12,7 +12,7 @@ def new_sample():
 
 
 def append_all(tokenizer, ids, max_new_tokens, stop=None):
-    """The sample of these ids. What follows its end is not appended."""
+    """The sample of these ids. No ids are appended after it has finished."""
     sample = new_sample()
     detokenizer = IncrementalDetokenizer(sample, tokenizer, SamplingParams(max_new_tokens, stop=stop))
     for token_id in ids:
@@ -22,7 +22,7 @@ def append_all(tokenizer, ids, max_new_tokens, stop=None):
 
 
 @pytest.mark.parametrize("text", ["naïve 🙂 café — 日本語", "e\N{COMBINING ACUTE ACCENT}", "plain"])
-def test_a_character_of_several_tokens_comes_whole(gpt2_encoding, text):
+def test_a_character_of_several_tokens_is_decoded_whole(gpt2_encoding, text):
     tokenizer = GPT2Tokenizer()
     ids = tokenizer.encode(text)
     assert append_all(tokenizer, ids, len(ids)).text == text
@@ -31,7 +31,7 @@ def test_a_character_of_several_tokens_comes_whole(gpt2_encoding, text):
 
 
 @pytest.mark.parametrize("stop", [[], ["語"], ["\N{REPLACEMENT CHARACTER}"]], ids=ascii)
-def test_emittable_text_ends_between_characters(gpt2_encoding, stop):
+def test_emittable_text_never_ends_inside_a_character(gpt2_encoding, stop):
     tokenizer, text = GPT2Tokenizer(), "naïve 🙂 — 日本語 x"
     ids, shown, sample = tokenizer.encode(text), [], new_sample()
     detokenizer = IncrementalDetokenizer(sample, tokenizer, SamplingParams(len(ids), stop=stop))
@@ -39,7 +39,7 @@ def test_emittable_text_ends_between_characters(gpt2_encoding, stop):
         if not sample.finish_reason:
             detokenizer.append(token_id)
         shown.append(sample.text[:sample.num_emittable_chars])
-    assert sample.text == cut(text, stop) and all(text.startswith(part) for part in shown)
+    assert sample.text == truncate_at_stop(text, stop) and all(text.startswith(part) for part in shown)
 
 
 def test_tokens_keep_their_ids_and_logprobs(tokenizer):
@@ -61,35 +61,35 @@ def test_tokens_keep_their_ids_and_logprobs(tokenizer):
     ("ababac", "abac", "ab", 6, "stop"), # the first "aba" does not hide the second
     ("abcdef", "fg", "abcdef", 6, "length"),
 ])
-def test_a_stop_text_ends_a_sample_whose_tokens_stay_with_less_text(tokenizer, text, stop, expected, num_tokens, finish_reason):
+def test_a_stop_text_truncates_the_text_but_keeps_all_token_ids(tokenizer, text, stop, expected, num_tokens, finish_reason):
     sample = append_all(tokenizer, tokenizer.encode(text), 6, stop)
     assert (sample.text, sample.finish_reason, sample.num_emittable_chars) == (expected, finish_reason, len(expected))
     assert sample.token_ids == tokenizer.encode(text)[:num_tokens]
     assert [token.text for token in sample.tokens] == [*expected, *[""] * (num_tokens - len(expected))]
 
 
-def test_the_beginning_of_a_stop_text_is_withheld_until_it_is_known(tokenizer):
+def test_a_possible_start_of_a_stop_text_is_not_emittable(tokenizer):
     sample, shown = new_sample(), []
     detokenizer = IncrementalDetokenizer(sample, tokenizer, SamplingParams(6, stop=["bcd", "bb"]))
     for token_id in tokenizer.encode("abcabc"):
         detokenizer.append(token_id)
         shown.append(sample.text[:sample.num_emittable_chars])
-    assert shown == ["a", "a", "a", "abca", "abca", "abcabc"], "the end is shown: nothing follows"
+    assert shown == ["a", "a", "a", "abca", "abca", "abcabc"], "the last token makes all text emittable"
 
 
-def test_a_stop_text_inside_a_token_and_across_tokens(gpt2_encoding):
+def test_a_stop_text_may_be_inside_one_token_or_span_several(gpt2_encoding):
     tokenizer = GPT2Tokenizer()
     ids = tokenizer.encode("Hello there, something else")
     for stop in "ello", "lo the", "re, s", "g else", "some":
         sample = append_all(tokenizer, ids, len(ids), stop)
-        assert (sample.text, sample.finish_reason) == (cut("Hello there, something else", [stop]), "stop")
+        assert (sample.text, sample.finish_reason) == (truncate_at_stop("Hello there, something else", [stop]), "stop")
 
 
-def test_the_stop_checker_counts_from_the_end():
+def test_check_stop_counts_characters_from_the_end():
     checker = StopChecker(["xyz", "b"])
     assert [checker.check_stop(text) for text in ("ax", "yy", "aax", "yzz")] == [(0, 1), (0, 0), (0, 1), (4, 0)]
 
 
 @pytest.mark.parametrize("text, stop, expected", [("ab", "bcd", 1), ("abc", "bcd", 2), ("abcd", "bcd", 0), ("", "bcd", 0), ("aba", "abab", 3)])
-def test_how_much_of_a_stop_text_has_come(text, stop, expected):
+def test_partial_match_len_is_the_length_of_the_stop_text_prefix_at_the_end(text, stop, expected):
     assert partial_match_len(text, stop) == expected

@@ -1,13 +1,13 @@
-"""Samples generated many at once: prompts of any length together, each with the tokens that it would have alone."""
+"""The engine generates samples in batches of any prompt lengths. Each sample has the same tokens as if it were generated alone."""
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from engines import PARAMS, PROMPTS, cut, generate, one_by_one, requests_of, token_ids
+from engines import PARAMS, PROMPTS, generate, make_requests, reference_token_ids, token_ids, truncate_at_stop
 from models import CHARS, make_gpt
-from oracles import nanogpt_samples, plain_generate
+from oracles import nanogpt_samples, reference_generate
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.eager import EagerGPT
 from sampling.checkpoints.init_draws import count_init_draws
@@ -15,16 +15,16 @@ from sampling.generation.engine import Engine
 from sampling.params import Prompt, SampleRequest
 from sampling.sampler.per_row_rng import PerRowRNG
 
-BACKENDS = ["eager", "packed", "shortlist", "steps", "graphs"]
+BACKENDS = ["eager", "packed", "shortlist", "direct", "graphs"]
 each_backend = pytest.mark.parametrize("make_engine", BACKENDS, indirect=True)
 
 
-@pytest.mark.parametrize("make_engine, each, batch_size", [
-    pytest.param(backend, each, batch_size, marks=[] if (each, batch_size) == (1, 3) or backend == "eager" else pytest.mark.slow)
-    for backend in BACKENDS for each, batch_size in [(1, 8), (3, 5), (2, 1), (1, 3)]], indirect=["make_engine"])
-def test_prompts_of_all_lengths_share_batches_and_each_has_the_tokens_it_would_have_alone(tokenizer, make_engine, each, batch_size):
-    requests = requests_of(tokenizer, PROMPTS, each)
-    expected = one_by_one(requests)
+@pytest.mark.parametrize("make_engine, samples_per_prompt, batch_size", [
+    pytest.param(backend, samples_per_prompt, batch_size, marks=[] if (samples_per_prompt, batch_size) == (1, 3) or backend == "eager" else pytest.mark.slow)
+    for backend in BACKENDS for samples_per_prompt, batch_size in [(1, 8), (3, 5), (2, 1), (1, 3)]], indirect=["make_engine"])
+def test_samples_in_batches_of_mixed_prompt_lengths_equal_samples_generated_alone(tokenizer, make_engine, samples_per_prompt, batch_size):
+    requests = make_requests(tokenizer, PROMPTS, samples_per_prompt)
+    expected = reference_token_ids(requests)
     found = generate(make_engine(make_gpt(), tokenizer, batch_size=batch_size), requests)
     assert [sample.index for sample in found] == list(range(len(requests)))
     assert [sample.token_ids for sample in found] == expected
@@ -33,28 +33,28 @@ def test_prompts_of_all_lengths_share_batches_and_each_has_the_tokens_it_would_h
 
 
 @each_backend
-def test_context_shift_of_prompts_of_all_lengths(tokenizer, make_engine):
-    requests = requests_of(tokenizer, PROMPTS)
+def test_context_shift_in_batches_of_mixed_prompt_lengths_equals_samples_generated_alone(tokenizer, make_engine):
+    requests = make_requests(tokenizer, PROMPTS)
     params = replace(PARAMS, max_new_tokens=40, temperature=1.0, context_shift=True)
-    assert token_ids(make_engine(make_gpt(), tokenizer, params, batch_size=8), requests) == one_by_one(requests, 40, context_shift=True)
+    assert token_ids(make_engine(make_gpt(), tokenizer, params, batch_size=8), requests) == reference_token_ids(requests, 40, context_shift=True)
 
 
 @pytest.mark.parametrize("max_new_tokens", [0, 1, 2])
 def test_few_new_tokens(tokenizer, make_engine, max_new_tokens):
-    requests = requests_of(tokenizer, PROMPTS)
+    requests = make_requests(tokenizer, PROMPTS)
     engine = make_engine(make_gpt(), tokenizer, replace(PARAMS, max_new_tokens=max_new_tokens), batch_size=8)
-    assert token_ids(engine, requests) == one_by_one(requests, max_new_tokens)
+    assert token_ids(engine, requests) == reference_token_ids(requests, max_new_tokens)
 
 
 @pytest.mark.parametrize("first", [1, 7, pytest.param(8, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow)])
-def test_a_run_may_begin_at_any_sample(tokenizer, make_engine, first):
-    requests = requests_of(tokenizer, PROMPTS, 3)
-    expected = one_by_one(requests)
+def test_a_run_may_start_at_any_sample(tokenizer, make_engine, first):
+    requests = make_requests(tokenizer, PROMPTS, 3)
+    expected = reference_token_ids(requests)
     assert token_ids(make_engine(make_gpt(), tokenizer, batch_size=4), requests[first:]) == expected[first:]
 
 
-def test_the_samples_are_nanogpts_which_initialises_a_model_before_it_samples(tokenizer, make_engine):
-    model, requests = make_gpt(), requests_of(tokenizer, ["O"], 3)
+def test_samples_equal_nanogpts_which_initialises_a_model_before_sampling(tokenizer, make_engine):
+    model, requests = make_gpt(), make_requests(tokenizer, ["O"], 3)
     num_init_draws = count_init_draws(model.state_dict())
     args = {name: getattr(model.config, name) for name in model.config.__dataclass_fields__}
     expected = nanogpt_samples(args, model.state_dict(), 3, requests[0].prompt_ids, 3, 20, temperature=0.9, top_k=30)
@@ -62,11 +62,11 @@ def test_the_samples_are_nanogpts_which_initialises_a_model_before_it_samples(to
     assert [requests[0].prompt_ids + ids for ids in token_ids(engine, requests)] == expected
 
 
-def test_a_replaced_engine_has_new_params_and_starts_a_fresh_random_stream(tokenizer, make_engine):
-    requests = requests_of(tokenizer, ["O"], 3)
+def test_replace_returns_an_engine_with_new_params_and_a_fresh_random_stream(tokenizer, make_engine):
+    requests = make_requests(tokenizer, ["O"], 3)
     engine = make_engine(make_gpt(), tokenizer, batch_size=2)
     expected = token_ids(engine, requests)
-    assert token_ids(replace(engine), requests) == expected, "it can go back to sample 0"
+    assert token_ids(replace(engine), requests) == expected, "a fresh random stream starts at sample 0"
     other = replace(engine, params=replace(PARAMS, seed=4, temperature=1.5, max_new_tokens=30, stop="e"))
     assert other.backend is engine.backend and other.batch_size == 2
     found = token_ids(other, requests)
@@ -74,7 +74,7 @@ def test_a_replaced_engine_has_new_params_and_starts_a_fresh_random_stream(token
     assert token_ids(replace(other, params=PARAMS), requests) == expected
 
 
-def test_requests_are_taken_a_batch_at_a_time(tokenizer, make_engine):
+def test_requests_are_read_one_batch_at_a_time(tokenizer, make_engine):
     """Memory does not grow with the number of prompts."""
     taken = []
 
@@ -89,27 +89,27 @@ def test_requests_are_taken_a_batch_at_a_time(tokenizer, make_engine):
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 20])
-def test_all_samples_of_a_batch_come_before_the_next_batch_begins(tokenizer, make_engine, max_new_tokens, monkeypatch):
-    requests, begun = requests_of(tokenizer, random.Random(1).choices(PROMPTS, k=40)), set()
+def test_all_samples_of_a_batch_are_yielded_before_the_next_batch_starts(tokenizer, make_engine, max_new_tokens, monkeypatch):
+    requests, started = make_requests(tokenizer, random.Random(1).choices(PROMPTS, k=40)), set()
     engine = make_engine(make_gpt(), tokenizer, replace(PARAMS, max_new_tokens=max_new_tokens), batch_size=6)
     decode_batch = engine.decode_batch
     monkeypatch.setattr(engine, "decode_batch", lambda samples, rng_states: (
-        begun.update(sample.index for sample in samples) or decode_batch(samples, rng_states)))
+        started.update(sample.index for sample in samples) or decode_batch(samples, rng_states)))
     for sample in engine.generate(requests):
-        assert max(begun) < sample.index - sample.index % 6 + 6
+        assert max(started) < sample.index - sample.index % 6 + 6
 
 
-def test_prompts_of_very_different_lengths_are_separate_batches(tokenizer, make_engine):
+def test_prompts_of_very_different_lengths_are_in_separate_batches(tokenizer, make_engine):
     model, shapes = make_gpt(block_size=256), []
     model.transformer.h[0].register_forward_hook(lambda module, args, result: shapes.append(tuple(args[0].shape[:2])))
-    requests = requests_of(tokenizer, ["a", "b" * 200, "cc", "d" * 201])
+    requests = make_requests(tokenizer, ["a", "b" * 200, "cc", "d" * 201])
     generate(make_engine(model, tokenizer, replace(PARAMS, max_new_tokens=10), batch_size=4), requests)
     assert len(shapes) == 2 * 11 and shapes[0][1] == 1 and shapes[11][1] == 200
 
 
 def resumed_run(tokenizer, num_saved, **settings):
-    """The samples of a run of which the first num_saved are saved already."""
-    requests = [replace(request, already_saved=request.index < num_saved) for request in requests_of(tokenizer, PROMPTS * 2)]
+    """The samples of a run that resumes after num_saved saved samples."""
+    requests = [replace(request, already_saved=request.index < num_saved) for request in make_requests(tokenizer, PROMPTS * 2)]
     backend, params = EagerGPT(make_gpt(n_embd=256, n_head=8)), replace(PARAMS, num_logprobs=2, stop=["e"])
     return generate(Engine(backend, tokenizer, params, batch_size=4, **settings), requests)
 
@@ -120,20 +120,20 @@ def whole_run(tokenizer):
 
 
 @pytest.mark.parametrize("num_saved", [pytest.param(n, marks=[] if n in (3, 4) else pytest.mark.slow) for n in (1, 3, 4, 6, 7, 11)])
-def test_saved_samples_are_not_yielded_and_the_others_are_the_same_to_the_last_bit(tokenizer, whole_run, num_saved):
+def test_saved_samples_are_not_yielded_and_the_others_are_bitwise_equal(tokenizer, whole_run, num_saved):
     counts = []
     rest = resumed_run(tokenizer, num_saved, on_tokens=counts.append)
     assert [sample.index for sample in rest] == list(range(num_saved, 16))
     assert [sample.tokens for sample in rest] == [sample.tokens for sample in whole_run[num_saved:]]
-    assert sum(counts) == sum(sample.num_tokens for sample in rest), "the tokens of saved samples are not new"
+    assert sum(counts) == sum(sample.num_tokens for sample in rest), "tokens of saved samples are not counted"
 
 
 # ---- log-probabilities and penalties
 
 @each_backend
-def test_logprobs_are_the_models_own(tokenizer, make_engine):
+def test_logprobs_equal_those_of_the_model(tokenizer, make_engine):
     model, params = make_gpt(), replace(PARAMS, temperature=0.5, top_k=9, repetition_penalty=1.3, num_logprobs=4)
-    for sample in generate(make_engine(make_gpt(), tokenizer, params, batch_size=3), requests_of(tokenizer, PROMPTS)):
+    for sample in generate(make_engine(make_gpt(), tokenizer, params, batch_size=3), make_requests(tokenizer, PROMPTS)):
         ids = list(sample.request.prompt_ids)
         for token in sample.tokens:
             texts, values = zip(*token.top_logprobs, strict=True)
@@ -147,15 +147,15 @@ def test_logprobs_are_the_models_own(tokenizer, make_engine):
         assert sample.text == tokenizer.decode(sample.token_ids)
 
 
-def test_at_most_the_whole_vocabulary_has_logprobs(tokenizer, make_engine):
+def test_num_logprobs_is_limited_to_the_vocabulary_size(tokenizer, make_engine):
     params = replace(PARAMS, max_new_tokens=2, num_logprobs=99)
-    sample, = generate(make_engine(make_gpt(), tokenizer, params), requests_of(tokenizer, ["O"]))
+    sample, = generate(make_engine(make_gpt(), tokenizer, params), make_requests(tokenizer, ["O"]))
     assert [len(token.top_logprobs) for token in sample.tokens] == [61, 61]
 
 
-@pytest.mark.parametrize("make_engine", ["eager", "steps"], indirect=True)
-def test_a_penalty_sees_the_window_in_a_batch_as_alone(tokenizer, make_engine):
-    params, requests = replace(PARAMS, max_new_tokens=30, temperature=0, top_k=None, repetition_penalty=1.5), requests_of(tokenizer, PROMPTS)
+@pytest.mark.parametrize("make_engine", ["eager", "direct"], indirect=True)
+def test_the_repetition_penalty_in_a_batch_equals_the_penalty_alone(tokenizer, make_engine):
+    params, requests = replace(PARAMS, max_new_tokens=30, temperature=0, top_k=None, repetition_penalty=1.5), make_requests(tokenizer, PROMPTS)
     alone = [token_ids(Engine(EagerGPT(make_gpt()), tokenizer, params), [request])[0] for request in requests]
     assert token_ids(make_engine(make_gpt(), tokenizer, params, batch_size=8), requests) == alone
     assert alone != token_ids(make_engine(make_gpt(), tokenizer, replace(params, repetition_penalty=1.0)), requests)
@@ -164,20 +164,20 @@ def test_a_penalty_sees_the_window_in_a_batch_as_alone(tokenizer, make_engine):
 @each_backend
 def test_at_temperature_0_no_random_numbers_are_drawn(tokenizer, make_engine, monkeypatch):
     monkeypatch.setattr(PerRowRNG, "prefetch", None)
-    assert len(generate(make_engine(make_gpt(), tokenizer, replace(PARAMS, temperature=0)), requests_of(tokenizer, PROMPTS))) == 8
+    assert len(generate(make_engine(make_gpt(), tokenizer, replace(PARAMS, temperature=0)), make_requests(tokenizer, PROMPTS))) == 8
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("stops", [[], ["e", "t"]], ids=["whole", "stopped"])
-def test_on_cuda_each_sample_has_the_tokens_it_would_have_alone(tokenizer, stops):
+def test_batches_on_cuda_equal_samples_generated_alone(tokenizer, stops):
     torch.set_float32_matmul_precision("highest")
-    model, requests = make_gpt(block_size=256).cuda(), requests_of(tokenizer, PROMPTS, 3)
+    model, requests = make_gpt(block_size=256).cuda(), make_requests(tokenizer, PROMPTS, 3)
     torch.manual_seed(3)
-    expected = [plain_generate(model, torch.tensor([request.prompt_ids]).cuda(), 300, temperature=0.9, top_k=30)[0].tolist()
+    expected = [reference_generate(model, torch.tensor([request.prompt_ids]).cuda(), 300, temperature=0.9, top_k=30)[0].tolist()
                 for request in requests]
     params = replace(PARAMS, max_new_tokens=300, stop=stops, num_logprobs=3)
     found = generate(Engine(CUDAGraphGPT(model), tokenizer, params, batch_size=8), requests)
-    assert [sample.text for sample in found] == [cut(tokenizer.decode(ids[len(request.prompt_ids):]), stops)
+    assert [sample.text for sample in found] == [truncate_at_stop(tokenizer.decode(ids[len(request.prompt_ids):]), stops)
                                                  for ids, request in zip(expected, requests, strict=True)]
     assert all(len(token.top_logprobs) == 3 for sample in found for token in sample.tokens)

@@ -1,4 +1,4 @@
-"""Samples end where a stop text begins, and stream as they grow."""
+"""The engine ends samples at stop texts, and streams only final text."""
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -6,66 +6,66 @@ from itertools import pairwise
 import pytest
 
 from cases import cases
-from engines import PARAMS, PROMPTS, cut, generate, one_by_one, requests_of
+from engines import PARAMS, PROMPTS, generate, make_requests, reference_token_ids, truncate_at_stop
 from models import make_gpt
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 
-BACKENDS = ["eager", "packed", "shortlist", "steps", "graphs"]
+BACKENDS = ["eager", "packed", "shortlist", "direct", "graphs"]
 
 
 @pytest.mark.parametrize("make_engine, stream, num_rounds", cases(BACKENDS, [True, False], [1, 10],
                          quick=lambda backend, stream, num_rounds: num_rounds == 1 and (backend == "eager" or not stream)), indirect=["make_engine"])
 def test_a_sample_ends_where_a_stop_text_begins(tokenizer, make_engine, stream, num_rounds):
-    requests, rng = requests_of(tokenizer, PROMPTS, 2), random.Random(1)
-    full = [tokenizer.decode(ids) for ids in one_by_one(requests, 30)]
+    requests, rng = make_requests(tokenizer, PROMPTS, 2), random.Random(1)
+    full = [tokenizer.decode(ids) for ids in reference_token_ids(requests, 30)]
     for _ in range(num_rounds):
         texts = rng.choices(full, k=3)
         stops = [text[start:start + rng.randint(1, 4)] for text in texts for start in [rng.randrange(25)]]
         params = replace(PARAMS, max_new_tokens=30, stop=stops)
         found = generate(make_engine(make_gpt(), tokenizer, params, batch_size=6, stream=stream), requests)
-        assert [sample.text for sample in found] == [cut(text, stops) for text in full]
+        assert [sample.text for sample in found] == [truncate_at_stop(text, stops) for text in full]
         for sample, text in zip(found, full, strict=True):
-            assert sample.finish_reason == ("stop" if cut(text, stops) != text else "length")
+            assert sample.finish_reason == ("stop" if truncate_at_stop(text, stops) != text else "length")
             assert tokenizer.decode(sample.token_ids).startswith(sample.text)
             assert sample.num_emittable_chars == len(sample.text)
 
 
-def test_finished_rows_are_not_computed_any_further(tokenizer, make_engine):
-    model, batch_sizes, requests = make_gpt(), [], requests_of(tokenizer, ["O"], 6)
-    full = [tokenizer.decode(ids) for ids in one_by_one(requests, 12)]
+def test_finished_rows_are_dropped_from_the_batch(tokenizer, make_engine):
+    model, batch_sizes, requests = make_gpt(), [], make_requests(tokenizer, ["O"], 6)
+    full = [tokenizer.decode(ids) for ids in reference_token_ids(requests, 12)]
     stop = max("".join(full), key="".join(full).count)
-    ends = sorted(min(12, len(cut(text, [stop])) + 1) for text in full)
+    ends = sorted(min(12, len(truncate_at_stop(text, [stop])) + 1) for text in full)
     assert len(set(ends)) > 1
     model.transformer.h[0].register_forward_hook(lambda module, args, result: batch_sizes.append(args[0].size(0)))
     generate(make_engine(model, tokenizer, replace(PARAMS, max_new_tokens=12, stop=stop), batch_size=6), requests)
-    assert batch_sizes[1:] == [sum(end > step for end in ends) for step in range(1, ends[-1])] # the prompts are read as one
+    assert batch_sizes[1:] == [sum(end > step for end in ends) for step in range(1, ends[-1])] # the shared prompt is prefilled once
 
 
-def test_what_a_streaming_sample_shows_never_changes(tokenizer, make_engine):
+def test_streamed_text_never_changes(tokenizer, make_engine):
     """Only text that no stop text can still remove is emittable."""
-    requests, params = requests_of(tokenizer, ["O"]), replace(PARAMS, max_new_tokens=40)
-    full = tokenizer.decode(one_by_one(requests, 40)[0])
+    requests, params = make_requests(tokenizer, ["O"]), replace(PARAMS, max_new_tokens=40)
+    full = tokenizer.decode(reference_token_ids(requests, 40)[0])
     stops = [full[20:25], full[30:33] + "\n\n", full[5:8] + "!"]
     shown = [sample.text[:sample.num_emittable_chars]
              for sample in make_engine(make_gpt(), tokenizer, replace(params, stop=stops), stream=True).generate(requests)]
-    assert shown[-1] == cut(full, stops) == full[:full.index(stops[0])]
+    assert shown[-1] == truncate_at_stop(full, stops) == full[:full.index(stops[0])]
     assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
     assert len(set(shown)) > 10
 
 
-def test_streaming_yields_the_next_sample_as_it_grows_and_each_once_it_is_finished(tokenizer, make_engine):
+def test_streaming_yields_the_first_unfinished_sample_at_every_step_and_then_each_finished_sample(tokenizer, make_engine):
     found = [(sample.index, sample.num_tokens, sample.finish_reason)
              for sample in make_engine(make_gpt(), tokenizer, replace(PARAMS, max_new_tokens=3), batch_size=2, stream=True)
-             .generate(requests_of(tokenizer, ["O", "x"]))]
+             .generate(make_requests(tokenizer, ["O", "x"]))]
     assert found == [(0, 1, None), (0, 2, None), (0, 3, "length"), (1, 3, "length")]
 
 
 @pytest.mark.parametrize("stride", [25, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_stop_text_inside_a_token_and_across_tokens(gpt2_encoding, make_engine, stride):
+def test_a_stop_text_may_be_inside_one_token_or_span_several(gpt2_encoding, make_engine, stride):
     tokenizer, model = GPT2Tokenizer(), make_gpt(vocab_size=50257, n_embd=8, block_size=64)
-    requests, params = requests_of(tokenizer, ["Hi"]), replace(PARAMS, max_new_tokens=30)
+    requests, params = make_requests(tokenizer, ["Hi"]), replace(PARAMS, max_new_tokens=30)
     full = generate(make_engine(model, tokenizer, params), requests)[0].text
     for start in range(0, len(full) - 6, stride):
         stop = full[start:start + 6]
         sample, = generate(make_engine(model, tokenizer, replace(params, stop=stop)), requests)
-        assert sample.text == cut(full, [stop]) and sample.finish_reason == "stop"
+        assert sample.text == truncate_at_stop(full, [stop]) and sample.finish_reason == "stop"

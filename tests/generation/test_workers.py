@@ -1,4 +1,4 @@
-"""How several processes share a run. The processes themselves are in script/test_distributed.py."""
+"""How several processes share a run. script/test_distributed.py tests real processes."""
 import os
 
 import pytest
@@ -12,7 +12,7 @@ TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8", LOCAL_RANK
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets the environment variables of a process that torchrun has started, or of none."""
+    """environment(**variables) sets the variables of a process started by torchrun, and removes all others."""
     def change(**variables):
         for name in TORCHRUN:
             monkeypatch.delenv(name, raising=False)
@@ -21,7 +21,7 @@ def environment(monkeypatch):
     return change
 
 
-def test_torchrun_says_which_process_this_is(environment):
+def test_rank_and_world_size_come_from_torchrun(environment):
     environment(**TORCHRUN)
     workers = Workers()
     assert (workers.rank, workers.world_size, workers.local_rank, workers.local_world_size) == (5, 8, 1, 4)
@@ -36,14 +36,14 @@ def test_without_torchrun_there_is_one_process(environment, variables):
     assert workers.is_main and workers.broadcast("value") == "value"
 
 
-def test_the_error_of_a_single_process_stays_as_it_is(environment):
+def test_a_single_process_raises_its_own_error(environment):
     environment()
     with pytest.raises(FileNotFoundError, match="no such"), Workers().fail_together():
         raise FileNotFoundError("no such")
 
 
 @pytest.mark.parametrize("world_size, batch_size", [(1, 1), (1, 4), (2, 3), (3, 2), (4, 5)])
-def test_the_sizes_of_batches_are_known_before_the_run(world_size, batch_size):
+def test_batch_sizes_are_known_before_the_run(world_size, batch_size):
     for num_samples in [None, *range(1, 50)]:
         workers, found = Workers(), [set() for _ in range(world_size)]
         workers.world_size = world_size
@@ -57,14 +57,14 @@ def test_the_sizes_of_batches_are_known_before_the_run(world_size, batch_size):
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
-def test_partition_keeps_all_items_in_order_in_parts_of_nearly_one_size(num_parts):
+def test_partition_keeps_all_items_in_order_in_parts_of_nearly_equal_size(num_parts):
     for num_items in range(20):
         parts = partition(list(range(num_items)), num_parts)
         assert [item for part in parts for item in part] == list(range(num_items)) and len(parts) == num_parts
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_what_gloo_prints_goes_to_stderr(capfd):
+def test_output_of_gloo_goes_to_stderr(capfd):
     with stdout_to_stderr():
         os.write(1, b"a greeting")
     os.write(1, b"a sample")

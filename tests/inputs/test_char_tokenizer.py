@@ -1,5 +1,4 @@
-"""One token a character, with the vocabulary of a meta.pkl."""
-import os
+"""CharTokenizer, which has one token per character and reads its vocabulary from meta.pkl."""
 import pickle
 import re
 import tracemalloc
@@ -7,6 +6,7 @@ import tracemalloc
 import pytest
 
 from models import CHARS, save_meta
+from pickled_call import CreatesFile
 from sampling.inputs.char_tokenizer import CharTokenizer
 
 
@@ -17,7 +17,7 @@ def tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["Hello", "\n", CHARS, CHARS[::-1] * 3], ids=repr)
-def test_text_is_encoded_and_decoded_again(tokenizer, text):
+def test_encoded_text_decodes_to_the_same_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.size == len(CHARS)
 
@@ -28,25 +28,25 @@ def test_unknown_ids_decode_to_replacement_characters(tokenizer):
     assert decode(20) == CHARS[20] and decode(10**9) == decode(10**9, True) == "\ufffd"
 
 
-@pytest.mark.parametrize("text, said", [
+@pytest.mark.parametrize("text, message", [
     ("aé€é", r"lacks: 'é' at 2, 4; '€' at 3 \(counted from 1\); it has"),
     ("7" * 9, r"'7' at 1, 2, 3 \.\.\."),
     ("a\\nb", r"'\\\\' at 2 .*for a newline pass --start='\"\\n\"'"),
     ("a\r\nb", r"'\\r' at 2 .*plain newlines"),
     ("0123456789", "; 5 more"),
 ], ids=repr)
-def test_unknown_characters_are_named(tokenizer, text, said):
-    with pytest.raises(ValueError, match=said):
+def test_the_error_names_unknown_characters(tokenizer, text, message):
+    with pytest.raises(ValueError, match=message):
         tokenizer.encode(text)
 
 
-def test_the_other_case_is_suggested(tmp_path):
+def test_the_other_letter_case_is_suggested(tmp_path):
     save_meta(tmp_path / "meta.pkl", "abc")
     with pytest.raises(ValueError, match=r"'A' at 1 .*it has 'a'"):
         CharTokenizer(tmp_path / "meta.pkl").encode("Abc")
 
 
-def test_a_long_prompt_in_another_script_takes_no_memory_to_refuse(tokenizer):
+def test_refusing_a_long_prompt_of_unknown_characters_takes_little_memory(tokenizer):
     tracemalloc.start()
     with pytest.raises(ValueError, match=re.escape("'é' at 1, 3, 5 ...; 'ü' at 2, 4, 6 ... (counted from 1)")):
         tokenizer.encode("éü" * 500_000)
@@ -54,19 +54,9 @@ def test_a_long_prompt_in_another_script_takes_no_memory_to_refuse(tokenizer):
     tracemalloc.stop()
 
 
-class Runs:
-    """Pickles as a call that leaves a file behind."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch '{self.path}'",)
-
-
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_hostile_vocabulary_runs_nothing(protocol, tmp_path):
-    content = pickle.dumps({"stoi": {"a": 0}, "itos": {0: Runs(tmp_path / "ran")}}, protocol=protocol)
+def test_a_hostile_vocabulary_runs_no_code(protocol, tmp_path):
+    content = pickle.dumps({"stoi": {"a": 0}, "itos": {0: CreatesFile(tmp_path / "ran")}}, protocol=protocol)
     (tmp_path / "meta.pkl").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.system, which could run code"):
         CharTokenizer(tmp_path / "meta.pkl")
@@ -93,7 +83,7 @@ def test_a_file_without_a_vocabulary_is_refused(content, tmp_path):
     ({"a": 0, "b": 1}, {0: "b", 1: "a"}, "'[ab]'"),
     ({"a": 0}, {0: "b"}, "'b'"),
 ], ids=str)
-def test_both_directions_must_agree(tmp_path, stoi, itos, conflict):
+def test_stoi_and_itos_must_agree(tmp_path, stoi, itos, conflict):
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"stoi": stoi, "itos": itos}))
     if conflict is None:
         assert CharTokenizer(tmp_path / "meta.pkl").encode("a") == [0]

@@ -1,17 +1,17 @@
-"""GPT-2's byte-pair encoding."""
+"""GPT2Tokenizer, GPT-2's byte-pair encoding."""
 import pytest
 
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 
 
 @pytest.mark.parametrize("text", ["Hello, I'm a language model,", "\n\n  x = 1\t# é 中文 🙂", "a<|endoftext|>b", " ", "\r\n"], ids=repr)
-def test_text_is_encoded_and_decoded_again(gpt2_encoding, text):
+def test_encoded_text_decodes_to_the_same_text(gpt2_encoding, text):
     tokenizer = GPT2Tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.size == 50257
 
 
-def test_ids_are_those_of_gpt2(gpt2_encoding):
+def test_ids_equal_gpt2s(gpt2_encoding):
     assert GPT2Tokenizer().encode("Hello world<|endoftext|>") == [15496, 995, 50256]
 
 
@@ -20,7 +20,7 @@ def test_unknown_ids_decode_to_replacement_characters(gpt2_encoding):
     assert GPT2Tokenizer().decode([222]) == "\ufffd" # a token that is part of a character
 
 
-def test_a_character_comes_with_the_last_of_its_tokens(gpt2_encoding):
+def test_a_character_is_decoded_with_its_last_token(gpt2_encoding):
     tokenizer = GPT2Tokenizer()
     ids = tokenizer.encode("🙂")
     decode = tokenizer.incremental_decoder()
@@ -34,7 +34,7 @@ def test_text_that_is_not_valid_unicode_is_refused(gpt2_encoding):
         GPT2Tokenizer().encode("a\udcff")
 
 
-def test_without_its_files_the_error_names_them(tmp_path, monkeypatch):
+def test_the_error_names_missing_files(tmp_path, monkeypatch):
     import tiktoken
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
@@ -44,15 +44,15 @@ def test_without_its_files_the_error_names_them(tmp_path, monkeypatch):
     monkeypatch.setattr("tiktoken.load.read_file", no_internet)
     with pytest.raises(ValueError) as error:
         GPT2Tokenizer()
-    for said in "vocab.bpe", "encoder.json", "TIKTOKEN_CACHE_DIR", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee":
-        assert said in str(error.value)
+    for name in "vocab.bpe", "encoder.json", "TIKTOKEN_CACHE_DIR", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee":
+        assert name in str(error.value)
 
 
-def test_a_cache_that_cannot_be_written_is_named(vocabulary, tmp_path, monkeypatch):
-    """If the encoding can be downloaded, but not saved."""
+def test_the_error_explains_that_the_cache_cannot_be_written(tiktoken_cache, tmp_path, monkeypatch):
+    """The encoding can be downloaded, but not saved."""
     import tiktoken.load
     from tiktoken.registry import ENCODINGS
-    files = {name: (vocabulary / digest).read_bytes() for name, digest in (
+    files = {name: (tiktoken_cache / digest).read_bytes() for name, digest in (
         ("vocab.bpe", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"), ("encoder.json", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"))}
     monkeypatch.setattr(tiktoken.load, "read_file", lambda address: files[address.rpartition("/")[2]])
     monkeypatch.delitem(ENCODINGS, "gpt2", raising=False)

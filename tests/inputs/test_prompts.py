@@ -1,4 +1,4 @@
-"""The prompts that the setting start asks for."""
+"""The prompts that the setting start selects."""
 import json
 import os
 
@@ -14,7 +14,7 @@ from script_process import PIPE, start_script
 
 @pytest.fixture
 def abc(tmp_path):
-    """A tokenizer of a few letters."""
+    """A tokenizer with few characters."""
     save_meta(tmp_path / "meta.pkl", "\nabc")
     return CharTokenizer(tmp_path / "meta.pkl")
 
@@ -24,12 +24,12 @@ def texts(start):
 
 
 @pytest.mark.parametrize("start", ["Once", "\n", "FILE", "lines:a", "LINE:a", "a FILE:b", " JSONL:x"])
-def test_a_text_is_a_prompt(start):
+def test_text_without_a_prefix_is_a_prompt(start):
     assert parse_start(start) == ("TEXT", start) and texts(start) == [start]
 
 
 @pytest.mark.parametrize("kind, is_multi", [("FILE", False), ("LINES", True), ("JSONL", True)])
-def test_a_prefix_names_a_file(tmp_path, kind, is_multi):
+def test_a_prefix_selects_a_file(tmp_path, kind, is_multi):
     path = tmp_path / "a:b" # only the first colon counts
     path.write_text('{"prompt": "a"}')
     assert parse_start(f"{kind}:{path}") == (kind, str(path))
@@ -39,13 +39,13 @@ def test_a_prefix_names_a_file(tmp_path, kind, is_multi):
 @pytest.mark.parametrize("content, lines", [
     ("a\nb\n", ["a", "b"]), ("a\n\n\nb", ["a", "b"]), ("a\r\nb\r\n", ["a", "b"]), (" a \n\tb\n", [" a ", "\tb"]), ("é\n🙂", ["é", "🙂"]), ("\ufeffa\r\nb", ["a", "b"]),
 ], ids=repr)
-def test_every_line_that_is_not_empty_is_a_prompt(tmp_path, content, lines):
+def test_every_nonempty_line_is_a_prompt(tmp_path, content, lines):
     (tmp_path / "p.txt").write_bytes(content.encode())
     assert texts(f"LINES:{tmp_path}/p.txt") == lines
     assert texts(f"FILE:{tmp_path}/p.txt") == [content.removeprefix("\ufeff").replace("\r\n", "\n")]
 
 
-def test_jsonl_gives_prompts_with_ids(tmp_path):
+def test_jsonl_prompts_have_ids(tmp_path):
     objects = [{"prompt": "a\nb", "id": 7}, {"prompt": "ü"}, {"id": {"x": 1}, "prompt": "c", "other": None}]
     path = tmp_path / "p.jsonl"
     path.write_text("\n\n".join(map(json.dumps, objects)))
@@ -54,7 +54,7 @@ def test_jsonl_gives_prompts_with_ids(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["[]", '"a"', "{}", '{"prompt": 5}', '{"prompt": ""}', "{", "[" * 10**5, '{"prompt": null}', '{"prompt": "a", "id": 1e400}'], ids=lambda line: line[:20])
-def test_a_line_that_is_not_a_prompt_is_named(tmp_path, line):
+def test_the_error_names_a_line_that_is_not_a_prompt(tmp_path, line):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line)
     prompts = read_prompts(f"JSONL:{tmp_path}/p.jsonl")
     next(prompts)
@@ -62,7 +62,7 @@ def test_a_line_that_is_not_a_prompt_is_named(tmp_path, line):
         next(prompts)
 
 
-@pytest.mark.parametrize("start, said", [
+@pytest.mark.parametrize("start, message", [
     ("FILE:nowhere", "cannot read the prompt file 'nowhere': No such file"),
     ("LINES:.", "cannot read the prompt file '.': "),
     ("JSONL:a\0b", "cannot read the prompt file 'a\\x00b': the path has a null byte"),
@@ -71,17 +71,17 @@ def test_a_line_that_is_not_a_prompt_is_named(tmp_path, line):
     ("FILE:latin", "the prompt file latin is not UTF-8: "),
     ("LINES:latin", "the prompt file latin is not UTF-8 after line 0: "),
 ], ids=str)
-def test_a_file_without_prompts_is_named(tmp_path, monkeypatch, start, said):
+def test_the_error_names_a_file_without_prompts(tmp_path, monkeypatch, start, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
     (tmp_path / "newlines").write_text("\n\n")
     (tmp_path / "latin").write_bytes(b"a\n\xe9\n")
     with pytest.raises(ValueError) as error:
         PromptSource(start)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_prompts_are_counted_and_checked_before_any_sample(tmp_path, abc):
+def test_prompts_are_counted_and_checked_before_sampling(tmp_path, abc):
     (tmp_path / "p.txt").write_text("a\nabc\nca\n")
     prompts = PromptSource(f"LINES:{tmp_path}/p.txt")
     assert prompts.count_and_max_len(abc, 10) == (30, 3)
@@ -92,7 +92,7 @@ def test_prompts_are_counted_and_checked_before_any_sample(tmp_path, abc):
     assert PromptSource("abc").count_and_max_len(abc, 2) == (2, 3)
 
 
-def test_requests_number_the_samples_of_a_run(tmp_path, abc):
+def test_requests_have_consecutive_indices(tmp_path, abc):
     (tmp_path / "p.txt").write_text("a\ncb\n")
     a, cb = (Prompt(text, location=f"{tmp_path}/p.txt, line {n}") for n, text in enumerate(["a", "cb"], 1))
     requests = list(PromptSource(f"LINES:{tmp_path}/p.txt").requests(abc, 2))
@@ -100,8 +100,8 @@ def test_requests_number_the_samples_of_a_run(tmp_path, abc):
     assert [request.index for request in PromptSource("a").requests(abc, 2, first_index=7)] == [7, 8]
 
 
-def test_a_line_from_a_pipe_is_answered_before_the_next_comes(letters):
-    process = start_script(f"--out_dir={letters}", "--start=LINES:-", "--num_samples=1", "--batch_size=1", "--max_new_tokens=5", stdin=PIPE)
+def test_the_sample_of_a_line_from_a_pipe_is_printed_before_the_next_line_arrives(char_checkpoint):
+    process = start_script(f"--out_dir={char_checkpoint}", "--start=LINES:-", "--num_samples=1", "--batch_size=1", "--max_new_tokens=5", stdin=PIPE)
     for line in b"The \n", b"O\n":
         process.stdin.write(line)
         process.stdin.flush()
@@ -110,8 +110,8 @@ def test_a_line_from_a_pipe_is_answered_before_the_next_comes(letters):
     assert process.returncode == 0
 
 
-def test_a_pipe_is_read_once(sample, letters):
-    done = sample(f"--out_dir={letters}", "--start=LINES:-", "--num_samples=2", "--max_new_tokens=5", stdin=b"The \n\nO\n")
+def test_prompts_from_a_pipe_are_read_once(run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", "--start=LINES:-", "--num_samples=2", "--max_new_tokens=5", stdin=b"The \n\nO\n")
     assert done.returncode == 0, done.stderr
     assert [text[:1] for text in done.stdout.split(f"\n{RULE}\n")] == ["T", "T", "O", "O", ""]
 
@@ -122,7 +122,7 @@ def test_an_empty_pipe_is_refused():
         PromptSource("LINES:/dev/null")
 
 
-def test_a_pipe_cannot_be_counted(tmp_path, abc):
+def test_prompts_from_a_pipe_are_not_counted(tmp_path, abc):
     if not hasattr(os, "mkfifo"):
         pytest.skip("no named pipes")
     os.mkfifo(tmp_path / "pipe")
@@ -134,15 +134,15 @@ def test_a_pipe_cannot_be_counted(tmp_path, abc):
     assert [prompt.text for prompt in prompts] == ["a", "b"]
 
 
-def test_many_prompts_are_not_held_in_memory(tmp_path):
+def test_prompts_are_not_all_in_memory_at_once(tmp_path):
     (tmp_path / "p.txt").write_text("a\n" * 10**5)
     prompts = iter(PromptSource(f"LINES:{tmp_path}/p.txt"))
     assert next(prompts) == Prompt("a", location=f"{tmp_path}/p.txt, line 1")
     assert sum(1 for _ in prompts) == 10**5 - 1
 
 
-def test_an_accepted_id_can_be_saved_and_read_again(tmp_path):
-    """By code that is nested deeper, and so has less of Python's stack left."""
+def test_a_nested_id_that_is_accepted_can_be_saved_and_loaded(tmp_path):
+    """The code that saves it runs deeper in the call stack, where less recursion is possible."""
     path = tmp_path / "p.jsonl"
     for depth in range(800, 1000):
         path.write_text('{"prompt": "a", "id": ' + "[" * depth + "]" * depth + "}")

@@ -1,4 +1,4 @@
-"""Which tokenizer belongs to a checkpoint."""
+"""load_tokenizer finds the tokenizer of a checkpoint."""
 import os
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from sampling.inputs.tokenizer import load_tokenizer
 
 
 def load(folder, dataset, vocab_size):
-    """The tokenizer of a checkpoint that says so."""
+    """The tokenizer of a checkpoint with these fields."""
     return load_tokenizer(Checkpoint("ckpt.pt", {}, {}, vocab_size, folder=folder, dataset=dataset))
 
 
@@ -26,13 +26,13 @@ def test_meta_pkl_is_searched_in_the_checkpoints_folder_and_then_in_data(tmp_pat
 
 
 @pytest.mark.parametrize("dataset", [5, None, ["letters"], "x" * 100_000, "no/such", ""], ids=lambda dataset: repr(dataset)[:20])
-def test_a_checkpoint_may_name_any_object_as_its_dataset(tmp_path, monkeypatch, gpt2_encoding, dataset):
+def test_gpt2s_encoding_is_used_if_dataset_is_not_a_usable_name(tmp_path, monkeypatch, gpt2_encoding, dataset):
     monkeypatch.chdir(tmp_path)
     assert load(Path("out"), dataset, 50304).source == "GPT-2's encoding"
 
 
 @pytest.mark.parametrize("dataset", ["../elsewhere", "a/../../elsewhere", "absolute"])
-def test_a_vocabulary_outside_of_data_is_refused(tmp_path, monkeypatch, dataset):
+def test_a_vocabulary_outside_of_the_data_folder_is_refused(tmp_path, monkeypatch, dataset):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "a").mkdir(parents=True)
     save_meta(tmp_path / "elsewhere" / "meta.pkl")
@@ -48,11 +48,11 @@ def test_a_vocabulary_must_fit_its_model(vocab_size, fits, tmp_path):
     else:
         with pytest.raises(ValueError) as error:
             load(tmp_path, None, vocab_size)
-        for said in str(tmp_path / "meta.pkl"), str(len(CHARS)), str(vocab_size):
-            assert said in str(error.value)
+        for part in str(tmp_path / "meta.pkl"), str(len(CHARS)), str(vocab_size):
+            assert part in str(error.value)
 
 
-def test_a_missing_vocabulary_is_missed_by_its_path(tmp_path, monkeypatch):
+def test_the_error_for_a_missing_vocabulary_names_its_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="50257 tokens, but the model has 61") as error:
         load(Path("out"), "letters", 61)

@@ -1,4 +1,4 @@
-"""Messages on standard error, and how the script ends."""
+"""Messages on standard error, and exit statuses."""
 import io
 import signal
 import subprocess
@@ -11,15 +11,15 @@ from sampling.outputs import console
 
 
 @pytest.fixture
-def stderr(monkeypatch, capsys):
-    """A function that returns what was written to standard error. What the tests do to the console is undone."""
+def read_stderr(monkeypatch, capsys):
+    """A function that returns the text written to standard error. The console is restored after the test."""
     monkeypatch.setattr(console, "_console", console.Console())
     return lambda: capsys.readouterr().err
 
 
 @pytest.fixture
-def exits(monkeypatch):
-    """The exit statuses with which the script would have ended; it raises SystemExit instead."""
+def exit_statuses(monkeypatch):
+    """A list that collects exit statuses. Exits raise SystemExit instead of ending the process."""
     statuses = []
 
     def exit(status):
@@ -29,7 +29,7 @@ def exits(monkeypatch):
     return statuses
 
 
-@pytest.mark.parametrize("error, status, said", [
+@pytest.mark.parametrize("error, status, message", [
     (ValueError("wrong"), 2, "error: wrong\n"),
     (FileNotFoundError(2, "No such file", "a.txt"), 2, "error: [Errno 2] No such file: 'a.txt'\n"),
     (ValueError("two\n  lines"), 2, "error: two lines\n"),
@@ -40,20 +40,20 @@ def exits(monkeypatch):
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1,
      "error: out of memory: the model, or one sample of it, is too large ([enforce fail] DefaultCPUAllocator: can't allocate memory)\n"),
 ], ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "")
-def test_an_error_of_the_user_is_one_line(stderr, exits, error, status, said):
+def test_a_user_error_is_one_line(read_stderr, exit_statuses, error, status, message):
     with pytest.raises(SystemExit), console.report_user_errors(status=2):
         raise error
-    assert exits == [status] and stderr() == said
+    assert exit_statuses == [status] and read_stderr() == message
 
 
-def test_an_error_of_ours_is_a_traceback(stderr, exits):
+def test_an_internal_error_keeps_its_traceback(read_stderr, exit_statuses):
     for error in RuntimeError("mat1 and mat2 shapes cannot be multiplied"), AssertionError(), KeyError("a"):
         with pytest.raises(type(error)), console.report_user_errors():
             raise error
-    assert exits == [] and stderr() == ""
+    assert exit_statuses == [] and read_stderr() == ""
 
 
-def test_messages_do_not_run_into_a_progress_bar(stderr, exits):
+def test_a_message_clears_the_progress_bar_first(read_stderr, exit_statuses):
     class Bar:
         def clear(self):
             print("<cleared>", file=sys.stderr, end="")
@@ -61,24 +61,24 @@ def test_messages_do_not_run_into_a_progress_bar(stderr, exits):
     console.log("hello")
     with pytest.raises(SystemExit):
         console.hard_exit(3)
-    assert stderr() == "<cleared>hello\n<cleared>\n"
+    assert read_stderr() == "<cleared>hello\n<cleared>\n"
     console.set_progress_bar(None)
     console.log("bye")
-    assert stderr() == "bye\n"
+    assert read_stderr() == "bye\n"
 
 
-def test_only_one_process_of_a_run_speaks(stderr, exits, monkeypatch):
+def test_only_the_main_process_prints_messages(read_stderr, exit_statuses, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert console.shows_progress_bar()
     console.setup_console(is_main=False)
     console.log("hello")
     with pytest.raises(SystemExit), console.report_user_errors():
         raise ValueError("wrong")
-    assert stderr() == "" and exits == [1]
+    assert read_stderr() == "" and exit_statuses == [1]
     assert not console.shows_progress_bar()
 
 
-def test_a_bar_is_shown_only_on_a_terminal_without_samples(stderr, monkeypatch):
+def test_a_progress_bar_is_shown_only_if_stderr_is_a_terminal_and_stdout_is_not(read_stderr, monkeypatch):
     for stdout_is_tty in False, True:
         for stderr_is_tty in False, True:
             monkeypatch.setattr(sys.stdout, "isatty", lambda tty=stdout_is_tty: tty, raising=False)
@@ -86,7 +86,7 @@ def test_a_bar_is_shown_only_on_a_terminal_without_samples(stderr, monkeypatch):
             assert console.shows_progress_bar() == (stderr_is_tty and not stdout_is_tty)
 
 
-def test_a_closed_standard_error_is_no_error(stderr, monkeypatch):
+def test_a_closed_or_full_stderr_is_ignored(read_stderr, monkeypatch):
     class Full(io.StringIO):
         def write(self, text):
             raise OSError(28, "No space left on device")
@@ -96,10 +96,10 @@ def test_a_closed_standard_error_is_no_error(stderr, monkeypatch):
         assert not console.is_tty(stream)
 
 
-def test_ctrl_c_ends_the_script_at_once(stderr, exits):
+def test_ctrl_c_ends_the_script_at_once(read_stderr, exit_statuses):
     before = signal.getsignal(signal.SIGINT)
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN) # a background job of a shell
+        signal.signal(signal.SIGINT, signal.SIG_IGN) # as in a background job of a shell
         console.setup_console()
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -108,16 +108,16 @@ def test_ctrl_c_ends_the_script_at_once(stderr, exits):
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert exits == [130] and stderr() == ""
+    assert exit_statuses == [130] and read_stderr() == ""
 
 
-def test_error_messages_hold_no_terminal_commands(sample):
-    done = sample("--out_dir=a\x1b[2Jb\x9bc\nd")
+def test_error_messages_contain_no_control_characters(run_script):
+    done = run_script("--out_dir=a\x1b[2Jb\x9bc\nd")
     assert done.returncode == 1 and done.stderr.count("\n") == 2 and not set("\x1b\x9b") & set(done.stderr)
 
 
-def test_error_messages_are_not_longer_than_a_screen(sample):
-    done = sample(f"--out_dir={'x' * 100_000}")
+def test_long_error_messages_are_shortened(run_script):
+    done = run_script(f"--out_dir={'x' * 100_000}")
     assert done.returncode == 1 and len(done.stderr) < 4000 and "error: " in done.stderr and "xx ... xx" in done.stderr
 
 

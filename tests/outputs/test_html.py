@@ -1,20 +1,20 @@
-"""The page of samples as a file."""
+"""The file with the HTML page of samples."""
 import html
 import math
 import re
 
 import pytest
 
-from pages import HOSTILE, RUN_INFO, SAMPLES, SHOWN, finished, token, write_page
+from pages import HOSTILE, RUN_INFO, SAMPLES, SHOWN, finished_sample, make_token, write_page
 from sampling.outputs.html import HtmlWriter
 from sampling.params import Token
 
 
-def test_a_sample_is_in_the_file_at_once(tmp_path):
+def test_a_sample_is_written_to_the_file_immediately(tmp_path):
     writer = HtmlWriter(tmp_path / "page.html", RUN_INFO)
-    assert not (tmp_path / "page.html").read_bytes() # so that a run that dies while it loads the model can start again
+    assert not (tmp_path / "page.html").read_bytes() # if a run dies while it loads the model, the same command works again
     for index, tokens in enumerate(SAMPLES):
-        writer.write(finished(index, "a < b", tokens, "stop"))
+        writer.write(finished_sample(index, "a < b", tokens, "stop"))
         assert (tmp_path / "page.html").read_bytes().count(b"</article>\n") == index + 1
     writer.close()
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ def test_a_sample_is_in_the_file_at_once(tmp_path):
     assert "<dt>start</dt><dd>&#x27;ROMEO:\\n&#x27;</dd>" in text
 
 
-@pytest.mark.parametrize("left", [
+@pytest.mark.parametrize("truncate", [
     pytest.param(lambda whole, ends: whole, id="whole"),
     pytest.param(lambda whole, ends: whole[:ends[1]], id="no-end"),
     pytest.param(lambda whole, ends: whole[:ends[2]], id="one-too-many"),
@@ -32,22 +32,22 @@ def test_a_sample_is_in_the_file_at_once(tmp_path):
     pytest.param(lambda whole, ends: whole[:ends[1] + 9], id="half-a-tag"),
     pytest.param(lambda whole, ends: whole[:(ends[1] + ends[2]) // 2], id="half-a-sample"),
 ])
-def test_a_resumed_page_has_the_same_bytes(tmp_path, left):
+def test_a_resumed_page_has_the_same_bytes(tmp_path, truncate):
     whole = write_page(tmp_path / "whole.html", SAMPLES).read_bytes()
     ends = [end.end() for end in re.finditer(b"</article>\n", whole)]
     path = tmp_path / "page.html"
-    path.write_bytes(left(whole, ends))
+    path.write_bytes(truncate(whole, ends))
     write_page(path, SAMPLES[:2], num_saved=2, close=False)
     assert path.read_bytes() == whole[:ends[1]]
     assert write_page(path, SAMPLES, num_saved=2).read_bytes() == whole
 
 
-def test_a_page_without_samples_is_a_page(tmp_path):
+def test_a_page_may_have_no_samples(tmp_path):
     (tmp_path / "page.html").touch()
     assert write_page(tmp_path / "page.html", [], run_info={}).read_bytes().startswith(b"<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize("existing, num_saved, said", [
+@pytest.mark.parametrize("existing, num_saved, message", [
     (lambda page: b"mine", 0, "exists already, and nothing is overwritten: move it, or give html_file another name"),
     (lambda page: page, 0, "exists already"),
     (lambda page: b"mine", 1, "first 1 samples, as out_file does, but has 0"),
@@ -57,14 +57,14 @@ def test_a_page_without_samples_is_a_page(tmp_path):
     (lambda page: page.replace(b'"sample-2"', b'"sample-7"'), 2, "but has 1"),
     (lambda page: page, 5, "first 5 samples, as out_file does, but has 4"),
     (lambda page: page[:-45], 4, "but has 3"),
-    (lambda page: page.replace(b"out-letters", b"out-lettres"), 2, "the page of this very run and hold its first 2 samples"),
+    (lambda page: page.replace(b"out-letters", b"out-lettres"), 2, "the page of this run and hold its first 2 samples"),
     (None, 1, "but has 0"),
 ], ids=["a-file", "a-page", "no-page", "empty", "prefixed", "another-version", "gap", "too-few", "half", "another-run", "missing"])
-def test_a_file_of_anything_else_is_refused_and_stays(tmp_path, existing, num_saved, said):
+def test_any_other_file_is_refused_and_stays_unchanged(tmp_path, existing, num_saved, message):
     path = tmp_path / "page.html"
     page = write_page(path, SAMPLES).read_bytes()
     path.unlink() if existing is None else path.write_bytes(existing(page))
-    with pytest.raises(ValueError, match=re.escape(f"{path} ") + ".*" + re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(f"{path} ") + ".*" + re.escape(message)):
         HtmlWriter(path, RUN_INFO, num_saved)
     assert (path.read_bytes() if path.exists() else None) == (existing(page) if existing else None)
 
@@ -75,9 +75,9 @@ def test_a_folder_is_refused(tmp_path, num_saved):
         HtmlWriter(tmp_path, RUN_INFO, num_saved)
 
 
-def test_hostile_text_stays_in_its_place(tmp_path):
+def test_hostile_text_is_escaped(tmp_path):
     writer = HtmlWriter(tmp_path / "page.html", {HOSTILE: HOSTILE, "model": HOSTILE})
-    writer.write(finished(0, HOSTILE, [token(HOSTILE, 0.5, **{HOSTILE: 0.2})]))
+    writer.write(finished_sample(0, HOSTILE, [make_token(HOSTILE, 0.5, **{HOSTILE: 0.2})]))
     writer.close()
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert text.count("<script") == text.count("</script>") == 2
@@ -86,12 +86,12 @@ def test_hostile_text_stays_in_its_place(tmp_path):
     assert html.unescape(re.search("<b>(.*)</b>", article)[1]) == SHOWN
 
 
-def test_improbable_numbers_are_written(tmp_path):
+def test_extreme_logprobs_are_written(tmp_path):
     improbable = Token(0, "a", -math.inf, (("b", math.nan), ("c", 1e-7), ("d", -0.0)))
     path = write_page(tmp_path / "page.html", [[improbable]])
     assert '[[1,99999,"b",99999,"c",0,"d",0]]' in path.read_text()
 
 
-def test_lengths_count_as_javascript_does(tmp_path):
-    path = write_page(tmp_path / "page.html", [[token("😀é", 1.0), token("", 1.0)]])
+def test_lengths_are_in_utf_16_units_as_in_javascript(tmp_path):
+    path = write_page(tmp_path / "page.html", [[make_token("😀é", 1.0), make_token("", 1.0)]])
     assert "[[3,0],[0,0]]" in path.read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
-"""What a browser makes of the page of samples."""
+"""The HTML page of samples in Chromium."""
 import re
 import shutil
 from itertools import pairwise
 
 import pytest
 
-from pages import HOSTILE, PROBABILITIES, SHOWN, finished, token, words, write_page
+from pages import HOSTILE, PROBABILITIES, SHOWN, finished_sample, make_token, make_tokens, write_page
 from sampling.outputs.html import HtmlWriter
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
@@ -52,97 +52,97 @@ def view(browser, tmp_path):
     assert errors == []
 
 
-LIGHT_OF = """
+LUMINANCE_JS = """
 const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1}).getContext('2d', {willReadFrequently: true})
-const lightOf = color => { // WCAG's relative luminance
+const luminanceOf = color => { // WCAG's relative luminance
   canvas.fillStyle = color
   canvas.fillRect(0, 0, 1, 1)
   const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map(v => v / 255 <= .04045 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4)
   return .2126 * r + .7152 * g + .0722 * b
 }
-const clear = color => /^rgba.*, 0\\)$/.test(color)
-const behind = element => clear(getComputedStyle(element).backgroundColor) ? behind(element.parentElement) : getComputedStyle(element).backgroundColor
+const isTransparent = color => /^rgba.*, 0\\)$/.test(color)
+const backgroundOf = element => isTransparent(getComputedStyle(element).backgroundColor) ? backgroundOf(element.parentElement) : getComputedStyle(element).backgroundColor
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_less_likely_tokens_have_a_stronger_background(view, scheme):
-    page = view([[token(f"{p} ", p) for p in PROBABILITIES]], color_scheme=scheme)
-    lights = page.evaluate(f"() => {{ {LIGHT_OF}; return [document.body, ...document.querySelectorAll('.token')].map(e => lightOf(behind(e))) }}")
-    assert lights[0] == lights[1] # a likely token has none
-    assert all(b < a if scheme == "light" else b > a for a, b in pairwise(lights[1:]))
+    page = view([[make_token(f"{p} ", p) for p in PROBABILITIES]], color_scheme=scheme)
+    luminances = page.evaluate(f"() => {{ {LUMINANCE_JS}; return [document.body, ...document.querySelectorAll('.token')].map(e => luminanceOf(backgroundOf(e))) }}")
+    assert luminances[0] == luminances[1] # a likely token has none
+    assert all(b < a if scheme == "light" else b > a for a, b in pairwise(luminances[1:]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_has_enough_contrast(view, scheme):
-    page = view([words(7)], color_scheme=scheme)
+    page = view([make_tokens(7)], color_scheme=scheme)
     page.locator("summary").click()
     page.locator(".token").nth(3).hover()
-    pairs = page.evaluate(f"""() => {{ {LIGHT_OF}
+    pairs = page.evaluate(f"""() => {{ {LUMINANCE_JS}
       return [...document.body.querySelectorAll('*')].filter(e => [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim()))
-        .filter(e => e.checkVisibility()).map(e => [e.className || e.tagName, lightOf(getComputedStyle(e).color), lightOf(behind(e))])
+        .filter(e => e.checkVisibility()).map(e => [e.className || e.tagName, luminanceOf(getComputedStyle(e).color), luminanceOf(backgroundOf(e))])
     }}""")
     assert {"H1", "H2", "SUMMARY", "DD", "p6", "token p6", "BDI", "SPAN", "finish"} <= {name for name, *_ in pairs}
     assert all((max(a, b) + 0.05) / (min(a, b) + 0.05) >= 4.5 for _, a, b in pairs), pairs
 
 
-def test_pointing_shows_the_alternatives(view):
-    page = view([[token("a", 0.5, a=0.5, b=0.25), token("\n", 0.0004, **{" ": 0.9, "\t\u202e": 0.05}), token("c", 0.2, d=0.3, c=0.2)]])
+def test_hovering_shows_the_alternatives(view):
+    page = view([[make_token("a", 0.5, a=0.5, b=0.25), make_token("\n", 0.0004, **{" ": 0.9, "\t\u202e": 0.05}), make_token("c", 0.2, d=0.3, c=0.2)]])
     details = page.get_by_role("tooltip")
     assert details.count() == 0
     page.locator(".token").nth(2).hover()
     assert details.locator("li").all_inner_texts() == ["d\n30.0%", "c\n20.0%"]
     assert details.locator(".sampled").inner_text() == "c\n20.0%"
-    details.hover() # it stays while the pointer is on it
+    details.hover() # the tooltip stays while the pointer is on it
     assert details.count() == 1
     page.keyboard.press("Escape")
     assert details.count() == 0
     left, top, width = page.evaluate("(({left, top, width}) => [left, top, width])(document.querySelectorAll('.token')[1].getBoundingClientRect())")
     assert width == 0
-    page.mouse.click(left + 8, top + 8) # the sign of a new line; the sampled token is in the list even if it is not among the most likely
+    page.mouse.click(left + 8, top + 8) # the newline symbol; the list contains the sampled token even if it is not among the most likely
     assert details.locator("li").all_inner_texts() == ["␣\n90.0%", "⇥⟨202E⟩\n5.0%", "↵\n0.04%"]
     page.locator("h1").hover()
     assert details.count() == 0
 
 
 @pytest.mark.slow
-def test_the_details_are_beside_their_token(view):
-    page = view([words(100)], viewport={"width": 400, "height": 500})
+def test_the_tooltip_is_next_to_its_token(view):
+    page = view([make_tokens(100)], viewport={"width": 400, "height": 500})
     places = page.evaluate("""() => [...document.querySelectorAll('.token')].map(token => {
       scrollTo(0, scrollY + token.getBoundingClientRect().top - (token.textContent.length % 2 ? 10 : 300))
       token.click()
       const [line, details] = [[...token.getClientRects()].at(-1), document.querySelector('#details').getBoundingClientRect()]
       return [token.getClientRects().length, details.top, Math.max(line.top - details.bottom, details.top - line.bottom)]
     })""")
-    assert {lines for lines, *_ in places} == {1, 2} # some leave their space at the end of the line before
+    assert {lines for lines, *_ in places} == {1, 2} # a token's space may stay at the end of the previous line
     assert all(top >= 0 and 0 <= gap <= 8 for _, top, gap in places), places
 
 
 @pytest.mark.slow
 def test_the_keyboard_moves_from_token_to_token_and_announces_each(view):
-    page = view([[token("a", 0.5, a=0.5, **{" \n": 0.25}), token("b\n", 0.25), token("c", 0.125)], words(300)],
+    page = view([[make_token("a", 0.5, a=0.5, **{" \n": 0.25}), make_token("b\n", 0.25), make_token("c", 0.125)], make_tokens(300)],
                 viewport={"width": 400, "height": 500})
-    said = page.get_by_role("status")
+    status = page.get_by_role("status")
     page.keyboard.press("Tab") # the settings
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Tokens of sample 1"
-    for key, heard in [("ArrowRight", "a 50.0%; others: space new line 25.0%"), ("ArrowRight", "b new line 25.0%"),
+    for key, announced in [("ArrowRight", "a 50.0%; others: space new line 25.0%"), ("ArrowRight", "b new line 25.0%"),
                        ("ArrowRight", "c 12.5%"), ("ArrowRight", "c 12.5%"), ("ArrowLeft", "b new line 25.0%"),
                        ("ArrowLeft", "a 50.0%"), ("ArrowDown", "c 12.5%"), ("ArrowUp", "a 50.0%"), ("End", "c"), ("Home", "a")]:
         page.keyboard.press(key)
-        assert said.text_content().strip().startswith(heard), key
+        assert status.text_content().strip().startswith(announced), key
         assert page.get_by_role("tooltip").count() == page.locator(".token.current").count() == 1
     page.keyboard.press("End")
     page.keyboard.press("Escape")
-    page.keyboard.press("ArrowLeft") # where the user was
-    assert said.text_content() == "c 12.5%"
+    page.keyboard.press("ArrowLeft") # shows the last current token again
+    assert status.text_content() == "c 12.5%"
     page.keyboard.press("Tab")
     assert page.get_by_role("tooltip").count() == 0
     page.keyboard.press("ArrowRight")
-    page.keyboard.press("End") # far below: the page scrolls to it
-    assert "w299" in said.text_content()
+    page.keyboard.press("End") # the page scrolls down to it
+    assert "w299" in status.text_content()
     assert page.evaluate("document.querySelector('.current').getBoundingClientRect().bottom <= innerHeight")
     page.keyboard.press("Escape")
     assert page.get_by_role("tooltip").count() == 0
@@ -150,7 +150,7 @@ def test_the_keyboard_moves_from_token_to_token_and_announces_each(view):
 
 @pytest.mark.slow
 def test_a_character_of_several_tokens_is_one_element(view):
-    page = view([[token("", 0.1), token("", 0.5, **{"": 0.7, "�": 0.5, "a": 0.2}), token("😀", 0.5, **{"": 0.5, "😃": 0.4}), token("x", 0.9), token("", 0.3)]])
+    page = view([[make_token("", 0.1), make_token("", 0.5, **{"": 0.7, "�": 0.5, "a": 0.2}), make_token("😀", 0.5, **{"": 0.5, "😃": 0.4}), make_token("x", 0.9), make_token("", 0.3)]])
     assert page.locator(".token").all_text_contents() == ["😀", "x", ""]
     assert "p4" in page.locator(".token").first.get_attribute("class") # 0.1 * 0.5 * 0.5
     page.locator(".token").first.hover()
@@ -158,11 +158,11 @@ def test_a_character_of_several_tokens_is_one_element(view):
 
 
 @pytest.mark.slow
-def test_hostile_text_runs_nothing_and_requests_nothing(view, tmp_path):
+def test_hostile_text_runs_no_code_and_makes_no_request(view, tmp_path):
     writer = HtmlWriter(tmp_path / "page.html", {HOSTILE: HOSTILE, "model": HOSTILE})
-    writer.write(finished(0, HOSTILE, [token(HOSTILE, 0.5, **{HOSTILE: 0.2}), token("x", 0.01)]))
+    writer.write(finished_sample(0, HOSTILE, [make_token(HOSTILE, 0.5, **{HOSTILE: 0.2}), make_token("x", 0.01)]))
     writer.close()
-    page = view(tmp_path / "page.html", bypass_csp=True) # the escaping alone must suffice
+    page = view(tmp_path / "page.html", bypass_csp=True) # the escaping alone must be sufficient
     requests = []
     page.on("request", lambda request: requests.append(request.url))
     page.route("**", lambda route: route.abort() if "evil" in route.request.url else route.continue_())
@@ -179,7 +179,7 @@ def test_hostile_text_runs_nothing_and_requests_nothing(view, tmp_path):
 
 @pytest.mark.slow
 def test_the_page_allows_no_other_script_style_or_request(view):
-    page = view([words(3)])
+    page = view([make_tokens(3)])
     requests = []
     page.on("request", lambda request: requests.append(request))
     refused = page.evaluate("""async () => {
@@ -199,9 +199,9 @@ def test_the_page_allows_no_other_script_style_or_request(view):
 
 
 @pytest.mark.slow
-def test_a_phone_scrolls_one_way_only(view, tmp_path):
+def test_a_phone_scrolls_only_vertically(view, tmp_path):
     writer = HtmlWriter(tmp_path / "page.html", {"start": "x" * 300, "model": "/" * 300})
-    writer.write(finished(0, "y" * 300, [*words(60), token("z" * 300, 0.1, **{"v" * 300: 0.2}), token("\n", 0.5)]))
+    writer.write(finished_sample(0, "y" * 300, [*make_tokens(60), make_token("z" * 300, 0.1, **{"v" * 300: 0.2}), make_token("\n", 0.5)]))
     writer.close()
     page = view(tmp_path / "page.html", viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True, color_scheme="dark")
     page.locator("summary").tap()
@@ -220,15 +220,15 @@ def test_a_phone_scrolls_one_way_only(view, tmp_path):
 
 
 @pytest.mark.slow
-def test_spaces_and_lines_are_kept(view):
-    page = view([[token("a  b\n", 0.5), token("\n", 0.5), token("   c\td ", 0.5)]])
+def test_spaces_and_newlines_are_preserved(view):
+    page = view([[make_token("a  b\n", 0.5), make_token("\n", 0.5), make_token("   c\td ", 0.5)]])
     assert page.locator(".text p").inner_text() == "ROMEO:\na  b\n\n   c\td "
 
 
 @pytest.mark.slow
-def test_a_screen_reader_finds_running_text(chromium, view):
-    samples = [words(200, seed) for seed in range(6)]
-    page = view(samples, chromium("--force-renderer-accessibility")) # as if a screen reader ran
+def test_a_screen_reader_reads_continuous_text(chromium, view):
+    samples = [make_tokens(200, seed) for seed in range(6)]
+    page = view(samples, chromium("--force-renderer-accessibility")) # as with a screen reader
     nodes = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
     by_id = {node["nodeId"]: node for node in nodes}
 
@@ -241,8 +241,8 @@ def test_a_screen_reader_finds_running_text(chromium, view):
             for child in node.get("childIds", []):
                 yield from read(by_id[child])
     tree = list(read(nodes[0]))
-    said = "".join(name for role, name, _ in tree if role == "StaticText")
-    assert said.count("ROMEO:\n" + "".join(token.text for token in samples[0])) == 6 # those outside of the window too
+    text = "".join(name for role, name, _ in tree if role == "StaticText")
+    assert text.count("ROMEO:\n" + "".join(token.text for token in samples[0])) == 6 # also samples outside of the window
     assert {"banner", "main"} <= {role for role, *_ in tree}
     assert [name for role, name, _ in tree if role == "article"] == [f"Sample {n}" for n in range(1, 7)]
     assert [name for role, name, _ in tree if role == "heading"] == ["Samples from out-letters", *(f"Sample {n}" for n in range(1, 7))]
@@ -250,20 +250,20 @@ def test_a_screen_reader_finds_running_text(chromium, view):
 
 
 @pytest.mark.slow
-def test_a_thousand_samples_are_tokens_only_near_the_window(view, tmp_path):
-    head, article, tail = re.split("(<article.*</article>\n)", write_page(tmp_path / "one.html", [words(500)]).read_text())
+def test_only_samples_near_the_window_have_token_elements(view, tmp_path):
+    head, article, tail = re.split("(<article.*</article>\n)", write_page(tmp_path / "one.html", [make_tokens(500)]).read_text())
     articles = (re.sub('(sample|title)-1"', rf'\1-{number}"', article) for number in range(1, 1001))
     (tmp_path / "page.html").write_text(head + "".join(articles) + tail)
     page = view(tmp_path / "page.html")
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable")
 
-    def held(what):
+    def get_metric(name):
         page.evaluate("gc()")
         page.wait_for_timeout(300)
-        return next(metric["value"] for metric in session.send("Performance.getMetrics")["metrics"] if metric["name"] == what)
-    assert held("LayoutObjects") < 8000 # samples far from the window have no layout
-    before = held("Nodes")
+        return next(metric["value"] for metric in session.send("Performance.getMetrics")["metrics"] if metric["name"] == name)
+    assert get_metric("LayoutObjects") < 8000 # samples far from the window have no layout
+    before = get_metric("Nodes")
     most = page.evaluate("""async () => {
       let most = 0
       for (let step = 0; step <= 30; step++) {
@@ -277,12 +277,12 @@ def test_a_thousand_samples_are_tokens_only_near_the_window(view, tmp_path):
     page.wait_for_selector("article:last-child .token", state="attached")
     assert 500 <= most <= 5000
     assert page.locator("article").first.locator(".token").count() == 0
-    assert held("Nodes") < before + 10_000 # the tokens of samples that were seen are gone
+    assert get_metric("Nodes") < before + 10_000 # the tokens of samples that were scrolled past are removed
 
 
 @pytest.mark.slow
-def test_keys_move_even_if_the_page_scrolls_under_the_pointer(view):
-    page = view([words(300)], viewport={"width": 400, "height": 500})
+def test_arrow_keys_work_while_the_page_scrolls_under_the_pointer(view):
+    page = view([make_tokens(300)], viewport={"width": 400, "height": 500})
     page.locator(".token").nth(20).click()
     for number in range(21, 60): # this scrolls the page
         page.keyboard.press("ArrowRight")
@@ -293,8 +293,8 @@ def test_keys_move_even_if_the_page_scrolls_under_the_pointer(view):
 
 
 @pytest.mark.slow
-def test_a_sample_that_the_user_works_in_keeps_its_tokens(view):
-    page = view([words(500)] * 30)
+def test_the_sample_with_the_current_token_keeps_its_token_elements(view):
+    page = view([make_tokens(500)] * 30)
     page.locator(".token").nth(3).click()
     page.evaluate("scrollTo(0, 1e6)")
     page.wait_for_selector("article:last-child .token", state="attached")
@@ -304,8 +304,8 @@ def test_a_sample_that_the_user_works_in_keeps_its_tokens(view):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["<p lang", "w2", "application", "other2", "</article>\n", None])
-def test_a_truncated_page_shows_what_it_has(view, tmp_path, end):
-    whole = write_page(tmp_path / "page.html", [words(5), words(5)]).read_bytes()
+def test_a_truncated_page_shows_its_complete_samples(view, tmp_path, end):
+    whole = write_page(tmp_path / "page.html", [make_tokens(5), make_tokens(5)]).read_bytes()
     second = whole.index(b'<article id="sample-2"')
     (tmp_path / "page.html").write_bytes(whole[:whole.index(end.encode(), second) + len(end)] if end else whole[:second + 9])
     page = view(tmp_path / "page.html")

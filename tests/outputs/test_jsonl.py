@@ -1,4 +1,4 @@
-"""The file of samples: what it holds, and that a resumed run writes the same bytes."""
+"""The JSONL file of samples: its fields, and that a resumed run writes the same bytes."""
 import json
 import os
 import random
@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from models import CHARS, make_gpt, save_checkpoint
-from pages import finished, token
+from pages import finished_sample, make_token
 from project import RULE, SCRIPT
 from sampling.outputs.jsonl import JsonlWriter, reproducibility_settings
 from sampling.params import Prompt, SampleRequest
@@ -25,37 +25,37 @@ REQUESTS = [SampleRequest(index, Prompt(text, id), []) for index, (text, id) in 
 
 
 @pytest.fixture(scope="module")
-def finished_run(sample, tmp_path_factory):
-    """A folder with a finished run: its whole.jsonl, and what it printed."""
+def finished_run(run_script, tmp_path_factory):
+    """The folder of a finished run, the content of its whole.jsonl, and its standard output."""
     folder = tmp_path_factory.mktemp("finished")
     save_checkpoint(folder / "out", make_gpt())
     (folder / "prompts.txt").write_text("The \nO\n\nWhat is it?\nyes\n")
-    done = sample(*RUN, "--out_file=whole.jsonl", cwd=folder)
+    done = run_script(*RUN, "--out_file=whole.jsonl", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, (folder / "whole.jsonl").read_bytes(), done.stdout
 
 
 @pytest.fixture
 def folder(finished_run, tmp_path):
-    """A copy of that folder, to change."""
+    """A copy of that folder that a test may change."""
     return shutil.copytree(finished_run[0], tmp_path / "run")
 
 
 @pytest.fixture
 def whole(finished_run):
-    """The file of the uninterrupted run."""
+    """The content of the finished run's file."""
     return finished_run[1]
 
 
 @pytest.fixture
 def printed(finished_run):
-    """What the uninterrupted run printed."""
+    """The standard output of the finished run."""
     return finished_run[2]
 
 
-# ---- what a line holds
+# ---- fields
 
-def test_a_line_is_a_sample(sample, folder, whole, printed):
+def test_fields_of_a_line(run_script, folder, whole, printed):
     lines = [json.loads(line) for line in whole.splitlines()]
     assert [line["index"] for line in lines] == list(range(12))
     assert [line["prompt"] for line in lines] == [prompt for prompt in ("The ", "O", "What is it?", "yes") for _ in range(3)]
@@ -67,10 +67,10 @@ def test_a_line_is_a_sample(sample, folder, whole, printed):
         assert line["version"] == 2 and line["seed"] == 1337 and line["settings"]["stop"] == ["e"] and line["settings"]["dtype"] == "float32"
         assert line["checkpoint"]["path"] == "out/ckpt.pt" and len(line["checkpoint"]["crc32"]) == 8
         assert line["cumulative_logprob"] <= 0
-    assert sample(*RUN, cwd=folder).stdout == printed # saving changes nothing
+    assert run_script(*RUN, cwd=folder).stdout == printed # saving does not change the output
 
 
-def test_log_probabilities_are_those_of_the_model(whole):
+def test_cumulative_logprob_equals_the_models(whole):
     import torch
     model = make_gpt()
     for line in map(json.loads, whole.splitlines()):
@@ -82,58 +82,58 @@ def test_log_probabilities_are_those_of_the_model(whole):
             assert line["cumulative_logprob"] == pytest.approx(total, rel=6e-4)
 
 
-def test_ids_of_jsonl_prompts_are_saved(sample, folder):
+def test_ids_of_jsonl_prompts_are_saved(run_script, folder):
     (folder / "p.jsonl").write_text('{"prompt": "The ", "id": "a-1"}\n\n{"id": [2], "prompt": "O", "more": 1}\n{"prompt": "x"}\n')
-    done = sample("--start=JSONL:p.jsonl", "--num_samples=1", "--max_new_tokens=5", "--out_file=a.jsonl", cwd=folder)
+    done = run_script("--start=JSONL:p.jsonl", "--num_samples=1", "--max_new_tokens=5", "--out_file=a.jsonl", cwd=folder)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
     assert [(line["prompt"], line.get("id")) for line in lines] == [("The ", "a-1"), ("O", [2]), ("x", None)]
 
 
-def test_settings_of_the_same_meaning_are_the_same():
+def test_equivalent_settings_are_equal():
     settings = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0,
                     stop="e", seed=1, compile=False, context_shift=False)
     found = reproducibility_settings(settings, "cuda", "bfloat16")
     assert found == reproducibility_settings({**settings, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": ["e"]}, "cuda", "bfloat16")
     assert found["device"] == "cuda" and found["dtype"] == "bfloat16" and found["stop"] == ["e"]
     assert reproducibility_settings({**settings, "stop": None}, "cpu", "float32")["stop"] == []
-    # With one prompt, a run may add samples to a file; with many, the samples of the first prompt end where the file says.
+    # With one prompt, a later run may add samples to the file. With several prompts, num_samples must stay the same.
     assert "num_samples" not in found
     assert reproducibility_settings({**settings, "start": "LINES:a"}, "cpu", "float32")["num_samples"] == 2
 
 
-def test_a_sample_is_in_the_file_at_once(tmp_path):
+def test_a_sample_is_written_to_the_file_immediately(tmp_path):
     writer = JsonlWriter(tmp_path / "a.jsonl", CHECKPOINT_ID, SETTINGS)
     for index in range(3):
-        writer.write(finished(index, "O", []))
+        writer.write(finished_sample(index, "O", []))
         assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == index + 1
     writer.close()
 
 
-def test_a_removed_file_ends_the_run(tmp_path):
-    """A night's samples would be lost. A renamed file still gets them."""
+def test_a_removed_file_is_an_error(tmp_path):
+    """Otherwise all later samples would be lost. A renamed file still receives them."""
     writer = JsonlWriter(str(tmp_path / "a.jsonl"), CHECKPOINT_ID, SETTINGS)
     (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
-    writer.write(finished(0, "O", []))
+    writer.write(finished_sample(0, "O", []))
     (tmp_path / "b.jsonl").unlink()
     with pytest.raises(OSError, match=r"a\.jsonl': it was removed"):
-        writer.write(finished(1, "O", []))
+        writer.write(finished_sample(1, "O", []))
     writer.close()
 
 
 # ---- resuming
 
 def write_file(path, requests=REQUESTS, settings=SETTINGS):
-    """A finished file of these requests, and its bytes."""
+    """Write a finished file of these requests. Return its bytes."""
     writer = JsonlWriter(path, CHECKPOINT_ID, settings)
     for request in writer.resume(requests):
         if not request.already_saved:
-            writer.write(replace(finished(0, "", [token("x\n", 0.5)]), request=request))
+            writer.write(replace(finished_sample(0, "", [make_token("x\n", 0.5)]), request=request))
     writer.close()
     return path.read_bytes()
 
 
-def test_a_file_resumes_wherever_it_was_truncated(tmp_path):
+def test_a_file_truncated_anywhere_is_resumed(tmp_path):
     requests = [REQUESTS[1], REQUESTS[3]] # with a character of two bytes, and a lone surrogate
     whole = write_file(tmp_path / "whole.jsonl", requests)
     for end in range(len(whole) + 1):
@@ -150,7 +150,7 @@ def test_requests_are_marked_as_already_saved(tmp_path):
     writer.close()
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize("change, message", [
     (lambda line: line | {"settings": {"seed": 2, "stop": []}}, "line 2, is from another run: seed is 2 there, and 1 here"),
     (lambda line: line | {"settings": {"seed": 1, "stop": [], "new": 5}}, "new is 5 there, and None here"),
     (lambda line: line | {"settings": {}}, "seed is None there, and 1 here"),
@@ -169,19 +169,19 @@ def test_requests_are_marked_as_already_saved(tmp_path):
 ], ids=["seed", "new-setting", "no-settings", "number-as-settings", "text-as-settings", "checkpoint", "no-checksum", "no-checkpoint", "index", "prompt", "id",
         "version-1", "version-3", "list", "number"])
 @pytest.mark.parametrize("newline", ["\n", ""], ids=["whole", "no-newline"])
-def test_a_line_of_anything_else_is_refused_and_stays(tmp_path, change, said, newline):
+def test_any_other_line_is_refused_and_stays_unchanged(tmp_path, change, message, newline):
     first, second = write_file(tmp_path / "a.jsonl", REQUESTS[:2]).splitlines(keepends=True)
     content = first + (json.dumps(change(json.loads(second))) + newline).encode()
     (tmp_path / "a.jsonl").write_bytes(content)
     writer = JsonlWriter(tmp_path / "a.jsonl", CHECKPOINT_ID, SETTINGS)
     with pytest.raises(ValueError) as error:
         list(writer.resume(iter(REQUESTS)))
-    assert said in str(error.value) and str(error.value).startswith(f"{tmp_path}/a.jsonl, line 2")
+    assert message in str(error.value) and str(error.value).startswith(f"{tmp_path}/a.jsonl, line 2")
     writer.close()
     assert (tmp_path / "a.jsonl").read_bytes() == content
 
 
-def test_a_file_of_more_samples_than_the_run_is_refused(tmp_path):
+def test_a_file_with_more_samples_than_the_run_is_refused(tmp_path):
     whole = write_file(tmp_path / "a.jsonl")
     writer = JsonlWriter(tmp_path / "a.jsonl", CHECKPOINT_ID, SETTINGS)
     with pytest.raises(ValueError, match="holds 4 samples, more than this run generates"):
@@ -193,16 +193,16 @@ def test_a_file_of_more_samples_than_the_run_is_refused(tmp_path):
 # ---- whole runs
 
 def cut_at(whole, seed, count):
-    """Places to cut a file at."""
+    """Positions at which the file is truncated."""
     rng = random.Random(seed)
     return [0, len(whole), *(rng.randrange(len(whole)) for _ in range(count))]
 
 
 @pytest.mark.parametrize("number", [pytest.param(i, marks=pytest.mark.slow if i not in (2, 3) else ()) for i in range(8)])
-def test_a_run_resumes_wherever_its_file_was_truncated(sample, folder, whole, printed, number):
+def test_a_run_resumes_a_file_truncated_anywhere(run_script, folder, whole, printed, number):
     end = cut_at(whole, 2, 6)[number]
     (folder / "cut.jsonl").write_bytes(whole[:end])
-    done = sample(*RUN, "--out_file=cut.jsonl", cwd=folder)
+    done = run_script(*RUN, "--out_file=cut.jsonl", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert (folder / "cut.jsonl").read_bytes() == whole
     num_saved = whole[:end].count(b"\n")
@@ -211,21 +211,21 @@ def test_a_run_resumes_wherever_its_file_was_truncated(sample, folder, whole, pr
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes(sample, folder):
+def test_a_killed_run_resumes(run_script, folder):
     run = ("--num_samples=200", "--max_new_tokens=30", "--batch_size=8", "--start=The ", "--device=cpu")
-    assert sample(*run, "--out_file=uninterrupted.jsonl", cwd=folder).returncode == 0
-    for deadly in signal.SIGKILL, signal.SIGTERM, signal.SIGINT:
+    assert run_script(*run, "--out_file=uninterrupted.jsonl", cwd=folder).returncode == 0
+    for signal_number in signal.SIGKILL, signal.SIGTERM, signal.SIGINT:
         process = start_script(*run, "--out_file=killed.jsonl", cwd=folder)
         while process.poll() is None and not (folder / "killed.jsonl").exists():
             time.sleep(0.01)
         time.sleep(0.15)
-        process.send_signal(deadly)
+        process.send_signal(signal_number)
         process.communicate()
-    assert sample(*run, "--out_file=killed.jsonl", cwd=folder).returncode == 0
+    assert run_script(*run, "--out_file=killed.jsonl", cwd=folder).returncode == 0
     assert (folder / "killed.jsonl").read_bytes() == (folder / "uninterrupted.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize("change, message", [
     (["--seed=1"], "seed is 1337 there, and 1 here"),
     pytest.param(["--num_samples=4"], "num_samples is 3 there, and 4 here", marks=pytest.mark.slow),
     pytest.param(["--top_p=0.5"], "top_p is None there, and 0.5 here", marks=pytest.mark.slow),
@@ -235,104 +235,104 @@ def test_a_killed_run_resumes(sample, folder):
     (["--start=LINES:others.txt"], "line 4, is from another run: prompt is 'O' there, and 'A' here"),
     (["--start=LINES:fewer.txt"], "holds 12 samples, more than this run generates"),
 ], ids=str)
-def test_a_file_of_another_run_is_refused_by_its_difference(sample, folder, whole, change, said):
+def test_the_error_for_a_file_of_another_run_names_the_difference(run_script, folder, whole, change, message):
     save_checkpoint(folder / "other", make_gpt(seed=2))
     (folder / "others.txt").write_text("The \nA\nWhat is it?\nyes\n")
     (folder / "fewer.txt").write_text("The \nO\n")
-    done = sample(*RUN, "--out_file=whole.jsonl", *change, cwd=folder)
-    assert done.returncode == 1 and said in done.stderr and done.stdout == ""
+    done = run_script(*RUN, "--out_file=whole.jsonl", *change, cwd=folder)
+    assert done.returncode == 1 and message in done.stderr and done.stdout == ""
     assert (folder / "whole.jsonl").read_bytes() == whole
 
 
-# Only the last of them is the beginning of a line that a run writes.
-NOT_OURS = [b"my notes\n", b"\n", b"{}\n", b"no line end", b"\x00" * 50, b'{"version": 2, "index": 0, "prompt": 5}\n',
+# Only the last one is the start of a line that a run writes.
+OTHER_CONTENT = [b"my notes\n", b"\n", b"{}\n", b"no line end", b"\x00" * 50, b'{"version": 2, "index": 0, "prompt": 5}\n',
             b'{"version": 2, "index": 0, "prompt": "The ", "settings": 3}\n', b'{"version": 2, "index": 0, "prompt": "']
 
 
-@pytest.mark.parametrize("content", [pytest.param(content, marks=pytest.mark.slow if 0 < i < 7 else ()) for i, content in enumerate(NOT_OURS)], ids=repr)
-def test_a_file_of_something_else_stays(sample, folder, content):
+@pytest.mark.parametrize("content", [pytest.param(content, marks=pytest.mark.slow if 0 < i < 7 else ()) for i, content in enumerate(OTHER_CONTENT)], ids=repr)
+def test_a_run_does_not_overwrite_other_files(run_script, folder, content):
     (folder / "a.jsonl").write_bytes(content)
-    done = sample(*RUN, "--out_file=a.jsonl", cwd=folder)
-    if content == NOT_OURS[-1]:
+    done = run_script(*RUN, "--out_file=a.jsonl", cwd=folder)
+    if content == OTHER_CONTENT[-1]:
         assert done.returncode == 0
     else:
         assert done.returncode == 1 and "nothing is overwritten" in done.stderr and (folder / "a.jsonl").read_bytes() == content
 
 
-def test_more_samples_of_one_prompt_are_added(sample, folder):
+def test_more_samples_of_one_prompt_can_be_added(run_script, folder):
     run = ("--start=O", "--max_new_tokens=9", "--device=cpu")
     for count in 3, 8:
-        assert sample(*run, f"--num_samples={count}", "--out_file=grown.jsonl", cwd=folder).returncode == 0
-    assert sample(*run, "--num_samples=8", "--out_file=at_once.jsonl", cwd=folder).returncode == 0
+        assert run_script(*run, f"--num_samples={count}", "--out_file=grown.jsonl", cwd=folder).returncode == 0
+    assert run_script(*run, "--num_samples=8", "--out_file=at_once.jsonl", cwd=folder).returncode == 0
     assert (folder / "grown.jsonl").read_bytes() == (folder / "at_once.jsonl").read_bytes()
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_settings_of_the_same_meaning(sample, folder):
+def test_a_run_resumes_with_equivalent_settings(run_script, folder):
     run = ("--start=O", "--num_samples=2", "--max_new_tokens=9", "--out_file=a.jsonl")
     (folder / "stop.py").write_text("stop = ['e']\n")
     for ways in ["--top_k=0", "--top_p=1", "--min_p=0", "--stop=e"], ["--top_k=None", "--top_p=None", "--min_p=None", "stop.py"]:
-        assert sample(*run, *ways, cwd=folder).returncode == 0
+        assert run_script(*run, *ways, cwd=folder).returncode == 0
 
 
 @pytest.mark.parametrize("lines", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_file_without_its_last_newline_is_completed(sample, folder, whole, lines):
-    """As editors leave it. Another run refuses it as it is."""
+def test_a_file_without_its_last_newline_is_completed(run_script, folder, whole, lines):
+    """Editors may remove it. A run with other settings refuses the file and leaves it unchanged."""
     left = b"".join(whole.splitlines(keepends=True)[:lines])[:-1]
     (folder / "a.jsonl").write_bytes(left)
-    assert sample(*RUN, "--seed=2", "--out_file=a.jsonl", cwd=folder).returncode == 1
+    assert run_script(*RUN, "--seed=2", "--out_file=a.jsonl", cwd=folder).returncode == 1
     assert (folder / "a.jsonl").read_bytes() == left
-    assert sample(*RUN, "--out_file=a.jsonl", cwd=folder).returncode == 0
+    assert run_script(*RUN, "--out_file=a.jsonl", cwd=folder).returncode == 0
     assert (folder / "a.jsonl").read_bytes() == whole
 
 
-def test_batches_of_another_size_continue_a_file(sample, folder, whole):
+def test_a_run_resumes_with_another_batch_size(run_script, folder, whole):
     (folder / "cut.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:5]))
-    assert sample(*RUN, "--batch_size=7", "--out_file=cut.jsonl", cwd=folder).returncode == 0
+    assert run_script(*RUN, "--batch_size=7", "--out_file=cut.jsonl", cwd=folder).returncode == 0
     assert (folder / "cut.jsonl").read_bytes() == whole
 
 
 # ---- files that cannot be written
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no shell")
-def test_samples_are_not_saved_to_standard_output(folder):
+def test_out_file_may_not_be_standard_output(folder):
     with open(folder / "out.txt", "wb") as out:
         process = start_script("--num_samples=2", "--max_new_tokens=3", "--out_file=/dev/stdout", cwd=folder, stdout=out)
-        _, said = process.communicate()
-    assert process.returncode == 1 and b"error: standard output goes to /dev/stdout" in said and (folder / "out.txt").read_text() == ""
+        _, messages = process.communicate()
+    assert process.returncode == 1 and b"error: standard output goes to /dev/stdout" in messages and (folder / "out.txt").read_text() == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such locks")
-def test_a_second_run_cannot_write_to_the_file(sample, folder):
+def test_a_second_run_cannot_write_to_the_same_file(run_script, folder):
     import fcntl
     with open(folder / "a.jsonl", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        done = sample(*RUN, "--out_file=a.jsonl", cwd=folder)
+        done = run_script(*RUN, "--out_file=a.jsonl", cwd=folder)
     assert done.returncode == 1 and "another run writes to a.jsonl" in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limits")
-def test_a_full_disk_is_one_line_and_the_run_resumes_later(sample, folder, whole):
+def test_a_full_disk_is_one_error_line_and_the_run_can_be_resumed(run_script, folder, whole):
     limited = f"ulimit -f 4; exec {sys.executable} {SCRIPT} {' '.join(map(shlex.quote, RUN))} --out_file=a.jsonl"
     done = subprocess.run(["bash", "-c", limited], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "File too large" in done.stderr.splitlines()[-1]
     assert len(whole) > 4096 == (folder / "a.jsonl").stat().st_size
-    assert sample(*RUN, "--out_file=a.jsonl", cwd=folder).returncode == 0
+    assert run_script(*RUN, "--out_file=a.jsonl", cwd=folder).returncode == 0
     assert (folder / "a.jsonl").read_bytes() == whole
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no named pipes")
-def test_a_named_pipe_is_refused(sample, folder):
+def test_a_named_pipe_is_refused(run_script, folder):
     os.mkfifo(folder / "pipe")
-    done = sample(*RUN, "--out_file=pipe", cwd=folder)
+    done = run_script(*RUN, "--out_file=pipe", cwd=folder)
     assert done.returncode == 1 and "pipe is not a regular file" in done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or (os.geteuid() == 0 and not shutil.which("setpriv")), reason="needs a user without root's rights")
+@pytest.mark.skipif(sys.platform != "linux" or (os.geteuid() == 0 and not shutil.which("setpriv")), reason="needs a user who is not root")
 @pytest.mark.parametrize("more", [[], ["--out_file=a.jsonl"], ["--html_file=a.html"]], ids=str)
-def test_a_folder_that_may_not_be_written(folder, more):
+def test_a_read_only_folder_is_an_error_only_for_output_files(folder, more):
     run = [sys.executable, SCRIPT, "--num_samples=1", "--max_new_tokens=5", "--device=cpu", *more]
     run = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *run] if os.geteuid() == 0 else run
     folder.chmod(0o555)

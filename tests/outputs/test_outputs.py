@@ -1,8 +1,8 @@
-"""Both files of a run together."""
+"""out_file and html_file of a run together."""
 import pytest
 
 from models import make_gpt, save_checkpoint
-from pages import finished, token
+from pages import finished_sample, make_token
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.outputs.outputs import open_outputs
 from sampling.params import Prompt, SampleRequest
@@ -14,12 +14,12 @@ REQUESTS = [SampleRequest(index, Prompt("O"), []) for index in range(4)]
 
 
 def run(tmp_path, count, out_file=True, html_file=True):
-    """Write so many samples in all. Returns how many of them were saved before."""
+    """Run until count samples are saved. Return how many were already saved."""
     settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl" if out_file else None, "html_file": f"{tmp_path}/a.html" if html_file else None}
     outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
     for request in outputs.resume(iter(REQUESTS[:count])):
         if not request.already_saved:
-            outputs.write(finished(request.index, "O", [token("x", 0.5)]))
+            outputs.write(finished_sample(request.index, "O", [make_token("x", 0.5)]))
     outputs.close()
     return outputs.num_saved
 
@@ -44,23 +44,23 @@ def test_a_page_alone_is_not_resumed(tmp_path):
         run(tmp_path, 2, out_file=False)
 
 
-def test_the_page_is_never_behind_the_file(tmp_path, monkeypatch):
-    """If a run dies between the two, the page has the sample that the file lacks: it can be cut."""
+def test_a_sample_is_written_to_the_page_before_the_jsonl_file(tmp_path, monkeypatch):
+    """If a run dies between the two writes, only the page has the sample, and a resumed run removes it from the page."""
     settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
     outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
-    (tmp_path / "a.jsonl").unlink() # writing to it fails
+    (tmp_path / "a.jsonl").unlink() # the next write to it fails
     with pytest.raises(OSError):
-        outputs.write(finished(0, "O", [token("x", 0.5)]))
+        outputs.write(finished_sample(0, "O", [make_token("x", 0.5)]))
     assert b"</article>" in (tmp_path / "a.html").read_bytes()
     outputs.close()
 
 
-def test_the_page_of_another_run_stays(sample, tmp_path):
+def test_the_page_of_another_run_is_refused_and_stays_unchanged(run_script, tmp_path):
     save_checkpoint(tmp_path / "out", make_gpt())
     run = ("--num_samples=4", "--max_new_tokens=9", "--html_file=a.html")
-    assert sample("--start=O", *run, cwd=tmp_path).returncode == 0
+    assert run_script("--start=O", *run, cwd=tmp_path).returncode == 0
     page = (tmp_path / "a.html").read_bytes()
-    assert sample("--start=The ", "--num_samples=2", "--max_new_tokens=9", "--out_file=a.jsonl", cwd=tmp_path).returncode == 0
-    done = sample("--start=The ", *run, "--out_file=a.jsonl", cwd=tmp_path)
-    assert done.returncode == 1 and "must be the page of this very run" in done.stderr
+    assert run_script("--start=The ", "--num_samples=2", "--max_new_tokens=9", "--out_file=a.jsonl", cwd=tmp_path).returncode == 0
+    done = run_script("--start=The ", *run, "--out_file=a.jsonl", cwd=tmp_path)
+    assert done.returncode == 1 and "must be the page of this run" in done.stderr
     assert (tmp_path / "a.html").read_bytes() == page

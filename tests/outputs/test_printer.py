@@ -1,4 +1,4 @@
-"""Samples on standard output, through a pipe and on a terminal."""
+"""Printing samples to a pipe and to a terminal."""
 import math
 import os
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 
 from models import make_gpt, save_checkpoint, save_meta
-from pages import finished
+from pages import finished_sample
 from project import RULE
 from sampling.outputs.printer import Printer, colorize
 from sampling.params import Prompt, Sample, SampleRequest, Token
@@ -17,26 +17,26 @@ RUN = ("--start=The ", "--num_samples=3", "--max_new_tokens=30", "--device=cpu")
 
 
 @pytest.fixture
-def terminal(letters, vocabulary):
-    """Starts sample.py on a terminal. Its text is what the user sees there."""
+def terminal(char_checkpoint, tiktoken_cache):
+    """Starts sample.py on a terminal."""
     pytest.importorskip("pty")
     started = []
 
     def start(*arguments, **options):
-        started.append(Terminal([f"--out_dir={letters}", *arguments], vocabulary, **options))
+        started.append(Terminal([f"--out_dir={char_checkpoint}", *arguments], tiktoken_cache, **options))
         return started[-1]
     yield start
     for one in started:
         one.close()
 
 
-def test_a_terminal_and_a_pipe_get_the_same_bytes(terminal, sample, letters):
-    printed = sample(f"--out_dir={letters}", *RUN).stdout
-    assert printed and terminal(*RUN, stderr=False).rest() == printed
-    assert terminal(*RUN, "--stop=e", stderr=False).rest() == sample(f"--out_dir={letters}", *RUN, "--stop=e").stdout
+def test_a_terminal_and_a_pipe_get_the_same_bytes(terminal, run_script, char_checkpoint):
+    printed = run_script(f"--out_dir={char_checkpoint}", *RUN).stdout
+    assert printed and terminal(*RUN, stderr=False).read_to_end() == printed
+    assert terminal(*RUN, "--stop=e", stderr=False).read_to_end() == run_script(f"--out_dir={char_checkpoint}", *RUN, "--stop=e").stdout
 
 
-def test_on_a_terminal_the_first_sample_streams(terminal):
+def test_the_first_sample_streams_to_a_terminal(terminal):
     screen = terminal("--start=The ", "--num_samples=2", "--max_new_tokens=400", "--context_shift", stderr=False)
     seen = []
     while screen.read_some():
@@ -45,8 +45,8 @@ def test_on_a_terminal_the_first_sample_streams(terminal):
     assert len(first) > 20 and all(text.startswith("The ") for text in first[1:])
 
 
-def test_through_a_pipe_whole_samples_come_one_by_one(letters):
-    process = start_script(f"--out_dir={letters}", "--start=The ", "--num_samples=10", "--batch_size=1", "--max_new_tokens=60", "--device=cpu")
+def test_a_pipe_receives_each_sample_as_a_whole(char_checkpoint):
+    process = start_script(f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=10", "--batch_size=1", "--max_new_tokens=60", "--device=cpu")
     parts = []
     while part := os.read(process.stdout.fileno(), 10**6):
         parts.append(part.decode())
@@ -54,9 +54,9 @@ def test_through_a_pipe_whole_samples_come_one_by_one(letters):
     assert len(parts) > 5 and all(part.endswith(f"\n{RULE}\n") for part in parts)
 
 
-def test_show_probs_colours_tokens_and_nothing_else(sample, letters):
-    plain = sample(f"--out_dir={letters}", *RUN).stdout
-    done = sample(f"--out_dir={letters}", *RUN, "--show_probs")
+def test_show_probs_only_adds_colours(run_script, char_checkpoint):
+    plain = run_script(f"--out_dir={char_checkpoint}", *RUN).stdout
+    done = run_script(f"--out_dir={char_checkpoint}", *RUN, "--show_probs")
     assert plain and re.sub(r"\x1b\[[0-9;]*m", "", done.stdout) == plain
     assert len(set(re.findall(r"\x1b\[38;5;16;48;5;(\d+)m", done.stdout))) >= 3
     assert all("\n" not in text for text in re.findall(r"\x1b\[38;5;16;48;5;\d+m(.*?)\x1b\[0m", done.stdout, re.DOTALL))
@@ -69,7 +69,7 @@ def test_less_likely_tokens_have_a_stronger_background(probability, background):
     assert colorize("a\n\na", math.log(probability)) == f"{line}\n\n{line}"
 
 
-class Ords:
+class CodePointTokenizer:
     """A tokenizer whose ids are code points."""
 
     def decode(self, ids):
@@ -78,8 +78,8 @@ class Ords:
 
 @pytest.mark.parametrize("steps", [[1, 2, 3, 4, 5, 6], [6], [0, 0, 3, 3, 6]], ids=str)
 @pytest.mark.parametrize("show_probs", [False, True])
-def test_every_character_of_a_growing_sample_is_printed_once(steps, show_probs, capsys):
-    sample, printer = Sample(SampleRequest(0, Prompt("<"), [60])), Printer(Ords(), show_probs)
+def test_every_character_of_a_streaming_sample_is_printed_once(steps, show_probs, capsys):
+    sample, printer = Sample(SampleRequest(0, Prompt("<"), [60])), Printer(CodePointTokenizer(), show_probs)
     sample.tokens, whole = [Token(0, text, -0.1) for text in ["a", "", "bc", "d", "", "ef"]], "abcdef"
     printed = ""
     for sample.num_emittable_chars in steps:
@@ -93,23 +93,23 @@ def test_every_character_of_a_growing_sample_is_printed_once(steps, show_probs, 
     assert capsys.readouterr().out == f">\n{RULE}\n"
 
 
-def test_a_sample_that_is_given_up_leaves_nothing_for_the_next(capsys):
-    printer = Printer(Ords())
+def test_reset_discards_the_state_of_an_unfinished_sample(capsys):
+    printer = Printer(CodePointTokenizer())
     for text in "ab", "cd":
-        sample = finished(0, "<", [Token(0, text)], None)
+        sample = finished_sample(0, "<", [Token(0, text)], None)
         sample.num_emittable_chars = 1
         printer.update(sample)
         printer.reset()
     assert capsys.readouterr().out == "ac"
 
 
-def test_a_terminal_gets_no_commands_from_samples(terminal, sample, tmp_path):
-    """Control characters are shown as pictures there, and go through a pipe as they are."""
+def test_control_characters_in_samples_do_not_reach_a_terminal(terminal, run_script, tmp_path):
+    """A terminal shows visible symbols instead of control characters. A pipe receives them unchanged."""
     chars = "\n\x1b[]2J\x07\x08\x9bab\r\x7f"
     save_checkpoint(tmp_path, make_gpt(vocab_size=len(chars)))
     save_meta(tmp_path / "meta.pkl", chars)
     run = (f"--out_dir={tmp_path}", "--start=\x1b[2Ja", "--num_samples=2", "--max_new_tokens=300", "--device=cpu")
-    printed = sample(*run).stdout
-    shown = terminal(*run, stderr=False).rest()
+    printed = run_script(*run).stdout
+    shown = terminal(*run, stderr=False).read_to_end()
     assert all(char in printed for char in chars) and not set(chars) - set("\n[]2Jab") & set(shown)
     assert shown.translate({0x241b: 0x1b, 0x2407: 7, 0x2408: 8, 0xfffd: 0x9b, 0x240d: 0xd, 0x2421: 0x7f}) == printed

@@ -1,4 +1,4 @@
-"""Penalties and filters, each on a few numbers."""
+"""Penalties and filters of logits."""
 import pytest
 import torch
 
@@ -13,17 +13,17 @@ from sampling.sampler.logits import (
 )
 
 
-def kept(filtered):
-    """The ids of the first row that a filter has not set to -inf."""
+def kept_ids(filtered):
+    """The ids in the first row that a filter has not set to -inf."""
     return filtered[0].isfinite().nonzero().flatten().tolist()
 
 
-def test_repetition_penalty_lowers_positive_and_negative_logits_of_the_text():
+def test_repetition_penalty_lowers_positive_and_negative_logits_of_previous_tokens():
     logits, ids = torch.tensor([[2.0, -2.0, 2.0, -2.0]]), torch.tensor([[0, 1, 1]])
     assert apply_repetition_penalty(logits, ids, 2.0).tolist() == [[1.0, -4.0, 2.0, -2.0]]
 
 
-def test_repetition_penalty_looks_at_the_text_of_its_own_row():
+def test_repetition_penalty_applies_to_each_row_separately():
     logits, ids = torch.full((2, 2), 3.0), torch.tensor([[0], [1]])
     assert apply_repetition_penalty(logits, ids, 3.0).tolist() == [[1.0, 3.0], [3.0, 1.0]]
 
@@ -34,14 +34,14 @@ FOUR = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log()
 
 @pytest.mark.parametrize("top_p, expected", [(0.4, [1]), (0.6, [0, 1]), (0.79, [0, 1]), (0.81, [0, 1, 3]), (0.96, [0, 1, 2, 3]),
                                              (1, [0, 1, 2, 3]), (None, [0, 1, 2, 3]), (1e-9, [1])])
-def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p, expected):
-    assert kept(apply_top_p(FOUR, top_p)) == expected
+def test_top_p_keeps_the_fewest_tokens_whose_probabilities_reach_top_p(top_p, expected):
+    assert kept_ids(apply_top_p(FOUR, top_p)) == expected
 
 
 @pytest.mark.parametrize("min_p, expected", [(None, [0, 1, 2, 3]), (0, [0, 1, 2, 3]), (0.09, [0, 1, 2, 3]), (0.2, [0, 1, 3]),
                                              (0.5, [0, 1]), (0.7, [1]), (1, [1])])
-def test_min_p_is_a_share_of_the_largest_probability(min_p, expected):
-    assert kept(apply_min_p(FOUR, min_p)) == expected
+def test_min_p_is_relative_to_the_largest_probability(min_p, expected):
+    assert kept_ids(apply_min_p(FOUR, min_p)) == expected
 
 
 @pytest.mark.parametrize("num_values", [3, 50, 1000], ids=lambda n: f"{n}-different-values")
@@ -52,7 +52,7 @@ def test_top_k_with_ties_keeps_what_top_k_keeps(k, num_values):
     assert torch.equal(torch.full_like(logits, -torch.inf).scatter(1, ids, values), apply_top_k(logits, k))
 
 
-def test_a_row_that_overflows_at_a_low_temperature_becomes_its_limit_and_others_do_not_change():
+def test_overflow_at_a_low_temperature_gives_the_limit_and_does_not_change_other_rows():
     logits = torch.tensor([[1.0, 9.0, 9.0], [1e-40, 0.0, 0.0]])
     cold, plain = apply_temperature(logits, 1e-39, check_finite=True)
     assert cold.tolist() == [-torch.inf, 0, 0]

@@ -1,4 +1,4 @@
-"""Advancing torch's CPU generator without drawing."""
+"""Advancing torch's CPU generator without drawing random numbers."""
 import numpy as np
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_advancing_equals_drawing(before, count, threshold, monkeypatch):
     assert torch.equal(drawn.get_state(), advanced.get_state())
 
 
-def test_a_jump_ends_where_a_walk_does():
+def test_a_jump_equals_several_short_advances():
     walked, jumped = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     for _ in range(4):
         advance_mt19937(walked, mt19937.JUMP_THRESHOLD - 1)
@@ -30,7 +30,7 @@ def test_a_jump_ends_where_a_walk_does():
     assert torch.equal(walked.get_state(), jumped.get_state())
 
 
-def test_the_characteristic_polynomial_is_0_on_the_sequence():
+def test_the_characteristic_polynomial_annihilates_the_sequence():
     twister = np.random.MT19937(5)
     twister.random_raw(624, output=False)
     words = np.concatenate([next_block(twister) for _ in range(33)])
@@ -44,5 +44,5 @@ def test_powers_below_the_degree_are_their_own_remainder(n, terms):
     assert exponents(x_pow_mod(n)) == terms
 
 
-def test_the_remainder_of_the_degree_is_the_rest_of_the_polynomial():
+def test_x_to_the_degree_reduces_to_the_lower_terms_of_the_polynomial():
     assert exponents(x_pow_mod(mt19937.DEGREE)) == exponents(characteristic_polynomial())[:-1]

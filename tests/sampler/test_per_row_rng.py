@@ -1,4 +1,4 @@
-"""Each row of a batch has the random numbers of its own place in nanoGPT's stream."""
+"""PerRowRNG gives each row of a batch the random numbers of its own position in nanoGPT's stream."""
 import pytest
 import torch
 
@@ -10,18 +10,18 @@ exponential_is_from_uniform = per_row_rng.exponential_is_from_uniform
 
 
 def sample(values, temperature=1.0, top_k=None, noise=exponential_noise):
-    """sample_token where the text so far does not matter."""
+    """sample_token without previous tokens."""
     return sample_token(Logits(values), None, temperature, top_k, noise=noise)
 
 
 @pytest.mark.parametrize("vocab_size, top_k", [(2, None), (65, 200), (1000, None), (1000, 30)])
 @pytest.mark.parametrize("known_cpu", [True, False], ids=["uniform_", "exponential_"])
-def test_rows_sample_the_tokens_of_samples_one_after_another(vocab_size, top_k, known_cpu, monkeypatch):
+def test_rows_sample_the_same_tokens_as_consecutive_samples(vocab_size, top_k, known_cpu, monkeypatch):
     monkeypatch.setattr(per_row_rng, "exponential_is_from_uniform", lambda: known_cpu and exponential_is_from_uniform())
     steps, samples = 30, 5
     logits = torch.randn(samples, steps, vocab_size, generator=torch.Generator().manual_seed(2)).mul(3)
     torch.manual_seed(11)
-    torch.empty(123).uniform_() # what initialising the model draws
+    torch.empty(123).uniform_() # the draws of the model's initialisation
     expected = torch.cat([sample(logits[i, j, None], 0.8, top_k) for i in range(samples) for j in range(steps)])
     rng = PerRowRNG(11, num_init_draws=123, draws_per_sample=steps, vocab_size=vocab_size)
     states = [rng.state_for_sample(index) for index in range(samples)]
@@ -31,7 +31,7 @@ def test_rows_sample_the_tokens_of_samples_one_after_another(vocab_size, top_k, 
         assert torch.equal(found, expected.view(samples, steps)[rows])
 
 
-def test_the_next_call_returns_what_was_prefetched():
+def test_the_next_call_returns_the_prefetched_numbers():
     rng, shape = PerRowRNG(7, draws_per_sample=3, vocab_size=50), (1, 50)
     state = rng.state_for_sample(0)
     rng.set_rows([state])
@@ -39,18 +39,18 @@ def test_the_next_call_returns_what_was_prefetched():
     rng.set_rows([state]).prefetch()
     assert [rng(shape, None, "cpu").tolist() for _ in range(2)] == expected
     rng.prefetch()
-    assert rng.set_rows([state])(shape, None, "cpu").tolist() == expected[0], "a new batch discards what was prefetched"
+    assert rng.set_rows([state])(shape, None, "cpu").tolist() == expected[0], "a new batch discards prefetched numbers"
 
 
 @pytest.mark.parametrize("temperature, prefetches", [(1.0, True), (0, False)])
-def test_a_token_sampler_prefetches_if_it_will_need_random_numbers(temperature, prefetches):
+def test_a_token_sampler_prefetches_only_if_it_needs_random_numbers(temperature, prefetches):
     rng = PerRowRNG(7, draws_per_sample=3, vocab_size=50)
     rng.set_rows([rng.state_for_sample(0)])
     TokenSampler(temperature, noise=rng).prefetch()
     assert rng.is_prefetched == prefetches
 
 
-def test_rows_leave_and_restart_without_changing_other_rows():
+def test_dropping_and_restarting_rows_does_not_change_other_rows():
     logits = torch.randn(10, 3, 40, generator=torch.Generator().manual_seed(2))
     rng = PerRowRNG(11, draws_per_sample=10, vocab_size=40)
     states = [rng.state_for_sample(index) for index in (0, 2, 5)] # samples between them may be skipped
@@ -68,8 +68,8 @@ def test_rows_leave_and_restart_without_changing_other_rows():
     assert torch.equal(rest, torch.stack([alone[0][4:, 0], alone[2][:6, 0]]))
 
 
-def test_a_batch_of_the_same_size_keeps_its_memory():
-    """A CUDA graph may hold it."""
+def test_a_batch_of_the_same_size_reuses_memory():
+    """CUDA graphs may refer to it."""
     rng = PerRowRNG(7, draws_per_sample=3, vocab_size=50)
     states = [rng.state_for_sample(index) for index in range(4)]
     numbers, generators = rng.set_rows(states[:2]).numbers, rng.generators
@@ -79,7 +79,7 @@ def test_a_batch_of_the_same_size_keeps_its_memory():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("top_k", [None, 200])
-def test_rows_sample_on_cuda_what_multinomial_samples(top_k):
+def test_rows_on_cuda_sample_the_same_tokens_as_multinomial(top_k):
     scaled = torch.randn(3, 20, 50304, device="cuda").mul(3)
     masked = scaled if top_k is None else scaled.masked_fill(scaled < scaled.topk(top_k).values[..., -1:], -torch.inf)
     torch.manual_seed(11)

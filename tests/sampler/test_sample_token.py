@@ -1,4 +1,4 @@
-"""The next token."""
+"""Sampling the next token from its logits."""
 import pytest
 import torch
 
@@ -8,12 +8,12 @@ FIVE = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]])
 
 
 def sample(values, temperature=1.0, top_k=None, *, candidate_ids=None, noise=exponential_noise, **settings):
-    """sample_token where the text so far does not matter."""
+    """sample_token without previous tokens."""
     return sample_token(Logits(values, candidate_ids), None, temperature, top_k, noise=noise, **settings)
 
 
 def frequencies(values, **settings):
-    """How often each token comes in 4096 samples."""
+    """The relative frequency of each token in 4096 samples."""
     torch.manual_seed(1)
     tokens = sample(values.expand(4096, -1), **settings)
     return tokens.flatten().bincount(minlength=values.size(1)) / 4096
@@ -26,7 +26,7 @@ def test_probabilities_are_the_softmax_of_logits_over_temperature():
 @pytest.mark.parametrize("top_k, kept", [(1, [1, 3]), (2, [1, 3]), (3, [1, 2, 3]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4]),
                                          (None, [0, 1, 2, 3, 4]), (0, [0, 1, 2, 3, 4])])
 @pytest.mark.parametrize("check_finite", [True, False])
-def test_top_k_keeps_the_most_likely_tokens_and_all_that_tie_with_the_last(top_k, kept, check_finite):
+def test_top_k_keeps_the_k_most_likely_tokens_and_ties_with_the_kth(top_k, kept, check_finite):
     found = frequencies(FIVE, top_k=top_k, check_finite=check_finite)
     assert found.nonzero().flatten().tolist() == kept
     masked = torch.full_like(FIVE, -torch.inf)
@@ -36,7 +36,7 @@ def test_top_k_keeps_the_most_likely_tokens_and_all_that_tie_with_the_last(top_k
 
 @pytest.mark.parametrize("top_k", [None, 3, 40, 999, 1000])
 @pytest.mark.parametrize("ties", ["few", "hundreds"])
-def test_a_token_is_what_multinomial_samples_from_the_masked_probabilities(ties, top_k):
+def test_sample_token_equals_multinomial_on_the_masked_probabilities(ties, top_k):
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(4)).mul(3).bfloat16()
     logits = logits if ties == "few" else logits.clamp(max=1)
     scaled = logits.float() / 0.8
@@ -57,12 +57,12 @@ def test_temperature_0_takes_the_most_likely_token_and_draws_no_random_numbers()
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-300])
 @pytest.mark.parametrize("check_finite", [True, False])
-def test_a_tiny_temperature_is_the_limit_and_not_an_overflow(temperature, check_finite):
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow(temperature, check_finite):
     assert sample(torch.tensor([[1.0, 900.0, -3.0]]), temperature, check_finite=check_finite).item() == 1
 
 
-def test_a_row_too_cold_for_float32_does_not_change_other_rows():
-    """Found by fuzzing: the two rows together have too large a range for float32, each of them alone does not."""
+def test_float32_overflow_in_one_row_does_not_change_other_rows():
+    """Found by fuzzing: the range of both rows together overflows float32, but the range of each row alone does not."""
     rows, q = torch.tensor([[-2.25, 1e-40, 0.0], [0.0, 0.0, 1.25]]), torch.tensor([[3.5, 1.23, 0.6]])
 
     def noise(shape, ids, device):
@@ -88,7 +88,7 @@ def test_logits_that_are_nan_or_infinite_raise(bad, temperature):
 @pytest.mark.parametrize("settings", [dict(top_k=20), dict(top_k=1), dict(top_k=20, top_p=0.7), dict(top_k=20, min_p=0.2), dict(top_k=20, temperature=0),
                                       dict(temperature=0), dict(top_k=20, temperature=1e-40), dict(top_k=20, temperature=3.0)], ids=str)
 @pytest.mark.parametrize("ties", [False, True])
-def test_num_logits_needed_are_enough_for_the_same_tokens(settings, ties):
+def test_num_logits_needed_logits_give_the_same_tokens(settings, ties):
     logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(4)).mul(3)
     logits = logits.round() if ties else logits
     kth = logits.topk(TokenSampler(**settings).num_logits_needed).values[:, -1:]
@@ -105,16 +105,16 @@ def test_num_logits_needed_are_enough_for_the_same_tokens(settings, ties):
 
 @pytest.mark.parametrize("settings", [dict(), dict(top_k=None), dict(top_k=0), dict(top_p=0.5), dict(top_k=20, repetition_penalty=1.1),
                                       dict(temperature=0, repetition_penalty=0.9)], ids=str)
-def test_these_settings_need_all_logits(settings):
+def test_other_settings_need_all_logits(settings):
     assert not TokenSampler(**settings).num_logits_needed
 
 
-def test_num_logits_needed_is_a_rule_of_three_settings():
+def test_num_logits_needed_depends_on_temperature_top_k_and_repetition_penalty():
     assert num_logits_needed(0, 20, 1.0) == 1
     assert num_logits_needed(0.8, 20, 1.0) == 20
 
 
-def test_a_token_sampler_passes_every_setting_on():
+def test_a_token_sampler_applies_every_setting():
     logits, ids = Logits(torch.randn(64, 50, generator=torch.Generator().manual_seed(2)).mul(2)), torch.arange(640).view(64, 10) % 50
     settings = dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.3, repetition_penalty=1.5)
     for left_out in settings:

@@ -11,8 +11,8 @@ def scratch(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gpt2(vocabulary):
+def gpt2(tiktoken_cache):
     """GPT-2's encoding."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", str(vocabulary))
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
         return GPT2Tokenizer()

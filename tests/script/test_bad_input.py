@@ -1,4 +1,4 @@
-"""Mistakes of every kind: each ends the script with one line that says what came, what is allowed and what to do."""
+"""User errors of every kind. Each ends the script with one error line that says what is wrong, what is allowed, and what to do."""
 import json
 import os
 import pickle
@@ -92,8 +92,8 @@ BAD = { # arguments, exit status, a part of the error line
 
 
 @pytest.fixture(scope="module")
-def bad_things(tmp_path_factory):
-    """A folder with a good checkpoint in out/ and everything that BAD names."""
+def bad_input_folder(tmp_path_factory):
+    """A folder with a valid checkpoint in out/ and all files that BAD names."""
     folder, model = tmp_path_factory.mktemp("bad"), make_gpt()
     good = save_checkpoint(folder / "out", model)
     (folder / "cut.pt").write_bytes(good.read_bytes()[:9999])
@@ -116,7 +116,7 @@ def bad_things(tmp_path_factory):
 
 
 def save_bad_models(folder, model):
-    """Models that are damaged in one way each."""
+    """Save models that are each damaged in one way."""
     make_transformers_gpt2().save_pretrained(folder / "hf")
     config = json.loads((folder / "hf" / "config.json").read_text())
     (folder / "hf" / "config.json").write_text(json.dumps(config | {"n_layer": 2.0}))
@@ -137,8 +137,8 @@ def save_bad_models(folder, model):
 
 
 @pytest.mark.parametrize("arguments, status, message", BAD.values(), ids=BAD)
-def test_bad_input_gets_one_clear_line(sample, bad_things, arguments, status, message):
-    done = sample("--out_dir=out", *FAST, *arguments, cwd=bad_things)
+def test_bad_input_is_one_error_line(run_script, bad_input_folder, arguments, status, message):
+    done = run_script("--out_dir=out", *FAST, *arguments, cwd=bad_input_folder)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == status, done.stderr
     assert done.stdout == "" and "Traceback" not in done.stderr
@@ -148,7 +148,7 @@ def test_bad_input_gets_one_clear_line(sample, bad_things, arguments, status, me
         assert done.stderr.count("\n") == 1
 
 
-def test_no_code_in_a_checkpoint_or_vocabulary_runs(sample, tmp_path):
+def test_no_code_in_a_checkpoint_or_vocabulary_runs(run_script, tmp_path):
     class Touch:
         def __init__(self, name):
             self.name = name
@@ -160,14 +160,14 @@ def test_no_code_in_a_checkpoint_or_vocabulary_runs(sample, tmp_path):
     save_checkpoint(tmp_path / "b", make_gpt())
     (tmp_path / "b" / "meta.pkl").write_bytes(pickle.dumps({"stoi": {}, "itos": Touch("ran-b")}))
     for out_dir in "ab":
-        done = sample(f"--out_dir={tmp_path / out_dir}", *FAST)
+        done = run_script(f"--out_dir={tmp_path / out_dir}", *FAST)
         assert done.returncode == 1 and "could run code" in done.stderr and done.stdout == ""
     assert not list(tmp_path.glob("ran*"))
 
 
-def test_without_gpt2s_encoding_the_error_names_the_files_to_get(sample, tmp_path):
+def test_without_gpt2s_encoding_the_error_names_the_files_to_download(run_script, tmp_path):
     save_checkpoint(tmp_path, make_gpt(vocab_size=50304), meta=False)
-    done = sample(f"--out_dir={tmp_path}", TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"), HTTPS_PROXY="http://127.0.0.1:9")
+    done = run_script(f"--out_dir={tmp_path}", TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"), HTTPS_PROXY="http://127.0.0.1:9")
     assert done.returncode == 1 and done.stdout == ""
     for name in "vocab.bpe", "encoder.json", "TIKTOKEN_CACHE_DIR":
         assert name in done.stderr

@@ -1,4 +1,4 @@
-"""A run that several processes share, as torchrun starts them."""
+"""Runs that torchrun starts in several processes."""
 import os
 import re
 import shlex
@@ -26,14 +26,14 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def torchrun(folder, vocabulary):
-    """Starts sample.py in so many processes. In the end, kills those that are left."""
+def torchrun(folder, tiktoken_cache):
+    """torchrun(num_processes, *arguments) starts sample.py. Processes that still run at the end are killed."""
     started = []
 
     def start(num_processes, *arguments):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "--",
                    str(SCRIPT), *arguments]
-        env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                         start_new_session=True))
         return started[-1]
@@ -50,8 +50,8 @@ def torchrun(folder, vocabulary):
     pytest.param(2, ["--start=O", "--num_samples=7", "--max_new_tokens=30", "--batch_size=1"], id="one-prompt", marks=slow),
     pytest.param(3, ["--start=O", "--num_samples=1", "--max_new_tokens=5"], id="fewer-samples-than-processes", marks=slow),
 ])
-def test_the_samples_and_files_are_those_of_one_process(torchrun, sample, folder, num_processes, arguments):
-    alone = sample(*arguments, "--out_file=alone.jsonl", "--html_file=alone.html", cwd=folder)
+def test_samples_and_files_are_the_same_as_with_one_process(torchrun, run_script, folder, num_processes, arguments):
+    alone = run_script(*arguments, "--out_file=alone.jsonl", "--html_file=alone.html", cwd=folder)
     shared = torchrun(num_processes, *arguments, "--out_file=shared.jsonl", "--html_file=shared.html")
     printed, messages = shared.communicate(timeout=120)
     assert shared.returncode == 0, messages
@@ -63,15 +63,16 @@ def test_the_samples_and_files_are_those_of_one_process(torchrun, sample, folder
     assert messages.count("parameters on cpu") == 1 and "error" not in messages
 
 
+@slow
 @pytest.mark.parametrize("arguments, message", [
-    pytest.param(["--temprature=1"], "did you mean temperature?", marks=slow),
-    pytest.param(["--out_dir=nowhere"], "there is no checkpoint at nowhere", marks=slow),
+    (["--temprature=1"], "did you mean temperature?"),
+    (["--out_dir=nowhere"], "there is no checkpoint at nowhere"),
     (["--start=LINES:nothing.txt"], "cannot read the prompt file"),
-    pytest.param(["--start=¡"], "the prompt has characters", marks=slow),
-    pytest.param(["--interactive"], "interactive=True", marks=slow),
-    pytest.param(["--out_file=prompts.txt"], "prompts.txt, line 1: not", marks=slow),
+    (["--start=¡"], "the prompt has characters"),
+    (["--interactive"], "interactive=True"),
+    (["--out_file=prompts.txt"], "prompts.txt, line 1: not"),
 ], ids=str)
-def test_a_mistake_is_reported_once(torchrun, arguments, message):
+def test_an_error_is_reported_once(torchrun, arguments, message):
     process = torchrun(2, *arguments)
     printed, messages = process.communicate(timeout=120)
     errors = [line for line in messages.splitlines() if line.startswith("error: ")]
@@ -81,25 +82,25 @@ def test_a_mistake_is_reported_once(torchrun, arguments, message):
 
 @slow
 @pytest.mark.parametrize("victim", [1, 2])
-def test_if_a_process_dies_the_run_ends_and_the_same_command_resumes_it(torchrun, sample, folder, victim):
+def test_if_a_process_dies_the_run_ends_and_the_same_command_resumes_it(torchrun, run_script, folder, victim):
     run = ("--start=LINES:prompts.txt", "--num_samples=20", "--max_new_tokens=60", "--batch_size=2", "--device=cpu")
     process = torchrun(3, *run, "--out_file=a.jsonl")
     while not (folder / "a.jsonl").exists() or (folder / "a.jsonl").stat().st_size == 0:
         time.sleep(0.01)
     os.kill(process_of_rank(process.pid, victim), signal.SIGKILL)
     _, messages = process.communicate(timeout=60)
-    # Rank 0 notices it, or torchrun, whichever is first.
+    # Either rank 0 or torchrun reports it first.
     assert process.returncode != 0 and (f"error: {PROCESS_LOST}" in messages or f"error: {TERMINATED}" in messages)
     num_saved = (folder / "a.jsonl").read_bytes().count(b"\n")
     again = torchrun(3, *run, "--out_file=a.jsonl")
     _, messages = again.communicate(timeout=120)
     assert again.returncode == 0 and f"holds {num_saved} samples" in messages
-    assert sample(*run, "--out_file=whole.jsonl", cwd=folder).returncode == 0
+    assert run_script(*run, "--out_file=whole.jsonl", cwd=folder).returncode == 0
     assert (folder / "a.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
 
 
 def process_of_rank(launcher, rank):
-    """The id of torchrun's process of that rank."""
+    """The process id of this rank, among the children of torchrun."""
     children = shlex.split(subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True, text=True).stdout)
     for child in children:
         with open(f"/proc/{child}/environ") as f:

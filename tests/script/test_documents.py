@@ -1,4 +1,4 @@
-"""What comes with the script is as it says: README.md and docs/, the settings files, the demo."""
+"""README.md, docs/, the settings files and the demo checkpoint work as documented."""
 import json
 import os
 import re
@@ -19,13 +19,13 @@ DEMO = PROJECT / "out-shakespeare-char"
 
 
 def code_blocks(language):
-    """All blocks of this language, each with its document's name and its number there as its id."""
+    """All code blocks of this language. The id of each is its document's name and its number in the document."""
     return [pytest.param(block, id=f"{path.name}-{i}") for path in DOCUMENTS
             for i, block in enumerate(re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))]
 
 
 def commands():
-    """Every command line with sample.py, its continued lines joined. Those with several processes are slow."""
+    """Every command line with sample.py, with continued lines joined. Commands with several processes are slow."""
     found = []
     for block in code_blocks("sh"):
         for line in block.values[0].replace("\\\n", " ").splitlines():
@@ -35,16 +35,22 @@ def commands():
     return found
 
 
+def examples():
+    """Every example with its output. Those in docs/ are slow."""
+    return [pytest.param(*block.values, id=block.id, marks=() if block.id.startswith("README.md") else pytest.mark.slow)
+            for block in code_blocks("text")]
+
+
 @pytest.fixture
 def user_folder(tmp_path):
-    """A folder with what the commands of the documents read."""
+    """A folder with the files that the documented commands read."""
     (tmp_path / "prompt.txt").write_text("ROMEO:\n")
     (tmp_path / "out-shakespeare-char").symlink_to(DEMO)
     return tmp_path
 
 
 def make_hub_cache(folder, names, model):
-    """A cache of Hugging Face's hub that holds the model's files under these names."""
+    """Make a Hugging Face hub cache that has the files of this model under each of these names."""
     for name in names:
         snapshot = folder / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
         snapshot.mkdir(parents=True)
@@ -55,28 +61,28 @@ def make_hub_cache(folder, names, model):
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands_run(command, sample, gpt2_folder, vocabulary, user_folder):
-    """As written, but with short samples; the hub's models are in its cache, and torchrun starts fewer processes for fewer samples."""
+def test_commands_run(command, run_script, gpt2_folder, tiktoken_cache, user_folder):
+    """They run as written, but with short samples, small models in the hub cache, and fewer processes and samples for torchrun."""
     names = re.findall(r"--init_from=(\S+)", command) or (["gpt2-xl"] if "config/gpt2.py" in command else [])
     make_hub_cache(user_folder / "hub", names, gpt2_folder)
     command += "" if "--help" in command else " --max_new_tokens=20"
     if command.startswith("python sample.py "):
-        done = sample(*shlex.split(command)[2:], cwd=user_folder, HF_HUB_CACHE=str(user_folder / "hub"))
+        done = run_script(*shlex.split(command)[2:], cwd=user_folder, HF_HUB_CACHE=str(user_folder / "hub"))
     else:
         command = command.replace("torchrun --nproc_per_node=8", f"{shlex.quote(sys.executable)} -m torch.distributed.run --nproc_per_node=2")
         command = command.replace(" sample.py", f" {SCRIPT}").replace("--num_samples=1000", "--num_samples=3")
-        env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "HF_HUB_CACHE": str(user_folder / "hub"), "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "HF_HUB_CACHE": str(user_folder / "hub"), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(["bash", "-c", command], cwd=user_folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert RULE in done.stdout or "--help" in command
 
 
-@pytest.mark.parametrize("block", code_blocks("text"))
-def test_examples_print_what_is_shown(block, vocabulary, user_folder):
+@pytest.mark.parametrize("block", examples())
+def test_examples_print_the_documented_output(block, tiktoken_cache, user_folder):
     commands = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
     shown = "".join(line for line in block.splitlines(keepends=True) if not line.startswith("$ "))
     script = "\n".join(commands).replace("python sample.py", f"{shlex.quote(sys.executable)} {SCRIPT}")
-    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(vocabulary), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(["bash", "-ec", script], cwd=user_folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown
@@ -96,31 +102,31 @@ def test_the_table_of_settings_is_complete():
 
 
 @pytest.mark.parametrize("name", ["RESULTS.md", "RESULTS-intel.md"])
-def test_the_results_of_the_benchmark_are_shown(name):
+def test_the_documents_contain_the_benchmark_results(name):
     results = (PROJECT / "tests" / "bench" / name).read_text(encoding="utf-8").strip()
     assert any(results in path.read_text(encoding="utf-8") for path in DOCUMENTS)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_to_files(path):
+def test_links_point_to_existing_files(path):
     links = [link for link in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")) if "://" not in link]
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in (PROJECT / "config").glob("*.py")))
-def test_settings_files(sample, letters, gpt2_folder, file):
-    source = f"--init_from={gpt2_folder}" if "gpt2" in file else f"--out_dir={letters}"
-    done = sample(f"config/{file}", source, "--max_new_tokens=5")
+def test_settings_files_run_without_warnings(run_script, char_checkpoint, gpt2_folder, file):
+    source = f"--init_from={gpt2_folder}" if "gpt2" in file else f"--out_dir={char_checkpoint}"
+    done = run_script(f"config/{file}", source, "--max_new_tokens=5")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(RULE) >= 1 and "warning" not in done.stderr
 
 
-def test_the_demo_prints_what_nanogpt_would(sample):
+def test_the_demo_prints_the_same_samples_as_nanogpt(run_script):
     checkpoint = torch.load(DEMO / "ckpt.pt", weights_only=True)
     chars = sorted(CharTokenizer(DEMO / "meta.pkl").stoi)
     samples = nanogpt_samples(checkpoint["model_args"], checkpoint["model"], 1337, [chars.index("O")], 2, 150,
                               temperature=0.8, top_k=200)
-    done = sample("--out_dir=out-shakespeare-char", "--start=O", "--num_samples=2", "--max_new_tokens=150", "--device=cpu")
+    done = run_script("--out_dir=out-shakespeare-char", "--start=O", "--num_samples=2", "--max_new_tokens=150", "--device=cpu")
     assert done.stdout == "".join("".join(chars[i] for i in ids) + f"\n{RULE}\n" for ids in samples)
 
 
@@ -131,4 +137,4 @@ def test_the_demo_has_nanogpts_format():
     assert {"model", "model_args", "iter_num", "best_val_loss", "config"} <= checkpoint.keys()
     assert all(tensor.dtype == torch.float32 for tensor in checkpoint["model"].values())
     assert sum(file.stat().st_size for file in DEMO.iterdir() if file.is_file()) <= 6_000_000
-    json.dumps(checkpoint["config"]) # plain values, which any reader accepts
+    json.dumps(checkpoint["config"]) # plain values only

@@ -1,4 +1,4 @@
-"""Random settings, prompts, texts and tokens: what is read means what it says, or is refused in one line."""
+"""Random settings, prompts, texts and tokens are read correctly, or raise a one-line error."""
 import ast
 import io
 import json
@@ -40,7 +40,7 @@ files = st.lists(lines, max_size=4).map("\n".join).map(lambda text: text.encode(
 
 
 def settings_of(arguments):
-    """The settings that these arguments give. None if the script would end, with its help or with one line."""
+    """The settings from these arguments. None if the script would print its help or one error line, and exit."""
     scope, messages = dict(SCOPE), []
     try:
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()) as printed:
@@ -50,7 +50,7 @@ def settings_of(arguments):
         return None
     except ValueError as error:
         assert scope == SCOPE and len(str(error)) < 1000
-        # The message is not one of Python's: it names what is wrong.
+        # The message is not one of Python's own. It names the wrong argument, setting or file.
         assert re.match(rf"unknown setting --|cannot read the settings file|--|.*mine\.py|{'|'.join(SETTINGS)}", str(error)), error
         return None
     assert settings.keys() == SETTINGS.keys() and all(scope[name] is value for name, value in settings.items())
@@ -67,9 +67,9 @@ def settings_of(arguments):
 @example(["--num_samples=0x" + "f" * 5000])
 @example(["--out_file='a\\0'"])
 @example(["--repetition_penalty=1e-300"])
-def test_any_arguments_are_settings_or_one_line(arguments):
+def test_any_arguments_give_settings_or_a_one_line_error(arguments):
     found = settings_of(arguments)
-    if found is not None: # what the sampler and the files rely on
+    if found is not None: # the sampler and the output files rely on this
         assert 0 <= found["temperature"] < float("inf") and 1e-3 <= found["repetition_penalty"] <= 1e3
         assert "\0" not in (found["out_file"] or "") + (found["html_file"] or "")
 
@@ -81,15 +81,15 @@ def test_any_arguments_are_settings_or_one_line(arguments):
 @example(b"top_k = 16**5000")
 @example(b"seed = 16**5000")
 @example(b"raise Exception('a' * 10**6)")
-def test_any_file_holds_settings_or_is_one_line(scratch, content):
+def test_any_settings_file_gives_settings_or_a_one_line_error(scratch, content):
     (scratch / "mine.py").write_bytes(content)
     settings_of([str(scratch / "mine.py")])
 
 
 @fuzz(150)
 @given(st.data())
-def test_an_allowed_value_stays_as_it_is(scratch, data):
-    """However it is passed: in quotes or without, or in a file."""
+def test_a_valid_value_is_parsed_unchanged(scratch, data):
+    """It may be passed with or without quotes, or in a file."""
     name = data.draw(names)
     of_type = {"int": st.integers(), "float": st.floats(allow_nan=False, allow_infinity=False), "bool": st.booleans(), "None": st.none(),
              "str": st.text(st.characters(codec="utf-8")), "list": st.lists(st.text(max_size=3), max_size=3)}
@@ -113,11 +113,11 @@ def test_an_allowed_value_stays_as_it_is(scratch, data):
 
 
 def ignore(message):
-    """A log that nobody reads."""
+    """Discard a log message."""
 
 
 def quoted(text):
-    """Whether this text is a Python literal of a text."""
+    """Whether this text is a Python string literal."""
     try:
         return isinstance(ast.literal_eval(text), str)
     except Exception:
@@ -128,7 +128,7 @@ def quoted(text):
 
 @fuzz(150)
 @given(st.text(st.characters(codec="utf-8"), max_size=30) | st.lists(st.text("ab \r\n\x0c\u2028", max_size=4)).map("\n".join))
-def test_every_line_that_is_not_empty_is_a_prompt(scratch, text):
+def test_every_nonempty_line_is_a_prompt(scratch, text):
     (scratch / "lines.txt").write_bytes(text.encode())
     expected = [line for line in re.split("\r\n|\r|\n", text.removeprefix("\ufeff")) if line]
     if expected:
@@ -140,11 +140,11 @@ def test_every_line_that_is_not_empty_is_a_prompt(scratch, text):
 
 @fuzz(150)
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=5), ids), min_size=1, max_size=4), st.booleans())
-def test_every_object_is_a_prompt(scratch, objects, ascii):
+def test_every_json_object_is_a_prompt(scratch, objects, ascii):
     lines = [json.dumps({"prompt": text, "id": id}, ensure_ascii=ascii) for text, id in objects]
     try:
         content = "\n".join(lines).encode()
-    except UnicodeEncodeError: # half a pair
+    except UnicodeEncodeError: # a lone surrogate
         content = json.dumps({"prompt": "a", "id": None}).encode()
     (scratch / "objects.jsonl").write_bytes(content)
     found = list(PromptSource(f"JSONL:{scratch / 'objects.jsonl'}"))
@@ -158,7 +158,7 @@ def test_every_object_is_a_prompt(scratch, objects, ascii):
 @example("JSONL", b'{"prompt": null}')
 @example("JSONL", b'{"prompt": "a", "id": NaN}')
 @example("JSONL", b'{"prompt": "a", "id": 1' + b"0" * 5000 + b"}")
-def test_any_file_holds_prompts_or_is_one_line(scratch, kind, content):
+def test_any_prompt_file_gives_prompts_or_a_one_line_error(scratch, kind, content):
     (scratch / "any").write_bytes(content)
     try:
         found = list(PromptSource(f"{kind}:{scratch / 'any'}"))
@@ -175,14 +175,14 @@ texts = st.text(st.characters(codec="utf-8")) | st.lists(st.sampled_from(["<|end
 
 @fuzz(300)
 @given(texts)
-def test_gpt2s_encoding_decodes_to_the_same_text(gpt2, text):
+def test_text_in_gpt2s_encoding_decodes_to_the_same_text(gpt2, text):
     token_ids = gpt2.encode(text)
     assert gpt2.decode(token_ids) == text and all(0 <= i < gpt2.size for i in token_ids)
 
 
 @fuzz(300)
 @given(st.data())
-def test_gpt2s_tokens_one_by_one_decode_as_all_together(gpt2, data):
+def test_incremental_decoding_equals_decoding_all_tokens(gpt2, data):
     """Any ids: beyond the vocabulary, single bytes (0 to 255), and parts of characters."""
     some = st.integers(0, 255) | st.integers(0, 60000) | st.just(50256)
     token_ids = data.draw(st.lists(some, max_size=12))
@@ -198,7 +198,7 @@ def test_gpt2s_tokens_one_by_one_decode_as_all_together(gpt2, data):
 @fuzz(100)
 @given(st.dictionaries(st.characters(), st.integers(0, 300), min_size=1).filter(lambda stoi: len(set(stoi.values())) == len(stoi)),
        st.data(), st.lists(st.integers(0, 10**12)))
-def test_any_vocabulary_of_characters_decodes_to_the_same_text(scratch, stoi, data, token_ids):
+def test_text_in_any_character_vocabulary_decodes_to_the_same_text(scratch, stoi, data, token_ids):
     (scratch / "meta.pkl").write_bytes(pickle.dumps({"stoi": stoi, "itos": {i: char for char, i in stoi.items()}}))
     tokenizer = CharTokenizer(scratch / "meta.pkl")
     text = data.draw(st.text(st.sampled_from(sorted(stoi))))

@@ -1,4 +1,4 @@
-"""Random logits, batches and files of samples, compared with slow and plain versions of what they must give."""
+"""Random logits, batches and output files, compared with slow and simple reference implementations."""
 import io
 import json
 import pickle
@@ -22,20 +22,20 @@ from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token
 from sampling.sampler.sample_token import Logits, exponential_noise, sample_token
 
-# ---- logits to a token
+# ---- sampling a token
 
 def possible_tokens(logits, seen, q, temperature, top_k, top_p, min_p, repetition_penalty):
-    """The slow version of sample_token for one row: the ids that it may give. They are several only with a tie or a rounding."""
+    """Slow reference for sample_token, for one row: the ids that it may return. Only ties and rounding allow several ids."""
     logits = np.array(logits, dtype=np.float32)
     for i in set(seen):
         penalty = np.float32(repetition_penalty)
         logits[i] = logits[i] * penalty if logits[i] < 0 else logits[i] / penalty
     if temperature == 0:
-        return {int(np.argmax(logits))} # the first of several
+        return {int(np.argmax(logits))} # the first one if several are equal
     with np.errstate(all="ignore"):
         scaled = (logits / np.float32(temperature)).astype(np.float64)
         cold = not np.isfinite(scaled.max() - scaled.min())
-    if cold: # only the most likely are left
+    if cold: # only the most likely tokens remain
         scaled = np.where(logits == logits.max(), 0.0, -np.inf)
     n = len(scaled)
     if top_k and top_k < n:
@@ -44,8 +44,8 @@ def possible_tokens(logits, seen, q, temperature, top_k, top_p, min_p, repetitio
     p /= p.sum()
     surely, perhaps = p > 0, p > 0
     if top_p is not None and top_p < 1:
-        above = np.array([p[p > x].sum() for x in p]) # the probability of all that are more likely
-        ties = np.array([(p == x).sum() for x in p]) # any of them may be kept
+        above = np.array([p[p > x].sum() for x in p]) # the total probability of all more likely tokens
+        ties = np.array([(p == x).sum() for x in p]) # the filter may keep any of them
         surely, perhaps = above + (ties - 1) * p < top_p - 1e-5, above < top_p + 1e-5
         surely |= p == (p.max() if (p == p.max()).sum() == 1 else 2)
     if min_p:
@@ -62,7 +62,7 @@ numbers = (st.integers(-12, 12).map(lambda n: n / 4) | st.floats(-20, 20, width=
 
 @fuzz(700)
 @given(st.data())
-def test_a_token_is_one_that_the_slow_version_may_give(data):
+def test_sample_token_returns_a_token_that_the_reference_allows(data):
     rows, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 30) | st.just(200))
     flat = data.draw(st.booleans()) # many ties
     one = st.integers(0, 2).map(float) if flat else numbers
@@ -93,7 +93,7 @@ def test_a_token_is_one_that_the_slow_version_may_give(data):
 
 @fuzz(100)
 @given(st.lists(numbers, min_size=1, max_size=10), st.data())
-def test_logits_that_are_not_finite_are_an_error(logits, data):
+def test_logits_that_are_nan_or_infinite_raise(logits, data):
     logits.insert(data.draw(st.integers(0, len(logits))), data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf")])))
     sampling = dict(temperature=data.draw(st.sampled_from([0, 1e-300, 0.8, 1e300])), top_k=data.draw(st.none() | st.integers(0, 12)),
                repetition_penalty=data.draw(st.sampled_from([1.0, 0.01, 1.2])), top_p=data.draw(st.sampled_from([None, 0.1, 1.0])))
@@ -106,7 +106,7 @@ def test_logits_that_are_not_finite_are_an_error(logits, data):
 
 @pytest.fixture(scope="module")
 def tokenizers(scratch, gpt2):
-    """One of characters, one of syllables that overlap, and GPT-2's, whose first tokens are bytes; and how many tokens to use."""
+    """[(tokenizer, how many of its tokens to use)]: characters, overlapping syllables, and GPT-2's, whose first tokens are bytes."""
     save_meta(scratch / "letters.pkl")
     syllables = ["a", "b", "ab", "", "ba", "aab", "bb", "abba"]
     (scratch / "syllables.pkl").write_bytes(pickle.dumps({"stoi": {"a": 0, "b": 1}, "itos": syllables}))
@@ -114,15 +114,15 @@ def tokenizers(scratch, gpt2):
 
 
 @torch.no_grad()
-def generated_alone(model, prompts, first, max_new_tokens, sampling):
-    """The oracle: one sample after another from one random stream, reading the whole window for every token. Those before first are not kept."""
+def generate_alone(model, prompts, first, max_new_tokens, sampling):
+    """Reference: one sample after another from one random stream, with the whole window for every token. Samples before first are not returned."""
     torch.manual_seed(5)
     found = []
     for index in range(first + len(prompts)):
         ids = list(prompts[index - first] if index >= first else [0])
         for _ in range(max_new_tokens):
             window = torch.tensor([ids[-model.config.block_size:]])
-            # The samples before the first only use up their random numbers.
+            # The samples before first only advance the random stream.
             logits = model(window)[0][:, -1] if index >= first else torch.zeros(1, model.config.vocab_size)
             ids.append(sample_token(Logits(logits), window, **sampling, noise=exponential_noise).item())
         if index >= first:
@@ -130,8 +130,8 @@ def generated_alone(model, prompts, first, max_new_tokens, sampling):
     return found
 
 
-def stop_slowly(tokenizer, token_ids, stops):
-    """The slow stop rule: after every token, search the whole text for the stop texts -> (token ids, text, finish reason)."""
+def reference_stop(tokenizer, token_ids, stops):
+    """Slow reference for the stop check: search the whole text after every token -> (token ids, text, finish reason)."""
     for n in range(1, len(token_ids) + 1):
         decode = tokenizer.incremental_decoder()
         text = "".join(decode(token_id, i == len(token_ids) - 1) for i, token_id in enumerate(token_ids[:n]))
@@ -148,8 +148,8 @@ BACKENDS = {(name, width): backend(make_gpt(vocab_size=width, n_layer=1)) for wi
 
 @fuzz(200)
 @given(st.data())
-def test_samples_in_batches_are_those_generated_alone(tokenizers, data):
-    """With any prompts, batch sizes and settings, stopped where the slow rule says; and emittable text never changes."""
+def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
+    """With any prompts, batch sizes, settings and stop texts. Emittable text never changes."""
     tokenizer, width = data.draw(st.sampled_from(tokenizers))
     backend = BACKENDS[data.draw(st.sampled_from(["eager", "packed", "graphs"])), width]
     many, stream, num_logprobs = data.draw(st.booleans()), data.draw(st.booleans()), data.draw(st.sampled_from([None, 0, 3]))
@@ -159,18 +159,18 @@ def test_samples_in_batches_are_those_generated_alone(tokenizers, data):
     sampling = data.draw(st.sampled_from([
         dict(temperature=0.9, top_k=30), dict(temperature=1.0, top_k=None), dict(temperature=1.0, top_k=None, top_p=0.8),
         dict(temperature=1.0, top_k=5, min_p=0.1, repetition_penalty=1.3), dict(temperature=0, top_k=None)]))
-    expected = generated_alone(MODELS[width], prompts, first, max_new_tokens, sampling)
+    expected = generate_alone(MODELS[width], prompts, first, max_new_tokens, sampling)
     stops = []
-    for _ in range(data.draw(st.integers(0, 3))): # texts that come in a sample, or only their beginnings do
+    for _ in range(data.draw(st.integers(0, 3))): # texts that occur in a sample, or whose start occurs in one
         text = tokenizer.decode(data.draw(st.sampled_from(expected)))
         begin = data.draw(st.integers(0, len(text)))
         stop = text[begin:begin + data.draw(st.integers(1, 6))] + data.draw(st.sampled_from(["", "", "!", "a"]))
         stops += [stop] if stop else []
-    expected = [stop_slowly(tokenizer, token_ids, stops) for token_ids in expected]
+    expected = [reference_stop(tokenizer, token_ids, stops) for token_ids in expected]
 
     params = SamplingParams(max_new_tokens, **sampling, stop=stops, seed=5, num_logprobs=num_logprobs)
     engine = Engine(backend, tokenizer, params, batch_size=batch_size, stream=stream)
-    num_saved = data.draw(st.integers(0, len(prompts))) # by a run that this one resumes
+    num_saved = data.draw(st.integers(0, len(prompts))) # this run resumes one that has saved these samples
     requests = [SampleRequest(first + i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]
     shown, samples, printed = {}, [], io.StringIO()
     printer = Printer(tokenizer)
@@ -193,22 +193,22 @@ def test_samples_in_batches_are_those_generated_alone(tokenizers, data):
 # ---- out_file
 
 CHECKPOINT_ID = {"path": "out/ckpt.pt", "crc32": "a9f1f540"}
-some = st.text(st.characters(codec="utf-8") | st.characters(min_codepoint=0xdc80, max_codepoint=0xdcff), max_size=8) # bytes of a command line too
+some = st.text(st.characters(codec="utf-8") | st.characters(min_codepoint=0xdc80, max_codepoint=0xdcff), max_size=8) # also undecodable bytes of a command line
 samples = st.lists(st.tuples(some, ids, some, st.integers(0, 5), st.sampled_from(["length", "stop"]),
                              st.floats(-1e6, 0)), max_size=5)
 
 
-def requests_of(parts):
+def make_requests(parts):
     """The requests of a run."""
     for index, (prompt, id, *_) in enumerate(parts):
         yield SampleRequest(index, Prompt(prompt, id), [1])
 
 
 def write_run(path, parts, settings):
-    """Write the samples that the file does not hold yet, and return its content."""
+    """Write the samples that are not saved yet, and return the file's content."""
     writer = JsonlWriter(path, CHECKPOINT_ID, settings)
     try:
-        for request in writer.resume(requests_of(parts)):
+        for request in writer.resume(make_requests(parts)):
             if not request.already_saved:
                 _, _, text, num_tokens, finish_reason, logprob = parts[request.index]
                 tokens = [Token(3, text, logprob), *[Token(3, "", 0.0)] * 4][:num_tokens]
@@ -221,7 +221,7 @@ def write_run(path, parts, settings):
 @fuzz(150)
 @given(samples, ids, st.data())
 @example([("a\n", {"a": ["\udcff"]}, "b\u2028", 1, "length", -1.0)] * 2, None, None)
-def test_a_file_is_resumed_wherever_it_was_cut(scratch, parts, stop, data):
+def test_a_file_truncated_anywhere_is_resumed(scratch, parts, stop, data):
     path, settings = scratch / "samples.jsonl", {"seed": 3, "stop": stop, "top_k": 200}
     path.unlink(missing_ok=True)
     whole = write_run(path, parts, settings)
@@ -233,8 +233,8 @@ def test_a_file_is_resumed_wherever_it_was_cut(scratch, parts, stop, data):
 
 @fuzz(150)
 @given(samples, st.data())
-def test_the_file_of_another_run_is_refused_and_stays_as_it_is(scratch, parts, data):
-    """Also one that was cut: this run does not remove the last line of another one."""
+def test_the_file_of_another_run_is_refused_and_stays_unchanged(scratch, parts, data):
+    """Also a truncated file: this run must not remove an incomplete last line of another run."""
     path, settings = scratch / "others.jsonl", {"seed": 3}
     path.unlink(missing_ok=True)
     whole = write_run(path, parts, settings)
@@ -250,12 +250,12 @@ def test_the_file_of_another_run_is_refused_and_stays_as_it_is(scratch, parts, d
 @given(st.binary(max_size=60) | st.text(max_size=40).map(lambda text: b'{"version": 2, "index": 0, "prompt": ' + text.encode(errors="replace"))
        | literals.map('{{"version": 2, "index": 0, "prompt": {}}}\n'.format).map(str.encode) | ids.map(lambda id: json.dumps(
            {"version": 2, "index": 0, "prompt": "a", "settings": id, "checkpoint": id}).encode() + b"\n"))
-def test_a_file_of_anything_else_is_refused_and_stays_as_it_is(scratch, content):
+def test_any_other_file_is_refused_and_stays_unchanged(scratch, content):
     path, parts = scratch / "what.jsonl", [("a", None, "b", 1, "length", -1.0)]
     path.write_bytes(content)
     try:
         found = write_run(path, parts, {"seed": 3})
     except ValueError as error:
         assert str(path) in str(error) and path.read_bytes() == content
-    else: # the beginning of a line of ours, cut short
+    else: # the truncated start of a line that this run writes
         assert b"\n" not in content and found.count(b"\n") == 1 and found.startswith(content)

@@ -1,10 +1,10 @@
-"""The script with hostile and damaged files: it ends in one line, and neither runs what they hold nor obeys it."""
+"""The script with hostile and damaged files: it prints one error line, runs no code, and prints no control characters."""
 import random
 
 import pytest
 import torch
 
-from attacks import CONTROLS, needs_linux, place
+from attacks import CONTROL_CHARS, needs_linux, write_attack
 from model import GPT
 from models import make_gpt, save_checkpoint, save_meta
 from pickle_code import TUPLES, as_key, call, nested, value
@@ -27,23 +27,23 @@ HOSTILE = {
 
 @needs_linux
 @pytest.mark.parametrize("kind, payload", HOSTILE.values(), ids=HOSTILE)
-def test_the_script_refuses_hostile_pickles(kind, payload, sample, good, tmp_path):
-    init_from = place(kind, payload, tmp_path, good)
-    done = sample("--out_dir=out" if init_from == "resume" else f"--init_from={init_from}", cwd=tmp_path)
+def test_the_script_refuses_hostile_pickles(kind, payload, run_script, valid_checkpoint, tmp_path):
+    init_from = write_attack(kind, payload, tmp_path, valid_checkpoint)
+    done = run_script("--out_dir=out" if init_from == "resume" else f"--init_from={init_from}", cwd=tmp_path)
     assert done.returncode == 1 and done.stdout == "" and not (tmp_path / "ran").exists()
     assert [line[:6] for line in done.stderr.splitlines()] == ["settin", "error:"]
 
 
 @needs_linux
-def test_the_names_of_files_move_no_cursor(sample, tmp_path):
+def test_control_characters_in_file_names_are_not_printed(run_script, tmp_path):
     folder = tmp_path / "a\x1b[31m\x07\nerror: b"
     save_checkpoint(folder, make_gpt()).write_bytes(b"damaged")
-    done = sample(f"--out_dir={folder}")
-    assert done.returncode == 1 and done.stderr.count("\n") == 2 and not CONTROLS.search(done.stderr.replace("\n", ""))
+    done = run_script(f"--out_dir={folder}")
+    assert done.returncode == 1 and done.stderr.count("\n") == 2 and not CONTROL_CHARS.search(done.stderr.replace("\n", ""))
 
 
 def loads(folder):
-    """Whether the checkpoint and its vocabulary in this folder load."""
+    """Whether the checkpoint and the vocabulary in this folder load."""
     try:
         checkpoint = load_checkpoint(folder)
         GPT.from_checkpoint(checkpoint)
@@ -55,7 +55,7 @@ def loads(folder):
 
 @pytest.mark.parametrize("name, zipped", [("ckpt.pt", False), ("ckpt.pt", True), ("meta.pkl", True)], ids=["old-ckpt.pt", "ckpt.pt", "meta.pkl"])
 @pytest.mark.parametrize("damage", ["cut", "bit"])
-def test_the_script_refuses_a_damaged_file_or_samples(name, zipped, damage, sample, tmp_path):
+def test_the_script_runs_or_prints_one_error_line_with_a_damaged_file(name, zipped, damage, run_script, tmp_path):
     """tests/checkpoints/test_damaged_files.py has many more cases."""
     path = save_checkpoint(tmp_path, make_gpt(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5), meta=False)
     torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=zipped)
@@ -66,7 +66,7 @@ def test_the_script_refuses_a_damaged_file_or_samples(name, zipped, damage, samp
     else:
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     (tmp_path / name).write_bytes(content)
-    fine = loads(tmp_path)
-    done = sample(f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3", "--device=cpu")
+    loadable = loads(tmp_path)
+    done = run_script(f"--out_dir={tmp_path}", "--num_samples=1", "--max_new_tokens=3", "--device=cpu")
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in done.stderr and (done.returncode, len(errors)) == ((0, 0) if fine else (1, 1))
+    assert "Traceback" not in done.stderr and (done.returncode, len(errors)) == ((0, 0) if loadable else (1, 1))

@@ -1,4 +1,4 @@
-"""Runs that end early, at random moments: what is printed and saved is whole, and the same command resumes the run."""
+"""Runs that end early, at random moments: printed and saved samples are complete, and the same command resumes the run."""
 import os
 import random
 import shlex
@@ -23,27 +23,27 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="nee
 RUN = ("--start=LINES:prompts.txt", "--num_samples=50", "--max_new_tokens=30", "--stop=e", "--batch_size=8", "--device=cpu")
 RESUMABLE = (*RUN, "--out_file=a.jsonl")
 RULE = b"\n---------------\n"
-ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} # two runs at a time
-# Output is buffered, as users have it: with PYTHONUNBUFFERED nothing would be left to write at the end.
+ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} # the tests start two runs at a time
+# Output is buffered, as it is for users. With PYTHONUNBUFFERED, Python would have nothing left to write at exit.
 SEPARATE_ENV = ENV | {"PYTHONUNBUFFERED": ""}
-# Quick: a few runs that the fork server starts. Slow: many separate processes, from the start of Python to their end.
+# Quick: a few forks of the fork server. Slow: many separate processes, which may end at any moment after their start.
 QUICK_AND_SLOW = pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "separate"])
 
 
 class Uninterrupted(NamedTuple):
-    """What a run prints and saves that nothing interrupts."""
+    """What a run prints and saves if nothing interrupts it."""
     samples: list[bytes] # as printed, each with its rule
     saved: bytes
     seconds: float # how long a separate process takes
 
 
 def start(folder, *arguments, separate=False, **streams):
-    """A run in a process group of its own."""
+    """Start a run in a new session."""
     return start_script(*arguments, cwd=folder, env=SEPARATE_ENV if separate else ENV, new_session=True, separate=separate, **streams)
 
 
 def start_command(folder, command, stdout=PIPE):
-    """Another program's run in a process group of its own."""
+    """Start another program in a new session."""
     return subprocess.Popen(command, cwd=folder, env=os.environ | SEPARATE_ENV, start_new_session=True, stdin=DEVNULL,
                             stdout=stdout, stderr=PIPE)
 
@@ -64,17 +64,17 @@ def num_saved_in(folder):
 
 
 def processes_in(folder):
-    """The processes that still run in this folder."""
+    """The running processes whose working directory is this folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError): # it has just ended, or is another user's
+        with suppress(OSError): # it has just exited, or belongs to another user
             found += [process] if os.readlink(process / "cwd") == str(folder) else []
     return found
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A folder with all that a run needs."""
+    """A folder with all files that a run needs."""
     folder = tmp_path_factory.mktemp("prepared")
     save_checkpoint(folder / "out", make_gpt())
     (folder / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in ("The ", "O", "What is it?", "yes", "And so they went. ")))
@@ -83,7 +83,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def new_folder(prepared, tmp_path):
-    """Makes another such folder, of that name."""
+    """new_folder(name) makes a copy of that folder."""
     return lambda name: shutil.copytree(prepared, tmp_path / str(name)).resolve()
 
 
@@ -97,7 +97,7 @@ def uninterrupted(prepared, tmp_path_factory):
 
 
 def check(folder, uninterrupted, num_saved, printed, torn=False):
-    """Assert that what a run printed and saved after num_saved samples is whole; torn: except its end."""
+    """Assert that the output of a run that resumed after num_saved samples is complete; torn: except its last line."""
     saved = saved_in(folder)
     assert uninterrupted.saved.startswith(saved) and b"".join(uninterrupted.samples[num_saved:]).startswith(printed)
     if not torn:
@@ -107,14 +107,14 @@ def check(folder, uninterrupted, num_saved, printed, torn=False):
 
 
 def finish(folder, uninterrupted):
-    """Run the same command, without an interruption."""
+    """Run the same command without an interruption."""
     process = start(folder, *RESUMABLE)
     _, messages = process.communicate()
     assert process.returncode == 0 and saved_in(folder) == uninterrupted.saved, messages
 
 
 def wait(process, folder, num_saved, moment):
-    """Wait so many seconds; if negative, wait for the first new sample and then so many seconds."""
+    """Wait for moment seconds. If moment is negative, wait for the first new sample and then for -moment seconds."""
     while moment < 0 and process.poll() is None and num_saved_in(folder) <= num_saved:
         time.sleep(0.005)
     time.sleep(abs(moment))
@@ -122,8 +122,8 @@ def wait(process, folder, num_saved, moment):
 
 @QUICK_AND_SLOW
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGTERM", "SIGKILL"])
-def test_a_signal_leaves_whole_samples_and_the_run_is_resumed(new_folder, uninterrupted, separate, number, status):
-    """Each run resumes the one before it. Slow: twenty moments, half of them while it samples."""
+def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(new_folder, uninterrupted, separate, number, status):
+    """Each run resumes the previous one. The slow case has twenty moments, half of them while the run samples."""
     rng, interrupted = random.Random(int(number)), []
     moments = [-0.2 * rng.random() for _ in range(10 if separate else 4)]
     if separate:
@@ -138,7 +138,7 @@ def test_a_signal_leaves_whole_samples_and_the_run_is_resumed(new_folder, uninte
             wait(process, folder, num_saved, moment)
             process.send_signal(number)
             printed, messages = process.communicate()
-            if number == signal.SIGINT and b"settings: " not in messages: # Python itself is still starting, and says so in its way
+            if number == signal.SIGINT and b"settings: " not in messages: # Python was still starting, and prints its own message
                 assert process.returncode in (130, -2, 1) and printed == b""
             else:
                 assert process.returncode in (status, 0) and b"Traceback" not in messages and b"rror" not in messages, messages
@@ -155,8 +155,8 @@ def test_a_signal_leaves_whole_samples_and_the_run_is_resumed(new_folder, uninte
 
 
 @QUICK_AND_SLOW
-def test_a_reader_may_stop_after_any_number_of_bytes(new_folder, uninterrupted, separate):
-    """As head does."""
+def test_stdout_may_be_closed_after_any_number_of_bytes(new_folder, uninterrupted, separate):
+    """head closes it like this."""
     def read_some(half):
         folder, rng, num_early = new_folder(str(half)), random.Random(half), 0
         for share in [0, *(rng.random() for _ in range(6 if separate else 1))]:
@@ -171,7 +171,7 @@ def test_a_reader_may_stop_after_any_number_of_bytes(new_folder, uninterrupted, 
             process.wait()
             process.stderr.close()
             assert rest[:wanted] == read
-            # The rest may be in the pipe already.
+            # The pipe's buffer may already contain the rest.
             assert process.returncode == 141 or (process.returncode == 0 and num_saved + 100 > len(uninterrupted.samples))
             assert b"Traceback" not in messages and b"rror" not in messages, messages
             saved = saved_in(folder)
@@ -187,12 +187,12 @@ def test_a_reader_may_stop_after_any_number_of_bytes(new_folder, uninterrupted, 
 
 @pytest.mark.parametrize("num_sizes", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_full_disk_is_one_error_line(new_folder, uninterrupted, num_sizes):
-    """It is full after any number of kilobytes: of out_file, or of the file that standard output goes to."""
+    """The disk is full after any number of kilobytes of out_file, or of the file that receives standard output."""
     def fill(out_file):
         rng, folder = random.Random(2), new_folder(str(out_file))
         command = shlex.join([sys.executable, str(SCRIPT), *(RESUMABLE if out_file else RUN)])
         size = len(uninterrupted.saved if out_file else b"".join(uninterrupted.samples)) // 1024
-        for blocks in sorted(rng.sample(range(size), num_sizes)): # the disk grows, and the run is resumed
+        for blocks in sorted(rng.sample(range(size), num_sizes)): # each run has more space and resumes the previous one
             num_saved = num_saved_in(folder)
             with open(folder / "printed", "wb") as file:
                 process = start_command(folder, ["bash", "-c", f"ulimit -f {blocks}; exec {command}"], stdout=file)
@@ -211,7 +211,7 @@ def test_a_full_disk_is_one_error_line(new_folder, uninterrupted, num_sizes):
 
 
 @pytest.mark.parametrize("arguments, statuses", [(["--help"], (1, 2)), (RUN, (1,))], ids=["help", "samples"])
-def test_no_room_for_a_byte_and_no_reader(new_folder, arguments, statuses):
+def test_stdout_may_be_full_or_closed_from_the_start(new_folder, arguments, statuses):
     folder = new_folder("run")
     with open("/dev/full", "wb") as full:
         process = start(folder, *arguments, stdout=full)
@@ -237,9 +237,9 @@ def test_an_out_file_that_cannot_be_written_is_an_error_before_the_first_sample(
 
 
 @QUICK_AND_SLOW
-def test_files_may_vanish_during_a_run(new_folder, uninterrupted, separate):
-    """The run goes on with what it has read, or ends with one line before its first sample."""
-    def lose(case):
+def test_files_may_be_renamed_during_a_run(new_folder, uninterrupted, separate):
+    """The run continues with what it has already read, or ends with one error line before its first sample."""
+    def rename_file(case):
         number, name = case
         folder, rng = new_folder(str(number)), random.Random(number)
         for moment in ([uninterrupted.seconds * rng.random()] if separate else []) + [-0.2 * rng.random()]:
@@ -256,7 +256,7 @@ def test_files_may_vanish_during_a_run(new_folder, uninterrupted, separate):
             with suppress(FileNotFoundError):
                 (folder / "gone").rename(folder / name)
             (folder / "a.jsonl").unlink(missing_ok=True)
-    in_pairs(lose, enumerate(["a.jsonl", "prompts.txt", "out/ckpt.pt"]))
+    in_pairs(rename_file, enumerate(["a.jsonl", "prompts.txt", "out/ckpt.pt"]))
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_a_signal_to_torchrun_ends_all_its_processes(new_folder, uninterrupted):
             wait(process, folder, num_saved, moment)
             process.send_signal(number)
             printed, messages = process.communicate()
-            # While torch is imported, torchrun may miss the signal: then this run, or the one before it, is complete.
+            # torchrun may miss the signal while it imports torch. Then this run or the previous one is complete.
             assert process.returncode != 0 or printed.endswith(uninterrupted.samples[-1]) or num_saved == uninterrupted.saved.count(b"\n"), messages
             check(folder, uninterrupted, num_saved, printed)
             assert not processes_in(folder)

@@ -1,4 +1,4 @@
-"""The script as a whole: what it prints, and that its samples are nanoGPT's."""
+"""The whole script: what it prints, and that its samples equal nanoGPT's."""
 import json
 import re
 import subprocess
@@ -17,46 +17,47 @@ FAST = "--num_samples=1", "--max_new_tokens=5"
 
 
 def expected_text(model, prompt, **sampling):
-    """What nanoGPT prints for a character model: its samples one after another, in full and with their rules."""
+    """What nanoGPT prints for a character-level model: all samples, each followed by the rule."""
     ids = [CHARS.index(char) for char in prompt]
     samples = nanogpt_samples(nanogpt_args(model.config), model.state_dict(), prompt=ids, **sampling)
     return "".join("".join(CHARS[i] for i in sample) + f"\n{RULE}\n" for sample in samples)
 
 
 @pytest.mark.parametrize("batch_size", [None, 1, 2, 3, 4])
-def test_samples_are_those_that_nanogpt_generates_one_by_one(sample, letters, batch_size):
-    done = sample(f"--out_dir={letters}", "--num_samples=4", "--max_new_tokens=30", "--start=The ", "--top_k=30",
+def test_samples_equal_nanogpts_with_any_batch_size(run_script, char_checkpoint, batch_size):
+    done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=4", "--max_new_tokens=30", "--start=The ", "--top_k=30",
                   "--temperature=0.9", "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected_text(make_gpt(), "The ", seed=5, num_samples=4, max_new_tokens=30, top_k=30, temperature=0.9)
 
 
-def test_the_defaults_are_nanogpts(sample, letters):
-    done = sample(f"--out_dir={letters}", "--device=cpu", separate=True)
+def test_samples_with_default_settings_equal_nanogpts(run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", "--device=cpu", separate=True)
     assert done.stdout == expected_text(make_gpt(), "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200, temperature=0.8)
 
 
 @pytest.mark.skipif(not list(Path(torch.__file__).parent.glob("lib*/*gomp*")), reason="this torch has another OpenMP")
-@pytest.mark.parametrize("variables, spin_count", [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")], ids=str)
-def test_waiting_threads_spin_only_for_a_moment(sample, letters, variables, spin_count):
-    done = sample(f"--out_dir={letters}", *FAST, "--device=cpu", OMP_DISPLAY_ENV="verbose", **variables)
+@pytest.mark.parametrize("variables, spin_count", [
+    ({}, "10000"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")])], ids=str)
+def test_gomp_spincount_limits_busy_waiting(run_script, char_checkpoint, variables, spin_count):
+    done = run_script(f"--out_dir={char_checkpoint}", *FAST, "--device=cpu", OMP_DISPLAY_ENV="verbose", **variables)
     assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
 
 
 @pytest.mark.parametrize("sampling", [dict(top_k=200), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=str)
-def test_samples_of_hugging_face_weights_are_those_of_transformers(sample, gpt2_folder, gpt2_encoding, sampling):
+def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_folder, gpt2_encoding, sampling):
     tokenizer, theirs = GPT2Tokenizer(), make_transformers_gpt2()
     idx = torch.tensor([tokenizer.encode("Hello, I'm a")])
     torch.manual_seed(3)
     expected = [theirs.generate(idx, do_sample=True, max_new_tokens=25, temperature=0.8, eos_token_id=None, pad_token_id=0,
                                 **sampling)[0].tolist() for _ in range(3)]
-    done = sample(f"--init_from={gpt2_folder}", "--start=Hello, I'm a", "--num_samples=3", "--max_new_tokens=25", "--seed=3",
+    done = run_script(f"--init_from={gpt2_folder}", "--start=Hello, I'm a", "--num_samples=3", "--max_new_tokens=25", "--seed=3",
                   "--batch_size=2", "--device=cpu", *(f"--{name}={value}" for name, value in sampling.items()))
     assert done.stdout == "".join(f"{tokenizer.decode(ids)}\n{RULE}\n" for ids in expected)
 
 
-def test_stdout_holds_the_samples_and_stderr_the_rest(sample, letters):
-    done = sample(f"--out_dir={letters}", "--num_samples=3", "--max_new_tokens=5", "--start=AB")
+def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=5", "--start=AB")
     assert re.fullmatch(rf"(AB[^-]{{5}}\n{RULE}\n){{3}}", done.stdout)
     assert "num_samples=3" in done.stderr and "parameters" in done.stderr and "tokens/s" in done.stderr
 
@@ -81,67 +82,66 @@ def test_stdout_holds_the_samples_and_stderr_the_rest(sample, letters):
     (["one.py", "two.py"], "two"),
     (["config/greedy.py"], "\n"),
 ], ids=str)
-def test_settings_that_must_work(sample, tmp_path, arguments, prompt):
+def test_valid_settings_run(run_script, tmp_path, arguments, prompt):
     save_checkpoint(tmp_path / "out", make_gpt(vocab_size=80))
     save_meta(tmp_path / "out" / "meta.pkl", CHARS + "=ü0123456789")
     (tmp_path / "prompt.txt").write_bytes("Zürich\r\nis".encode())
     (tmp_path / "one.py").write_text("num_samples = 2\nstart = 'one'\n")
     (tmp_path / "two.py").write_text("num_samples = 1\nstart = 'two'\n")
-    done = sample(*FAST, *arguments, cwd=tmp_path, stdin=b"piped")
+    done = run_script(*FAST, *arguments, cwd=tmp_path, stdin=b"piped")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(prompt) and len(done.stdout) == len(prompt) + 5 + len(f"\n{RULE}\n")
 
 
-def test_no_new_tokens_print_the_prompt(sample, letters):
-    assert sample(f"--out_dir={letters}", "--max_new_tokens=0", "--num_samples=2", "--start=Hi").stdout == f"Hi\n{RULE}\n" * 2
+def test_0_new_tokens_print_the_prompt(run_script, char_checkpoint):
+    assert run_script(f"--out_dir={char_checkpoint}", "--max_new_tokens=0", "--num_samples=2", "--start=Hi").stdout == f"Hi\n{RULE}\n" * 2
 
 
-def test_top_k_off_allows_every_token(sample, letters):
-    run = f"--out_dir={letters}", "--num_samples=1", "--max_new_tokens=40"
-    off = [sample(*run, f"--top_k={k}").stdout for k in ("None", 0, 61)]
-    assert off[0] == off[1] == off[2] != sample(*run, "--top_k=2").stdout
+def test_top_k_none_0_and_the_vocabulary_size_keep_all_tokens(run_script, char_checkpoint):
+    run = f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=40"
+    off = [run_script(*run, f"--top_k={k}").stdout for k in ("None", 0, 61)]
+    assert off[0] == off[1] == off[2] != run_script(*run, "--top_k=2").stdout
 
 
-def test_a_checkpoint_without_a_vocabulary_has_gpt2s(sample, tmp_path):
+def test_a_checkpoint_without_a_vocabulary_uses_gpt2s_encoding(run_script, tmp_path):
     save_checkpoint(tmp_path, make_gpt(vocab_size=50304), meta=False)
-    done = sample(f"--out_dir={tmp_path}", "--start=Hi<|endoftext|>", "--num_samples=2", "--max_new_tokens=8")
+    done = run_script(f"--out_dir={tmp_path}", "--start=Hi<|endoftext|>", "--num_samples=2", "--max_new_tokens=8")
     assert done.returncode == 0 and done.stdout.count("Hi<|endoftext|>") == 2
 
 
-def test_ids_past_the_vocabulary_show_as_replacement_characters(sample, tmp_path):
-    model = make_gpt(vocab_size=64) # which prefers the ids that pad its vocabulary
+def test_ids_beyond_the_vocabulary_are_printed_as_replacement_characters(run_script, tmp_path):
+    model = make_gpt(vocab_size=64) # its weights prefer the ids that pad the vocabulary
     with torch.no_grad():
         model.transformer.ln_f.weight.zero_()
         model.transformer.ln_f.bias.fill_(1)
         model.lm_head.weight[:len(CHARS)] = 0
         model.lm_head.weight[len(CHARS):] = 9
     save_checkpoint(tmp_path, model)
-    assert sample(f"--out_dir={tmp_path}", "--start=A", *FAST).stdout == f"A{'�' * 5}\n{RULE}\n"
+    assert run_script(f"--out_dir={tmp_path}", "--start=A", *FAST).stdout == f"A{'�' * 5}\n{RULE}\n"
 
 
 @pytest.mark.parametrize("chars", ["a", "ACGT"])
-def test_a_page_of_a_model_with_fewer_tokens_than_it_shows_alternatives(sample, tmp_path, chars):
+def test_the_page_of_a_model_with_few_tokens_shows_all_tokens_as_alternatives(run_script, tmp_path, chars):
     save_checkpoint(tmp_path, make_gpt(vocab_size=len(chars)), meta=False)
     save_meta(tmp_path / "meta.pkl", chars)
-    done = sample(f"--out_dir={tmp_path}", f"--start={chars}", *FAST, f"--html_file={tmp_path / 'a.html'}")
+    done = run_script(f"--out_dir={tmp_path}", f"--start={chars}", *FAST, f"--html_file={tmp_path / 'a.html'}")
     assert done.returncode == 0 and done.stdout.startswith(chars), done.stderr
     tokens = json.loads(re.search(r'<script type="application/json">(.*?)</script>', (tmp_path / "a.html").read_text())[1])
     assert len(tokens) == 5 and all(len(token) == 2 + 2 * len(chars) for token in tokens)
 
 
-@pytest.mark.parametrize("n_layer, num_samples, batch_size", [
-    (1, 2, 2), pytest.param(2, 2, 2, marks=pytest.mark.slow), pytest.param(2, 3, 2, marks=pytest.mark.slow),
-    pytest.param(2, 9, 9, marks=pytest.mark.slow)])
-def test_compile_compiles_everything_before_the_first_sample(sample, tmp_path, n_layer, num_samples, batch_size):
-    """Also for a last batch that is smaller, and where the sizes of two axes are equal."""
+@pytest.mark.slow # test_eager.py compiles in the quick run
+@pytest.mark.parametrize("n_layer, num_samples, batch_size", [(1, 2, 2), (2, 2, 2), (2, 3, 2), (2, 9, 9)])
+def test_compile_compiles_everything_before_the_first_sample(run_script, tmp_path, n_layer, num_samples, batch_size):
+    """Also if the last batch is smaller, and if two axes have the same size."""
     save_checkpoint(tmp_path, make_gpt(n_layer=n_layer))
     arguments = (f"--out_dir={tmp_path}", f"--num_samples={num_samples}", f"--batch_size={batch_size}", "--max_new_tokens=25",
                  "--start=ROMEO:")
-    done = sample(*arguments, "--compile", TORCH_LOGS="recompiles")
+    done = run_script(*arguments, "--compile", TORCH_LOGS="recompiles")
     assert done.returncode == 0, done.stderr
     before, _, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
     assert "Recompiling" in before and "Recompiling" not in after
-    assert done.stdout == sample(*arguments).stdout
+    assert done.stdout == run_script(*arguments).stdout
 
 
 LITTLE_MEMORY = """
@@ -155,21 +155,21 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
-def test_if_memory_runs_out_the_batch_is_halved(sample, tmp_path):
+def test_out_of_memory_halves_the_batch(run_script, tmp_path):
     save_checkpoint(tmp_path, make_gpt(n_layer=4, n_embd=128, block_size=1024))
     settings = [f"--out_dir={tmp_path}", "--start=" + "a" * 1000, "--max_new_tokens=3", "--num_samples=128"]
     code = f"import sys; sys.argv = {[str(SCRIPT), *settings, '--batch_size=128']!r}\n{LITTLE_MEMORY}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
     assert done.returncode == 0, done.stderr
     assert "out of memory with 128 samples at once: going on with 64" in done.stderr
-    assert done.stdout == sample(*settings, "--batch_size=16").stdout
+    assert done.stdout == run_script(*settings, "--batch_size=16").stdout
 
 
-def test_a_prompt_of_ten_megabytes(sample, letters, tmp_path):
-    """The model reads only its end, but all of it is printed."""
+def test_a_prompt_of_ten_megabytes_is_printed_in_full(run_script, char_checkpoint, tmp_path):
+    """The model sees only its last tokens, but the script prints all of it."""
     prompt = ("To be, or not to be: that is the question.\n" * 250_000)[-10_000_000:]
     (tmp_path / "long.txt").write_text(prompt)
-    printed = sample(f"--out_dir={letters}", *FAST, f"--start=FILE:{tmp_path / 'long.txt'}").stdout
+    printed = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start=FILE:{tmp_path / 'long.txt'}").stdout
     end = prompt[-SHAPE["block_size"]:]
     assert printed.startswith(prompt)
-    assert printed[len(prompt) - len(end):] == sample(f"--out_dir={letters}", *FAST, f"--start={end}").stdout
+    assert printed[len(prompt) - len(end):] == run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start={end}").stdout

@@ -1,4 +1,4 @@
-"""How the script starts: what it imports, and from where it can be started."""
+"""The start of the script: what it imports, and from which folders it runs."""
 import os
 import subprocess
 import sys
@@ -13,13 +13,13 @@ HEAVY = {"torch", "numpy", "tiktoken", "transformers", "safetensors", "huggingfa
 
 
 def run_python(*arguments, cwd=PROJECT):
-    """A separate Python process."""
+    """Run a separate Python process."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.parametrize("argument, status", [("--help", 0), ("--temprature=1", 2), ("--top_k=-1", 2)])
-def test_help_and_mistakes_do_not_wait_for_torch(argument, status):
+def test_help_and_invalid_settings_do_not_import_torch(argument, status):
     done = run_python("-X", "importtime", SCRIPT, argument)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert done.returncode == status and "configurator" in imported
@@ -38,14 +38,14 @@ def test_importing_the_script_runs_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "0.8\n", "")
 
 
-def test_the_script_runs_from_any_folder_and_through_a_link(tmp_path, letters):
+def test_the_script_runs_from_any_folder_and_through_a_symbolic_link(tmp_path, char_checkpoint):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "sample").symlink_to(SCRIPT)
     save_checkpoint(tmp_path / "elsewhere" / "out", make_gpt())
-    # Files of the user's folder do not get in the way of the script's own.
+    # The script imports its own model.py, not the one in the working directory.
     (tmp_path / "elsewhere" / "model.py").write_text("raise SystemExit('a wrong model.py')")
-    here = run_python(SCRIPT, f"--out_dir={letters}", *FAST)
+    here = run_python(SCRIPT, f"--out_dir={char_checkpoint}", *FAST)
     assert here.returncode == 0 and RULE in here.stdout
     for script in SCRIPT, tmp_path / "bin" / "sample", os.path.relpath(SCRIPT, tmp_path / "elsewhere"):
         done = run_python(script, *FAST, cwd=tmp_path / "elsewhere")
@@ -53,19 +53,19 @@ def test_the_script_runs_from_any_folder_and_through_a_link(tmp_path, letters):
 
 
 @pytest.mark.parametrize("run", ["checkpoint", "gpt2", "prompts-and-files", "session"])
-def test_a_separate_process_prints_what_a_fork_prints(sample, letters, gpt2_folder, tmp_path, run):
-    """Most tests run forks of the server (script_process.py), so one run of each kind shows that this makes no difference."""
+def test_a_separate_process_prints_the_same_as_a_fork(run_script, char_checkpoint, gpt2_folder, tmp_path, run):
+    """Most tests run forks of the fork server (script_process.py). One run of each kind shows that the output is the same."""
     arguments, stdin = {
-        "checkpoint": ([f"--out_dir={letters}", "--num_samples=3"], b""),
+        "checkpoint": ([f"--out_dir={char_checkpoint}", "--num_samples=3"], b""),
         "gpt2": ([f"--init_from={gpt2_folder}", "--start=Hi", "--num_samples=3"], b""),
-        "prompts-and-files": ([f"--out_dir={letters}", "--start=LINES:-", "--out_file=a.jsonl", "--html_file=a.html"], b"The\nO\n"),
-        "session": ([f"--out_dir={letters}", "--interactive"], b"The\n:top_k=3\nO\n:nothing\n"),
+        "prompts-and-files": ([f"--out_dir={char_checkpoint}", "--start=LINES:-", "--out_file=a.jsonl", "--html_file=a.html"], b"The\nO\n"),
+        "session": ([f"--out_dir={char_checkpoint}", "--interactive"], b"The\n:top_k=3\nO\n:nothing\n"),
     }[run]
     found = []
     for separate in False, True:
         folder = tmp_path / str(separate)
         folder.mkdir()
-        done = sample(*arguments, "--max_new_tokens=20", cwd=folder, stdin=stdin, separate=separate)
+        done = run_script(*arguments, "--max_new_tokens=20", cwd=folder, stdin=stdin, separate=separate)
         assert done.returncode == 0 and RULE in done.stdout, done.stderr
         found.append((done.stdout, {path.name: path.read_bytes() for path in folder.iterdir()}))
     assert found[0] == found[1]

@@ -8,9 +8,9 @@ from model import GPTConfig
 class PackedCache:
     """A KVCache whose layers share one tensor, so that a step makes its views of all layers at once.
 
-    Keys are stored transposed, as plain products need them: for a single query, those are faster than the fused kernel.
-    The cache is float32 for every dtype of the weights: in bfloat16, oneDNN makes and keeps a new kernel for every
-    length, and scores are too coarse.
+    Keys are stored transposed, for plain matrix products: with a single query, these are faster than the fused kernel.
+    The cache is float32 for every dtype of the weights. In bfloat16, oneDNN would make and keep a new kernel for every
+    length, and scores would be too coarse.
     """
 
     def __init__(self, config: GPTConfig, batch_size: int, capacity: int):
@@ -20,7 +20,7 @@ class PackedCache:
         self.seq_len = 0 # filled positions
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B or 1, H, T, D) in a layer; returns all keys and values to attend to. seq_len stays."""
+        """Store k and v (B or 1, H, T, D) in a layer. Returns all keys and values to attend to. Keeps seq_len."""
         start, end = self.seq_len, self.seq_len + k.size(2)
         keys, values = self.keys[layer, ..., :end], self.values[layer, :, :, :end]
         keys[..., start:] = k.mT
@@ -38,4 +38,4 @@ class PackedCache:
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only."""
         self.keys = self.keys[:, rows]
-        self.values = self.values[:, rows] # a statement of its own: the old keys are freed before this is allocated
+        self.values = self.values[:, rows] # a separate statement, so that the old keys are freed first

@@ -1,4 +1,4 @@
-"""A GPT on a CPU: packed weights, few operations a token, and nothing computed that no token needs."""
+"""The backend for CPUs: packed weights, few operations per token, and only the computations that a token needs."""
 from functools import partial
 
 import torch
@@ -20,10 +20,10 @@ from sampling.sampler.sample_token import Logits, SampleFn
 
 
 class PackedGPT:
-    """Gives the logits of the GPT whose layers it takes over; the GPT itself has no blocks and no head afterwards.
+    """Computes the logits of a GPT. It takes over the GPT's layers: afterwards, the GPT itself has no blocks or head.
 
-    pack_eagerly: pack all layers now. Otherwise each is packed once that pays, and the last bits of the logits
-    depend on when that was.
+    pack_eagerly: pack all layers now. Otherwise each layer is packed when packing saves time, and the last bits of the
+    logits depend on when that happens.
     """
     device = torch.device("cpu")
     compaction_ratio = 1.0
@@ -34,17 +34,17 @@ class PackedGPT:
         self.wte, self.wpe = gpt.transformer.wte.weight.detach(), gpt.transformer.wpe.weight.detach()
         plain = gpt.transformer.h
         self.last_query_attention = AbsorbedLastQueryAttention(plain[-1].attn)
-        # pop: with pack_eagerly, the memory of each plain block is free before the next one is packed.
+        # pop frees each plain block: with pack_eagerly, before the next one is packed.
         self.blocks = [PackedBlock(plain.pop(0), pack_eagerly) for _ in range(len(plain))]
         self.first_qkv = FirstLayerQKVTable(self.blocks[0].ln_1, self.blocks[0].c_attn, self.wte, self.wpe)
         self.ln_f = layer_norm(gpt.transformer.ln_f)
         is_tied = gpt.lm_head.weight is gpt.transformer.wte.weight
         self.lm_head = ShortlistLMHead(gpt.lm_head.weight, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
-        del gpt.lm_head # or an untied head would stay in memory once it is packed
+        del gpt.lm_head # otherwise, an untied head would stay in memory after it is packed
 
     def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
-        """As Backend.generate_stream."""
+        """See Backend.generate_stream."""
         return generate_stream(self, idx, max_new_tokens, sample_fn, context_shift)
 
     def new_cache(self, batch_size: int, capacity: int) -> PackedCache:
@@ -53,7 +53,7 @@ class PackedGPT:
 
     @torch.no_grad()
     def next_logits(self, idx: Tensor, cache: PackedCache | None, num_logits_needed: int | None = None) -> Logits:
-        """As GPT.next_logits. Raises ValueError if there are more than block_size tokens."""
+        """See GPT.next_logits. Raises ValueError if there are more than block_size tokens."""
         T, start = idx.size(1), 0 if cache is None else cache.seq_len
         if start + T > self.config.block_size:
             raise ValueError(f"cannot read {start + T} tokens: block_size is {self.config.block_size}")
@@ -72,7 +72,7 @@ class PackedGPT:
         T, last = x.size(1), len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             q, k, v = self.split_heads(block.qkv(x))
-            if i == last: # only the last position counts from here on
+            if i == last: # from here on, only the last position is needed
                 q, x = q[:, :, -1:], x[:, -1:].contiguous()
             x = block.post_attention(x, chunked_causal_attention(q, *cache.append(i, k, v)))
         cache.seq_len += T
@@ -83,7 +83,7 @@ class PackedGPT:
         B, E = x.shape
         H = self.config.n_head
         scale = (E / H)**-0.5
-        ignored = torch.empty(()) # baddbmm with beta=0 scales the product, where bmm would need a second pass
+        ignored = torch.empty(()) # baddbmm with beta=0 also scales the product; bmm would need a second pass
         for block, k_slot, v_slot, keys, values in zip(self.blocks, *cache.next_position(), strict=True):
             q, k, v = block.qkv(x).view(B, 3, H, -1).unbind(1) # (B, H, D) each
             k_slot.copy_(k)
@@ -106,18 +106,18 @@ class PackedGPT:
         return qkv.unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4).unbind()
 
     def check_finite(self) -> None:
-        """Nothing is left to check."""
+        """Does nothing: sample_token has checked every step."""
 
     def warm_up_compile(self, idx, max_new_tokens: int, context_shift: bool = False) -> None:
-        """Nothing is compiled: Inductor cannot see into packed weights."""
+        """Does nothing: PackedGPT is not compiled."""
 
     def bytes_per_sample(self, length: int) -> int:
-        """As Backend.bytes_per_sample."""
+        """See Backend.bytes_per_sample."""
         return estimate_bytes_per_sample(self.config, 2 * 4 * self.config.n_layer * self.config.n_embd, length)
 
 
 class PackedBlock:
-    """The layers of a model.Block."""
+    """The layers of a model.Block, packed."""
 
     def __init__(self, block: Block, pack_eagerly: bool = False):
         self.ln_1, self.ln_2 = layer_norm(block.ln_1), layer_norm(block.ln_2)
@@ -137,6 +137,6 @@ class PackedBlock:
 
 
 def layer_norm(module: torch.nn.LayerNorm):
-    """A LayerNorm as a function: calling a module takes longer."""
+    """A LayerNorm as a function, because calling a module takes longer."""
     return partial(torch.layer_norm, normalized_shape=module.normalized_shape, weight=module.weight, bias=module.bias,
                    eps=module.eps)

@@ -1,9 +1,8 @@
-"""Linear layers whose weights lie in oneDNN's own layout.
+"""Linear layers with weights in oneDNN's own layout.
 
 F.linear reaches less than half of the memory bandwidth with one row, and less than half of the arithmetic rate with
-hundreds of rows. A packed product reaches both, and adds bias, GELU or the residual while the result is still in a
-register. Inductor does the same when it freezes a model. On Intel processors F.linear uses MKL, which is faster than
-oneDNN for few rows.
+hundreds of rows. A packed product reaches both, and fuses bias, GELU and the residual addition. Inductor does the same
+when it freezes a model. On Intel processors, F.linear uses MKL, which is faster than oneDNN for few rows.
 """
 import math
 import platform
@@ -20,10 +19,10 @@ NARROW = 256
 
 
 class PackThresholds(NamedTuple):
-    """The fewest rows for which a packed product is faster, packing included."""
-    min_rows_repeated: int # if two successive products have this many
-    min_rows_once: float # if only one has
-    min_rows_narrow: int # a narrow layer uses its plain weight below this, even once it is packed
+    """From how many rows on a packed product is faster, including the time to pack."""
+    min_rows_repeated: int # if two successive products have the same number of rows
+    min_rows_once: float # otherwise
+    min_rows_narrow: int # with fewer rows, a narrow layer uses its plain weight, even after packing
 
 
 INTEL = PackThresholds(min_rows_repeated=4, min_rows_once=math.inf, min_rows_narrow=64)
@@ -37,7 +36,7 @@ def pack_thresholds(dtype: torch.dtype) -> PackThresholds:
 
 @cache
 def is_intel_cpu() -> bool:
-    """Whether the processor is an Intel, as far as the system says."""
+    """Whether the processor is from Intel, according to the operating system."""
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     except OSError: # not Linux
@@ -45,7 +44,7 @@ def is_intel_cpu() -> bool:
 
 
 def is_supported(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether this torch and this processor have the operators for this dtype. They are Inductor's, and not public."""
+    """Whether torch and the processor support the packed operators for this dtype. They are private to Inductor."""
     try:
         x = torch.ones(pack_thresholds(dtype).min_rows_narrow, 16, dtype=dtype)
         layer = PackedLinear(torch.ones(16, 16, dtype=dtype), pack_eagerly=True)
@@ -58,13 +57,13 @@ def is_supported(dtype: torch.dtype = torch.float32) -> bool:
 class PackedLinear:
     """A Linear that can also apply GELU ("none" or "tanh", as in F.gelu) or add a residual, in one pass.
 
-    It packs its weight once that pays, so that the first token does not wait for it; with pack_eagerly, immediately.
-    It is not a Module: module hooks and attribute look-ups take a tenth of a small model's step.
+    It packs its weight when that saves time, so that the first token does not wait; with pack_eagerly, it packs now.
+    It is not a Module, because hooks and attribute look-ups of Modules take a tenth of a small model's step.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack_eagerly: bool = False):
         self.weight, self.bias = weight.detach(), bias
-        self.plain_weight: Tensor | None = self.weight # None once only the packed weight is used
+        self.plain_weight: Tensor | None = self.weight # None when only the packed weight is used
         self.thresholds = pack_thresholds(weight.dtype)
         self.previous_rows = 0
         if pack_eagerly:
@@ -80,10 +79,10 @@ class PackedLinear:
         if residual is not None and residual.dtype == x.dtype:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
         y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "gelu" if gelu else "none", [], gelu or "")
-        return y if residual is None else residual + y # a float32 residual of bfloat16 layers, as under autocast
+        return y if residual is None else residual + y # a float32 residual with bfloat16 layers, as under autocast
 
     def use_unpacked(self, rows: int) -> bool:
-        """Whether the plain weight is faster for this product. Packs the weight if it is not."""
+        """Whether the plain weight is faster for this product. If the packed weight is faster, packs it now."""
         repeated, self.previous_rows = rows == self.previous_rows, rows
         if self.weight is self.plain_weight: # not packed yet
             if rows < (self.thresholds.min_rows_repeated if repeated else self.thresholds.min_rows_once):
@@ -92,7 +91,7 @@ class PackedLinear:
         return self.plain_weight is not None and rows < self.thresholds.min_rows_narrow
 
     def pack(self) -> None:
-        """Bring the weight into oneDNN's layout. A narrow layer keeps the plain weight too."""
+        """Convert the weight to oneDNN's layout. A narrow layer also keeps the plain weight."""
         self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
         if min(self.plain_weight.shape) >= NARROW:
             self.plain_weight = None

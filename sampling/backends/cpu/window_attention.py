@@ -1,4 +1,4 @@
-"""Attention over many positions on a CPU: for prompts, and for a window that moves at every token."""
+"""Attention over many positions on a CPU, for prompts and for a window that moves at every token."""
 from functools import cache
 
 import torch
@@ -14,7 +14,7 @@ MAX_TABLE_BYTES = 2**27
 def chunked_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Queries (B, H, T, D), the last T of S positions, with keys and values (B, H, S, D) -> (B, T, E).
 
-    The queries come in chunks, because the fused kernel also computes scores that the mask hides, for up to 512 keys.
+    The queries are split into chunks, because the fused kernel also computes masked scores, for up to 512 keys.
     """
     T, S = q.size(2), k.size(2)
     chunk_size = 32 if S <= 512 else 64
@@ -22,7 +22,7 @@ def chunked_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for i in range(0, T, chunk_size):
         chunk = q[:, :, i:i + chunk_size].to(k.dtype)
         n = chunk.size(2)
-        end = S - T + i + n # keys after it are in the future of the whole chunk
+        end = S - T + i + n # keys from here on come after all queries of the chunk
         mask = F.pad(causal_mask(n, k.dtype), (end - n, 0)) if n > 1 else None
         y = F.scaled_dot_product_attention(chunk, k[:, :, :end], v[:, :, :end], attn_mask=mask)
         outputs.append(y.transpose(1, 2).flatten(2)) # (B, n, E)
@@ -31,7 +31,7 @@ def chunked_causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @cache
 def causal_mask(n: int, dtype: torch.dtype) -> Tensor:
-    """(n, n) to add to the scores of n positions among themselves: -inf where the key comes after the query."""
+    """The mask (n, n) that is added to the scores of n positions: -inf where the key comes after the query."""
     return torch.full((n, n), -torch.inf, dtype=dtype).triu(1)
 
 
@@ -39,9 +39,9 @@ class AbsorbedLastQueryAttention:
     """Attention of the last position only, without computing the keys and values of the other positions.
 
     q @ (W_k h) equals (W_k.T q) @ h, and the weighted sum of all W_v h equals W_v times the weighted sum of all h. So
-    each head needs two products with h, where otherwise each position needs two with a matrix (absorption, DeepSeek-V2,
-    2024). The bias of the keys adds the same to every score, which softmax ignores. The work is so little that it is
-    done in float32 for every dtype.
+    each head needs two products with h, instead of two products with a matrix for each position (absorption,
+    DeepSeek-V2, 2024). The bias of the keys adds the same number to every score, which softmax ignores. The work is so
+    little that it is done in float32 for every dtype.
     """
 
     def __init__(self, attention: CausalSelfAttention):
@@ -61,9 +61,9 @@ class AbsorbedLastQueryAttention:
 
 
 class FirstLayerQKVTable:
-    """Queries, keys and values of the first layer, looked up: they depend on the token and its position only.
+    """A table of the first layer's queries, keys and values, which depend only on the token and its position.
 
-    Making the table takes as long as reading one token for each of its rows, so it is made after that many tokens.
+    Making the table takes as long as reading as many tokens as it has rows. So it is made after that many tokens.
     """
 
     def __init__(self, ln_1, c_attn: PackedLinear, wte: Tensor, wpe: Tensor):
@@ -83,7 +83,7 @@ class FirstLayerQKVTable:
         return F.embedding(idx * len(self.wpe) + torch.arange(idx.size(1)), self.table)
 
     def make_table(self) -> Tensor:
-        """(V * block_size, 3 * E)."""
+        """The table (V * block_size, 3 * E)."""
         table = torch.empty(self.num_rows, 3 * self.wte.size(1), dtype=self.c_attn.weight.dtype)
         for rows, token in zip(table.split(len(self.wpe)), self.wte, strict=True):
             rows.copy_(self.c_attn(self.ln_1(token + self.wpe)))

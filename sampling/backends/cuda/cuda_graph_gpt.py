@@ -1,8 +1,9 @@
 """The backend for NVIDIA GPUs: nearly every step after the prompt is one CUDA graph.
 
 A step of a small model is a hundred kernels of a few microseconds each, and launching them one by one takes longer
-than running them. A CUDA graph launches all of them at once. Sampling is part of the graph, so nothing waits for the
-CPU, which only has the random numbers of the next step drawn. Tests also run the steps without graphs on a CPU.
+than running them. A CUDA graph launches all of them at once. Sampling is part of the graph, so the GPU does not wait
+for the CPU. Only the kernels that draw random numbers are launched outside the graph. Tests on a CPU also run the steps
+without graphs.
 """
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from sampling.sampler.sample_token import SampleFn
 
 
 class CUDAGraphGPT:
-    """Generates as the GPT does that it holds. With compile, torch.compile fuses the kernels of the graphs.
+    """Generates the same tokens as its GPT. With compile, torch.compile fuses the kernels of the graphs.
 
     The sample_fn of generate_stream runs inside a graph: it must not synchronise, and its tensors must stay in place.
     """
@@ -28,13 +29,13 @@ class CUDAGraphGPT:
         self.is_compiled, self.forward = compile, StaticForward(model, compile)
         # An idle row costs a GPU little, new graphs cost much, and compiled ones most.
         self.compaction_ratio = 0.0 if compile else 0.5
-        self.state: DecodeState | None = None # of the latest stream, once it has ended, for the next one
-        self.logits_sum = torch.zeros(()) # of the latest stream's state
+        self.state: DecodeState | None = None # the state of the latest stream, after its end, for the next stream
+        self.logits_sum = torch.zeros(()) # of the latest stream
 
     @torch.no_grad()
     def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
-        """As Backend.generate_stream. Raises ValueError at its end if logits were NaN or infinite."""
+        """See Backend.generate_stream. Raises ValueError at the end if logits were NaN or infinite."""
         if max_new_tokens == 0 or idx.size(1) == 0:
             yield from self.model.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
             return
@@ -51,18 +52,18 @@ class CUDAGraphGPT:
             if rows is not None:
                 state.select_rows(rows)
         require_finite(state.logits_sum)
-        self.state = state # not if the stream failed or was abandoned, which may leave it in any condition
+        self.state = state # only here: a stream that failed or was abandoned may leave an inconsistent state
 
     def check_finite(self) -> None:
-        """As Backend.check_finite."""
+        """See Backend.check_finite."""
         require_finite(self.logits_sum)
 
     def take_state(self, batch_size: int, length: int, sample_fn: SampleFn | None) -> DecodeState:
-        """A DecodeState for a batch of length tokens: that of the latest stream if it fits, for its graphs."""
+        """A DecodeState for a batch of length tokens. Reuses that of the latest stream, with its graphs, if it fits."""
         if self.is_compiled:
-            length = self.config.block_size # another capacity would have to be compiled too
+            length = self.config.block_size # another capacity would need another compilation
         capacity = cache_capacity(length, self.config.block_size)
-        state, self.state = self.state, None # no other stream may take it meanwhile
+        state, self.state = self.state, None # no other stream may use it at the same time
         if state is None or not state.fits(batch_size, capacity, sample_fn):
             state = None # frees its memory before the new one takes more
             state = DecodeState(self.forward, batch_size, capacity, sample_fn)
@@ -71,7 +72,7 @@ class CUDAGraphGPT:
 
     @torch.no_grad()
     def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:
-        """As Backend.warm_up_compile."""
+        """See Backend.warm_up_compile."""
         length = idx.size(1) + max_new_tokens
         state = self.take_state(len(idx), length, sample_fn=None) # nothing is sampled
         for num_keys in sorted({state.num_keys(seq_len) for seq_len in range(1, min(length, state.capacity) + 1)}):
@@ -80,7 +81,7 @@ class CUDAGraphGPT:
             self.forward.window(state.window)
 
     def bytes_per_sample(self, length: int) -> int:
-        """As Backend.bytes_per_sample."""
+        """See Backend.bytes_per_sample."""
         if self.is_compiled:
             length = max(length, self.config.block_size) # the cache of compiled steps always has this size
         cache_bytes_per_token = sum(layer.nbytes for layer in self.model.new_cache(1, 1).layers)

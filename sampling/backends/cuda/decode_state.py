@@ -1,4 +1,4 @@
-"""The state of a batch that CUDA graphs read and write, and the graphs of its steps."""
+"""The tensors of a batch that CUDA graphs read and write, and the graphs of its steps."""
 from collections.abc import Callable
 from functools import partial
 
@@ -9,13 +9,13 @@ from model import KVCache, linear_dtype, window_length
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.sampler.sample_token import Logits, SampleFn
 
-BUCKET = 128 # a step attends to a multiple of so many cached positions; each multiple has its graph
+BUCKET = 128 # a step attends to a multiple of so many cached positions; each multiple has its own graph
 
 
 class DecodeState:
     """A batch of B rows. Its tensors stay in place: a graph reads and writes the memory that it was captured with.
 
-    prefill starts the batch, each advance samples one token more; the latest tokens are in token (B, 1).
+    prefill starts the batch, and each advance samples one more token. The latest tokens are in token (B, 1).
     """
 
     def __init__(self, forward: StaticForward, batch_size: int, capacity: int, sample_fn: SampleFn | None):
@@ -29,32 +29,32 @@ class DecodeState:
             layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=self.device)
         self.position = torch.zeros(1, dtype=torch.long, device=self.device) # of the last token in the cache
-        # What the model sees. Until that fills the window, copies of the first token fill the rest of it.
+        # The tokens that the model sees. If there are fewer than block_size, copies of the first token fill the rest.
         self.window = torch.zeros(batch_size, self.block_size, dtype=torch.long, device=self.device)
         self.logits_sum = torch.zeros((), device=self.device) # of all steps; NaN or infinite once any logit was
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether steps run as CUDA graphs. Elsewhere they run directly, which only tests do."""
+        """Whether steps run as CUDA graphs. On a CPU they run directly, which only tests use."""
         return self.device.type == "cuda"
 
     def fits(self, batch_size: int, capacity: int, sample_fn: SampleFn | None) -> bool:
-        """Whether this state, and so its graphs, can generate such a batch."""
+        """Whether this state, with its graphs, can generate such a batch."""
         return len(self.token) == batch_size and self.capacity >= capacity and self.sample_fn is sample_fn
 
     def select_rows(self, rows: list[int]) -> None:
-        """Go on with these rows only, and with new graphs."""
+        """Keep these rows only. The steps then need new graphs."""
         self.graphs, self.pool = {}, None
         self.cache.select_rows(rows)
         self.token, self.window = self.token[rows], self.window[rows]
 
     def num_keys(self, seq_len: int) -> int:
-        """How many positions of the cache a step attends to if seq_len are filled: those, rounded up to a bucket."""
+        """How many positions of the cache a step attends to if seq_len are filled: seq_len, rounded up to a bucket."""
         return min(round_up(seq_len, BUCKET), self.capacity)
 
     def prefill(self, idx: Tensor) -> None:
         """Read (B, T) ids into the empty cache and sample the next token."""
-        shared = idx[:1] if (idx == idx[:1]).all() else idx # rows that are all equal are read as one
+        shared = idx[:1] if (idx == idx[:1]).all() else idx # if all rows are equal, read one
         self.cache.seq_len = 0
         self.window.copy_(idx[:, :1].expand_as(self.window)) # (B, 1) -> (B, block_size)
         self.window[:, :idx.size(1)] = idx
@@ -74,13 +74,13 @@ class DecodeState:
             self.run_or_replay("window", self.slide_window)
 
     def decode_step(self, num_keys: int) -> None:
-        """Read the latest token, which attends to the first num_keys positions, and sample the next."""
+        """Read the latest token, which attends to the first num_keys positions, and sample the next one."""
         self.position.add_(1)
         self.window.index_copy_(1, self.position, self.token)
         self.sample(self.forward.token(self.token, self.position, self.cache.layers, num_keys))
 
     def slide_window(self) -> None:
-        """Move the window on by the latest token, read all of it and sample the next.
+        """Move the window by one token, read all of it and sample the next token.
 
         Positions are learned and absolute: when the window moves, all keys and values change.
         """
@@ -88,7 +88,7 @@ class DecodeState:
         self.sample(self.forward.window(self.window))
 
     def sample(self, logits: Tensor) -> None:
-        """Sample the latest token of each row from logits (B or 1, 1, V)."""
+        """Sample the next token of each row from logits (B or 1, 1, V), and store it in token."""
         values = logits[:, -1].float().expand(len(self.token), -1) # (B or 1, 1, V) -> (B, V)
         self.logits_sum.add_(values.sum())
         self.token.copy_(self.sample_fn(Logits(values), self.window))
@@ -112,7 +112,7 @@ class DecodeState:
 
 
 def cache_capacity(num_tokens: int, block_size: int) -> int:
-    """How many positions a cache needs for num_tokens, in steps of a bucket, and for a window at most."""
+    """How many positions a cache needs for num_tokens: rounded up to a bucket, and at most those of a window."""
     return min(round_up(num_tokens, BUCKET), round_up(block_size, 8)) # attention with a mask needs multiples of 8
 
 

@@ -1,4 +1,4 @@
-"""GPT.forward with static shapes and tensors, as CUDA graphs need it."""
+"""GPT.forward with static shapes and tensors, which CUDA graphs need."""
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,7 +16,7 @@ class StaticForward:
         self.model = model
         if compile:
             torch._dynamo.config.recompile_limit = 64 # one graph for each number of keys and batch size
-        # The blocks are compiled one by one, since all of them share what is compiled for the first.
+        # The blocks are compiled one by one, because all blocks share the compiled code of the first one.
         self.block_step = torch.compile(block_step, dynamic=False) if compile else block_step
         self.model_forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
 
