@@ -70,7 +70,7 @@ def main(settings):
         else:
             checkpoint = load_gpt2(init_from, with_crc32=bool(out_file))
         gpt = GPT.from_checkpoint(checkpoint)
-        tokenizer = load_tokenizer(checkpoint) # meta.pkl, or GPT-2's encoding
+        tokenizer = load_tokenizer(checkpoint, log) # its own, or GPT-2's encoding
         requests, outputs, total, longest = [], Outputs(), None, None
         if prompts:
             total, longest = prompts.count_and_max_len(tokenizer, num_samples)

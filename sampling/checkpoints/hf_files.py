@@ -1,17 +1,19 @@
 """Reads the files of Hugging Face's models: safetensors and JSON."""
 import json
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from sampling.checkpoints.errors import first_line
 from sampling.checkpoints.pickle_scanner import MAX_BYTES
 
-MAX_JSON_BYTES = 2**21 # a config.json has about 1,000, the index of a large model 100,000
+if TYPE_CHECKING: # it takes a second to import
+    from torch import Tensor
+
+MAX_JSON_BYTES = 2**21 # a config.json has about a thousand, the index of a large model a hundred thousand
 
 
-def read_safetensors(path: Path, max_header_bytes: int = MAX_BYTES) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name, memory-mapped. Raises ValueError if the file is damaged.
+def read_safetensors(path: Path, max_header_bytes: int = MAX_BYTES) -> "dict[str, Tensor]":
+    """The tensors of a safetensors file by name, mapped. Raises ValueError if the file is damaged.
 
     The header is JSON, and parsing it takes many times its size in memory, so its length is checked first.
     """
@@ -31,12 +33,16 @@ def read_safetensors(path: Path, max_header_bytes: int = MAX_BYTES) -> dict[str,
         raise ValueError(f"cannot read {path}: it is damaged, or not a safetensors file ({first_line(e)})") from None
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises ValueError if the file holds anything else, or more than MAX_JSON_BYTES."""
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict:
+    """The object in a JSON file. Raises ValueError if the file holds anything else, or more than max_bytes."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > max_bytes:
+            raise ValueError(f"it has more than {max_bytes} bytes")
+        text = path.read_text(encoding="utf-8")
+        # An empty list of two bytes takes sixty in memory.
+        if text.count(",") > max_bytes // 16 or text.count("[") + text.count("{") > max_bytes // 32:
+            raise ValueError(f"it has more than {max_bytes // 16} values, or {max_bytes // 32} lists and objects")
+        content = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"cannot read {path}: {first_line(e)}") from None
     if not isinstance(content, dict):

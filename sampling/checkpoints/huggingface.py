@@ -5,6 +5,7 @@ from pathlib import Path
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.errors import first_line
 from sampling.checkpoints.hf_files import read_json, read_safetensors
+from sampling.checkpoints.other_programs import refuse_nanogpt_layout, refuse_safetensors, refuse_safetensors_in
 from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_STEPS
 from sampling.checkpoints.state_dict import (
     EMBEDDING,
@@ -22,6 +23,8 @@ from sampling.checkpoints.zip_scanner import Checksums
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 GPT2_SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None} # GPT2Config's defaults
 SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
+              "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
 PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
 CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
@@ -35,26 +38,33 @@ def load_gpt2(name_or_folder: str, with_crc32: bool = False) -> Checkpoint:
     with named_errors(name_or_folder):
         folder = find_folder(name_or_folder)
         config = read_json(folder / "config.json")
+        if "model_type" not in config:
+            refuse_safetensors_in(folder)
         model_args = gpt2_model_args(config, folder)
         state_dict, checksums = read_weights(folder)
+        refuse_nanogpt_layout(weight_files(folder)[0], state_dict)
         state_dict = rename_hf_keys(state_dict)
         if config.get("tie_word_embeddings", True) and EMBEDDING in state_dict:
             state_dict[HEAD] = state_dict[EMBEDDING]
         model_args, state_dict = normalize_state_dict(model_args, state_dict, folder, checksums)
         rescale_queries(config, model_args, state_dict)
         return Checkpoint(path=name_or_folder, model_args=model_args, state_dict=state_dict,
-                          vocab_size=vocab_size_of(state_dict), crc32=crc32_of(state_dict) if with_crc32 else None)
+                          vocab_size=vocab_size_of(state_dict), folder=folder, is_huggingface=True,
+                          crc32=crc32_of(state_dict) if with_crc32 else None)
 
 
 # ---- the files
 
 def find_folder(name_or_folder: str) -> Path:
     """The folder with the model's files. Raises ValueError if there is none."""
+    if name_or_folder.endswith(".safetensors") and os.path.isfile(name_or_folder):
+        refuse_safetensors(Path(name_or_folder))
     if os.path.isfile(name_or_folder) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt")):
         raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; "
                          f"for a ckpt.pt pass --out_dir={name_or_folder}")
     folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
     if not (folder / "config.json").is_file():
+        refuse_safetensors_in(folder)
         raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json")
     return folder
 
@@ -63,7 +73,7 @@ def download(name: str) -> Path:
     """A folder with the model's files, from the Hugging Face hub or from its cache on this machine."""
     from huggingface_hub import errors, snapshot_download
     try:
-        folder = Path(snapshot_download(name, allow_patterns=SAFETENSORS))
+        folder = Path(snapshot_download(name, allow_patterns=SAFETENSORS + TOKENIZERS))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=PICKLES))
         return folder

@@ -1,42 +1,47 @@
-"""Loads the ckpt.pt that nanoGPT's train.py wrote."""
+"""Loads the ckpt.pt that nanoGPT's train.py wrote, and the model_*.pt of build-nanogpt, the GPT-2 lesson."""
+import re
 from pathlib import Path
 
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
+from sampling.checkpoints.entries import model_entries
 from sampling.checkpoints.init_draws import count_init_draws
+from sampling.checkpoints.other_programs import has_model_type, refuse_other_files, refuse_safetensors_in
 from sampling.checkpoints.state_dict import (
     EMBEDDING,
     HEAD,
     StateDict,
-    brief_repr,
     crc32_of,
     normalize_state_dict,
-    require_tensors,
     vocab_size_of,
 )
 from sampling.checkpoints.torch_files import read_torch_file
 
 PROJECT = Path(__file__).resolve().parents[2]
+NUMBERED = "model_*.pt", "ckpt_*.pt"
 WRAPPER_PREFIXES = "_orig_mod.", "module.", "_orig_mod." # of torch.compile and DDP, in either order
 
 
 def load_checkpoint(out_dir: str | Path, with_crc32: bool = False) -> Checkpoint:
-    """Load the ckpt.pt in out_dir, or out_dir itself if it is such a file.
+    """The ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
     Raises FileNotFoundError if there is none; OSError if it cannot be opened; ValueError if it is damaged, is not
     a checkpoint, or holds more than data.
     """
     path = find_checkpoint(out_dir)
     with named_errors(path):
+        refuse_other_files(path)
         content, checksums = read_torch_file(path)
-        require_entries(content, path)
-        config = content.get("config") # train.py's settings
-        state_dict = unwrap(require_tensors(content["model"], path))
-        model_args = complete_model_args(content["model_args"], state_dict)
+        state_dict, model_args = model_entries(content, path)
+        config = content.get("config") # train.py's settings, or the sizes of a model of build-nanogpt
+        state_dict = unwrap(state_dict)
+        model_args = complete_model_args(model_args, state_dict)
         model_args, state_dict = normalize_state_dict(model_args, state_dict, path, checksums)
         return Checkpoint(
             path=str(path), model_args=model_args, state_dict=state_dict, vocab_size=vocab_size_of(state_dict),
             folder=path.parent, dataset=config.get("dataset") if isinstance(config, dict) else None,
-            crc32=crc32_of(state_dict) if with_crc32 else None, num_init_draws=count_init_draws(state_dict))
+            crc32=crc32_of(state_dict) if with_crc32 else None,
+            # For build-nanogpt too, what nanoGPT's GPT would draw. The lesson itself seeds after it builds the model.
+            num_init_draws=count_init_draws(state_dict))
 
 
 def find_checkpoint(out_dir: str | Path) -> Path:
@@ -51,12 +56,21 @@ def find_checkpoint(out_dir: str | Path) -> Path:
         if any("\ud800" <= char <= "\udfff" for char in str(path)):
             raise ValueError(f"torch cannot open {path}, because this path is not UTF-8; rename its folder")
         return path
-    if (Path(out_dir) / "config.json").is_file():
-        raise FileNotFoundError(f"{out_dir} holds a Hugging Face model, but no ckpt.pt; pass --init_from={out_dir}")
-    nearby = checkpoints_near(out_dir)
+    require_no_others(Path(out_dir))
+    nearby, numbered = checkpoints_near(out_dir), numbered_near(out_dir)
     hint = f"; nearby there is one in {', '.join(nearby)}" if nearby else ""
+    hint += f"; there is {numbered}, for which pass --out_dir={numbered}" if numbered else ""
     raise FileNotFoundError(f"there is no checkpoint at {path}{hint}; pass --out_dir=FOLDER, or for GPT-2 "
                             "--init_from=gpt2")
+
+
+def require_no_others(folder: Path) -> None:
+    """Raise FileNotFoundError or ValueError if a folder without ckpt.pt holds a model under another name."""
+    if has_model_type(folder):
+        raise FileNotFoundError(f"{folder} holds a Hugging Face model, but no ckpt.pt; pass --init_from={folder}")
+    if numbered := latest_numbered(folder):
+        raise FileNotFoundError(f"{folder} holds {numbered.name}, but no ckpt.pt; pass --out_dir={numbered}")
+    refuse_safetensors_in(folder)
 
 
 def checkpoints_near(out_dir: str | Path) -> list[str]:
@@ -66,27 +80,29 @@ def checkpoints_near(out_dir: str | Path) -> list[str]:
     return sorted(found.values())[:5]
 
 
-def require_entries(content, path: Path) -> None:
-    """Raise ValueError unless a file holds model and model_args, the latter a dict of numbers and text."""
-    if not isinstance(content, dict) or not {"model", "model_args"} <= content.keys():
-        found = ", ".join(map(brief_repr, list(content)[:5])) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{path} is not a nanoGPT checkpoint: it must hold model and model_args, "
-                         f"but holds {found:.200}")
-    model_args = content["model_args"]
-    if not isinstance(model_args, dict):
-        raise ValueError(f"model_args in {path} must be a dict, got {type(model_args).__name__}")
-    for name, value in model_args.items():
-        if not (isinstance(name, str) and isinstance(value, str | int | float | None)):
-            raise ValueError(f"model_args in {path} must hold numbers and text, got {brief_repr(name)}: "
-                             f"{brief_repr(value)}")
+def numbered_near(out_dir: str | Path) -> Path | None:
+    """A model_*.pt or ckpt_*.pt near out_dir or the working directory, in a folder that has no ckpt.pt."""
+    folders = {path.parent for base in (Path(), Path(out_dir).parent) for pattern in NUMBERED
+               for path in (*base.glob(pattern), *base.glob(f"*/{pattern}"))}
+    found = (latest_numbered(folder) for folder in sorted(folders) if not (folder / "ckpt.pt").exists())
+    return next(filter(None, found), None)
+
+
+def latest_numbered(folder: Path) -> Path | None:
+    """The model_*.pt or ckpt_*.pt with the highest number, as training loops name a checkpoint after its step."""
+    paths = [path for pattern in NUMBERED for path in folder.glob(pattern) if path.is_file()]
+    return max(paths, key=lambda path: ([int(digits) for digits in re.findall(r"\d{1,18}", path.name)], path.name),
+               default=None)
 
 
 def unwrap(state_dict: StateDict) -> StateDict:
-    """Remove the prefixes of wrappers from the names. Adds the head if it is missing: it is tied to the embedding."""
+    """The same tensors under the names that GPT itself gives them. A tied one may be there under one name only."""
     for prefix in WRAPPER_PREFIXES:
         state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
     if HEAD not in state_dict and EMBEDDING in state_dict:
         state_dict[HEAD] = state_dict[EMBEDDING]
+    if EMBEDDING not in state_dict and HEAD in state_dict: # safetensors keep the first name
+        state_dict[EMBEDDING] = state_dict[HEAD]
     return state_dict
 
 

@@ -8,19 +8,20 @@ that data does not need, and everything that costs far more than ordinary data.
 """
 import io
 import pickletools
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sampling.checkpoints.errors import Refused, require
+from sampling.checkpoints.errors import ForbiddenName, Refused, require
 
 # Valid files stay below these limits: a checkpoint of 12 layers with its optimizer needs a fortieth of MAX_STEPS,
 # a vocabulary of all Unicode characters needs two thirds.
 MAX_BYTES = 2**23 # of a pickle
 MAX_STEPS = 2**21 # of a pickle: its opcodes, and the values that they copy
 MAX_DEPTH = 100 # of nested values
-SLOW_OPCODES, SLOW_STEPS = {"GLOBAL", "REDUCE"}, 16 # each counts as 16 steps, because it looks up or calls something
-WIDE_INT_STEPS = 2**10 # steps of an integer of more than 64 bits: an attacker can choose such keys to collide
+SLOW_OPCODES, SLOW_STEPS = {"GLOBAL", "REDUCE", "NEWOBJ"}, 16 # what they count for: each looks up or calls something
+WIDE_INT_STEPS = 2**10 # for an integer of more than 64 bits: as keys, such can be made to collide
 
 MEMO_PUT = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
 MEMO_GET = {"GET", "BINGET", "LONG_BINGET"}
@@ -29,8 +30,14 @@ COPY = {"REDUCE", "BUILD", "BINPERSID"} # may copy their operands
 HASHED_OPERANDS = {"SETITEM": slice(1, None, 2), "SETITEMS": slice(1, None, 2), "DICT": slice(0, None, 2),
                    "ADDITEMS": slice(1, None), "FROZENSET": slice(None)}
 HASHING_CALLS = {"collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set"}
-# These can call something without a checked name, or unpicklers disagree about them. Data needs none of them.
-FORBIDDEN = {"POP", "POP_MARK", "DUP", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "PERSID", "EXT1", "EXT2", "EXT4"}
+# These call more than a name that was checked, or readers of pickles disagree about them. Data needs none of them.
+FORBIDDEN = {"POP", "POP_MARK", "DUP", "INST", "OBJ", "NEWOBJ_EX", "PERSID", "EXT1", "EXT2", "EXT4"}
+
+# The settings of a model as an instance of a class, whose module is the program that saved them. Nobody imports it.
+ANY_CONFIG = "* GPTConfig" # allows it, among the allowed names
+CONFIG_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)* GPTConfig", re.ASCII)
+MAX_CONFIG_NAME, MAX_CONFIG_NAMES = 200, 4 # characters of a name, and different names in a pickle
+MAX_CONFIG_FIELDS, MAX_CONFIG_SIZE = 64, 1000 # a config's fields, and the values that they count for
 
 
 @dataclass(slots=True)
@@ -43,11 +50,19 @@ class StackItem:
     shared: bool = False # it is part of another value, or was read from the memo
 
 
-def check_pickle(pickled: bytes, allowed_names: Collection[str] = (), max_steps: int = MAX_STEPS) -> int:
-    """Check the first pickle in these bytes, and return its length.
+@dataclass(frozen=True)
+class CheckedPickle:
+    """What check_pickle finds out about a pickle."""
+    length: int
+    config_names: frozenset[str] # "module GPTConfig" for each GPTConfig that it names
 
-    allowed_names: what it may name and call, each as "module name". Raises Refused if loading the pickle could run
-    code or cost far more than ordinary data; ValueError if the pickle is damaged.
+
+def check_pickle(pickled: bytes, allowed_names: Collection[str] = (), max_steps: int = MAX_STEPS) -> CheckedPickle:
+    """Check the first pickle in these bytes.
+
+    allowed_names: what it may name and call, as "module name"; with ANY_CONFIG among them also a GPTConfig of any
+    module, to make instances without arguments and to fill them with flat values. Raises Refused if loading it could
+    run code, or cost far more than data does; ValueError if it is damaged.
     """
     stream, scanner = io.BytesIO(pickled[:MAX_BYTES]), PickleScanner(allowed_names, max_steps)
     try:
@@ -58,7 +73,7 @@ def check_pickle(pickled: bytes, allowed_names: Collection[str] = (), max_steps:
     except (LookupError, ValueError, TypeError, AttributeError) as e:
         require(len(pickled) <= MAX_BYTES, f"its pickle has more than {MAX_BYTES} bytes")
         raise ValueError(f"its pickle is damaged: {e}") from None
-    return stream.tell()
+    return CheckedPickle(stream.tell(), frozenset(scanner.config_names))
 
 
 class PickleScanner:
@@ -69,6 +84,7 @@ class PickleScanner:
         self.stack: list[StackItem] = []
         self.marks: list[int] = [] # how long the stack was at each MARK
         self.memo: dict[int, StackItem] = {}
+        self.config_names: set[str] = set()
         self.steps = 0
 
     def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
@@ -105,9 +121,16 @@ class PickleScanner:
         operands = self.pop_operands(opcode.stack_before)
         check_opcode(opcode.name, argument, operands, self.allowed_names)
         item = apply_opcode(opcode.name, argument, operands)
+        self.note_config(item)
         self.stack += [item] * len(opcode.stack_after)
         if opcode.name in COPY or not operands:
             self.steps += item.size
+
+    def note_config(self, item: StackItem) -> None:
+        """Note the name of a GPTConfig. A reader compares every name with all of them, so they must be few."""
+        if item.constructor == "GLOBAL" and is_config(item.literal):
+            self.config_names.add(item.literal)
+            require(len(self.config_names) <= MAX_CONFIG_NAMES, "it names too many different GPTConfigs")
 
     def pop_operands(self, stack_before: list) -> list[StackItem]:
         """Pop the operands of an opcode, as pickletools describes them. Raises IndexError if the stack is too short."""
@@ -162,7 +185,7 @@ def note_operands(item: StackItem, name: str, operands: list[StackItem]) -> None
         item.literal = " ".join(operand.literal for operand in operands)
     if "GLOBAL" in name:
         item.constructor = "GLOBAL"
-    elif name == "REDUCE":
+    elif name in ("REDUCE", "NEWOBJ"):
         item.constructor = operands[0].literal
 
 
@@ -176,6 +199,8 @@ def check_opcode(name: str, argument: Any, operands: list[StackItem], allowed_na
         check_keys(operands[HASHED_OPERANDS[name]])
     elif name == "REDUCE":
         check_call(*operands)
+    elif name == "NEWOBJ":
+        check_new_object(*operands)
     elif name == "BUILD":
         check_state(*operands)
     elif name == "BINPERSID":
@@ -183,8 +208,14 @@ def check_opcode(name: str, argument: Any, operands: list[StackItem], allowed_na
 
 
 def check_name(name: str, allowed_names: Collection[str]) -> None:
-    """Stops a pickle from running code: it can call only what it names."""
-    require(name in allowed_names, f"it names {name.replace(' ', '.'):.80}, which could run code")
+    """Stops a pickle from running code: it can only call what it names."""
+    if name not in allowed_names and not (ANY_CONFIG in allowed_names and is_config(name)):
+        raise ForbiddenName(f"it names {name.replace(' ', '.'):.80}, which could run code")
+
+
+def is_config(name: Any) -> bool:
+    """Whether a "module name" is a GPTConfig of any module."""
+    return isinstance(name, str) and len(name) <= MAX_CONFIG_NAME and CONFIG_NAME.fullmatch(name) is not None
 
 
 def check_keys(keys: list[StackItem]) -> None:
@@ -197,18 +228,36 @@ def check_storage_id(storage_id: StackItem) -> None:
     require(storage_id.literal[2].isdecimal(), "it names a storage as torch.save never does")
 
 
+def check_new_object(kind: StackItem, arguments: StackItem) -> None:
+    """Stops NEWOBJ from making anything but an empty GPTConfig."""
+    require(kind.constructor == "GLOBAL" and is_config(kind.literal) and arguments.literal == [],
+            "it makes an object as torch.save never does for data")
+
+
 def check_state(target: StackItem, state: StackItem) -> None:
-    """Stops BUILD from replacing methods: it may set only a state_dict's _metadata and the state of a numpy dtype."""
+    """Stops BUILD from replacing methods: it may only set a state_dict's _metadata, the state of a numpy dtype, and
+    the fields of a GPTConfig, which are few and flat."""
+    if is_config(target.constructor):
+        return check_config_state(state)
     is_metadata = (target.constructor, state.literal) == ("collections OrderedDict", ["_metadata"])
     is_dtype_state = target.constructor == "numpy dtype" and isinstance(state.literal, list) and state.depth <= 1
     require(is_metadata or is_dtype_state, "it sets attributes as torch.save never does")
 
 
+def check_config_state(state: StackItem) -> None:
+    """Stops a GPTConfig that nests values, or has more of them than sizes need."""
+    fields = state.literal
+    require(isinstance(fields, list) and all(isinstance(field, str) for field in fields) and state.depth <= 1,
+            "its GPTConfig must hold numbers and text by name")
+    require(len(fields) <= MAX_CONFIG_FIELDS and state.size <= MAX_CONFIG_SIZE, "its GPTConfig holds too much")
+
+
 def check_call(function: StackItem, arguments: StackItem) -> None:
     """Stops calls that torch.save and pickle do not write, and calls that cost far more than their arguments."""
     name, values = function.literal, arguments.literal
-    # Storage(n) allocates any number of bytes. Arguments must be a tuple: a call would iterate over a tensor's entries.
-    require(function.constructor == "GLOBAL" and isinstance(values, list) and not name.endswith("Storage"),
+    # A storage by number of bytes takes any amount of memory, and a tensor that is called iterates over its entries.
+    require(function.constructor == "GLOBAL" and isinstance(values, list)
+            and not name.endswith("Storage") and not is_config(name),
             "it calls something as torch.save never does")
     if name.startswith("torch._utils _rebuild_tensor"):
         check_tensor(*values[:4])

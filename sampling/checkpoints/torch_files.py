@@ -7,14 +7,17 @@ import posixpath
 import re
 import tarfile
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sampling.checkpoints.errors import Refused, first_line, require
-from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_STEPS, check_pickle
+from sampling.checkpoints.config_record import ConfigRecord
+from sampling.checkpoints.errors import ForbiddenName, OtherProgram, Refused, first_line, require
+from sampling.checkpoints.other_programs import explain_forbidden_name
+from sampling.checkpoints.pickle_scanner import ANY_CONFIG, MAX_BYTES, MAX_STEPS, CheckedPickle, check_pickle
 from sampling.checkpoints.zip_scanner import Checksums, check_zip
 
 ZIP_SIGNATURE = b"PK\3\4"
@@ -24,19 +27,23 @@ MAX_SMALL_STEPS = 4000 # for each of the first three pickles of an old file
 def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checksums]:
     """What torch.save wrote, and the checksums of its records. A file from before torch 1.6 has no checksums.
 
-    The tensors of a newer file are memory-mapped: their bytes are read when they are used. numpy's numbers and paths,
-    which settings may hold, become plain numbers and text. Raises ValueError if the file is damaged, holds more than
-    data or would cost more than max_steps (see check_pickle); OSError if it cannot be opened.
+    The tensors of a newer file are mapped: their bytes are read when they are used. numpy's numbers and paths, which
+    settings may hold, come back as plain numbers and text, a GPTConfig of any module as a ConfigRecord. Raises
+    ValueError if the file is damaged, holds more than data or would cost more than max_steps (check_pickle); OSError
+    if it cannot be opened.
     """
     with open(path, "rb") as f:
         is_zip = f.read(4) == ZIP_SIGNATURE
     try:
-        checksums = check_zip_file(path, max_steps) if is_zip else check_old_file(path, max_steps)
-        with torch.serialization.safe_globals(STAND_INS), warnings.catch_warnings():
+        config_names, checksums = check_zip_file(path, max_steps) if is_zip else check_old_file(path, max_steps)
+        stand_ins = STAND_INS + [(ConfigRecord, name.replace(" ", ".")) for name in config_names]
+        with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
             warnings.simplefilter("ignore") # they are meant for the author of the file
             # For a file that is not mapped, torch trusts the storage sizes that the pickle claims.
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True), checksums
-    except Exception as e: # a damaged file can make torch raise any exception
+    except OtherProgram:
+        raise
+    except Exception as e: # a damaged file trips torch's reader in many ways
         if "allocate memory" in str(e):
             raise MemoryError(f"reading {path}") from None
         raise ValueError(f"cannot read {path}: {reason(e)}; only tensors, numbers and text are allowed") from None
@@ -52,30 +59,36 @@ def reason(error: Exception) -> str:
     return f"it is damaged, or torch.save did not write it ({detail:.200})"
 
 
-def check_zip_file(path: Path, max_steps: int) -> Checksums:
-    """Check a file in the format of torch 1.6 and later, and return the checksums of its records."""
+def check_zip_file(path: Path, max_steps: int) -> tuple[Iterable[str], Checksums]:
+    """Check a file as torch has written it since 1.6: the GPTConfigs that it names, the checksums of its records."""
     pickled, checksums = check_zip(path)
-    check_torch_pickle(pickled, max_steps)
-    return checksums
+    return check_torch_pickle(path, pickled, max_steps).config_names, checksums
 
 
-def check_old_file(path: Path, max_steps: int) -> Checksums:
-    """Check an older file. It begins with five pickles: a magic number, a version, the sizes of C types, the saved
-    object, and the keys of its storages. The bytes of the storages follow, without checksums.
+def check_old_file(path: Path, max_steps: int) -> tuple[Iterable[str], Checksums]:
+    """Check an older file. It begins with five pickles: a magic number, a version, the sizes of C types, what was
+    saved, and the keys of its storages. The numbers follow, without checksums.
     """
     with open(path, "rb") as f:
         head = f.read(5 * MAX_BYTES)
     refuse_tar(head)
+    config_names: set[str] = set()
     for steps in (MAX_SMALL_STEPS, MAX_SMALL_STEPS, MAX_SMALL_STEPS, max_steps, max_steps // 4):
-        head = head[check_torch_pickle(head, steps):]
-    return set()
+        checked = check_torch_pickle(path, head, steps)
+        head = head[checked.length:]
+        config_names |= checked.config_names
+    return config_names, set()
 
 
-def check_torch_pickle(pickled: bytes, max_steps: int) -> int:
+def check_torch_pickle(path: Path, pickled: bytes, max_steps: int) -> CheckedPickle:
     """check_pickle with the names that torch.save writes."""
-    # torch's own message for these sounds as if the file were damaged.
-    require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch cannot read weights saved with pickle_protocol=4 or above")
-    return check_pickle(pickled, ALLOWED_NAMES, max_steps)
+    # torch fails on these with words that sound like damage.
+    require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch reads no weights of pickle_protocol=4 and above")
+    try:
+        return check_pickle(pickled, ALLOWED_NAMES, max_steps)
+    except ForbiddenName as e:
+        explain_forbidden_name(path, pickled, e)
+        raise
 
 
 def refuse_tar(head: bytes) -> None:
@@ -123,6 +136,7 @@ STAND_INS = [
 # What a file may name: tensors, storages, dtypes, and what settings may hold.
 ALLOWED_NAMES = {" ".join(name.rsplit(".", 1)) for name in [
     *(name for _, name in STAND_INS),
+    ANY_CONFIG.replace(" ", "."),
     "_codecs.encode", "collections.OrderedDict", "collections.Counter", "builtins.set", "__builtin__.set",
     "torch.Size", "torch.device", "torch.storage.UntypedStorage",
     *(f"torch.{name}" for name in vars(torch) if name.endswith("Storage")),

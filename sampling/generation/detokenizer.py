@@ -8,7 +8,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer, params: SamplingParams):
         self.sample, self.max_new_tokens = sample, params.max_new_tokens
-        self.decode = tokenizer.incremental_decoder()
+        self.decode = tokenizer.incremental_decoder(sample.request.prompt_ids)
         self.stop_checker = StopChecker(params.stop_texts) if params.stop_texts else None
         self.num_chars = 0
 

@@ -164,7 +164,13 @@ class Engine:
             for token_id, step_logprobs in zip(ids[i][num_forced:], logprobs[num_forced:], strict=True):
                 if row.sample.finish_reason:
                     break
-                row.append(token_id, *(self.logprobs_of_row(step_logprobs, i) if step_logprobs else ()))
+                if of_step:
+                    (logprob,), values, top_ids = (tensor[i] for tensor in of_step)
+                    before = row.sample.request.prompt_ids[-1:] # so that the first word has its space
+                    texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids]
+                    row.append(token_id, logprob, tuple(zip(texts, values, strict=True)))
+                else:
+                    row.append(token_id)
             self.count_tokens(row.sample, row.sample.num_tokens - num_before)
 
     def logprobs_of_row(self, step_logprobs: list[list], row: int) -> tuple[float, tuple[tuple[str, float], ...]]:

@@ -2,12 +2,16 @@
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sampling.checkpoints.pickle_scanner import MAX_BYTES, check_pickle
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of ids that are not in the vocabulary
 MAX_TOKEN_CHARS = 2**8 # real vocabularies have one character per token
+
+
+class NoVocabularyError(ValueError):
+    """A meta.pkl is fine, but has no stoi."""
 
 
 class CharTokenizer:
@@ -32,8 +36,8 @@ class CharTokenizer:
         """The text of token ids."""
         return "".join(self.itos.get(i, REPLACEMENT) for i in ids)
 
-    def incremental_decoder(self) -> Callable[[int, bool], str]:
-        """See Tokenizer.incremental_decoder."""
+    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
+        """A function (id, last=False) -> text for one sequence."""
         return lambda token_id, last=False: self.itos.get(token_id, REPLACEMENT)
 
     def _describe_unknown(self, text: str) -> str:
@@ -59,19 +63,22 @@ class CharTokenizer:
 def read_meta(path: str | os.PathLike) -> tuple[dict, dict]:
     """Read stoi and itos from a meta.pkl without running code.
 
-    Raises ValueError if there are no such dicts, OSError if the file cannot be opened.
+    Raises NoVocabularyError if it holds other data, ValueError if the dicts are damaged, OSError if the file cannot be
+    opened.
     """
     try:
         with open(path, "rb") as file:
             pickled = file.read(MAX_BYTES + 1)
         check_pickle(pickled)
         meta = DataOnlyUnpickler(io.BytesIO(pickled)).load()
+        if isinstance(meta, dict) and "stoi" not in meta:
+            raise NoVocabularyError(f"{path} has no stoi")
         stoi, itos = meta["stoi"], meta["itos"]
         itos = dict(enumerate(itos)) if isinstance(itos, list) else itos
         if not (isinstance(stoi, dict) and isinstance(itos, dict)):
             raise ValueError("stoi or itos is not a dict")
         return stoi, itos
-    except OSError:
+    except (OSError, NoVocabularyError):
         raise
     except Exception as error: # a damaged pickle can raise anything
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

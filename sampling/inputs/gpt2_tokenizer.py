@@ -1,6 +1,6 @@
 """GPT-2's byte-pair encoding, with tiktoken."""
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class GPT2Tokenizer:
@@ -39,8 +39,8 @@ class GPT2Tokenizer:
             return self.encoding.decode(ids, errors="replace")
         return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
 
-    def incremental_decoder(self) -> Callable[[int, bool], str]:
-        """See Tokenizer.incremental_decoder."""
+    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
+        """A function (id, last=False) -> text for one sequence. A character comes with the last of its tokens."""
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         return lambda token_id, last=False: decode(self._bytes(token_id), last)
 

@@ -1,10 +1,11 @@
 """Tokenizer, the protocol of all tokenizers, and the choice of the tokenizer for a checkpoint."""
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.inputs.char_tokenizer import CharTokenizer, NoVocabularyError
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 
 if TYPE_CHECKING: # it imports torch, which takes a second
@@ -22,38 +23,75 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str:
         """The text of token ids."""
 
-    def incremental_decoder(self) -> Callable[[int, bool], str]:
-        """Return a function (id, last=False) -> text, which decodes one sequence token by token, as decode does.
+    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
+        """A function (id, last=False) -> text for one sequence, which continues prompt_ids.
 
-        If the bytes of a character are spread over several tokens, the last of these tokens has the character. last
-        says that no token follows: an incomplete character then becomes U+FFFD.
+        The texts of its tokens, joined, are decode's; after a prompt, what decode adds to the prompt's text.
+        A character whose bytes come in several tokens is in the text of the last of them. last: no token follows, so
+        the beginning of a character becomes U+FFFD.
         """
 
 
-def load_tokenizer(checkpoint: "Checkpoint") -> Tokenizer:
-    """Load the tokenizer of a model: meta.pkl in the checkpoint's folder or in data/<dataset>/, else GPT-2's.
+def load_tokenizer(checkpoint: "Checkpoint", log: Callable[[str], None] = lambda text: None) -> Tokenizer:
+    """Load the tokenizer of a model.
 
-    Raises ValueError if the tokenizer does not fit the model, or cannot be loaded.
+    For a ckpt.pt: a meta.pkl with a vocabulary in its folder or in data/<dataset>/; else a Hugging Face tokenizer
+    there; else GPT-2's encoding. For a Hugging Face model: its own; else GPT-2's encoding, and log gets a line that
+    says so. Raises ValueError if the tokenizer does not fit the model, or cannot be loaded.
     """
-    paths = meta_paths(checkpoint.folder, checkpoint.dataset)
-    found = next((path for path in paths if os.path.isfile(path)), None)
-    if found is None:
-        check_size(GPT2Tokenizer.source, GPT2Tokenizer.size, checkpoint.vocab_size, missing=paths)
-        return GPT2Tokenizer() # only now: it may have to download its files
-    if found != paths[0] and leaves_folder(checkpoint.dataset):
-        raise ValueError(f"the checkpoint names {found} as its vocabulary, which is outside of data/: if that is "
-                         "right, copy it to the folder of ckpt.pt")
-    tokenizer = CharTokenizer(found)
-    check_size(tokenizer.source, tokenizer.size, checkpoint.vocab_size)
-    return tokenizer
+    tokenizer = load_char_tokenizer(checkpoint) or load_hf_tokenizer(checkpoint)
+    if tokenizer:
+        check_size(checkpoint, tokenizer.source, tokenizer.size)
+        return tokenizer
+    check_size(checkpoint, GPT2Tokenizer.source, GPT2Tokenizer.size, is_own=False)
+    if checkpoint.is_huggingface:
+        log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
+    return GPT2Tokenizer() # only now: it may have to download its files
 
 
-def meta_paths(folder: Path | None, dataset: object) -> list[str]:
-    """Where a meta.pkl may be, in order of preference. dataset comes from the checkpoint, and may be any object."""
-    paths = [] if folder is None else [os.path.join(folder, "meta.pkl")]
-    if isinstance(dataset, str) and len(dataset) < 1000:
-        paths.append(os.path.join("data", dataset, "meta.pkl"))
-    return paths
+def load_char_tokenizer(checkpoint: "Checkpoint") -> CharTokenizer | None:
+    """The vocabulary of the first meta.pkl that has one. Data sets of GPT-2's tokens may have a meta.pkl without."""
+    if not checkpoint.is_huggingface:
+        for path in search(checkpoint, find_meta):
+            with suppress(NoVocabularyError):
+                return CharTokenizer(path)
+    return None
+
+
+def load_hf_tokenizer(checkpoint: "Checkpoint") -> Tokenizer | None:
+    """The tokenizer of the first folder that has the files of one."""
+    from sampling.inputs.hf_tokenizer import HFTokenizer
+    from sampling.inputs.tokenizer_files import find_tokenizer
+    for path in search(checkpoint, find_tokenizer):
+        return HFTokenizer(path, checkpoint.vocab_size)
+    return None
+
+
+def search(checkpoint: "Checkpoint", find: Callable[[str], Path | None]) -> Iterator[Path]:
+    """Yield what find finds in the folders where a tokenizer of this checkpoint may be, best first.
+
+    Raises ValueError if it finds something in the folder of a data set that is outside of data/.
+    """
+    if checkpoint.folder is not None and (path := find(str(checkpoint.folder))):
+        yield path
+    folder = data_folder(checkpoint.dataset)
+    if folder and (path := find(folder)):
+        if leaves_folder(checkpoint.dataset):
+            raise ValueError(f"the checkpoint names {path} as its vocabulary, which is outside of data/: if that is "
+                             "right, copy it to the folder of ckpt.pt")
+        yield path
+
+
+def find_meta(folder: str) -> Path | None:
+    """The meta.pkl in a folder, if there is one."""
+    path = os.path.join(folder, "meta.pkl")
+    return Path(path) if os.path.isfile(path) else None
+
+
+def data_folder(dataset: object) -> str | None:
+    """The folder of a data set. A checkpoint from a stranger may name any object as its dataset."""
+    is_name = isinstance(dataset, str) and len(dataset) < 1000 and "\0" not in dataset
+    return os.path.join("data", dataset) if is_name else None
 
 
 def leaves_folder(path: str) -> bool:
@@ -61,10 +99,25 @@ def leaves_folder(path: str) -> bool:
     return os.path.isabs(path) or ".." in path.replace("\\", "/").split("/")
 
 
-def check_size(source: str, size: int, vocab_size: int, missing: list[str] | None = None) -> None:
-    """Raise ValueError unless a tokenizer of this size fits the model. missing: paths without a meta.pkl."""
+def check_size(checkpoint: "Checkpoint", source: str, size: int, is_own: bool = True) -> None:
+    """Raise ValueError unless a tokenizer of this size fits the model. is_own: it is from a folder of the model."""
     # A vocabulary may be padded to a round size, but not to more than twice its own.
-    if not size <= vocab_size <= 2 * size:
-        looked = f" (there is no {' nor '.join(missing)})" if missing else ""
-        raise ValueError(f"{source} has {size} tokens, but the model has {vocab_size}: they do not belong "
-                         f"together{looked}; copy the meta.pkl of the training data to the folder of ckpt.pt")
+    if not size <= checkpoint.vocab_size <= 2 * size:
+        raise ValueError(f"{source} has {size} tokens, but the model has {checkpoint.vocab_size}: they do not belong "
+                         f"together{'' if is_own else missing_files(checkpoint)}; {advice(checkpoint)}")
+
+
+def missing_files(checkpoint: "Checkpoint") -> str:
+    """Where no tokenizer was found."""
+    if checkpoint.is_huggingface:
+        return f" ({checkpoint.folder} has no tokenizer of its own)"
+    folders = [folder for folder in (checkpoint.folder, data_folder(checkpoint.dataset)) if folder]
+    return f" (there is no {' nor '.join(os.path.join(folder, 'meta.pkl') for folder in folders)})" if folders else ""
+
+
+def advice(checkpoint: "Checkpoint") -> str:
+    """What a user can do about a tokenizer that does not fit."""
+    if checkpoint.is_huggingface:
+        return ("copy the tokenizer.json that the model was trained with, or its vocab.json and merges.txt, to "
+                f"{checkpoint.folder}")
+    return "copy the meta.pkl or tokenizer.json of the training data to the folder of ckpt.pt"

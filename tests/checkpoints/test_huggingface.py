@@ -65,8 +65,8 @@ def test_fields_of_a_hugging_face_checkpoint(tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
     checkpoint = load_gpt2(str(tmp_path), with_crc32=True)
     assert (checkpoint.path, checkpoint.vocab_size, len(checkpoint.crc32)) == (str(tmp_path), 300, 8)
-    assert (checkpoint.folder, checkpoint.dataset) == (None, None), "nothing searches for a meta.pkl"
-    assert checkpoint.num_init_draws == 0, "users of transformers seed after the model is initialised"
+    assert (checkpoint.folder, checkpoint.dataset, checkpoint.is_huggingface) == (tmp_path, None, True)
+    assert checkpoint.num_init_draws == 0, "transformers' users seed after the model is built"
 
 
 def test_the_hub_cache_is_used_offline(tmp_path, monkeypatch):

@@ -193,7 +193,7 @@ def test_a_hostile_checkpoint_runs_no_code(entry, zipped, tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    ({"model": {}}, "must hold model and model_args, but holds 'model'"),
+    ({"model": {}}, "must hold model and model_args, or model and config, but holds 'model'"),
     ([1, 2], "but holds list"),
     ({"model": [], "model_args": {}}, "must hold tensors by name"),
     ({"model": {"a": 3}, "model_args": {}}, "holds 'a': int"),

@@ -1,9 +1,11 @@
 """load_tokenizer finds the tokenizer of a checkpoint."""
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 
+from hf_tokenizers import save_tokenizer
 from models import CHARS, save_meta
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.inputs.tokenizer import load_tokenizer
@@ -61,3 +63,62 @@ def test_the_error_for_a_missing_vocabulary_names_its_paths(tmp_path, monkeypatc
     assert len(str(long.value)) < 500
     for path in os.path.join("out", "meta.pkl"), os.path.join("data", "letters", "meta.pkl"):
         assert path in str(error.value)
+
+
+def test_a_vocabulary_comes_before_a_tokenizer_and_that_before_gpt2s_encoding(tmp_path, monkeypatch, gpt2_encoding):
+    monkeypatch.chdir(tmp_path)
+    out, letters = Path("out"), Path("data", "letters")
+    size = save_tokenizer("byte-level", letters)
+    assert load(out, "letters", size).source == str(letters / "tokenizer.json")
+    save_tokenizer("byte-level", out)
+    assert load(out, "letters", size).source == str(out / "tokenizer.json")
+    save_meta(letters / "meta.pkl")
+    assert load(out, "letters", len(CHARS)).source == str(letters / "meta.pkl")
+
+
+def test_a_meta_pkl_without_a_vocabulary_is_passed_over(tmp_path, monkeypatch, gpt2_encoding):
+    monkeypatch.chdir(tmp_path)
+    out, letters = Path("out"), Path("data", "letters")
+    out.mkdir()
+    (out / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50257}))
+    assert load(out, "letters", 50304).source == "GPT-2's encoding"
+    size = save_tokenizer("byte-level", out)
+    assert load(out, "letters", size).source == str(out / "tokenizer.json")
+    save_meta(letters / "meta.pkl")
+    assert load(out, "letters", len(CHARS)).source == str(letters / "meta.pkl")
+
+
+def load_huggingface(folder, vocab_size):
+    """The tokenizer of a Hugging Face model in a folder, and what it logs."""
+    lines = []
+    tokenizer = load_tokenizer(Checkpoint("someone/model", {}, {}, vocab_size, folder=folder, is_huggingface=True), lines.append)
+    return tokenizer, lines
+
+
+def test_a_hugging_face_model_has_its_own_tokenizer_or_gpt2s_encoding(tmp_path, gpt2_encoding):
+    save_meta(tmp_path / "meta.pkl") # which is not for such a model
+    tokenizer, lines = load_huggingface(tmp_path, 50257)
+    assert tokenizer.source == "GPT-2's encoding" and lines == ["someone/model has no tokenizer of its own: using GPT-2's encoding"]
+    size = save_tokenizer("unigram", tmp_path)
+    tokenizer, lines = load_huggingface(tmp_path, size)
+    assert tokenizer.source == str(tmp_path / "tokenizer.json") and lines == []
+
+
+def test_the_advice_for_a_hugging_face_model_is_to_copy_its_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match=r"copy the tokenizer\.json that the model was trained with"):
+        load_huggingface(tmp_path, 30_000)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_never_replaced(tmp_path, gpt2_encoding):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for load_it in (lambda: load_huggingface(tmp_path, 50257), lambda: load(tmp_path, None, 50257)):
+        with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
+            load_it()
+
+
+def test_a_tokenizer_outside_of_data_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    save_tokenizer("byte-level", tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"outside of data/: if that is right, copy it to the folder of ckpt\.pt"):
+        load(Path("out"), "../elsewhere", 400)

@@ -1,0 +1,175 @@
+"""Checks a tokenizer.json before the tokenizers library loads it.
+
+The library trusts its files: padding to a multiple of 2**40 allocates terabytes, thirty replacements that each double
+the text never end, some regular expressions and tables panic. So only what is listed here reaches it: the model, the
+added tokens, and the normalizers, pre-tokenizers and decoders that are known to be harmless.
+"""
+import math
+from collections.abc import Callable
+
+from sampling.checkpoints.errors import require
+from sampling.inputs.tokenizer_model import MAX_TOKEN_CHARS, check_model, is_bool, is_optional_bool, is_text, vocab_of
+
+MAX_STEPS = 16 # of normalizers, of pre-tokenizers, and of decoders
+MAX_GROWTH = 256 # how many times longer normalizers and pre-tokenizers may make a text
+MAX_ADDED_TOKENS = 2**14 # the most of a well-known model are 6,400
+MAX_STRIP = 2**10
+FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special" # of an added token
+# How many bytes one byte can become.
+GROWTH = {"NFKC": 11, "NFKD": 11, "NFC": 3, "NFD": 3, "BertNormalizer": 3, "Lowercase": 2, "ByteLevel": 2,
+          "Metaspace": 3}
+BEHAVIORS = "Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"
+# Regular expressions of well-known models. Others could take forever, or panic.
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+KNOWN_EXPRESSIONS = {
+    " {2,}",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", # GPT-2
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+", # Llama 3
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+", # Qwen 2
+}
+
+
+def is_char(value) -> bool:
+    return isinstance(value, str) and len(value) == 1
+
+
+def is_pattern(value) -> bool:
+    return isinstance(value, dict) and list(value) == ["String"] and is_text(value["String"])
+
+
+def is_known_pattern(value) -> bool:
+    if is_pattern(value):
+        return True
+    return (isinstance(value, dict) and list(value) == ["Regex"] and isinstance(value["Regex"], str)
+            and value["Regex"] in KNOWN_EXPRESSIONS)
+
+
+def is_text_or_nothing(value) -> bool:
+    return value == "" or is_text(value)
+
+
+def is_behavior(value) -> bool:
+    return isinstance(value, str) and value in BEHAVIORS
+
+
+def is_scheme(value) -> bool:
+    return isinstance(value, str) and value in ("always", "first", "never")
+
+
+def is_count(value) -> bool:
+    return type(value) is int and 0 <= value <= MAX_STRIP
+
+
+# type -> its fields, and which values they may have.
+Fields = dict[str, dict[str, Callable[[object], bool]]]
+BYTE_LEVEL = {"add_prefix_space": is_bool, "trim_offsets": is_bool, "use_regex": is_bool}
+METASPACE = {"replacement": is_char, "prepend_scheme": is_scheme, "split": is_bool, "add_prefix_space": is_bool,
+             "str_rep": is_char}
+NORMALIZERS: Fields = {
+    **{name: {} for name in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "ByteLevel")},
+    "BertNormalizer": {"clean_text": is_bool, "handle_chinese_chars": is_bool, "strip_accents": is_optional_bool,
+                       "lowercase": is_bool},
+    "Strip": {"strip_left": is_bool, "strip_right": is_bool},
+    "Prepend": {"prepend": is_text},
+    "Replace": {"pattern": is_known_pattern, "content": is_text_or_nothing},
+}
+PRE_TOKENIZERS: Fields = {
+    **{name: {} for name in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit", "UnicodeScripts")},
+    "ByteLevel": BYTE_LEVEL,
+    "Metaspace": METASPACE,
+    "Punctuation": {"behavior": is_behavior},
+    "Digits": {"individual_digits": is_bool},
+    "CharDelimiterSplit": {"delimiter": is_char},
+    "Split": {"pattern": is_known_pattern, "behavior": is_behavior, "invert": is_bool},
+}
+DECODERS: Fields = {
+    "ByteLevel": BYTE_LEVEL,
+    "ByteFallback": {},
+    "Fuse": {},
+    "WordPiece": {"prefix": is_text, "cleanup": is_bool},
+    "Metaspace": METASPACE,
+    "BPEDecoder": {"suffix": is_text},
+    "Strip": {"content": is_char, "start": is_count, "stop": is_count},
+    "Replace": {"pattern": is_pattern, "content": is_text_or_nothing},
+}
+
+
+def check_tokenizer(content: dict) -> tuple[dict, list[dict]]:
+    """The harmless part of a tokenizer.json, and the steps of its decoder.
+
+    Padding, truncation and post-processor are dropped: they would add tokens to a prompt, or remove some. Raises
+    Refused if the rest has anything that is not known to be harmless.
+    """
+    model = check_model(content.get("model"))
+    normalizers = check_steps("normalizer", content.get("normalizer"), "normalizers", NORMALIZERS)
+    pre_tokenizers = check_steps("pre_tokenizer", content.get("pre_tokenizer"), "pretokenizers", PRE_TOKENIZERS)
+    decoders = check_steps("decoder", content.get("decoder"), "decoders", DECODERS)
+    require(math.prod(map(growth, normalizers + pre_tokenizers)) <= MAX_GROWTH, "its normalizer makes texts far longer")
+    require(math.prod(map(growth, (step for step in decoders if step["type"] == "Replace"))) <= MAX_GROWTH,
+            "its decoder makes texts far longer")
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "post_processor": None, "decoder": None,
+        "added_tokens": check_added_tokens(content.get("added_tokens"), vocab_of(model)),
+        "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizers} if pre_tokenizers else None,
+        "model": model,
+    }, decoders
+
+
+def check_steps(part: str, value: object, sequence: str, allowed: Fields) -> list[dict]:
+    """The steps of a part, which may be a Sequence of Sequences. Raises Refused if one of them is not allowed."""
+    steps, rest = [], [] if value is None else [value]
+    while rest:
+        step = rest.pop()
+        require(isinstance(step, dict), f"its {part} must be an object")
+        if step.get("type") == "Sequence":
+            require(isinstance(step.get(sequence), list), f"the {sequence} of its {part} must be a list")
+            rest += reversed(step[sequence])
+        else:
+            check_step(part, step, allowed)
+            steps.append(step)
+        require(len(steps) + len(rest) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
+    return steps
+
+
+def check_step(part: str, step: dict, allowed: Fields) -> None:
+    """Raise Refused unless the step is of an allowed type with allowed values."""
+    kind = step.get("type")
+    require(isinstance(kind, str) and kind in allowed,
+            f"its {part} has {kind!r:.60}; supported are {', '.join(allowed)}")
+    for name, value in step.items():
+        if name != "type":
+            require(name in allowed[kind], f"{kind} in its {part} has {name!r:.60}, which is not supported")
+            require(allowed[kind][name](value),
+                    f"{kind} in its {part} has {name} {value!r:.100}, which is not supported")
+    needed = {"Strip": ["content", "start", "stop"], "Replace": ["pattern", "content"]}.get(kind, [])
+    require(part != "decoder" or all(name in step for name in needed), f"{kind} in its {part} is incomplete")
+
+
+def growth(step: dict) -> float:
+    """How many times longer a step may make a text."""
+    if step["type"] == "Replace":
+        pattern = step.get("pattern", {}).get("String", " ")
+        return max(1, len(step.get("content", "").encode("utf-8", "surrogatepass")) / len(pattern))
+    return GROWTH.get(step["type"], 1)
+
+
+def check_added_tokens(tokens: object, vocab: dict[str, int]) -> list[dict]:
+    """The added tokens by id. Raises Refused if they contradict each other or the vocabulary."""
+    tokens = [] if tokens is None else tokens
+    require(isinstance(tokens, list), "its added_tokens must be a list")
+    require(len(tokens) <= MAX_ADDED_TOKENS,
+            f"it has {len(tokens)} added tokens; at most {MAX_ADDED_TOKENS} are allowed")
+    checked, own_ids = {}, set(vocab.values())
+    for token in tokens:
+        require(isinstance(token, dict) and is_text(token.get("content")) and type(token.get("id")) is int,
+                f"its added tokens must have an id and a content of at most {MAX_TOKEN_CHARS} characters")
+        content, token_id = token["content"], token["id"]
+        flags = {name: token.get(name, False) for name in FLAGS}
+        require(all(map(is_bool, flags.values())), f"its added token {content!r:.60} has flags besides true and false")
+        clashes = token_id != vocab[content] if content in vocab else token_id in own_ids
+        require(token_id not in checked and not clashes, f"its token id {token_id!s:.20} stands for two tokens")
+        checked[token_id] = {"id": token_id, "content": content, **flags}
+    contents = {token["content"] for token in checked.values()}
+    require(len(contents) == len(checked), "an added token of it has two ids")
+    return [checked[token_id] for token_id in sorted(checked)]

@@ -1,0 +1,205 @@
+"""Checkpoints that are not of nanoGPT or build-nanogpt: the error says what each is, and what to do with it."""
+import json
+import struct
+import sys
+import types
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+
+from model import GPT
+from models import SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args
+from sampling.checkpoints.huggingface import load_gpt2
+from sampling.checkpoints.nanogpt import load_checkpoint
+
+SIZES = "block_size=16, vocab_size=61, n_layer=2, n_head=?, n_embd=24"
+
+
+def error_of(path, load=load_checkpoint):
+    """The one line that loading ends in; it names the path."""
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        load(str(path))
+    message = str(error.value)
+    assert str(path) in message and "\n" not in message and len(message) < 700
+    assert "damaged" not in message
+    return message
+
+
+def save(folder, content, name="weights.pt"):
+    torch.save(content, folder / name)
+    return folder / name
+
+
+# ---- tensors without sizes
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_a_bare_state_dict(prefix, tmp_path):
+    path = save(tmp_path, {prefix + name: tensor for name, tensor in make_gpt().state_dict().items()})
+    message = error_of(path)
+    assert "n_head cannot be told from it" in message
+    assert f'torch.save({{"model": torch.load({str(path)!r}), "model_args": dict({SIZES})}}, "ckpt.pt")' in message
+    assert '"config" in place of "model_args" for a model of build-nanogpt or minGPT' in message
+
+
+@pytest.mark.parametrize("entry, gelu", [("model_args", "none"), ("config", "tanh")])
+def test_the_advice_for_a_bare_state_dict_works(entry, gelu, tmp_path):
+    model = make_gpt(gelu=gelu)
+    path = save(tmp_path, model.state_dict())
+    command = error_of(path).split("sizes: ")[1].split(', with "config"')[0]
+    command = command.replace("n_head=?", "n_head=2").replace("model_args", entry).replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
+    exec(command, {"torch": torch})
+    loaded, idx = GPT.from_checkpoint(load_checkpoint(tmp_path)), torch.arange(16)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(idx, idx)[0], model(idx, idx)[0])
+
+
+def test_a_model_without_its_sizes(tmp_path):
+    message = error_of(save(tmp_path, {"model": make_gpt().state_dict(), "step": 3, "config": {"dataset": "letters"}}))
+    assert "it must hold model and model_args, or model and config, but holds 'model', 'step', 'config'" in message
+    assert 'save both: torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")' in message
+
+
+def test_the_state_dict_of_a_hugging_face_model(tmp_path):
+    tensors = make_transformers_gpt2(vocab_size=300).state_dict()
+    for content in tensors, {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}:
+        assert "save the model with model.save_pretrained(DIR), then pass --init_from=DIR" in error_of(save(tmp_path, content))
+
+
+def test_tensors_of_no_gpt(tmp_path):
+    message = error_of(save(tmp_path, {"conv1.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}))
+    assert "named 'conv1.weight', 'fc.bias'; the names of a nanoGPT model begin with transformer.wte" in message
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["in-a-checkpoint", "bare"])
+@pytest.mark.parametrize("names, advice", [
+    (["tok_emb.weight", "pos_emb", "blocks.0.attn.key.weight", "blocks.0.mlp.0.weight", "head.weight"], "sample from it with minGPT itself"),
+    (["transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "transformer.h.0.attn.c_k.weight", "lm_head.weight"],
+     "nanochat, which is another architecture than GPT-2's; sample from it with nanochat itself: 'python -m scripts.chat_cli'"),
+    (["_orig_mod.transformer.wte.weight", "_orig_mod.transformer.h.0.attn.c_v.weight"], "nanochat"),
+], ids=["early-minGPT", "nanochat", "nanochat-compiled"])
+def test_other_architectures(names, advice, is_wrapped, tmp_path):
+    tensors = {name: torch.ones(4, 4) for name in names}
+    assert advice in error_of(save(tmp_path, {"model": tensors, "model_args": SHAPE} if is_wrapped else tensors))
+
+
+# ---- pickled objects
+
+@pytest.fixture
+def gpt_class(monkeypatch):
+    """A module's class, by its name in train_gpt2."""
+    module = types.ModuleType("train_gpt2")
+    module.GPT = type("GPT", (torch.nn.Linear,), {"__module__": "train_gpt2"})
+    monkeypatch.setitem(sys.modules, "train_gpt2", module)
+    return module.GPT
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: {"model": model, "model_args": SHAPE}], ids=["alone", "as-model"])
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
+def test_a_whole_pickled_module(wrap, zipped, gpt_class, tmp_path):
+    torch.save(wrap(gpt_class(2, 2)), tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+    message = error_of(tmp_path / "model.pt")
+    assert "names train_gpt2.GPT, which could run code. It holds a whole pickled module" in message
+    assert 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")' in message
+
+
+class AttributeDict(dict):
+    """What Lightning saves hyper-parameters as."""
+
+
+@pytest.mark.parametrize("hyper_parameters", [{"lr": 1e-3}, AttributeDict(lr=1e-3)], ids=["dict", "AttributeDict"])
+def test_lightning(hyper_parameters, tmp_path):
+    content = {"epoch": 1, "state_dict": {f"model.{name}": tensor for name, tensor in make_gpt().state_dict().items()},
+               "pytorch-lightning_version": "2.4.0", "hyper_parameters": hyper_parameters}
+    message = error_of(save(tmp_path, content, "last.ckpt"))
+    assert "is a checkpoint of Lightning; load it in the program that trained it, and save the GPT inside of it" in message
+
+
+# ---- other files
+
+@pytest.mark.parametrize("magic", [20240326, 20240520])
+def test_llm_c(magic, tmp_path):
+    path = tmp_path / "model_00001000.bin"
+    path.write_bytes(struct.pack("<256i", magic, 3, 1024, 50257, 12, 12, 768, 50304, *[0] * 248) + bytes(4000))
+    assert ("export the model with llm.c's own script, 'python dev/eval/export_hf.py --input MODEL.bin --output DIR', "
+            "then pass --init_from=DIR") in error_of(path)
+
+
+def test_safetensors_of_a_nanogpt_model(tmp_path):
+    """Whichever way it is passed, the advice is the same, and leads nowhere else."""
+    path = tmp_path / "model.safetensors"
+    save_model(make_gpt(), path)
+    for given, load in (path, load_checkpoint), (tmp_path, load_checkpoint), (path, load_gpt2), (tmp_path, load_gpt2):
+        message = error_of(given, load)
+        assert "n_head cannot be told from it" in message and "pass --out_dir=ckpt.pt" in message
+        assert f'"model": safetensors.torch.load_file({str(path)!r})' in message and SIZES in message
+
+
+def test_the_advice_for_safetensors_works(tmp_path):
+    import safetensors.torch
+    model, path = make_gpt(), tmp_path / "model.safetensors"
+    save_model(model, path)
+    command = error_of(path).split("sizes: ")[1].split(', with "config"')[0]
+    exec(command.replace("n_head=?", "n_head=2").replace("ckpt.pt", str(tmp_path / "ckpt.pt")), {"torch": torch, "safetensors": safetensors})
+    loaded, idx = GPT.from_checkpoint(load_checkpoint(tmp_path)), torch.arange(16)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(idx, idx)[0], model(idx, idx)[0])
+
+
+@pytest.mark.parametrize("config", [nanogpt_args(make_gpt().config), {"config": SHAPE}], ids=["sizes", "nested"])
+def test_safetensors_with_a_config_json_of_nanogpt(config, tmp_path):
+    """Mixins for Hugging Face's hub write such folders."""
+    save_model(make_gpt(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for load in load_checkpoint, load_gpt2:
+        assert "pass --out_dir=ckpt.pt" in error_of(tmp_path, load)
+
+
+def test_nanogpts_tensors_as_a_hugging_face_model(tmp_path):
+    """A config.json written by hand does not turn the matrices."""
+    save_file({name: tensor.clone() for name, tensor in make_gpt().state_dict().items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **SHAPE, "n_positions": 16}))
+    message = error_of(tmp_path, load_gpt2)
+    assert "not transposed" in message and "pass --out_dir=ckpt.pt" in message
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_gpt2], ids=["out_dir", "init_from"])
+def test_the_safetensors_of_a_hugging_face_model(load, gpt2_folder):
+    assert f"pass --init_from={gpt2_folder}" in error_of(gpt2_folder / "model.safetensors", load)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"{}", b"x" * 8, struct.pack("<Q", 2**63) + b"{", struct.pack("<i", 20240326)],
+                         ids=["empty", "a-byte", "json", "eight-bytes", "long-header", "magic-alone"])
+def test_short_files_end_in_one_line(content, tmp_path):
+    for name in "ckpt.pt", "model.safetensors":
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=name):
+            load_checkpoint(tmp_path / name)
+
+
+# ---- folders without ckpt.pt
+
+@pytest.mark.parametrize("names, latest", [
+    (["model_00250.pt", "model_19072.pt", "model_05000.pt"], "model_19072.pt"),
+    (["ckpt_900.pt", "ckpt_1000.pt", "ckpt_best.pt"], "ckpt_1000.pt"),
+    (["model_00001.pt"], "model_00001.pt"), (["ckpt_best.pt", "other.pt"], "ckpt_best.pt"),
+], ids=["lesson", "no-zeros", "one", "best"])
+def test_a_folder_of_numbered_checkpoints(names, latest, tmp_path, monkeypatch):
+    folder = tmp_path / "log"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    (folder / "model_dir.pt").mkdir()
+    assert f"holds {latest}, but no ckpt.pt; pass --out_dir={folder / latest}" in error_of(folder)
+    for missing in tmp_path / "out", folder / "out": # folder beside it, and the folder that it would be in
+        assert f"pass --out_dir={folder / latest}" in error_of(missing)
+    monkeypatch.chdir(tmp_path)
+    assert f"pass --out_dir=log/{latest}" in error_of("out").replace("\\", "/")
+
+
+def test_a_folder_with_ckpt_pt_is_not_read_otherwise(tmp_path):
+    torch.save({"model": make_gpt().state_dict(), "model_args": SHAPE}, tmp_path / "ckpt.pt")
+    (tmp_path / "model_00001.pt").touch()
+    save_model(make_gpt(), tmp_path / "model.safetensors")
+    assert load_checkpoint(tmp_path).path == str(tmp_path / "ckpt.pt")
