@@ -164,19 +164,16 @@ class Engine:
             for token_id, step_logprobs in zip(ids[i][num_forced:], logprobs[num_forced:], strict=True):
                 if row.sample.finish_reason:
                     break
-                if of_step:
-                    (logprob,), values, top_ids = (tensor[i] for tensor in of_step)
-                    before = row.sample.request.prompt_ids[-1:] # so that the first word has its space
-                    texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids]
-                    row.append(token_id, logprob, tuple(zip(texts, values, strict=True)))
-                else:
-                    row.append(token_id)
+                row.append(token_id, *(self.logprobs_of_row(step_logprobs, i, row.sample) if step_logprobs else ()))
             self.count_tokens(row.sample, row.sample.num_tokens - num_before)
 
-    def logprobs_of_row(self, step_logprobs: list[list], row: int) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """Token.logprob and Token.top_logprobs of a row. step_logprobs are the tensors of Logprobs as lists."""
-        (logprob,), values, top_ids = (values[row] for values in step_logprobs)
-        return logprob, tuple(zip([self.tokenizer.decode([i]) for i in top_ids], values, strict=True))
+    def logprobs_of_row(self, step_logprobs: list[list], i: int,
+                        sample: Sample) -> tuple[float, tuple[tuple[str, float], ...]]:
+        """Token.logprob and Token.top_logprobs of row i. step_logprobs are the tensors of Logprobs as lists."""
+        (logprob,), values, top_ids = (values[i] for values in step_logprobs)
+        before = sample.request.prompt_ids[-1:] # some tokenizers leave out the space before the first word of a text
+        texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids]
+        return logprob, tuple(zip(texts, values, strict=True))
 
     def count_tokens(self, sample: Sample, num_tokens: int) -> None:
         """Report new tokens, unless the sample is already saved."""
