@@ -65,35 +65,35 @@ def hub(tmp_path):
     server.server_close()
 
 
-def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, sample):
-    first = sample(*ARGUMENTS, separate=True, **hub.env)
+def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, run_script):
+    first = run_script(*ARGUMENTS, separate=True, **hub.env)
     assert first.returncode == 0 and first.stdout.startswith("Hello"), first.stderr
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.sent) and not {"README.md", "tf_model.h5"} & set(hub.sent)
     num_sent = len(hub.sent)
-    offline = sample(*ARGUMENTS, separate=True, **hub.env | {"HF_HUB_OFFLINE": "1"})
+    offline = run_script(*ARGUMENTS, separate=True, **hub.env | {"HF_HUB_OFFLINE": "1"})
     assert (offline.returncode, offline.stdout, len(hub.sent)) == (0, first.stdout, num_sent), offline.stderr
 
 
 @pytest.mark.slow
-def test_older_files_are_downloaded_too(hub, sample, tmp_path):
+def test_older_files_are_downloaded_too(hub, run_script, tmp_path):
     """And the cache is used where the hub does not answer."""
     save_tokenizer("older-files", tmp_path / "older")
     torch.save(make_transformers_gpt2(vocab_size=len(json.loads((tmp_path / "older" / "vocab.json").read_text()))).state_dict(),
                tmp_path / "older" / "pytorch_model.bin")
     hub.files = {path.name: path.read_bytes() for path in (tmp_path / "older").iterdir()} | {"config.json": hub.files["config.json"]}
-    first = sample(*ARGUMENTS, separate=True, **hub.env)
+    first = run_script(*ARGUMENTS, separate=True, **hub.env)
     assert first.returncode == 0 and first.stdout.startswith("Hello"), first.stderr
     hub.files = {}
-    assert sample(*ARGUMENTS, separate=True, **hub.env | {"HF_ENDPOINT": "http://127.0.0.1:9"}).stdout == first.stdout
+    assert run_script(*ARGUMENTS, separate=True, **hub.env | {"HF_ENDPOINT": "http://127.0.0.1:9"}).stdout == first.stdout
 
 
 @pytest.mark.slow
-def test_a_model_that_the_hub_lacks(hub, sample):
-    done = sample(*ARGUMENTS, "--init_from=someone/other", separate=True, **hub.env)
+def test_a_model_that_the_hub_lacks(hub, run_script):
+    done = run_script(*ARGUMENTS, "--init_from=someone/other", separate=True, **hub.env)
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: there is no folder 'someone/other' here, and the Hugging Face hub has")
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_cached_and_no_network(hub, sample):
-    done = sample(*ARGUMENTS, separate=True, **hub.env | {"HF_ENDPOINT": "http://127.0.0.1:9"})
+def test_a_model_that_is_not_cached_and_no_network(hub, run_script):
+    done = run_script(*ARGUMENTS, separate=True, **hub.env | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: could not get 'someone/tiny': there is no such folder here, it is not in")

@@ -195,24 +195,24 @@ QUICK = {"with-arguments", "another-class", "called", "an-attribute", "module-of
 @needs_linux
 @pytest.mark.parametrize("payload, message", [pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow)
                                               for name, case in ATTACKS.items()])
-def test_hostile_configs_are_refused(payload, message, refused, good, tmp_path):
-    write_checkpoint(tmp_path, poison(good, "model_args", payload))
-    refused(message)
+def test_hostile_configs_are_refused(payload, message, assert_refused, valid_checkpoint, tmp_path):
+    write_checkpoint(tmp_path, poison(valid_checkpoint, "model_args", payload))
+    assert_refused(message)
 
 
 @needs_linux
-def test_many_configs_take_little(refused, good, tmp_path):
+def test_many_configs_take_little(assert_refused, valid_checkpoint, tmp_path):
     count = MAX_STEPS // 400
     pieces = b"](" + MAKE.replace(CONFIG, CONFIG + b"q\1") + (b"h\1)\x81" + value({f"x{i}": i for i in range(60)}) + b"b") * count + b"e"
-    write_checkpoint(tmp_path, poison(good, "model_args", pieces))
-    refused("out/ckpt.pt")
+    write_checkpoint(tmp_path, poison(valid_checkpoint, "model_args", pieces))
+    assert_refused("out/ckpt.pt")
 
 
 @needs_linux
-def test_a_vocabulary_holds_no_config(refused, good, tmp_path):
-    write_checkpoint(tmp_path, good)
+def test_a_vocabulary_holds_no_config(assert_refused, valid_checkpoint, tmp_path):
+    write_checkpoint(tmp_path, valid_checkpoint)
     (tmp_path / "out" / "meta.pkl").write_bytes(b"\x80\x04" + MAKE + value({"a": 1}) + b"b.")
-    refused("names train_gpt2.GPTConfig, which could run code")
+    assert_refused("names train_gpt2.GPTConfig, which could run code")
 
 
 def test_the_module_of_a_config_is_not_imported(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ WORD_PIECE = {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix"
 
 
 def changed(path, value):
-    """The good file with another value at this path."""
+    """The file with another value at this path."""
     content = copy.deepcopy(BPE)
     *parents, last = path.split(".")
     inner = content
@@ -106,27 +106,27 @@ QUICK = ["doubling-replaces", "bytes-of-bytes", "endless-expression", "precompil
 
 
 @pytest.mark.parametrize("content", cases(HOSTILE, QUICK))
-def test_hostile_tokenizers_are_refused(content, refused, hf_copy):
+def test_hostile_tokenizers_are_refused(content, assert_refused, hf_copy):
     (hf_copy / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogatepass"))
-    refused("out", "out")
+    assert_refused("out", "out")
 
 
 @pytest.mark.parametrize("content", [json.dumps(BPE), changed("model", UNIGRAM), changed("model", WORD_PIECE), changed("model", BPE["model"] | {"dropout": 0.5}),
                                      normalizer(replace({"String": " "}, "▁")), added((SIZE, "<a>"), (SIZE + 1, "<b>")), changed("normalizer", nested(100))],
                          ids=["bpe", "unigram", "wordpiece", "dropout", "replace", "added", "sequences"])
-def test_the_files_that_they_are_made_from_load(content, load_apart, hf_copy):
-    """So that it is what they change that is refused."""
+def test_the_files_that_they_are_made_from_load(content, load_in_subprocess, hf_copy):
+    """So that it is what they change that is assert_refused."""
     (hf_copy / "tokenizer.json").write_text(content)
-    assert load_apart(hf_copy.parent, "out")[:2] == (0, "")
+    assert load_in_subprocess(hf_copy.parent, "out")[:2] == (0, "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [HOSTILE["doubling-replaces"], HOSTILE["100000-added-tokens"], HOSTILE["wide-tree"]], ids=["text", "added", "tree"])
-def test_so_are_those_beside_a_ckpt_pt(content, refused, good, tmp_path):
+def test_so_are_those_beside_a_ckpt_pt(content, assert_refused, valid_checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "ckpt.pt").write_bytes(good)
+    (tmp_path / "out" / "ckpt.pt").write_bytes(valid_checkpoint)
     (tmp_path / "out" / "tokenizer.json").write_text(content)
-    refused("out/tokenizer.json")
+    assert_refused("out/tokenizer.json")
 
 
 @pytest.mark.parametrize("change", [
@@ -147,16 +147,16 @@ def test_what_would_change_a_prompt_is_dropped(change, tmp_path):
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"' + b"9" * 5000 + b'": {"content": "<a>"}}}'),
     ("tokenizer_config.json", b'{"add_prefix_space": {"a": 1}}'),
 ], ids=["lines-of-one", "utf-16", "many-lines", "list", "text-id", "id-twice", "list-id", "deep", "number", "class", "long-id", "no-bool"])
-def test_hostile_older_files_are_refused(name, content, refused, hf_copy):
+def test_hostile_older_files_are_refused(name, content, assert_refused, hf_copy):
     (hf_copy / "vocab.json").write_text(json.dumps(BPE["model"]["vocab"]))
     (hf_copy / "merges.txt").write_text("#version: 0.2\na b\n")
     (hf_copy / name).write_bytes(content)
-    refused("out", "out")
+    assert_refused("out", "out")
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "fifo", "nowhere", "folder"])
-def test_links_to_anything_but_a_file_are_not_read(target, refused, hf_copy):
+def test_links_to_anything_but_a_file_are_not_read(target, assert_refused, hf_copy):
     os.mkfifo(hf_copy / "fifo")
     (hf_copy / "folder").mkdir()
     (hf_copy / "tokenizer.json").symlink_to(target)
-    refused("out/tokenizer.json is missing, or not a regular file", "out")
+    assert_refused("out/tokenizer.json is missing, or not a regular file", "out")
