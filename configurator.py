@@ -145,7 +145,7 @@ def coerce(name: str, value: Any, types: list[str], given: Any) -> Any:
     type_name = "None" if value is None else type(value).__name__
     allowed = f"{name} takes {' or '.join(TYPE_NAMES[t] for t in types)}"
     if type_name == "int" and value.bit_length() > MAX_INT_BITS:
-        raise ValueError(f"{allowed}, got one of {value.bit_length()} bits")
+        raise ValueError(f"{allowed}, got an integer of {value.bit_length()} bits")
     if type_name == "int" and "float" in types:
         try:
             return float(value)

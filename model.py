@@ -276,7 +276,7 @@ def generate_stream(model: CausalLM, idx: Tensor, max_new_tokens: int, sample_fn
         raise ValueError("there is nothing to continue: idx must hold at least one token")
     cache = model.new_cache(B, min(T + max_new_tokens, block_size))
     window = idx[:, -block_size:]
-    unread = window[:1] if (window == window[:1]).all() else window # if all rows are equal, read one
+    unread = window[:1] if (window == window[:1]).all() else window # equal rows need one forward pass
     for _ in range(max_new_tokens):
         logits = model.next_logits(unread, cache, sample_fn.num_logits_needed if len(window) == 1 else None)
         token = sample_fn(Logits(logits.values.expand(len(window), -1), logits.candidate_ids), window)

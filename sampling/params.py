@@ -21,7 +21,7 @@ class SamplingParams:
     stop: str | list | None = None
     seed: int = 1337
     context_shift: bool = False
-    num_logprobs: int | None = None # log-probabilities: 0: of sampled tokens; n: also of the n most likely; None: none
+    num_logprobs: int | None = None # 0: log-probabilities of the sampled tokens; n: also of the n most likely ones
 
     def __post_init__(self):
         check_sampling_params(vars(self))

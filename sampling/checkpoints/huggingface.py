@@ -81,8 +81,8 @@ def download(name: str) -> Path:
         raise ValueError(f"init_from={name!r:.100} is neither 'resume', nor a folder here, nor a Hugging Face id "
                          "such as gpt2 or user/model") from None
     except errors.RepositoryNotFoundError:
-        raise ValueError(f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or does not "
-                         "show it to you (set HF_TOKEN, or run 'hf auth login')") from None
+        raise ValueError(f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have "
+                         "no access to it (set HF_TOKEN, or run 'hf auth login')") from None
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
         raise ValueError(f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, "
                          f"and the hub did not answer ({first_line(e)}); on a machine that reaches the hub, run "

@@ -149,7 +149,7 @@ def apply_opcode(name: str, argument: Any, operands: list[StackItem]) -> StackIt
     """The StackItem that an opcode leaves on the stack.
 
     Raises Refused if the opcode changes a value that is already part of another value, whose size and depth would then
-    be wrong. In this way, a list could also contain itself.
+    be wrong. A list that contains itself is one such case.
     """
     if name in MUTATE:
         item, *operands = operands

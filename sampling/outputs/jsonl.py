@@ -67,7 +67,7 @@ class JsonlWriter:
         self.file.close()
 
     def record(self, sample: Sample) -> dict[str, Any]:
-        """What the line of a sample holds."""
+        """The fields of a sample's line."""
         return {
             **identity(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
             "finish_reason": sample.finish_reason,

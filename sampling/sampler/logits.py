@@ -1,6 +1,6 @@
 """Changes to logits before a token is sampled: a repetition penalty, temperature, and filters of unlikely tokens.
 
-The results are the same as in transformers. Axes: B rows, V vocabulary entries, S tokens so far.
+They work as in transformers. Axes: B rows, V vocabulary entries, S tokens so far.
 """
 import math
 

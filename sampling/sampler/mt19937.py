@@ -27,7 +27,7 @@ import torch
 
 NUM_WORDS = 624 # that determine the next one
 DEGREE = 19937 # of the characteristic polynomial: 624 * 32 bits without the 31 that the recurrence ignores
-JUMP_THRESHOLD = 2**24 # from so many random numbers on, a jump is faster than a walk
+JUMP_THRESHOLD = 2**24 # a jump past this many random numbers, or more, is faster than a walk
 
 # The layout of torch's CPU generator state (CPUGeneratorImpl), in units of 32 bits. Each word takes 64 bits.
 NUM_LEFT, NEXT, WORDS = 2, 4, slice(6, 6 + 2 * NUM_WORDS, 2)

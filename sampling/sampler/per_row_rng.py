@@ -29,7 +29,7 @@ class PerRowRNG:
         if device.type != "cuda": # nanoGPT initialises its model on the CPU
             advance_mt19937(self.stream, num_init_draws)
         self.draws_per_sample, self.vocab_size = draws_per_sample, vocab_size
-        self.index = 0 # the sample at whose start self.stream is
+        self.index = 0 # self.stream is at the start of this sample
         self.generators: list[torch.Generator] = [] # one per row
         self.states: list[Tensor] = [] # where the sample of each row starts
         self.numbers: Tensor | None = None # (B, V): the latest draw of each row

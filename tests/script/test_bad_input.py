@@ -63,7 +63,7 @@ BAD = { # arguments, exit status, a part of the error line
     "huge-numbers": (["--num_samples=" + "9" * 30], 2, "num_samples must be"),
     "huge-length": (["--max_new_tokens=" + "9" * 30], 2, "max_new_tokens must be"),
     "huge-batch": (["--batch_size=" + "9" * 30], 2, "batch_size must be"),
-    "huge-number-in-a-file": (["vast.py"], 2, "got one of 16610 bits"),
+    "huge-number-in-a-file": (["vast.py"], 2, "got an integer of 16610 bits"),
     "file-that-exits": (["exits.py"], 2, "exits.py, line 2: SystemExit"),
     "top_p-0": (["--top_p=0"], 2, "top_p must be above 0 and at most 1"),
     "min_p-2": (["--min_p=2"], 2, "min_p must be from 0 to 1"),

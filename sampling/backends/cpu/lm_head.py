@@ -50,7 +50,7 @@ class ShortlistLMHead:
         return Logits(self.linear(x))
 
     def worth_trying(self, k: int) -> bool:
-        """Whether the failure budget for this k is not used up."""
+        """Whether any failure budget is left for this k."""
         if self.k != k:
             self.k, self.budget = k, FAILURE_BUDGET
         if self.budget <= 0:

@@ -57,7 +57,7 @@ def is_supported(dtype: torch.dtype = torch.float32) -> bool:
 class PackedLinear:
     """A Linear that can also apply GELU ("none" or "tanh", as in F.gelu) or add a residual, in one pass.
 
-    It packs its weight when that saves time, so that the first token does not wait; with pack_eagerly, it packs now.
+    It packs its weight when that saves time, so that the first token does not wait. With pack_eagerly, it packs now.
     It is not a Module, because hooks and attribute look-ups of Modules take a tenth of a small model's step.
     """
 

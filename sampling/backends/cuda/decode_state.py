@@ -9,7 +9,7 @@ from model import KVCache, linear_dtype, window_length
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.sampler.sample_token import Logits, SampleFn
 
-BUCKET = 128 # a step attends to a multiple of so many cached positions; each multiple has its own graph
+BUCKET = 128 # each step attends to a multiple of this number of cached positions; each multiple has its own graph
 
 
 class DecodeState:
@@ -54,7 +54,7 @@ class DecodeState:
 
     def prefill(self, idx: Tensor) -> None:
         """Read (B, T) ids into the empty cache and sample the next token."""
-        shared = idx[:1] if (idx == idx[:1]).all() else idx # if all rows are equal, read one
+        shared = idx[:1] if (idx == idx[:1]).all() else idx # equal rows need one forward pass
         self.cache.seq_len = 0
         self.window.copy_(idx[:, :1].expand_as(self.window)) # (B, 1) -> (B, block_size)
         self.window[:, :idx.size(1)] = idx
