@@ -59,7 +59,7 @@ def find_checkpoint(out_dir: str | Path) -> Path:
     require_no_others(Path(out_dir))
     nearby, numbered = checkpoints_near(out_dir), numbered_near(out_dir)
     hint = f"; nearby there is one in {', '.join(nearby)}" if nearby else ""
-    hint += f"; there is {numbered}, for which pass --out_dir={numbered}" if numbered else ""
+    hint += f"; for the one in {numbered.parent} pass --out_dir={numbered}" if numbered else ""
     raise FileNotFoundError(f"there is no checkpoint at {path}{hint}; pass --out_dir=FOLDER, or for GPT-2 "
                             "--init_from=gpt2")
 

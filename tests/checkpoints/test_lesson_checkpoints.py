@@ -126,6 +126,11 @@ def test_nanogpts_own_gptconfig_keeps_the_exact_gelu(entry, as_dict, tmp_path, m
     assert same_model(save_lesson(tmp_path, model, **{"config": None, entry: config}), model)
 
 
+@pytest.mark.parametrize("config", [SIZES | {"gelu": "none"}, SHAPE | {"gelu": "tanh"}], ids=["five-fields", "all-fields"])
+def test_a_config_may_say_which_gelu(config, tmp_path):
+    assert same_model(save_lesson(tmp_path, make_gpt(gelu=config["gelu"]), config), make_gpt(gelu=config["gelu"]))
+
+
 def test_model_args_come_before_config(tmp_path):
     """nanoGPT's own files hold both: config is train.py's settings there."""
     model = make_gpt()
