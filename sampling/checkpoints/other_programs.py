@@ -3,20 +3,19 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+
+from torch import Tensor
 
 from sampling.checkpoints.errors import ForbiddenName, OtherProgram
 from sampling.checkpoints.hf_files import read_json, read_safetensors
-
-if TYPE_CHECKING: # it takes a second to import
-    from torch import Tensor
+from sampling.checkpoints.state_dict import EMBEDDING, HEAD
 
 SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'
 LLM_C_MAGIC = {20240326, 20240327, 20240328, 20240520, 20240527} # its models, states, tokenizer and data
 LIGHTNING_KEY = "pytorch-lightning_version"
 EARLY_MINGPT = re.compile(r"(tok_emb|pos_emb|blocks\.\d+\.attn\.(key|query|value))(\.weight)?")
 NANOCHAT = re.compile(r"transformer\.h\.\d+\.attn\.c_[qkv]\.weight")
-HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 FIRST_QKV = "transformer.h.0.attn.c_attn.weight" # of nanoGPT, build-nanogpt, minGPT and Hugging Face
 
 
@@ -38,9 +37,14 @@ def refuse_safetensors(path: Path) -> NoReturn:
 
     Raises ValueError if the file is damaged.
     """
+    refuse_part_of_model(path)
+    refuse_bare_state_dict(path, read_safetensors(path), "safetensors.torch.load_file")
+
+
+def refuse_part_of_model(path: Path) -> None:
+    """Raise OtherProgram if a file lies in the folder of a Hugging Face model."""
     if has_model_type(path.parent):
         raise OtherProgram(f"{path} belongs to a Hugging Face model; pass --init_from={path.parent}")
-    refuse_bare_state_dict(path, read_safetensors(path), "safetensors.torch.load_file")
 
 
 def refuse_safetensors_in(folder: Path) -> None:
@@ -64,8 +68,8 @@ def explain_forbidden_name(path: Path, pickled: bytes, error: ForbiddenName) -> 
     if LIGHTNING_KEY.encode() in pickled:
         refuse_lightning(path)
     if b"_parameters" in pickled and b"_modules" in pickled:
-        raise OtherProgram(f"cannot read {path}: {error}. It holds a whole pickled module; where the module's class is "
-                           f"defined, load it and save its tensors and sizes: {SAVE_MODEL}")
+        raise OtherProgram(f"cannot read {path}: {error}. It holds a whole pickled module; if it is your own, load it "
+                           f"where its class is defined, and save its tensors and sizes: {SAVE_MODEL}")
 
 
 def refuse_other_contents(path: Path, content: object) -> None:
@@ -74,7 +78,7 @@ def refuse_other_contents(path: Path, content: object) -> None:
         return
     if LIGHTNING_KEY in content:
         refuse_lightning(path)
-    if content and all(isinstance(name, str) and hasattr(value, "untyped_storage") for name, value in content.items()):
+    if content and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
         refuse_bare_state_dict(path, content, "torch.load")
 
 
@@ -95,7 +99,7 @@ def refuse_other_tensors(path: Path, names: Collection[str]) -> None:
                            "nanoGPT's; sample from it with minGPT itself: mingpt.utils.sample")
 
 
-def refuse_bare_state_dict(path: Path, tensors: "Mapping[str, Tensor]", loader: str) -> NoReturn:
+def refuse_bare_state_dict(path: Path, tensors: Mapping[str, Tensor], loader: str) -> NoReturn:
     """Raise OtherProgram for a file that holds a state_dict and nothing else: how to save it with its sizes.
 
     loader is the function that reads such a file.
@@ -108,13 +112,14 @@ def refuse_bare_state_dict(path: Path, tensors: "Mapping[str, Tensor]", loader: 
         raise OtherProgram(f"{path} holds tensors alone, named {some}; the names of a nanoGPT model begin with "
                            "transformer.wte and transformer.h")
     if first.dim() == 2 and first.shape[0] < first.shape[1]: # Conv1D: (E, 3E)
+        refuse_part_of_model(path)
         raise OtherProgram(f"{path} holds the tensors of a Hugging Face GPT-2, but there is no config.json; save "
                            "the model with model.save_pretrained(DIR), then pass --init_from=DIR")
     raise OtherProgram(f"{path} holds a state_dict alone, and n_head cannot be told from it; "
                        f"{how_to_save(path, plain, loader)}")
 
 
-def refuse_nanogpt_layout(path: Path, tensors: "Mapping[str, Tensor]") -> None:
+def refuse_nanogpt_layout(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise OtherProgram if the tensors of a Hugging Face model are nanoGPT's, whose Linears are not transposed."""
     first = tensors.get(FIRST_QKV, tensors.get(FIRST_QKV.removeprefix("transformer.")))
     if first is not None and first.dim() == 2 and first.shape[0] > first.shape[1]:
@@ -128,7 +133,7 @@ def plain_name(name: str) -> str:
     return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
-def how_to_save(path: Path, tensors: "Mapping[str, Tensor]", loader: str) -> str:
+def how_to_save(path: Path, tensors: Mapping[str, Tensor], loader: str) -> str:
     """Advice to save tensors with the sizes that they show, and with places for the others.
 
     Five sizes under config are what build-nanogpt saves, whose GELU is the tanh form, as minGPT's is.
@@ -139,7 +144,7 @@ def how_to_save(path: Path, tensors: "Mapping[str, Tensor]", loader: str) -> str
             "minGPT; then pass --out_dir=ckpt.pt")
 
 
-def sizes_of(tensors: "Mapping[str, Tensor]") -> dict[str, object]:
+def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """The sizes that tensors of nanoGPT's names show; those that they do not show are "?"."""
     def shape(name: str, axis: int) -> object:
         tensor = tensors.get(name)

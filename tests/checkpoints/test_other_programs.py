@@ -42,10 +42,12 @@ def test_a_bare_state_dict(prefix, tmp_path):
     assert '"config" in place of "model_args" for a model of build-nanogpt or minGPT' in message
 
 
-@pytest.mark.parametrize("entry, gelu", [("model_args", "none"), ("config", "tanh")])
-def test_the_advice_for_a_bare_state_dict_works(entry, gelu, tmp_path):
-    model = make_gpt(gelu=gelu)
-    path = save(tmp_path, model.state_dict())
+@pytest.mark.parametrize("entry, changes", [
+    ("model_args", {}), ("model_args", {"bias": False}), ("config", {"gelu": "tanh"}), ("config", {"gelu": "tanh", "tie_word_embeddings": False}),
+], ids=["nanoGPT", "nanoGPT-no-bias", "build-nanogpt", "minGPT"])
+def test_the_advice_for_a_bare_state_dict_works(entry, changes, tmp_path):
+    model = make_gpt(**changes)
+    path = save(tmp_path, model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16)})
     command = error_of(path).split("sizes: ")[1].split(', with "config"')[0]
     command = command.replace("n_head=?", "n_head=2").replace("model_args", entry).replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
     exec(command, {"torch": torch})
@@ -64,6 +66,8 @@ def test_the_state_dict_of_a_hugging_face_model(tmp_path):
     tensors = make_transformers_gpt2(vocab_size=300).state_dict()
     for content in tensors, {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}:
         assert "save the model with model.save_pretrained(DIR), then pass --init_from=DIR" in error_of(save(tmp_path, content))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert f"belongs to a Hugging Face model; pass --init_from={tmp_path}" in error_of(save(tmp_path, tensors, "pytorch_model.bin"))
 
 
 def test_tensors_of_no_gpt(tmp_path):
