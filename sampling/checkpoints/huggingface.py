@@ -5,6 +5,7 @@ from pathlib import Path
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.errors import first_line
 from sampling.checkpoints.hf_files import read_json, read_safetensors
+from sampling.checkpoints.nearby import latest_numbered
 from sampling.checkpoints.other_programs import refuse_nanogpt_layout, refuse_safetensors, refuse_safetensors_in
 from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_STEPS
 from sampling.checkpoints.state_dict import (
@@ -65,7 +66,9 @@ def find_folder(name_or_folder: str) -> Path:
     folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
     if not (folder / "config.json").is_file():
         refuse_safetensors_in(folder)
-        raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json")
+        numbered = latest_numbered(folder)
+        hint = f"; for {numbered.name} pass --out_dir={numbered}" if numbered else ""
+        raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json{hint}")
     return folder
 
 

@@ -1,10 +1,10 @@
 """Loads the ckpt.pt that nanoGPT's train.py wrote, and the model_*.pt of build-nanogpt, the GPT-2 lesson."""
-import re
 from pathlib import Path
 
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.entries import model_entries
 from sampling.checkpoints.init_draws import count_init_draws
+from sampling.checkpoints.nearby import checkpoints_near, latest_numbered, numbered_near
 from sampling.checkpoints.other_programs import has_model_type, refuse_other_files, refuse_safetensors_in
 from sampling.checkpoints.state_dict import (
     EMBEDDING,
@@ -16,8 +16,6 @@ from sampling.checkpoints.state_dict import (
 )
 from sampling.checkpoints.torch_files import read_torch_file
 
-PROJECT = Path(__file__).resolve().parents[2]
-NUMBERED = "model_*.pt", "ckpt_*.pt"
 WRAPPER_PREFIXES = "_orig_mod.", "module.", "_orig_mod." # of torch.compile and DDP, in either order
 
 
@@ -71,28 +69,6 @@ def require_no_others(folder: Path) -> None:
     if numbered := latest_numbered(folder):
         raise FileNotFoundError(f"{folder} holds {numbered.name}, but no ckpt.pt; pass --out_dir={numbered}")
     refuse_safetensors_in(folder)
-
-
-def checkpoints_near(out_dir: str | Path) -> list[str]:
-    """Up to five folders with a ckpt.pt: in or beside out_dir, in the working directory, or in this project."""
-    folders = PROJECT, Path(), Path(out_dir).parent, Path(out_dir)
-    found = {path.resolve(): str(path.parent) for folder in folders for path in folder.glob("*/ckpt.pt")}
-    return sorted(found.values())[:5]
-
-
-def numbered_near(out_dir: str | Path) -> Path | None:
-    """A model_*.pt or ckpt_*.pt near out_dir or the working directory, in a folder that has no ckpt.pt."""
-    folders = {path.parent for base in (Path(), Path(out_dir).parent) for pattern in NUMBERED
-               for path in (*base.glob(pattern), *base.glob(f"*/{pattern}"))}
-    found = (latest_numbered(folder) for folder in sorted(folders) if not (folder / "ckpt.pt").exists())
-    return next(filter(None, found), None)
-
-
-def latest_numbered(folder: Path) -> Path | None:
-    """The model_*.pt or ckpt_*.pt with the highest number, as training loops name a checkpoint after its step."""
-    paths = [path for pattern in NUMBERED for path in folder.glob(pattern) if path.is_file()]
-    return max(paths, key=lambda path: ([int(digits) for digits in re.findall(r"\d{1,18}", path.name)], path.name),
-               default=None)
 
 
 def unwrap(state_dict: StateDict) -> StateDict:

@@ -196,6 +196,7 @@ def test_a_folder_of_numbered_checkpoints(names, latest, tmp_path, monkeypatch):
         (folder / name).touch()
     (folder / "model_dir.pt").mkdir()
     assert f"holds {latest}, but no ckpt.pt; pass --out_dir={folder / latest}" in error_of(folder)
+    assert f"for {latest} pass --out_dir={folder / latest}" in error_of(folder, load_gpt2)
     for missing in tmp_path / "out", folder / "out": # folder beside it, and the folder that it would be in
         assert f"pass --out_dir={folder / latest}" in error_of(missing)
     monkeypatch.chdir(tmp_path)
