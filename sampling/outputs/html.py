@@ -16,6 +16,7 @@ from typing import Any
 from sampling.outputs.output_file import append, open_output
 from sampling.params import Sample, Token
 
+NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
 
 
@@ -117,7 +118,7 @@ def token_data(tokens: list[Token]) -> str:
     """
     data = []
     for token in tokens:
-        top = [(clean(text), neg_millilogprob(logprob)) for text, logprob in token.top_logprobs]
+        top = [(clean(text), neg_millilogprob(logprob)) for text, logprob in token.top_logprobs[:NUM_ALTERNATIVES]]
         data.append([utf16_length(token.text), neg_millilogprob(token.logprob), *(x for pair in top for x in pair)])
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sampling.inputs.prompts import MULTI_KINDS, parse_start
 from sampling.outputs.output_file import append, check_not_removed, open_output
-from sampling.params import Sample, SampleRequest
+from sampling.params import Sample, SampleRequest, Token
 from sampling.validation import as_list
 
 VERSION = 2 # of the fields of a line; lines of version 1 have no such field
@@ -23,12 +23,16 @@ REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k",
 class JsonlWriter:
     """Writes samples to a file, in order. Each sample is flushed when it is finished.
 
-    The lines that the file already holds stay, and resume checks them. Each line holds a sample, checkpoint_id ("path"
-    and "crc32") and settings. Raises OSError or ValueError if the file cannot be opened.
+    What the file already holds stays; resume checks it. Every line holds checkpoint_id ("path" and "crc32") and
+    settings besides its sample. logprobs: every line also holds its tokens, each with so many of the most likely ones.
+    Raises OSError or ValueError if the file cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike, checkpoint_id: dict[str, str | None], settings: dict[str, Any]):
-        self.path, self.checkpoint_id, self.settings = path, checkpoint_id, settings
+    def __init__(self, path: str | os.PathLike, checkpoint_id: dict[str, str | None], settings: dict[str, Any],
+                 logprobs: int | None = None):
+        self.path, self.checkpoint_id, self.logprobs = path, checkpoint_id, logprobs
+        # Among the settings, so that all lines of a file have the same fields.
+        self.settings = settings if logprobs is None else {**settings, "logprobs": logprobs}
         self.file = open_output(path)
         self.num_saved = sum(line.endswith(b"\n") for line in self.file)
 
@@ -67,13 +71,12 @@ class JsonlWriter:
         self.file.close()
 
     def record(self, sample: Sample) -> dict[str, Any]:
-        """The fields of a sample's line."""
+        """What the line of a sample holds."""
+        logprobs = {} if self.logprobs is None else {"logprobs": token_logprobs(sample.tokens, self.logprobs)}
         return {
             **identity(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
-            "finish_reason": sample.finish_reason,
-            # Four digits, because further digits depend on which samples shared a batch.
-            "cumulative_logprob": float(f"{sample.cumulative_logprob:.4g}"), "seed": self.settings["seed"],
-            "checkpoint": self.checkpoint_id, "settings": self.settings,
+            "finish_reason": sample.finish_reason, "cumulative_logprob": round_logprob(sample.cumulative_logprob),
+            **logprobs, "seed": self.settings["seed"], "checkpoint": self.checkpoint_id, "settings": self.settings,
         }
 
     def is_truncated(self, line: bytes, request: SampleRequest) -> bool:
@@ -115,6 +118,20 @@ def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtyp
         "device": device_type,
         "dtype": dtype_name,
     }
+
+
+def token_logprobs(tokens: list[Token], num_top: int) -> dict[str, Any]:
+    """The tokens and their log-probabilities as OpenAI's chat completions have them, with their ids."""
+    return {"content": [
+        {"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob),
+         "top_logprobs": [{"token": text, "logprob": round_logprob(logprob)}
+                          for text, logprob in token.top_logprobs[:num_top]]}
+        for token in tokens]}
+
+
+def round_logprob(logprob: float) -> float:
+    """Three decimals, as the page has: further ones depend on which samples shared a batch."""
+    return round(logprob, 3) + 0.0 # never -0.0
 
 
 def identity(request: SampleRequest) -> dict[str, Any]:

@@ -54,7 +54,8 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
     jsonl = html = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
     if settings["out_file"]:
-        jsonl = JsonlWriter(settings["out_file"], {"path": checkpoint.path, "crc32": checkpoint.crc32}, run_settings)
+        checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32}
+        jsonl = JsonlWriter(settings["out_file"], checkpoint_id, run_settings, settings.get("logprobs"))
         if jsonl.num_saved:
             log(f"{settings['out_file']} holds {jsonl.num_saved} samples already: resuming after them")
     num_saved = jsonl.num_saved if jsonl else 0
