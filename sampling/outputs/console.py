@@ -1,6 +1,7 @@
 """Shows messages on standard error, and ends the script. Only samples go to standard output."""
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,8 +55,11 @@ def log(text: str) -> None:
 
 
 def shows_progress_bar() -> bool:
-    """Whether to show a bar: only standard error, and not the samples, must go to the terminal."""
-    return _console.is_main and is_tty(sys.stderr) and not is_tty(sys.stdout)
+    """Whether the user would see a bar on standard error, and not between samples on the same terminal.
+
+    What reads a pipe may show the samples there, as in: python sample.py | tee samples.txt
+    """
+    return _console.is_main and is_tty(sys.stderr) and not (is_tty(sys.stdout) or is_pipe(sys.stdout))
 
 
 def set_progress_bar(bar: ProgressBar | None) -> None:
@@ -104,3 +108,15 @@ def sanitize(text: str) -> str:
 def is_tty(stream: TextIO | None) -> bool:
     """Whether a stream goes to a terminal."""
     return stream is not None and stream.isatty()
+
+
+def is_pipe(stream: TextIO | None) -> bool:
+    """Whether another program reads what is written to a stream."""
+    with suppress(OSError): # some streams have no descriptor, as in a notebook
+        return stream is not None and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    return False
+
+
+def has_colors(stream: TextIO | None) -> bool:
+    """Whether colours may be written to a stream: see https://no-color.org and https://force-color.org."""
+    return not os.environ.get("NO_COLOR") and (is_tty(stream) or bool(os.environ.get("FORCE_COLOR")))

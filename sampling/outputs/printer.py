@@ -1,27 +1,31 @@
 """Prints samples on standard output, as nanoGPT does."""
 import math
+import os
 import sys
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.outputs.console import is_tty, sanitize
-from sampling.params import Sample, TextCursor
+from sampling.outputs.console import has_colors, is_tty, log, sanitize
+from sampling.params import Sample, TextCursor, Token
 
 RULE = "---------------" # nanoGPT prints it after every sample
 
-# Backgrounds, of the terminal's 256 colours, for tokens below these probabilities; more likely tokens have none.
-BACKGROUNDS = (0.01, 203), (0.05, 216), (0.2, 223)
+# The page's backgrounds, for tokens below these probabilities: in red, green and blue, and the nearest of 256 colours.
+TINTS = ((0.01, (240, 160, 113), 209), (0.02, (244, 179, 141), 216), (0.05, (247, 195, 166), 217),
+         (0.1, (250, 212, 190), 223), (0.2, (251, 227, 212), 224), (0.5, (252, 239, 231), 230))
 
 
 class Printer:
     """Prints samples one after another: whole, or in parts while they stream.
 
-    show_probs: the background of each token shows its probability.
+    show_probs: the background of each token shows its probability, if standard output has colours.
     """
 
     def __init__(self, tokenizer: Tokenizer, show_probs: bool = False):
         self.tokenizer, self.show_probs = tokenizer, show_probs
-        self.is_terminal = is_tty(sys.stdout)
-        self.cursor = None # how much of the current sample was printed; None: nothing, not even its prompt
+        self.is_terminal, self.has_colors = is_tty(sys.stdout), has_colors(sys.stdout)
+        if show_probs and not self.has_colors:
+            log("show_probs has no effect: standard output is not a terminal, or NO_COLOR is set")
+        self.cursor = None # where printing the current sample stands; None: its prompt comes next
 
     def update(self, sample: Sample) -> None:
         """Print the new text of a sample, and the rule when it is finished."""
@@ -30,7 +34,9 @@ class Printer:
             self.cursor = TextCursor(sample)
             parts.append(self._safe(self.tokenizer.decode(sample.request.prompt_ids)))
         for text, token in self.cursor.read():
-            parts.append(colorize(self._safe(text), token.logprob) if self.show_probs else self._safe(text))
+            shows_prob = self.show_probs and self.has_colors and token.logprob is not None
+            logprob = char_logprob(sample.tokens, self.cursor.token) if shows_prob else 0.0
+            parts.append(colorize(self._safe(text), logprob))
         if sample.finish_reason is not None:
             parts.append(f"\n{RULE}\n")
             self.reset()
@@ -45,10 +51,21 @@ class Printer:
         return sanitize(text) if self.is_terminal else text
 
 
+def char_logprob(tokens: list[Token], index: int) -> float:
+    """The log-probability of the token at index, with those before it that have only the beginning of its character."""
+    logprob = tokens[index].logprob
+    while index and not tokens[index - 1].text:
+        index -= 1
+        logprob += tokens[index].logprob
+    return logprob
+
+
 def colorize(text: str, logprob: float) -> str:
     """The text on a terminal background that shows how likely it was. Line ends have no background."""
-    background = next((colour for limit, colour in BACKGROUNDS if math.exp(logprob) < limit), None)
-    if background is None:
+    tint = next((tint for limit, *tint in TINTS if math.exp(logprob) < limit), None)
+    if tint is None:
         return text
-    begin, end = f"\x1b[38;5;16;48;5;{background}m", "\x1b[0m" # black text, whatever the terminal's own colour
+    (red, green, blue), of_256 = tint
+    background = f"2;{red};{green};{blue}" if os.environ.get("COLORTERM") in ("truecolor", "24bit") else f"5;{of_256}"
+    begin, end = f"\x1b[38;5;16;48;{background}m", "\x1b[0m" # black text, whatever the terminal's own colour
     return "\n".join(line and begin + line + end for line in text.split("\n"))

@@ -1,5 +1,6 @@
 """Messages on standard error, and exit statuses."""
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -86,7 +87,30 @@ def test_a_progress_bar_is_shown_only_if_stderr_is_a_terminal_and_stdout_is_not(
             assert console.shows_progress_bar() == (stderr_is_tty and not stdout_is_tty)
 
 
-def test_a_closed_or_full_stderr_is_ignored(read_stderr, monkeypatch):
+def test_there_is_no_bar_beside_a_pipe_whose_reader_may_show_the_samples(stderr, monkeypatch):
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with open(reader), open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert not console.shows_progress_bar()
+    with open(os.devnull, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert console.shows_progress_bar()
+
+
+@pytest.mark.parametrize("environment, on_terminal, in_file", [({}, True, False), ({"NO_COLOR": "1"}, False, False), ({"NO_COLOR": ""}, True, False),
+                                                               ({"FORCE_COLOR": "1"}, True, True), ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False)], ids=str)
+def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, environment, on_terminal, in_file):
+    for name in "NO_COLOR", "FORCE_COLOR":
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    file, terminal = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True
+    assert (console.has_colors(terminal), console.has_colors(file)) == (on_terminal, in_file)
+
+
+def test_a_closed_standard_error_is_no_error(stderr, monkeypatch):
     class Full(io.StringIO):
         def write(self, text):
             raise OSError(28, "No space left on device")

@@ -1,14 +1,17 @@
-"""Printing samples to a pipe and to a terminal."""
+"""Samples on standard output, through a pipe and on a terminal."""
+import json
 import math
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 from models import make_gpt, save_checkpoint, save_meta
-from pages import finished_sample
+from pages import finished, token
 from project import RULE
-from sampling.outputs.printer import Printer, colorize
+from sampling.outputs import html
+from sampling.outputs.printer import TINTS, Printer, colorize
 from sampling.params import Prompt, Sample, SampleRequest, Token
 from script_process import start_script
 from terminal import Terminal
@@ -54,22 +57,62 @@ def test_a_pipe_receives_each_sample_as_a_whole(char_checkpoint):
     assert len(parts) > 5 and all(part.endswith(f"\n{RULE}\n") for part in parts)
 
 
-def test_show_probs_only_adds_colours(run_script, char_checkpoint):
-    plain = run_script(f"--out_dir={char_checkpoint}", *RUN).stdout
-    done = run_script(f"--out_dir={char_checkpoint}", *RUN, "--show_probs")
+def test_show_probs_colours_tokens_and_nothing_else(sample, letters):
+    plain = sample(f"--out_dir={letters}", *RUN).stdout
+    done = sample(f"--out_dir={letters}", *RUN, "--show_probs", FORCE_COLOR="1")
     assert plain and re.sub(r"\x1b\[[0-9;]*m", "", done.stdout) == plain
     assert len(set(re.findall(r"\x1b\[38;5;16;48;5;(\d+)m", done.stdout))) >= 3
     assert all("\n" not in text for text in re.findall(r"\x1b\[38;5;16;48;5;\d+m(.*?)\x1b\[0m", done.stdout, re.DOTALL))
     assert done.stdout.startswith("The ") # the prompt has no colours
 
 
-@pytest.mark.parametrize("probability, background", [(0.9, None), (0.2, None), (0.19, 223), (0.04, 216), (0.001, 203)])
-def test_less_likely_tokens_have_a_stronger_background(probability, background):
-    line = "a" if background is None else f"\x1b[38;5;16;48;5;{background}ma\x1b[0m"
+def test_show_probs_writes_no_colours_to_files(sample, letters):
+    plain = sample(f"--out_dir={letters}", *RUN).stdout
+    done = sample(f"--out_dir={letters}", *RUN, "--show_probs")
+    assert plain and done.stdout == plain
+    assert "show_probs has no effect: standard output is not a terminal, or NO_COLOR is set\n" in done.stderr
+
+
+@pytest.mark.parametrize("colorterm, column", [("truecolor", 0), ("", 1)])
+@pytest.mark.parametrize("probability, background", [
+    (0.9, None), (0.5, None), (0.3, ("2;252;239;231", "5;230")), (0.15, ("2;251;227;212", "5;224")), (0.07, ("2;250;212;190", "5;223")),
+    (0.03, ("2;247;195;166", "5;217")), (0.015, ("2;244;179;141", "5;216")), (0.001, ("2;240;160;113", "5;209"))])
+def test_less_likely_tokens_have_a_stronger_background(monkeypatch, colorterm, column, probability, background):
+    monkeypatch.setenv("COLORTERM", colorterm)
+    line = "a" if background is None else f"\x1b[38;5;16;48;{background[column]}ma\x1b[0m"
     assert colorize("a\n\na", math.log(probability)) == f"{line}\n\n{line}"
 
 
-class CodePointTokenizer:
+def test_the_tints_are_those_of_the_page():
+    page = Path(html.__file__).with_name("page.html").read_text(encoding="utf-8")
+    assert [limit for limit, *_ in TINTS][::-1] == json.loads(re.sub(r"(?<!\d)\.", "0.", re.search(r"const LIMITS = (\[.*\])", page)[1]))
+    shares = [int(share) / 100 for share in re.findall(r"\.p[1-6] { --unlikely: (\d+)%; }", page)]
+    paper, strong = (as_oklab(re.search(f"--{name}: (#\\w+)", page)[1]) for name in ("paper", "strong"))
+    for share, (_, (red, green, blue), _) in zip(shares[::-1], TINTS, strict=True):
+        mixed = [share * s + (1 - share) * p for s, p in zip(strong, paper, strict=True)]
+        assert as_oklab(f"#{red:02x}{green:02x}{blue:02x}") == pytest.approx(mixed, abs=0.003)
+
+
+def as_oklab(color):
+    """A CSS colour of six digits in Oklab, the space in which the page mixes its colours (Ottosson 2020)."""
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (byte / 255 for byte in bytes.fromhex(color[1:])))
+    l, m, s = ((x * r + y * g + z * b) ** (1 / 3) for x, y, z in [  # noqa: E741
+        (0.4122214708, 0.5363325363, 0.0514459929), (0.2119034982, 0.6806995451, 0.1073969566), (0.0883024619, 0.2817188376, 0.6299787005)])
+    return [x * l + y * m + z * s for x, y, z in [
+        (0.2104542553, 0.7936177850, -0.0040720468), (1.9779984951, -2.4285922050, 0.4505937099), (0.0259040371, 0.7827717662, -0.8086757660)]]
+
+
+def test_a_character_of_several_tokens_has_the_tint_of_all_of_them(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("COLORTERM", raising=False)
+    sample = finished(0, "<", [token("a", 0.9), token("", 0.5), token("", 0.5), token("é", 0.5)])
+    sample.num_emittable_chars = 2
+    Printer(Ords(), show_probs=True).update(sample)
+    assert capsys.readouterr().out == f"a\x1b[38;5;16;48;5;224mé\x1b[0m\n{RULE}\n"
+
+
+class Ords:
     """A tokenizer whose ids are code points."""
 
     def decode(self, ids):
