@@ -1,4 +1,5 @@
-"""Shows messages on standard error, and ends the script. Only samples go to standard output."""
+"""Messages on standard error, and how the script ends. Standard output is for the samples alone."""
+import codecs
 import os
 import signal
 import stat
@@ -27,13 +28,15 @@ class Console:
     """The state that the functions below share."""
     is_main: bool = True
     bar: ProgressBar | None = None
+    lacks_characters: bool = False # standard output could not show a character
+    told_replacements: bool = False # and the user knows
 
 
 _console = Console()
 
 
 def setup_console(is_main: bool = True) -> None:
-    """Call this first. Then Ctrl-C ends the script at once, and characters that standard output lacks become "?".
+    """Call this first: Ctrl-C then ends the script at once, and no character that standard output lacks does.
 
     is_main=False silences all messages: only rank 0 of a run shows them.
     """
@@ -42,7 +45,11 @@ def setup_console(is_main: bool = True) -> None:
         # Not a KeyboardInterrupt: it would show a traceback, and importing torch would swallow it.
         signal.signal(signal.SIGINT, lambda *_: hard_exit(130))
     if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="replace")
+        codecs.register_error("replace_and_note", replace_and_note)
+        if is_tty(sys.stdout):
+            sys.stdout.reconfigure(errors="replace_and_note")
+        else:
+            sys.stdout.reconfigure(encoding="utf-8", errors="replace") # only lone surrogates are replaced
 
 
 def log(text: str) -> None:
@@ -52,6 +59,19 @@ def log(text: str) -> None:
             if _console.bar is not None:
                 _console.bar.clear()
             print(sanitize(text), file=sys.stderr, flush=True)
+
+
+def replace_and_note(error: UnicodeEncodeError) -> tuple[str, int]:
+    """The codec error handler "replace", which remembers that it was needed."""
+    _console.lacks_characters = True
+    return codecs.replace_errors(error)
+
+
+def log_replacements() -> None:
+    """Say once that characters were replaced, if any were. Call this between two samples."""
+    if _console.lacks_characters and not _console.told_replacements:
+        _console.told_replacements = True
+        log(f"this terminal's encoding, {sys.stdout.encoding}, lacks some characters: each shows as a question mark")
 
 
 def shows_progress_bar() -> bool:

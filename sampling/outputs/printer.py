@@ -4,7 +4,7 @@ import os
 import sys
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.outputs.console import has_colors, is_tty, log, sanitize
+from sampling.outputs.console import has_colors, is_tty, log, log_replacements, sanitize
 from sampling.params import Sample, TextCursor, Token
 
 RULE = "---------------" # nanoGPT prints it after every sample
@@ -42,6 +42,8 @@ class Printer:
             self.reset()
         if text := "".join(parts):
             print(text, end="", flush=True)
+        if self.cursor is None:
+            log_replacements()
 
     def reset(self) -> None:
         """Forget the current sample. The next update begins another one."""

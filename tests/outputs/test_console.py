@@ -110,6 +110,21 @@ def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, environm
     assert (console.has_colors(terminal), console.has_colors(file)) == (on_terminal, in_file)
 
 
+@pytest.mark.parametrize("is_terminal, written, times", [(True, b"a?b?\n", 1), (False, "aéb😀\n".encode(), 0)], ids=["terminal", "file"])
+def test_what_stdout_cannot_encode_is_utf8_or_said_once(stderr, monkeypatch, is_terminal, written, times):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(console.signal, "signal", lambda *_: None)
+    console.setup_console()
+    console.log_replacements()
+    print("aéb😀", flush=True)
+    assert stream.buffer.getvalue() == written
+    console.log_replacements()
+    console.log_replacements()
+    assert stderr().count("this terminal's encoding, ascii, lacks some characters: each shows as a question mark\n") == times
+
+
 def test_a_closed_standard_error_is_no_error(stderr, monkeypatch):
     class Full(io.StringIO):
         def write(self, text):
