@@ -1,7 +1,9 @@
-"""Saves the samples of a run to out_file, html_file, both or neither."""
+"""Where a run saves its samples: out_file, html_file, both or neither."""
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from sampling.inputs.prompts import parse_start
 from sampling.outputs.console import log
 from sampling.params import Sample, SampleRequest
 
@@ -29,7 +31,19 @@ class Outputs:
 
         Raises ValueError if out_file is from another run.
         """
-        return requests if self.jsonl is None else self.jsonl.resume(requests)
+        if self.jsonl is None:
+            yield from requests
+            return
+        num_saved, is_complete = 0, True
+        for request in self.jsonl.resume(requests): # it checks the file up to the first sample that is not there
+            if is_complete and not request.already_saved:
+                is_complete = False
+                if num_saved:
+                    log(f"{self.jsonl.path} holds {count_samples(num_saved)} already: resuming after them")
+            num_saved += request.already_saved
+            yield request
+        if is_complete:
+            log(f"{self.jsonl.path} is complete, with {count_samples(num_saved)}: nothing to sample")
 
     def write(self, sample: Sample) -> None:
         """Save a finished sample. Raises OSError if it cannot be written."""
@@ -47,20 +61,30 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
 
     Raises OSError or ValueError if one of the files cannot be used.
     """
-    if not (settings["out_file"] or settings["html_file"]):
-        return Outputs()
-    from sampling.outputs.html import HtmlWriter
-    from sampling.outputs.jsonl import JsonlWriter, reproducibility_settings
+    check_not_prompts(settings)
     jsonl = html = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
     if settings["out_file"]:
         checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32}
         jsonl = JsonlWriter(settings["out_file"], checkpoint_id, run_settings, settings.get("logprobs"))
-        if jsonl.num_saved:
-            log(f"{settings['out_file']} holds {jsonl.num_saved} samples already: resuming after them")
     num_saved = jsonl.num_saved if jsonl else 0
     if settings["html_file"]:
         model = settings["out_dir"] if settings["init_from"] == "resume" else settings["init_from"]
         run_info = {"model": model, "start": settings["start"], **run_settings}
         html = HtmlWriter(settings["html_file"], run_info, num_saved)
     return Outputs(jsonl, html)
+
+
+def check_not_prompts(settings: dict[str, Any]) -> None:
+    """Raise ValueError if a file of samples is the file of prompts."""
+    kind, prompts = parse_start(settings["start"])
+    for name in "out_file", "html_file":
+        path = settings[name]
+        if kind != "TEXT" and path and os.path.exists(path) and os.path.exists(prompts) \
+                and os.path.samefile(path, prompts):
+            raise ValueError(f"{name} is the prompt file, {prompts}: give {name} another name")
+
+
+def count_samples(count: int) -> str:
+    """The number of samples in words."""
+    return f"{count} sample{'' if count == 1 else 's'}"

@@ -36,10 +36,12 @@ class Progress:
             self.bar.set_postfix_str(f"{self.num_samples} samples", refresh=False)
 
     def close(self, peak_memory: int | None) -> None:
-        """Remove the bar, and log a summary of the run. peak_memory is in bytes."""
+        """Remove the bar and log what the run did, if anything; peak_memory in bytes."""
         if self.bar is not None:
             self.bar.close()
             set_progress_bar(None)
+        if not self.num_samples: # out_file was complete
+            return
         seconds = time.perf_counter() - self.start_time
         peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
         samples = "1 sample" if self.num_samples == 1 else f"{self.num_samples} samples"

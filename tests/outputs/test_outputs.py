@@ -1,4 +1,6 @@
-"""out_file and html_file of a run together."""
+"""Both files of a run together."""
+from contextlib import closing
+
 import pytest
 
 from models import make_gpt, save_checkpoint
@@ -17,10 +19,10 @@ def run(tmp_path, count, out_file=True, html_file=True):
     """Run until count samples are saved. Return how many were already saved."""
     settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl" if out_file else None, "html_file": f"{tmp_path}/a.html" if html_file else None}
     outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
-    for request in outputs.resume(iter(REQUESTS[:count])):
-        if not request.already_saved:
-            outputs.write(finished_sample(request.index, "O", [make_token("x", 0.5)]))
-    outputs.close()
+    with closing(outputs):
+        for request in outputs.resume(iter(REQUESTS[:count])):
+            if not request.already_saved:
+                outputs.write(finished(request.index, "O", [token("x", 0.5)]))
     return outputs.num_saved
 
 
@@ -36,6 +38,33 @@ def test_both_files_resume_together(tmp_path, capsys):
     assert run(tmp_path, 4) == 2
     assert f"{tmp_path}/a.jsonl holds 2 samples already: resuming after them\n" in capsys.readouterr().err
     assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
+
+
+def test_a_refused_file_is_not_said_to_be_resumed(tmp_path, capsys):
+    run(tmp_path, 2)
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="more than this run generates"):
+        run(tmp_path, 1)
+    (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes().replace(b'"seed": 1', b'"seed": 2'))
+    with pytest.raises(ValueError, match="from another run"):
+        run(tmp_path, 4, html_file=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_complete_file_is_named(tmp_path, capsys):
+    run(tmp_path, 2)
+    assert capsys.readouterr().err == ""
+    run(tmp_path, 2)
+    assert capsys.readouterr().err == f"{tmp_path}/a.jsonl is complete, with 2 samples: nothing to sample\n"
+
+
+@pytest.mark.parametrize("name", ["out_file", "html_file"])
+def test_the_prompt_file_is_refused_by_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "O"}\n')
+    with pytest.raises(ValueError, match=rf"^{name} is the prompt file, p.jsonl: give {name} another name$"):
+        open_outputs({**SETTINGS, "start": "JSONL:p.jsonl", name: f"{tmp_path}/p.jsonl"}, CHECKPOINT, "cpu", "float32")
+    assert (tmp_path / "p.jsonl").read_text() == '{"prompt": "O"}\n'
 
 
 def test_a_page_alone_is_not_resumed(tmp_path):

@@ -54,6 +54,11 @@ def test_one_sample_is_not_plural(capsys):
     assert re.fullmatch(r"1 sample, 2 tokens in \d+\.\d s: \d+ tokens/s\n", capsys.readouterr().err)
 
 
+def test_a_run_without_samples_has_no_last_line(capsys):
+    Progress(0, 5).close(None)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_sample_that_stops_early_shortens_the_bar():
     progress = Progress(10, 100)
     with tqdm(total=1000, file=io.StringIO()) as progress.bar:
