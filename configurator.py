@@ -2,18 +2,24 @@
 
     python sample.py config/greedy.py --start="Once" --top_k=5 --compile
 
-The settings are the script's own global variables above its first function. Their values are the defaults, and their
-comments are the help text. A setting takes values of its default's type, or of the types in its annotation
-(top_k: int | None = 200).
+The settings are the script's own global variables above its first function. Their values are the defaults, and a
+setting takes values of its default's type. If it takes others too, an annotation says so (top_k: int | None = 200).
+The help is the comment after a setting, with the indented comments below it; an unindented comment above a setting
+is the heading of a group.
 """
 import ast
 import difflib
+import json
 import os
+import shlex
+import shutil
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
@@ -22,6 +28,8 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 MAX_INT_BITS = 4000 # Python refuses to print much longer integers
 
 Log = Callable[[str], None]
+Validate = Callable[[dict[str, Any]], None]
+Ignore = Callable[[Collection[str]], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -30,73 +38,113 @@ class Setting:
     types: list[str] # keys of TYPE_NAMES
     default: Any
     comment: str
+    group: str = ""
 
 
-def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable[[dict[str, Any]], None] | None = None,
-             log: Log = print) -> dict[str, Any]:
+def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate = lambda values: None,
+             log: Log = print, aliases: Mapping[str, str] = {}, ignore: Ignore = lambda names: {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
 
     validate gets all settings and raises ValueError if it refuses them. log gets warnings, and one line that lists
-    the changes. Raises ValueError, without changing scope, if an argument or a file cannot be used. --help prints the
-    settings and exits.
+    what changed. aliases: what to suggest for names of other programs. ignore gets the names that a file assigns
+    besides settings, and returns the settings of that file to pass over, each with the reason. Raises ValueError, and
+    leaves scope as it is, if an argument or a file cannot be used. --help prints the settings and exits.
     """
-    settings = find_settings(scope["__file__"])
-    arguments = list(arguments)
+    settings, arguments = find_settings(scope["__file__"]), list(arguments)
     if {"--help", "-h"} & set(arguments):
-        print(help_text(scope.get("__doc__") or "", settings), end="", flush=True)
+        print(help_text(scope.get("__doc__") or "", settings, shutil.get_terminal_size().columns), end="", flush=True)
         sys.exit(0)
-    changes = {}
+    changes, files, hint = {}, {}, "" # files: of each change that a file made, its path
     while arguments:
-        if arguments[0].startswith("--"):
-            name, value = parse_argument(arguments, settings)
-            changes[name] = value
+        if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
+            name, value = parse_argument(arguments, settings, aliases)
+            if name in changes and name not in files:
+                value = gather(changes[name], value, settings[name].types)
+            changes[name], hint = value, quoting_hint(name, value, arguments)
+            files.pop(name, None)
         else:
-            changes |= run_file(arguments.pop(0), scope | changes, settings, log)
+            path, source = read_file(arguments.pop(0), scope["__file__"], hint)
+            found = run_file(path, source, scope | changes, settings, log, ignore)
+            changes, files, hint = changes | found, files | dict.fromkeys(found, path), ""
     values = {name: scope[name] for name in settings} | changes
-    if validate is not None:
-        validate(values)
+    check(values, validate, scope, files)
     scope.update(changes)
     if changes:
         log("settings: " + ", ".join(f"{name}={value!r:.100}" for name, value in changes.items()))
     return values
 
 
+def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], files: Mapping[str, str]) -> None:
+    """Raise ValueError if validate refuses the values. The message names the settings file that they come from."""
+    def why_refused(values: dict[str, Any]) -> str | None:
+        try:
+            return validate(values)
+        except ValueError as error:
+            return str(error)
+    if why := why_refused(values):
+        for path in dict.fromkeys(files.values()): # without the file that is to blame, this error would not come
+            defaults = {name: scope[name] for name, source in files.items() if source == path}
+            if why_refused(values | defaults) != why:
+                raise ValueError(f"{path}: {why}")
+        raise ValueError(why)
+
+
 def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     """Find the settings of the script at path, by name."""
     with open(path, encoding="utf-8") as f:
         source = f.read()
-    lines, settings = source.splitlines(), {}
+    lines, settings, group = source.splitlines(), {}, ""
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
             break
         if isinstance(node, ast.Assign | ast.AnnAssign):
             default = ast.literal_eval(node.value)
-            if isinstance(node, ast.AnnAssign):
-                target, types = node.target, ast.unparse(node.annotation).split(" | ")
-            else:
-                target, types = node.targets[0], [type(default).__name__]
-            comment = lines[node.end_lineno - 1][node.end_col_offset:].strip().removeprefix("#").strip()
-            settings[target.id] = Setting(types, default, comment)
+            is_annotated = isinstance(node, ast.AnnAssign)
+            target = node.target if is_annotated else node.targets[0]
+            types = ast.unparse(node.annotation).split(" | ") if is_annotated else [type_name(default)]
+            above = lines[node.lineno - 2] if node.lineno > 1 else ""
+            group = above.strip("# ") if above.startswith("#") else group
+            below = takewhile(lambda line: line[:1] == " " and line.lstrip()[:1] == "#", lines[node.end_lineno:])
+            comment = [lines[node.end_lineno - 1][node.end_col_offset:], *below]
+            comment = " ".join(line.strip().removeprefix("#").strip() for line in comment)
+            settings[target.id] = Setting(types, default, comment, group)
     return settings
 
 
-def help_text(doc: str, settings: dict[str, Setting]) -> str:
-    """Return the script's docstring, followed by every setting with its default and comment."""
-    flags = {f"--{name}={setting.default!r}": setting.comment for name, setting in settings.items()}
-    width = max(map(len, flags))
-    lines = [f"  {flag:{width}}  {comment}\n" for flag, comment in flags.items()]
-    return f"{doc.strip()}\n\nSettings, with their defaults:\n{''.join(lines)}"
+def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
+    """The script's docstring, then every setting in its group, with its default and comment, in lines of this width."""
+    width, group = min(max(width, 40), 120), ""
+    paragraphs = [text if text[:1] == " " else textwrap.fill(text, width) for text in doc.strip().split("\n\n")]
+    lines = ["\n\n".join(paragraphs), "", "Settings, with their defaults:"]
+    flags = {name: f"  {to_argument(name, setting)}  " for name, setting in settings.items()}
+    indent = min(max(map(len, flags.values())), width // 2)
+    for name, setting in settings.items():
+        if setting.group != group:
+            group = setting.group
+            lines += ["", f"{group}:"]
+        lines += textwrap.wrap(setting.comment or "-", width, initial_indent=flags[name].ljust(indent),
+                               subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
 
 
-def parse_argument(arguments: list[str], settings: dict[str, Setting]) -> tuple[str, Any]:
-    """Pop --key=value, --key value or a bare --key from the front of arguments; return the setting's name and value.
+def to_argument(name: str, setting: Setting) -> str:
+    """The argument that gives a setting its default, as a shell reads it."""
+    text = setting.default if isinstance(setting.default, str) else repr(setting.default)
+    if not text.isprintable() or parse(name, text, setting.types) != setting.default:
+        text = json.dumps(text, ensure_ascii=False) # a Python literal too
+    return f"--{name}={shlex.quote(text)}"
+
+
+def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: Mapping[str, str]) -> tuple[str, Any]:
+    """Take --key=value, --key value or a bare --key from the front of arguments; return the setting's name and value.
 
     Raises ValueError if there is no such setting, or if it does not take the value.
     """
-    key, equals, text = arguments.pop(0).removeprefix("--").partition("=")
-    name = key.replace("-", "_")
+    key, equals, text = arguments.pop(0).partition("=")
+    name = key.removeprefix("--").replace("-", "_")
     if name not in settings:
-        raise ValueError(f"unknown setting --{key:.100}{suggest(name, settings)}; --help lists all settings")
+        raise ValueError(f"unknown setting {key:.100}{suggest(name.removeprefix('_'), settings, aliases)}"
+                         f"{'' if key.startswith('--') else '; settings begin with --'}; --help lists all settings")
     types = settings[name].types
     if not equals:
         text = take_value(key, types, arguments)
@@ -104,14 +152,11 @@ def parse_argument(arguments: list[str], settings: dict[str, Setting]) -> tuple[
 
 
 def take_value(key: str, types: list[str], arguments: list[str]) -> str:
-    """Pop the text of --key's value from the front of arguments. A bare --key of a bool setting means True.
-
-    Raises ValueError if the value is missing.
-    """
+    """Take key's value from the front of arguments; a bare switch means True. Raises ValueError if it is missing."""
     if types == ["bool"]:
         return arguments.pop(0) if arguments and arguments[0].lower() in TRUE + FALSE else "True"
     if not arguments or arguments[0].startswith("--"):
-        raise ValueError(f"--{key} needs a value: --{key}=...")
+        raise ValueError(f"{key} needs a value: {key}=...")
     return arguments.pop(0)
 
 
@@ -122,9 +167,16 @@ def parse(name: str, text: str, types: list[str]) -> Any:
     if "bool" in types and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
     value = parse_literal(text)
-    if "str" in types:
-        return value if isinstance(value, str) else text
+    if "str" in types and type_name(value) not in types:
+        return text
     return coerce(name, value, types, text)
+
+
+def gather(earlier: Any, value: Any, types: list[str]) -> Any:
+    """What two arguments for a setting of these types give together: the later value, or a list of both."""
+    if not {"str", "list"} <= set(types) or earlier is None or value is None:
+        return value
+    return [each for part in (earlier, value) for each in (part if isinstance(part, list) else [part])]
 
 
 def parse_literal(text: str) -> Any:
@@ -142,52 +194,75 @@ def coerce(name: str, value: Any, types: list[str], given: Any) -> Any:
 
     Raises ValueError, which shows given, if the value has another type.
     """
-    type_name = "None" if value is None else type(value).__name__
+    given_type = type_name(value)
     allowed = f"{name} takes {' or '.join(TYPE_NAMES[t] for t in types)}"
-    if type_name == "int" and value.bit_length() > MAX_INT_BITS:
-        raise ValueError(f"{allowed}, got an integer of {value.bit_length()} bits")
-    if type_name == "int" and "float" in types:
-        try:
+    if given_type == "int" and value.bit_length() > MAX_INT_BITS:
+        raise ValueError(f"{allowed}, got one of {value.bit_length()} bits")
+    if given_type == "int" and "float" in types:
+        with suppress(OverflowError):
             return float(value)
-        except OverflowError:
-            pass
-    elif type_name in types:
+    elif given_type in types:
         return value
     raise ValueError(f"{allowed}, got {given!r:.100}")
 
 
-def run_file(path: str, scope: dict[str, Any], settings: dict[str, Setting], log: Log) -> dict[str, Any]:
-    """Run a settings file and return the settings that it changes. The file can use the names in scope.
+def type_name(value: Any) -> str:
+    """The name of its type in TYPE_NAMES and in annotations."""
+    return "None" if value is None else type(value).__name__
 
-    The file may define other names too, as training files do. A name that is similar to a setting's gets a warning.
-    Raises ValueError if the file cannot be read, raises an exception, or assigns a value of a wrong type.
+
+def read_file(path: str, script: str, hint: str) -> tuple[str, bytes]:
+    """The path and the content of a settings file, which may be relative to the script's folder.
+
+    Raises ValueError if it cannot be read; hint says what else the user may have meant.
     """
-    found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(scope["__file__"])), path)
-    names = execute(path, found, scope)
-    for name in sorted(names.keys() - scope.keys()):
+    found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(script)), path)
+    try:
+        with open(found, "rb") as f:
+            return found, f.read()
+    except (OSError, ValueError) as e: # a ValueError if the path holds a NUL
+        why = e.strerror if isinstance(e, OSError) else e
+        advice = hint if hint and not path.endswith(".py") else "give settings as --key=value"
+        raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; {advice}") from None
+
+
+def quoting_hint(name: str, value: Any, arguments: list[str]) -> str:
+    """How to write the value of --name if it goes on in the arguments after it; "" if it cannot."""
+    words = [str(value), *takewhile(lambda word: not word.startswith("--"), arguments)]
+    advice = f"a value with spaces needs quotes: --{name}={shlex.quote(' '.join(words)):.200}"
+    return advice if isinstance(value, str) and len(words) > 1 else ""
+
+
+def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting], log: Log,
+             ignore: Ignore) -> dict[str, Any]:
+    """Run a settings file and return the settings that it changes. It is Python, and sees what scope holds.
+
+    It may define other names too, as training files do; a name that is nearly a setting's gets a warning, and so does
+    a file that sets nothing. Raises ValueError if it fails, or gives a setting a value that it does not take.
+    """
+    names, mentioned = execute(path, source, scope)
+    others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
+    for name in sorted(others):
         if type(names[name]).__name__ in TYPE_NAMES and (hint := suggest(name, settings, prefixes=False)):
-            log(f"warning: {found} sets {name}, which is not a setting{hint}")
+            log(f"warning: {path} sets {name}, which is not a setting{hint}")
     changes = {name: names[name] for name in settings if name in names and differ(names[name], scope[name])}
+    if not (changes or others or mentioned & settings.keys()):
+        log(f"warning: {path} sets nothing; a settings file is Python, such as: {next(iter(settings))} = ...")
+    for name, why in ignore(others).items():
+        if name in changes:
+            del changes[name]
+            log(f"{path}: {name} is passed over, {why}")
     try:
         return {name: coerce(name, value, settings[name].types, value) for name, value in changes.items()}
     except ValueError as e:
-        raise ValueError(f"{found}: {e}") from None
+        raise ValueError(f"{path}: {e}") from None
 
 
-def execute(path: str, found: str, scope: dict[str, Any]) -> dict[str, Any]:
-    """Run the file at found in a copy of scope, and return the copy. path is the path that the user gave.
-
-    Raises ValueError if the file cannot be read, or raises an exception.
-    """
-    try:
-        with open(found, "rb") as f:
-            source = f.read()
-    except (OSError, ValueError) as e: # ValueError: the path holds a NUL
-        why = e.strerror if isinstance(e, OSError) else e
-        raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; give settings as --key=value") from None
+def execute(path: str, source: bytes, scope: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Run a file in a copy of scope. Return the copy, and the names that the file mentions."""
     names = dict(scope)
     try:
-        code = compile(source, found, "exec")
+        code = compile(source, path, "exec")
         if b"torch" in source: # nanoGPT's script has imported torch by now, and settings files may use it
             import torch
             names["torch"] = torch
@@ -195,9 +270,9 @@ def execute(path: str, found: str, scope: dict[str, Any]) -> dict[str, Any]:
             exec(code, names)
     except KeyboardInterrupt:
         raise
-    except BaseException as e: # also SystemExit, which would end the script without a message
-        raise ValueError(f"{describe_error(found, e)}; a settings file is Python that assigns settings") from None
-    return names
+    except BaseException as e: # SystemExit too: a script that ends here would not say why
+        raise ValueError(f"{describe_error(path, e)}; a settings file is Python that assigns settings") from None
+    return names, set(code.co_names)
 
 
 def differ(value: Any, other: Any) -> bool:
@@ -216,8 +291,10 @@ def describe_error(path: str, error: BaseException) -> str:
     return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error!s:.300}"
 
 
-def suggest(name: str, settings: Collection[str], prefixes: bool = True) -> str:
-    """Return '; did you mean x?' for a setting that starts with name (if prefixes) or is similar to it, else ''."""
+def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {},
+            prefixes: bool = True) -> str:
+    """'; did you mean x?' for an alias, or the setting that begins with this name (if prefixes) or nearly has it."""
     begun = [setting for setting in settings if prefixes and len(name) > 2 and setting.startswith(name)]
-    found = begun or difflib.get_close_matches(name.lower(), settings, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name.lower(), settings, n=1, cutoff=0.75)
+    found = [aliases[name]] if name in aliases else begun or near
     return f"; did you mean {found[0]}?" if found else ""

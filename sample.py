@@ -1,6 +1,6 @@
 """Sample from a GPT that nanoGPT trained, or from GPT-2.
 
-    python sample.py --out_dir=out-shakespeare-char --start="ROMEO:" --num_samples=3
+    python sample.py --out_dir=out-shakespeare-char --start="ROMEO:"
     python sample.py --init_from=gpt2 --start="FILE:prompt.txt" --temperature=0.9
     python sample.py config/story.py --seed=42
 
@@ -11,41 +11,53 @@ import sys
 
 from configurator import override
 from sampling.backends.process import pause_garbage_collection, shorten_spinning
+from sampling.compatibility import ALIASES, training_settings
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, open_outputs
 from sampling.outputs.printer import Printer
 from sampling.outputs.progress import Progress
-from sampling.params import SamplingParams
+from sampling.params import SamplingParams, choose_seed
 from sampling.validation import check_settings
 
-init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
-out_dir = 'out' # the folder that holds ckpt.pt, or the path of such a file
-start = "\n" # the prompt; FILE:path: the text of a file; LINES:path, JSONL:path: a file of many prompts; FILE:-: stdin
+# The model
+init_from = 'resume' # 'resume' reads out_dir; or GPT-2: 'gpt2', 'gpt2-xl', a Hugging Face id or folder of its kind
+out_dir = 'out' # folder that holds ckpt.pt, or the path of such a file
+
+# The samples
+start = "\n" # the prompt; FILE:prompt.txt is a file's text, LINES:prompts.txt many, JSONL:prompts.jsonl too; -: stdin;
+             # quotes around all of it are removed, as in Python: '"\n"' is a newline
 num_samples = 10 # how many samples to generate for each prompt
 max_new_tokens = 500 # how many tokens each sample adds to the prompt
-temperature = 0.8 # lower: more predictable; higher: more random; 0: always the most likely token
+
+# How tokens are chosen
+temperature = 0.8 # lower is tamer, higher is wilder, 0 always takes the most likely token
 top_k: int | None = 200 # sample only from the top_k most likely tokens; None or 0: from all
-top_p: float | None = None # sample only from the most likely tokens: the fewest that add up to top_p
-min_p: float | None = None # sample only from tokens at least min_p times as likely as the most likely token
-repetition_penalty = 1.0 # above 1: tokens that are already in the text become less likely
-stop: str | list | None = None # end a sample before this text; a settings file may give a list of texts
-seed = 1337 # the same seed gives the same samples
-device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
-dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float16, on CUDA; float32 elsewhere
-compile = False # run torch.compile first: on a GPU it takes a minute and gains speed; on a CPU it gains nothing
-context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
-batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
-out_file: str | None = None # append each sample as a line of JSON to this file; the same command resumes a run
-html_file: str | None = None # write a page that shows how likely each token was, and the alternatives
+top_p: float | None = None # sample only from the fewest tokens that reach this probability together
+min_p: float | None = None # sample only from tokens with at least this share of the most likely one's probability
+repetition_penalty = 1.0 # above 1: tokens that the text has already become less likely
+stop: str | list | None = None # end a sample where this text begins, or one of a list such as ["\n\n", "KING:"]
+seed: int | str = 1337 # the same seed gives the same samples; random: a new one, which is printed
+
+# How the model runs
+device = 'auto' # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: the best there is
+dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto: bfloat16 or else float16 on CUDA, float32 elsewhere
+compile = False # compile the model first: on a GPU a minute's wait for more speed, on a CPU for none
+context_shift = False # past block_size: drop the older half of the window and go on; much faster, other text
+batch_size: int | None = None # how many samples to generate at once; None: what memory allows; same text in float32
+
+# Where samples go
+out_file: str | None = None # samples.jsonl: add every sample as a line of JSON; the same command resumes a run
+html_file: str | None = None # samples.html: a page that shows how likely each token was, and the alternatives
 show_probs = False # colour each token on the terminal by its probability
 interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model and its tokenizer; then generate, save and show the samples that the settings ask for."""
-    import torch  # imported here, so that errors in the settings are reported without waiting for torch
+    """Load the model and its tokenizer; then generate, show and save the samples that the settings ask for."""
+    # Imported here, not above: a mistake in the settings is reported at once, without waiting for torch.
+    import torch
 
     from model import GPT
     from sampling.backends.devices import choose_device, choose_dtype, dtype_name
@@ -54,11 +66,13 @@ def main(settings):
     from sampling.checkpoints.huggingface import load_gpt2
     from sampling.checkpoints.nanogpt import load_checkpoint
     from sampling.generation.engine import Engine
+    from sampling.inputs.notices import log_cropped, warn_of_stop_texts
     from sampling.inputs.tokenizer import load_tokenizer
 
+    workers = Workers().connect() # one process, unless torchrun started more
+    settings = {**settings, "seed": workers.broadcast(choose_seed(seed, log))}
     params = SamplingParams.from_settings(
         settings, num_logprobs=5 if html_file else 0 if out_file or show_probs else None)
-    workers = Workers().connect() # one process, unless torchrun started more
     with pause_garbage_collection(), workers.fail_together():
         if interactive and workers.world_size > 1:
             raise ValueError("interactive=True needs a single process: run it without torchrun")
@@ -71,11 +85,13 @@ def main(settings):
             checkpoint = load_gpt2(init_from, with_crc32=bool(out_file))
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, log) # its own, or GPT-2's encoding
+        warn_of_stop_texts(params.stop_texts, tokenizer, log)
         requests, outputs, total, longest = [], Outputs(), None, None
         if prompts:
             total, longest = prompts.count_and_max_len(tokenizer, num_samples)
             outputs = open_outputs(settings, checkpoint, torch_device.type, dtype_name(ptdtype))
             requests = outputs.resume(prompts.requests(tokenizer, num_samples))
+            requests = log_cropped(requests, tokenizer, gpt.config.block_size, log)
     total, longest = workers.broadcast((total, longest))
     log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
     # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
@@ -105,7 +121,7 @@ def main(settings):
 if __name__ == '__main__':
     setup_console(is_main=Workers().is_main)
     with report_user_errors(status=2):
-        settings = override(globals(), sys.argv[1:], check_settings, log)
+        settings = override(globals(), sys.argv[1:], check_settings, log, ALIASES, training_settings)
     shorten_spinning()
     with report_user_errors():
         main(settings)

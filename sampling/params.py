@@ -1,5 +1,6 @@
-"""The types that the parts of the package exchange: parameters, prompts, requests and samples."""
-from collections.abc import Iterator, Mapping
+"""What is asked for, and what came of it: the types that cross from one part of the package to another."""
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -36,6 +37,15 @@ class SamplingParams:
     def stop_texts(self) -> list[str]:
         """stop as a list of texts."""
         return self.stop if isinstance(self.stop, list) else [] if self.stop is None else [self.stop]
+
+
+def choose_seed(seed: int | str, log: Callable[[str], None]) -> int:
+    """The seed that a setting asks for; for "random" a new one, which log gets."""
+    if seed != "random":
+        return seed
+    drawn = int.from_bytes(os.urandom(4), "big")
+    log(f"seed: {drawn}, drawn at random; --seed={drawn} gives the same samples again")
+    return drawn
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ def check_settings(settings: Settings) -> None:
             "init_from must be 'resume' or a Hugging Face id or folder")
     require(settings, "start", bool,
             "start is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'")
-    require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to 10**9")
-    check_sampling_params(settings)
+    require(settings, "seed", lambda v: v == "random" or isinstance(v, int), "seed must be a whole number, or random")
+    require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to a thousand million")
+    check_sampling_params({**settings, "seed": 0} if settings["seed"] == "random" else settings)
     require(settings, "device", lambda v: re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
             "device must be auto, cpu, cuda, cuda:N or mps")
     require(settings, "dtype", lambda v: v in ("auto", "float32", "bfloat16", "float16"),
@@ -37,7 +38,7 @@ def check_sampling_params(params: Settings) -> None:
     require(params, "repetition_penalty", lambda v: 0.01 <= v <= 100,
             "repetition_penalty must be from 0.01 to 100; 1 means no penalty")
     require(params, "stop", lambda v: v is None or all(isinstance(text, str) and text for text in as_list(v)),
-            "stop must be a text, or in a settings file a list of texts, none of them empty, or None")
+            "stop must be a text, a list of texts, none of them empty, or None")
     require(params, "seed", lambda v: -2**63 <= v < 2**64, "seed must be between -2**63 and 2**64 - 1")
 
 
@@ -56,7 +57,15 @@ def check_outputs(settings: Settings) -> None:
 def require(settings: Settings, name: str, is_allowed: Callable[[Any], Any], rule: str) -> None:
     """Raise ValueError with the rule and the value, unless the value of this name is allowed."""
     if not is_allowed(settings[name]):
-        raise ValueError(f"{rule}; got {settings[name]!r:.100}")
+        raise ValueError(f"{rule}; got {brief_repr(settings[name])}")
+
+
+def brief_repr(value: Any) -> str:
+    """The beginning of a value's repr."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError: # Python prints no number of more than 4300 digits, so no list with one
+        return f"a {type(value).__name__}"
 
 
 def as_list(value: Any) -> list:

@@ -1,11 +1,15 @@
-"""The configurator reads settings files and command-line arguments into a script's globals. The script here is an example."""
+"""Settings files and arguments -> a script's globals. The script here is made up: the configurator knows none."""
+import os
+import shlex
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
-from configurator import Setting, find_settings, override, parse, suggest
+from configurator import Setting, find_settings, help_text, override, parse, suggest, to_argument
 from project import PROJECT, SCRIPT
+from sampling.compatibility import training_settings
 
 SOURCE = '''"""A script."""
 import math
@@ -14,11 +18,13 @@ count = 10 # a whole number
 rate = 0.8 # how fast, # how far
 top: int | None = 200 # may be off
 flag = False # on or off
+ends: str | list | None = None # a text, or several
+pick: int | str = 7 # a number, or a word
 
 def main():
     inner = 3 # not a setting
 '''
-DEFAULTS = {"text": "\n", "count": 10, "rate": 0.8, "top": 200, "flag": False}
+DEFAULTS = {"text": "\n", "count": 10, "rate": 0.8, "top": 200, "flag": False, "ends": None, "pick": 7}
 
 
 @pytest.fixture
@@ -72,6 +78,23 @@ def script(tmp_path, monkeypatch):
     (["--flag=True"], {"flag": True}),
     (["--flag", "--flag=0"], {}),
     (["--count=3", "--count=4"], {"count": 4}),
+    (["--text=a", "--text=b"], {"text": "b"}),
+    (["--ends=a"], {"ends": "a"}),
+    (['--ends=["\\n\\n", "KING"]'], {"ends": ["\n\n", "KING"]}),
+    (["--ends", "['a']"], {"ends": ["a"]}),
+    (["--ends=[]"], {"ends": []}),
+    (["--ends=[a]"], {"ends": "[a]"}),
+    (["--ends=('a', 'b')"], {"ends": "('a', 'b')"}),
+    (["--ends='[\"a\"]'"], {"ends": '["a"]'}),
+    (["--ends=5"], {"ends": "5"}),
+    (["--ends=A", "--ends=B", "--count=3", "--ends", "C"], {"ends": ["A", "B", "C"], "count": 3}),
+    (["--ends=A", "--ends=['B', 'C']", "--ends='\\n'"], {"ends": ["A", "B", "C", "\n"]}),
+    (["--ends=A", "--ends=None"], {}),
+    (["--ends=A", "--ends=None", "--ends=B"], {"ends": "B"}),
+    (["--pick=8"], {"pick": 8}),
+    (["--pick=any"], {"pick": "any"}),
+    (["--pick='8'"], {"pick": "8"}),
+    (["--pick=8.5"], {"pick": "8.5"}),
     ([], {}),
 ], ids=str)
 def test_arguments_change_settings(script, arguments, changes):
@@ -101,6 +124,16 @@ def test_arguments_change_settings(script, arguments, changes):
     (["missing.py"], "cannot read the settings file 'missing.py': No such file"),
     (["."], "cannot read the settings file '.'"),
     (["a\0b"], "cannot read the settings file 'a\\x00b': embedded null byte"),
+    (["missing.py"], "; give settings as --key=value"),
+    (["--text=Once", "upon", "a", "time", "--flag"], "cannot read the settings file 'upon': No such file or directory; "
+                                                     "a value with spaces needs quotes: --text='Once upon a time'"),
+    (["--text", "it's", "so"], """--text='it'"'"'s so'"""),
+    (["--text=Once", "missing.py"], "give settings as --key=value"),
+    (["--count=3", "upon", "a"], "give settings as --key=value"),
+    (["-t", "x"], "unknown setting -t; settings begin with --; --help lists all settings"),
+    (["-count=3"], "unknown setting -count; did you mean count?; settings begin with --"),
+    (["-"], "unknown setting -; settings begin with --"),
+    (["--pick=0x" + "f" * 5000], "pick takes a whole number or text, got one of 20000 bits"),
     (["--count=3", "--flag", "--rate=fast"], "rate takes a number"),
 ], ids=str)
 def test_an_invalid_argument_raises_and_changes_nothing(script, arguments, message):
@@ -146,7 +179,87 @@ def test_validate_sees_all_settings_before_they_apply(script):
     assert lines == []
 
 
-def test_one_log_line_lists_the_changes(script, tmp_path):
+@pytest.mark.parametrize("arguments, where", [
+    (["a.py"], "a.py: "), (["b.py", "a.py"], "a.py: "), (["a.py", "b.py", "--text=x"], "a.py: "), (["--count=13"], ""),
+    (["a.py", "--count=13"], ""), (["b.py", "--count=13"], ""), (["c.py", "--flag"], "c.py: "), (["--count=13", "b.py"], ""),
+], ids=str)
+def test_what_validate_refuses_in_a_file_names_the_file(script, tmp_path, arguments, where):
+    (tmp_path / "a.py").write_text("count = 13\n")
+    (tmp_path / "b.py").write_text("rate = 0.5\n")
+    (tmp_path / "c.py").write_text("rate = 13.0\n")
+
+    def refuse(settings):
+        for name in "count", "rate":
+            if settings[name] == 13 and (name == "count" or settings["flag"]):
+                raise ValueError(f"{name} must not be 13")
+    with pytest.raises(ValueError) as error:
+        script(*arguments, validate=refuse)
+    assert str(error.value) == f"{where}{'rate' if 'c.py' in arguments else 'count'} must not be 13"
+    assert script("a.py", "--count=3", validate=refuse) == {"count": 3} # what does not count is not refused
+
+
+def test_arguments_replace_what_a_file_sets_and_add_to_each_other(script, tmp_path):
+    (tmp_path / "a.py").write_text("ends = ['X']\n")
+    (tmp_path / "b.py").write_text("count = 3\n")
+    assert script("a.py", "--ends=A", "--ends=B") == {"ends": ["A", "B"]}
+    assert script("--ends=A", "a.py", "--ends=B") == {"ends": "B"}
+    assert script("--ends=A", "b.py", "--ends=B") == {"ends": ["A", "B"], "count": 3}
+
+
+@pytest.mark.parametrize("argument, meant", [("-t", "text"), ("-t=x", "text"), ("--words", "text"), ("--words=x", "text"),
+                                             ("--size", "count or top"), ("--a-b", "rate")], ids=str)
+def test_names_of_other_programs_suggest_the_settings(script, argument, meant):
+    with pytest.raises(ValueError, match=f"unknown setting {argument.partition('=')[0]}; did you mean {meant}?"):
+        script(argument, "x", aliases={"t": "text", "words": "text", "size": "count or top", "a_b": "rate"})
+
+
+def test_a_file_whose_name_begins_with_a_dash_is_a_file(script, tmp_path):
+    (tmp_path / "-t").write_text("count = 1\n")
+    assert script("-t", aliases={"t": "text"}) == {"count": 1}
+
+
+@pytest.mark.parametrize("content", ["", "# count = 3\n", '{"count": 3, "rate": 1}', "count: 3\nrate: 0.5\n", "print('hello')"], ids=repr)
+def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
+    (tmp_path / "a.py").write_text(content)
+    lines = []
+    assert script("a.py", log=lines.append) == {}
+    assert lines == ["warning: a.py sets nothing; a settings file is Python, such as: text = ..."]
+
+
+@pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "def helper(): pass", "import os", "for count in [10]: pass",
+                                     "globals().update(rate=3)", "exec('count = 3')", "if count != 10: rate = 3", "count: int = 10"], ids=repr)
+def test_a_file_that_sets_something_gets_no_warning(script, tmp_path, content):
+    """Also what it sets to the value that it has, and names that are no settings."""
+    (tmp_path / "a.py").write_text(content)
+    lines = []
+    script("a.py", log=lines.append)
+    assert not any("warning" in line for line in lines)
+
+
+def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, tmp_path):
+    (tmp_path / "a.py").write_text("count = 3\nrate = 2\ndepth = 5\n")
+    (tmp_path / "b.py").write_text("count = 4\n")
+    lines = []
+
+    def ignore(names):
+        return {"count": "it is deep", "top": "it is not there"} if "depth" in names else {}
+    assert script("a.py", log=lines.append, ignore=ignore) == {"rate": 2.0}
+    assert lines == ["a.py: count is passed over, it is deep", "settings: rate=2.0"]
+    assert script("b.py", "a.py", ignore=ignore) == {"count": 4, "rate": 2.0}
+    assert script("a.py", "b.py", ignore=ignore) == {"count": 4, "rate": 2.0}
+    assert script("a.py", "--count=5", ignore=ignore) == {"count": 5, "rate": 2.0}
+
+
+def test_a_file_may_be_a_pipe(script, tmp_path):
+    """As in bash: sample.py <(echo count=3)"""
+    if sys.platform == "win32":
+        pytest.skip("Windows has no named pipes in folders")
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["sh", "-c", "echo count=3 > pipe"], cwd=tmp_path):
+        assert script("pipe") == {"count": 3}
+
+
+def test_one_line_lists_the_changes(script, tmp_path):
     (tmp_path / "a.py").write_text("rate = 1\ncount = 10\n")
     lines = []
     script("a.py", "--text=" + "x" * 1000, "--flag=False", log=lines.append)
@@ -195,6 +308,8 @@ def test_training_settings_files_cause_no_warnings(tmp_path):
     settings = override(scope, [str(tmp_path / "train.py")], log=lines.append)
     assert len(lines) == 1 and lines[0].startswith("settings: ")
     assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype", "batch_size"}
+    settings = override(dict(before), [str(tmp_path / "train.py")], log=lines.append, ignore=training_settings)
+    assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype"}
 
 
 def test_ctrl_c_in_a_settings_file_raises_keyboard_interrupt(script, tmp_path):
@@ -209,9 +324,9 @@ def test_a_misspelt_setting_in_a_file_causes_a_warning(script, tmp_path, capsys)
     assert capsys.readouterr().out == "warning: a.py sets conut, which is not a setting; did you mean count?\n"
 
 
-def test_output_of_a_settings_file_goes_to_stderr(script, tmp_path, capsys):
-    (tmp_path / "a.py").write_text("print('hello')\n")
-    script("a.py")
+def test_what_a_file_prints_goes_to_stderr(script, tmp_path, capsys):
+    (tmp_path / "a.py").write_text("print('hello')\ncount = 3\n")
+    script("a.py", log=lambda text: None)
     assert capsys.readouterr() == ("", "hello\n")
 
 
@@ -226,11 +341,71 @@ def test_help_lists_every_setting_with_its_default_and_comment():
     assert done.returncode == 0
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "configurator" in imported and not imported & {"torch", "numpy", "tqdm", "transformers"} # torch takes a second
-    settings = find_settings(SCRIPT)
+    settings, words = find_settings(SCRIPT), " ".join(done.stdout.split())
     assert {"init_from", "out_dir", "start", "num_samples", "top_k", "batch_size", "compile"} <= settings.keys()
     for name, setting in settings.items():
-        line, = [line for line in done.stdout.splitlines() if line.strip().startswith(f"--{name}=")]
-        assert repr(setting.default) in line and setting.comment and setting.comment in line
+        assert setting.comment and setting.group and f"{to_argument(name, setting)} {setting.comment}" in words
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 300])
+def test_help_wraps_to_the_width_of_the_terminal(width):
+    doc = "What it does, in " + "many " * 40 + "words.\n\n    script.py --long\n"
+    settings = {"text": Setting(["str"], "a", "long " * 30, "First"), "other": Setting(["int"], 3, "short", "First"),
+                "third": Setting(["int"], 4, "short", "Second")}
+    printed = help_text(doc, settings, width)
+    lines, limit = printed.splitlines(), min(max(width, 40), 120)
+    assert limit - 5 <= max(map(len, lines)) <= limit and "    script.py --long" in lines
+    assert lines.count("First:") == lines.count("Second:") == 1
+    assert printed.endswith("\n\nSecond:\n  --third=4  short\n")
+    first = lines.index("First:")
+    assert lines[first + 1].startswith("  --text=a   long") and lines[first + 2].startswith("             long")
+
+
+@pytest.mark.parametrize("width", [50, 100])
+def test_help_has_the_width_of_the_terminal(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit):
+        override({"__file__": str(SCRIPT), "__doc__": "many words " * 50}, ["--help"])
+    assert width - 5 <= max(map(len, capsys.readouterr().out.splitlines())) <= width
+
+
+@pytest.mark.parametrize("default, types", [
+    ("\n", ["str"]), ("auto", ["str"]), ("two words", ["str"]), ("it's", ["str"]), ('"', ["str"]), ("'a'", ["str"]), ("", ["str"]), ("$x", ["str"]),
+    ("\\n", ["str"]), ("None", ["str", "None"]), ("[1]", ["str", "list"]), ("5", ["int", "str"]), (5, ["int", "str"]), (None, ["str", "None"]),
+    (["\n", "a"], ["str", "list"]), (0.5, ["float"]), (False, ["bool"]), ("é\t", ["str"]),
+], ids=repr)
+def test_a_default_can_be_pasted_into_a_shell(default, types):
+    argument, = shlex.split(to_argument("name", Setting(types, default, "")))
+    key, _, text = argument.partition("=")
+    found = parse("name", text, types)
+    assert key == "--name" and found == default and type(found) is type(default)
+
+
+def test_all_defaults_of_the_script_can_be_pasted_into_a_shell():
+    settings = find_settings(SCRIPT)
+    flags = " ".join(to_argument(name, setting) for name, setting in settings.items())
+    scope = {"__file__": str(SCRIPT)} | {name: None for name in settings}
+    assert override(scope, shlex.split(flags), log=lambda text: None) == {name: setting.default for name, setting in settings.items()}
+    assert "--start='\"\\n\"'" in flags and "--init_from=resume" in flags
+
+
+def test_headings_and_longer_comments_come_from_the_source(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent("""\
+        import os
+
+        # First
+        a = 1 # one
+        b = 2 # two;
+              # and more: #2
+              #   indented
+
+        # Second
+        c = 3
+        d = 4 # four
+        """))
+    settings = find_settings(tmp_path / "script.py")
+    assert {name: (setting.group, setting.comment) for name, setting in settings.items()} == {
+        "a": ("First", "one"), "b": ("First", "two; and more: #2 indented"), "c": ("Second", ""), "d": ("Second", "four")}
 
 
 def test_types_defaults_and_comments_come_from_the_source(tmp_path):
@@ -242,7 +417,7 @@ def test_types_defaults_and_comments_come_from_the_source(tmp_path):
 
 def test_a_single_value_can_be_parsed():
     assert parse("top", "None", ["int", "None"]) is None and parse("rate", "3", ["float"]) == 3.0
-    assert parse("stop", "['a']", ["str", "list", "None"]) == "['a']" # on the command line, a list is text
+    assert parse("stop", "['a']", ["str", "list", "None"]) == ["a"] and parse("text", "['a']", ["str"]) == "['a']"
     with pytest.raises(ValueError, match="top takes a whole number or None, got 'half'"):
         parse("top", "half", ["int", "None"])
 
@@ -252,6 +427,5 @@ def test_similar_names_are_suggested(name, hint):
     assert suggest(name, DEFAULTS) == hint
 
 
-def test_prefixes_are_suggested_for_arguments_only():
-    assert suggest("temp", ["temperature"]) == "; did you mean temperature?"
-    assert suggest("temp", ["temperature"], prefixes=False) == ""
+def test_an_alias_comes_before_a_near_name():
+    assert suggest("cou", DEFAULTS, {"cou": "rate or top"}) == "; did you mean rate or top?"

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor, Token
+from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor, Token, choose_seed
 
 
 def unfinished_sample(*texts):
@@ -28,8 +28,20 @@ def test_stop_texts_is_always_a_list(stop, texts):
     assert SamplingParams(stop=stop).stop_texts == texts
 
 
-def test_properties_of_a_sample_come_from_its_tokens():
-    sample = unfinished_sample("a", "", "bc", "") # a stop text has removed the text of the last token
+@pytest.mark.parametrize("seed", [1337, 0, -5])
+def test_a_seed_is_kept(seed):
+    assert choose_seed(seed, pytest.fail) == seed
+
+
+def test_a_random_seed_is_drawn_and_logged():
+    lines = []
+    seeds = {choose_seed("random", lines.append) for _ in range(5)}
+    assert len(seeds) == 5 and all(SamplingParams(seed=seed) for seed in seeds)
+    assert {int(line.partition("--seed=")[2].split()[0]) for line in lines} == seeds
+
+
+def test_a_sample_sums_up_its_tokens():
+    sample = growing("a", "", "bc", "") # a stop text has left its last token without text
     assert (sample.index, sample.prompt.text, sample.text, sample.token_ids, sample.num_tokens) == (3, "<", "abc", [0, 1, 2, 3], 4)
     assert sample.cumulative_logprob == pytest.approx(-0.6)
     assert unfinished_sample().text == "" and unfinished_sample().cumulative_logprob == 0

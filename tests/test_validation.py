@@ -19,7 +19,7 @@ VALID = {
     "min_p": [None, 0.0, 1.0],
     "repetition_penalty": [0.01, 1.0, 100.0],
     "stop": [None, "a", [], ["a", "b"]],
-    "seed": [-2**63, 0, 2**64 - 1],
+    "seed": [-2**63, 0, 2**64 - 1, "random"],
     "device": ["auto", "cpu", "mps", "cuda", "cuda:0", "cuda:12"],
     "dtype": ["auto", "float32", "bfloat16", "float16"],
     "batch_size": [None, 1, 10**5],
@@ -38,6 +38,7 @@ INVALID = {
     "repetition_penalty": ([0.0, 0.009, 101.0, math.nan], "repetition_penalty must be from 0.01"),
     "stop": (["", [""], ["a", 5], [None]], "stop must be a text"),
     "seed": ([-2**63 - 1, 2**64], "seed must be between"),
+    "seed ": (["", "Random", "12", "1.5"], "seed must be a whole number, or random"),
     "device": (["", "tpu", "cuda:", "cuda:x", "cuda:1 "], "device must be auto"),
     "dtype": (["", "int8", "torch.float32"], "dtype must be auto"),
     "batch_size": ([0, -1, 10**5 + 1], "batch_size must be from 1"),
@@ -51,8 +52,9 @@ def test_a_valid_value_passes(name, value):
     check_settings(DEFAULTS | {name: value})
 
 
-@pytest.mark.parametrize("name, value, message", [(name, value, message) for name, (values, message) in INVALID.items() for value in values], ids=repr)
-def test_the_error_for_an_invalid_value_states_the_rule_and_the_value(name, value, message):
+@pytest.mark.parametrize("name, value, said", [(name, value, said) for name, (values, said) in REFUSED.items() for value in values], ids=repr)
+def test_a_value_is_refused_with_the_rule_and_itself(name, value, said):
+    name = name.strip()
     with pytest.raises(ValueError) as error:
         check_settings(DEFAULTS | {name: value})
     assert message in str(error.value) and (name == "start" or repr(value) in str(error.value))
@@ -64,7 +66,12 @@ def test_a_long_value_is_shortened_in_the_error():
     assert len(str(error.value)) < 200
 
 
-def test_out_file_and_html_file_must_differ(tmp_path):
+def test_a_number_too_long_to_print_is_refused_like_others():
+    with pytest.raises(ValueError, match="stop must be a text, a list of texts, none of them empty, or None; got a list"):
+        check_settings(DEFAULTS | {"stop": ["a", 10**5000]})
+
+
+def test_the_files_must_differ(tmp_path):
     for other in tmp_path / "a", tmp_path / "b" / ".." / "a":
         with pytest.raises(ValueError, match="out_file and html_file must be two files"):
             check_settings(DEFAULTS | {"out_file": str(tmp_path / "a"), "html_file": str(other)})

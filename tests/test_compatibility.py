@@ -1,0 +1,36 @@
+"""What other programs call our settings, and which settings of a training file are not for sampling."""
+import re
+
+import pytest
+
+from configurator import find_settings
+from project import SCRIPT
+from sampling.compatibility import ALIASES, training_settings
+
+SETTINGS = find_settings(SCRIPT)
+
+
+def test_aliases_stand_for_settings_and_are_none():
+    assert not ALIASES.keys() & SETTINGS.keys()
+    for meant in ALIASES.values():
+        assert set(meant.split(" or ")) <= SETTINGS.keys()
+
+
+@pytest.mark.parametrize("argument, setting", [
+    ("-p", "start"), ("--prompt", "start"), ("--model", "out_dir or init_from"), ("-n", "num_samples or max_new_tokens"), ("--max_length", "max_new_tokens"),
+    ("--max-length", "max_new_tokens"), ("--num_return_sequences", "num_samples"), ("--temp", "temperature"), ("--n_predict", "max_new_tokens"),
+    ("--n-predict", "max_new_tokens"), ("-temp", "temperature"), ("-seed", "seed"), ("--ckpt", "out_dir"),
+], ids=str)
+@pytest.mark.parametrize("form", ["{}=5", "{} 5"])
+def test_names_of_other_programs_are_answered_with_ours(sample, argument, setting, form):
+    done = sample(*form.format(argument).split())
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(rf"error: unknown setting {argument}; did you mean {setting}\?(; settings begin with --)?; --help lists all settings\n", done.stderr)
+
+
+@pytest.mark.parametrize("names, passed_over", [
+    ({"learning_rate"}, {"batch_size"}), ({"gradient_accumulation_steps", "os"}, {"batch_size"}), ({"max_iters"}, {"batch_size"}),
+    ({"eval_iters", "eval_only", "wandb_log"}, {"batch_size"}), (set(), set()), ({"os", "helper", "block_size"}, set()),
+], ids=str)
+def test_a_training_file_has_its_batch_size_passed_over(names, passed_over):
+    assert training_settings(names).keys() == passed_over <= SETTINGS.keys()
