@@ -54,13 +54,13 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
     if {"--help", "-h"} & set(arguments):
         print(help_text(scope.get("__doc__") or "", settings, shutil.get_terminal_size().columns), end="", flush=True)
         sys.exit(0)
-    changes, files, hint = {}, {}, "" # files: of each change that a file made, its path
+    changes, files, hint = {}, {}, "" # files: the path of the file that made a change
     while arguments:
         if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
             name, value = parse_argument(arguments, settings, aliases)
-            if name in changes and name not in files:
-                value = gather(changes[name], value, settings[name].types)
-            changes[name], hint = value, quoting_hint(name, value, arguments)
+            hint = quoting_hint(name, value, arguments)
+            again = name in changes and name not in files
+            changes[name] = gather(changes[name], value, settings[name].types) if again else value
             files.pop(name, None)
         else:
             path, source = read_file(arguments.pop(0), scope["__file__"], hint)
@@ -82,7 +82,7 @@ def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], 
         except ValueError as error:
             return str(error)
     if why := why_refused(values):
-        for path in dict.fromkeys(files.values()): # without the file that is to blame, this error would not come
+        for path in dict.fromkeys(files.values()): # without the values of the file to blame, there is another error
             defaults = {name: scope[name] for name, source in files.items() if source == path}
             if why_refused(values | defaults) != why:
                 raise ValueError(f"{path}: {why}")

@@ -213,6 +213,14 @@ def test_names_of_other_programs_suggest_the_settings(script, argument, meant):
         script(argument, "x", aliases={"t": "text", "words": "text", "size": "count or top", "a_b": "rate"})
 
 
+def test_quotes_are_suggested_only_for_what_follows_a_text(script, tmp_path):
+    (tmp_path / "a.py").write_text("count = 1\n")
+    with pytest.raises(ValueError, match="'upon': .*; give settings as --key=value"):
+        script("--text=Once", "a.py", "upon")
+    with pytest.raises(ValueError, match="'upon': .* needs quotes: --ends='Once upon'"):
+        script("--ends=A", "--ends=Once", "upon")
+
+
 def test_a_file_whose_name_begins_with_a_dash_is_a_file(script, tmp_path):
     (tmp_path / "-t").write_text("count = 1\n")
     assert script("-t", aliases={"t": "text"}) == {"count": 1}
@@ -402,10 +410,13 @@ def test_headings_and_longer_comments_come_from_the_source(tmp_path):
         # Second
         c = 3
         d = 4 # four
+        # Third
+        e = 5 # five
         """))
     settings = find_settings(tmp_path / "script.py")
     assert {name: (setting.group, setting.comment) for name, setting in settings.items()} == {
-        "a": ("First", "one"), "b": ("First", "two; and more: #2 indented"), "c": ("Second", ""), "d": ("Second", "four")}
+        "a": ("First", "one"), "b": ("First", "two; and more: #2 indented"), "c": ("Second", ""), "d": ("Second", "four"),
+        "e": ("Third", "five")}
 
 
 def test_types_defaults_and_comments_come_from_the_source(tmp_path):
