@@ -116,8 +116,19 @@ def report_and_exit(status: int, message: str) -> NoReturn:
 def hard_exit(status: int = 0) -> NoReturn:
     """End the script at once: torch's own shutdown takes 0.3 s."""
     if _console.bar is not None:
-        log("") # so that the shell's prompt begins on a new line
+        log("") # the shell's prompt then begins on a line of its own
+    elif status == 130 and _console.is_main:
+        end_line()
     os._exit(status)
+
+
+def end_line() -> None:
+    """End the line on which the cursor of the terminal is. A signal handler may call this."""
+    for fd, stream in enumerate([sys.stdout, sys.stderr], 1):
+        if is_tty(stream):
+            with suppress(OSError):
+                os.write(fd, b"\n")
+            return
 
 
 def sanitize(text: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 from models import CHARS, make_gpt, save_checkpoint, save_meta
 from project import RULE, SCRIPT
 from script_process import CLOSED, PIPE, start_script
+from terminal import Terminal
 
 FAST = "--num_samples=1", "--max_new_tokens=5"
 
@@ -37,8 +38,20 @@ def test_ctrl_c_ends_the_run_after_a_complete_sample(char_checkpoint, separate):
     assert (printed + rest).endswith(f"\n{RULE}\n".encode())
 
 
-def test_messages_do_not_go_to_stdout_if_stderr_is_closed(char_checkpoint):
-    process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0", stderr=CLOSED)
+@pytest.mark.parametrize("streams", [{}, {"stdout": False}, {"stderr": False}], ids=str)
+def test_ctrl_c_on_a_terminal_ends_the_line(letters, vocabulary, streams):
+    pytest.importorskip("pty")
+    screen = Terminal([f"--out_dir={letters}", "--num_samples=1", "--max_new_tokens=1000000", "--context_shift", "--device=cpu"], vocabulary, **streams)
+    screen.read_some()
+    time.sleep(0.5)
+    screen.type("\x03")
+    assert screen.rest().endswith("\n")
+    screen.close()
+    assert screen.process.returncode == 130
+
+
+def test_a_closed_stderr_takes_nothing_to_stdout(letters):
+    process = start_script(f"--out_dir={letters}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0", stderr=CLOSED)
     printed, _ = process.communicate()
     assert process.returncode == 0 and printed.decode() == f"Hi\n{RULE}\n" * 2
 
