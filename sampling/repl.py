@@ -1,95 +1,177 @@
 """The interactive session: the model stays loaded, each line is a prompt, and its sample streams to the terminal."""
+import os
 import signal
 import sys
-from contextlib import suppress
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
 from sampling.generation.engine import Engine
 from sampling.inputs.prompts import PromptSource, parse_start
-from sampling.outputs.console import is_tty, log
+from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
-from sampling.params import SamplingParams
+from sampling.params import Prompt, Sample, SampleRequest, SamplingParams
+
+
+def type_names(annotation: type) -> list[str]:
+    """The names that configurator gives to the types of a setting."""
+    return [t.__name__.removesuffix("Type") for t in get_args(annotation) or [annotation]]
+
 
 # The settings that a command may change, and the types of their values.
-REPL_TYPES = {field.name: [type_.__name__.removesuffix("Type") for type_ in get_args(field.type) or [field.type]]
-              for field in fields(SamplingParams) if field.name != "num_logprobs"}
-HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
+REPL_TYPES = {field.name: type_names(field.type) for field in fields(SamplingParams) if field.name != "num_logprobs"}
+REPL_TYPES["show_probs"] = ["bool"]
+NO_PROMPT = "\n" # the default of the setting start
+QUIT = ":quit", ":q", ":exit", "exit"
+GREETING = "type a prompt, or :help; Ctrl-D ends the session"
+HELP = f"""Type a prompt, as --start takes it: text, "text\\n" with escapes, FILE:prompt.txt.
+A prompt that begins with a colon goes in quotes: ":like this". Several pasted lines are one prompt.
+  :continue          go on from the end of the last sample
+  :again             sample the last prompt anew
   :temperature=0.5   change a setting: {', '.join(REPL_TYPES)}
-  :settings          show these settings
-  :help              show this help
+  :settings          show them
+  :help              show this
+  :quit              end the session, as :q, exit and Ctrl-D do
 Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
-def run_repl(engine: Engine, printer: Printer) -> None:
-    """Read prompts and commands from standard input until it ends. engine has the initial settings."""
-    with suppress(ImportError): # on Windows the console itself edits lines
-        import readline  # noqa: F401, gives input() line editing and history
-    if is_tty_session():
-        log("type a prompt, or :help")
-    engine = replace(engine, stream=True)
-    interrupts, num_samples = [], 0
-    while True:
+def run_repl(engine: Engine, printer: Printer, start: str = NO_PROMPT) -> None:
+    """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is NO_PROMPT.
+
+    engine gives the settings to begin with.
+    """
+    set_progress_bar(None) # a bar would run into what the user types
+    session = Session(replace(engine, stream=True, on_tokens=lambda num_tokens: None), printer)
+    if is_tty(sys.stdin):
+        log(GREETING)
+    with line_editing():
+        if start != NO_PROMPT:
+            session.respond(repr(start)) # quoted: it has been parsed already
+        while (line := session.read_line()) not in (None, *QUIT):
+            session.respond(line)
+
+
+@dataclass
+class Session:
+    """What the lines of a session change."""
+    engine: Engine
+    printer: Printer
+    next_index: int = 0 # of the next sample
+    last: Sample | None = None
+    shows_prompt: bool = True # the last sample was printed with its prompt
+    interrupts: list[bool] = field(default_factory=list) # Ctrl-C while no line is read
+
+    def __post_init__(self):
+        self.note_interrupts()
+
+    def note_interrupts(self) -> None:
+        """Have Ctrl-C noted only: an exception at any place would leave things half done."""
+        self.interrupts.clear()
+        signal.signal(signal.SIGINT, lambda *_: self.interrupts.append(True))
+
+    def read_line(self) -> str | None:
+        """The next line; None after the last one. Ctrl-C gives up the line and begins another."""
+        while True:
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler) # a KeyboardInterrupt only here
+                return ask()
+            except KeyboardInterrupt:
+                end_line()
+            except EOFError:
+                if is_tty(sys.stdin):
+                    end_line()
+                return None
+            finally:
+                self.note_interrupts()
+
+    def respond(self, line: str) -> None:
+        """Run a command, or sample a prompt. Logs what is wrong with the line."""
         try:
-            line = read_line(interrupts)
-        except KeyboardInterrupt: # the user discards this line
-            log("")
-            continue
-        except EOFError:
-            return
-        try:
-            if line.startswith(":"):
-                name, params = run_command(line[1:].strip(), engine.params)
-                engine = replace(engine, params=params)
-                if name == "seed":
-                    num_samples = 0 # the next sample is the first one of this seed
+            if line.startswith(":") and "\n" not in line:
+                self.run_command(line[1:].strip())
             elif line:
-                num_samples += answer(line, engine, printer, num_samples, interrupts)
+                self.answer(parse("start", line, ["str"]))
         except ValueError as error:
             log(f"error: {error}".replace("--", ":")) # settings begin with : here
-        printer.reset()
+        self.printer.reset()
 
+    def answer(self, start: str) -> None:
+        """Show a sample for each prompt of the setting start. Raises ValueError if there is no such prompt."""
+        kind, path = parse_start(start)
+        if kind != "TEXT" and path == "-":
+            raise ValueError("this session reads standard input itself: give the name of a file, or the text")
+        for request in PromptSource(start).requests(self.engine.tokenizer, 1, self.next_index):
+            self.show(request)
+            if self.interrupts:
+                return
 
-def answer(line: str, engine: Engine, printer: Printer, first_index: int, interrupts: list) -> int:
-    """Print a sample for each prompt of the line, which has the form of the setting start. Returns their number.
-
-    Raises ValueError if the line names no prompt that can be read.
-    """
-    start = parse("start", line, ["str"])
-    kind, path = parse_start(start)
-    if kind != "TEXT" and path == "-":
-        raise ValueError("this session reads standard input itself: give the name of a file, or the text")
-    num_samples = 0
-    for request in PromptSource(start).requests(engine.tokenizer, 1, first_index):
-        num_samples += 1
-        for sample in replace(engine).generate([request]): # a new engine starts at the seed again
-            printer.update(sample)
-            if interrupts:
+    def show(self, request: SampleRequest, shows_prompt: bool = True) -> None:
+        """Generate a sample and print it while it grows. Ctrl-C ends it."""
+        self.next_index, self.shows_prompt = request.index + 1, shows_prompt
+        for sample in replace(self.engine).generate([request]): # a new engine begins its random stream anew
+            self.last = sample
+            self.printer.update(sample, shows_prompt)
+            if self.interrupts:
                 print(flush=True)
-                return num_samples
-    return num_samples
+                return
+
+    def run_command(self, command: str) -> None:
+        """Do what was typed after the colon. Raises ValueError if there is no such command, or value."""
+        commands = {"help": show_help, "h": show_help, "?": show_help, "settings": self.show_settings,
+                    "again": self.sample_again, "continue": self.continue_last}
+        if command in commands:
+            commands[command]()
+        else:
+            name, _, text = command.replace("=", " ", 1).partition(" ")
+            self.change_setting(name.replace("-", "_"), text.strip())
+
+    def show_settings(self) -> None:
+        """List the settings that a command may change."""
+        values = {**vars(self.engine.params), "show_probs": self.printer.show_probs}
+        log("\n".join(f"  {name}={values[name]!r}" for name in REPL_TYPES))
+
+    def change_setting(self, name: str, text: str) -> None:
+        """Change one setting. Raises ValueError if there is no such setting, or it does not take the value."""
+        if name not in REPL_TYPES:
+            raise ValueError(f"a session has no setting {name:.100}{suggest(name, REPL_TYPES)}; it has "
+                             f"{', '.join(REPL_TYPES)}; a prompt that begins with a colon goes in quotes")
+        if not text and REPL_TYPES[name] != ["bool"]:
+            raise ValueError(f"--{name} needs a value: --{name}=...")
+        value = parse(name, text or "True", REPL_TYPES[name])
+        changes = {name: value}
+        if name == "show_probs":
+            self.printer.set_show_probs(value)
+            changes = {"num_logprobs": 0 if value else None}
+        self.engine = replace(self.engine, params=replace(self.engine.params, **changes))
+        if name == "seed":
+            self.next_index = 0 # the next sample is the first one of this seed
+
+    def sample_again(self) -> None:
+        """Sample the last prompt anew. Raises ValueError if there was none."""
+        self.show(replace(self.last_sample().request, index=self.next_index), self.shows_prompt)
+
+    def continue_last(self) -> None:
+        """Go on from the end of the last sample. Raises ValueError if there was none, or its text is no prompt."""
+        sample = self.last_sample()
+        text = sample.prompt.text + sample.text[:sample.num_emittable_chars]
+        # After a stop text or Ctrl-C, the tokens hold more than the user saw.
+        is_shown = sample.finish_reason == "length"
+        ids = sample.request.prompt_ids + sample.token_ids if is_shown else self.engine.tokenizer.encode(text)
+        self.show(SampleRequest(self.next_index, Prompt(text), ids), shows_prompt=False)
+
+    def last_sample(self) -> Sample:
+        """The last sample. Raises ValueError if there is none."""
+        if self.last is None:
+            raise ValueError("there is no sample yet: type a prompt")
+        return self.last
 
 
-def run_command(command: str, params: SamplingParams) -> tuple[str, SamplingParams]:
-    """Run the command that was typed after the colon. Returns the command's name and the new parameters.
-
-    Raises ValueError if there is no such command, or if its value is not allowed.
-    """
-    name, _, text = command.replace("=", " ", 1).partition(" ")
-    name, text = name.replace("-", "_"), text.strip()
-    if command in ("help", "h", "?"):
-        log(HELP)
-        return name, params
-    if command == "settings":
-        log("\n".join(f"  {name}={getattr(params, name)!r}" for name in REPL_TYPES))
-        return name, params
-    if name not in REPL_TYPES:
-        raise ValueError(f"a session has no setting {name:.100}{suggest(name, REPL_TYPES)}; "
-                         f"it has {', '.join(REPL_TYPES)}")
-    if not text and REPL_TYPES[name] != ["bool"]:
-        raise ValueError(f"--{name} needs a value: --{name}=...")
-    return name, replace(params, **{name: parse(name, text or "True", REPL_TYPES[name])})
+def show_help() -> None:
+    """Say what can be typed."""
+    log(HELP)
 
 
 def is_tty_session() -> bool:
@@ -97,15 +179,47 @@ def is_tty_session() -> bool:
     return is_tty(sys.stdin) and is_tty(sys.stdout)
 
 
-def read_line(interrupts: list) -> str:
-    """Read a line. Ctrl-C raises KeyboardInterrupt only here.
+def ask() -> str:
+    """Read a line, with a prompt if a user types it: on standard error if standard output is not the terminal."""
+    if is_tty(sys.stdin) and not is_tty(sys.stdout) and is_tty(sys.stderr):
+        print("> ", end="", file=sys.stderr, flush=True)
+    line = input("> " if is_tty_session() else "")
+    if "\n" in line: # the file of the history has an entry a line
+        replace_last_history_item(repr(line))
+    return line
 
-    Elsewhere, Ctrl-C appends to interrupts: an exception in the middle of generation could leave the model's state
-    inconsistent.
-    """
+
+def replace_last_history_item(line: str) -> None:
+    """Have the arrow keys recall this line as the last one."""
+    import readline
+    if length := readline.get_current_history_length():
+        readline.replace_history_item(length - 1, line)
+
+
+@contextmanager
+def line_editing() -> Iterator[None]:
+    """Give input() at a terminal its editing, several pasted lines as one, and the history of earlier sessions."""
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        return input("> " if is_tty_session() else "")
+        import readline
+    except ImportError: # on Windows the console itself edits lines
+        readline = None
+    if readline is None or not is_tty_session():
+        yield
+        return
+    if os.environ.get("TERM") != "dumb":
+        readline.parse_and_bind("set enable-bracketed-paste on") # Python switches it off
+    path = history_path()
+    with suppress(OSError): # there is none yet
+        readline.read_history_file(path)
+    try:
+        yield
     finally:
-        interrupts.clear()
-        signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+        readline.set_history_length(1000)
+        with suppress(OSError): # without a home folder, history ends with the session
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)
+
+
+def history_path() -> Path:
+    """Where the lines of sessions are kept: https://specifications.freedesktop.org/basedir-spec."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "nanogpt-sample" / "history"

@@ -1,25 +1,54 @@
-"""The interactive session, on a terminal and with lines from a pipe."""
+"""The interactive session: at a terminal as people use it, and with lines from a pipe."""
+import io
+import re
+import signal
 import sys
 import time
 
 import pytest
 
+import terminal
+from sampling.generation.engine import Engine
+from sampling.outputs.printer import Printer
+from sampling.repl import run_repl
+from script_process import start_script
 from terminal import Terminal
 
 SESSION = ("--interactive", "--device=cpu", "--max_new_tokens=30")
 RULE = "\n---------------\n"
 
 
+class SessionTerminal(Terminal):
+    """A terminal that obeys what switches bracketed paste on and off."""
+
+    def read_some(self, seconds=20):
+        has_more = super().read_some(seconds)
+        self.bytes = re.sub(rb"\x1b\[\?2004[hl]|\r", b"", self.bytes)
+        return has_more
+
+
 @pytest.fixture
-def session(char_checkpoint, tiktoken_cache):
-    """A session on a terminal, ready for the first prompt."""
+def start(letters, vocabulary, tmp_path, monkeypatch):
+    """Starts a session at a terminal, ready for the first prompt."""
     if sys.platform == "win32":
         pytest.skip("needs a pseudo-terminal")
-    terminal = Terminal([f"--out_dir={char_checkpoint}", *SESSION], tiktoken_cache)
-    terminal.wait_for("type a prompt, or :help")
-    terminal.wait_for("> ")
-    yield terminal
-    terminal.close()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path)) # for the history
+    started = []
+
+    def start(*arguments, **options):
+        started.append(SessionTerminal([f"--out_dir={letters}", *SESSION, *arguments], vocabulary, **options))
+        started[-1].until("type a prompt, or :help; Ctrl-D ends the session\n")
+        started[-1].until("> ")
+        return started[-1]
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def session(start):
+    """A session at a terminal, ready for the first prompt."""
+    return start()
 
 
 def test_a_session_generates_the_same_samples_as_a_normal_run(session, run_script, char_checkpoint):
@@ -59,7 +88,8 @@ def test_commands_change_the_settings(session, run_script, char_checkpoint):
     ("¡", "error: the prompt has characters"),
     ("FILE:nowhere.txt", "error: cannot read the prompt file"),
     ('""', "error: "),
-    (":help", "Ctrl-D ends the session"),
+    (":help", "Ctrl-D ends the session"), (":continue", "error: there is no sample yet"), (":again", "error: there is no sample yet"),
+    (":x", "a prompt that begins with a colon goes in quotes"),
 ], ids=str)
 def test_the_session_continues_after_an_error(session, typed, message):
     session.type(typed + "\n")
@@ -99,15 +129,108 @@ def test_lines_can_be_edited_and_recalled(session):
 
 
 @pytest.mark.parametrize("separate", [False, True], ids=["fork", "separate"])
-def test_ctrl_d_ends_the_session(char_checkpoint, tiktoken_cache, separate):
-    if sys.platform == "win32":
-        pytest.skip("needs a pseudo-terminal")
-    terminal = Terminal([f"--out_dir={char_checkpoint}", *SESSION], tiktoken_cache, separate=separate)
-    terminal.wait_for("> ")
-    terminal.type("\x04")
-    terminal.read_to_end()
-    terminal.close()
-    assert terminal.process.returncode == 0
+def test_ctrl_d_ends_the_session_and_the_line(start, separate):
+    session = start(separate=separate)
+    session.type("\x04")
+    assert session.rest() == "\n"
+    assert session.process.returncode == 0
+
+
+@pytest.mark.parametrize("typed", [":quit", ":q", "exit"])
+def test_words_end_the_session(session, typed):
+    session.type(f"{typed}\n")
+    assert session.rest() == f"{typed}\n"
+    assert session.process.returncode == 0
+
+
+def test_a_sample_can_be_continued(session, sample, letters):
+    whole = sample(f"--out_dir={letters}", "--start=The ", "--num_samples=1", "--max_new_tokens=16", "--temperature=0", "--context_shift").stdout
+    session.type(":temperature=0\n:context_shift\n:max_new_tokens=8\nThe \n")
+    session.until(f"\n{whole[:12]}{RULE}> ")
+    session.type(":continue\n")
+    session.until(f":continue\n{whole[12:]}> ")
+    session.type(":again\n")
+    session.until(f":again\n{whole[12:]}> ")
+    session.type(":stop=zzz\n")
+    session.until("> ")
+    session.type("\x04")
+
+
+def test_after_a_stop_text_a_sample_continues_what_was_shown(session, sample, letters):
+    run = (f"--out_dir={letters}", "--num_samples=1", "--max_new_tokens=30", "--temperature=0")
+    first = sample(*run, "--start=The ", "--stop=e").stdout.removesuffix(RULE)
+    second = sample(*run, f"--start={first}").stdout.removeprefix(first)
+    session.type(":temperature=0\n:stop=e\nThe \n")
+    session.until(first + RULE)
+    session.type(":stop=None\n:continue\n")
+    session.until(f":continue\n{second}")
+
+
+def test_a_prompt_can_be_sampled_again(session, sample, letters):
+    samples = sample(f"--out_dir={letters}", "--start=The ", "--num_samples=2", "--max_new_tokens=30").stdout.split(RULE)
+    session.type("The \n")
+    session.until(samples[0] + RULE)
+    session.type(":again\n")
+    session.until(":again\n" + samples[1] + RULE)
+
+
+def test_probabilities_can_be_switched_on(session):
+    session.type(":show_probs\nThe \n")
+    session.until("\x1b[38;5;16;48;")
+    session.until(RULE)
+    session.type(":show_probs=False\nThe \n")
+    session.until("The \n")
+    session.until(RULE)
+    assert "\x1b[38" not in session.text
+    session.type(":settings\n")
+    session.until("show_probs=False")
+
+
+def test_history_is_kept_between_sessions(session, start):
+    session.type("The \n")
+    session.until(RULE)
+    session.type("\x04")
+    session.rest()
+    second = start()
+    second.type("\x1b[A") # up
+    second.until("The ")
+
+
+def test_pasted_lines_are_one_prompt(start, monkeypatch):
+    monkeypatch.setattr(terminal, "start_script", lambda *arguments, env, **options: start_script(*arguments, env={**env, "TERM": "xterm"}, **options))
+    session = start()
+    session.type("\x1b[200~The\n:O\x1b[201~\n")
+    session.until("The\n:O") # what was pasted
+    session.until("The\n:O")
+    session.until(RULE)
+    session.until("> ")
+    session.type("\x1b[A") # up
+    session.until(r"'The\n:O'")
+
+
+def test_a_prompt_in_quotes_begins_with_a_colon(session):
+    session.type('":O"\n')
+    session.until("\n:O")
+    session.until(RULE)
+
+
+def test_with_samples_in_a_pipe_the_session_asks_on_the_terminal(start):
+    session = start(stdout=False)
+    session.type("The \n")
+    session.until("The \n> ")
+    session.type("\x04")
+    assert session.rest() == "\n"
+
+
+def test_the_setting_start_is_the_first_prompt(capsys, monkeypatch, letters):
+    import sampling
+    generator = sampling.load(str(letters))
+    engine = Engine(generator.backend, generator.tokenizer, sampling.SamplingParams(max_new_tokens=5, temperature=0), generator.num_init_draws)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for start, prompts in (":The ", [":The ", "O"]), ("\n", ["O"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("O\n"))
+        run_repl(engine, Printer(generator.tokenizer), start)
+        assert [text[:-5] for text in capsys.readouterr().out.split(RULE)[:-1]] == prompts
 
 
 def test_a_session_reads_lines_from_a_pipe(run_script, char_checkpoint):

@@ -21,18 +21,23 @@ class Printer:
     """
 
     def __init__(self, tokenizer: Tokenizer, show_probs: bool = False):
-        self.tokenizer, self.show_probs = tokenizer, show_probs
+        self.tokenizer = tokenizer
         self.is_terminal, self.has_colors = is_tty(sys.stdout), has_colors(sys.stdout)
+        self.cursor = None # where printing the current sample stands; None: its prompt comes next
+        self.set_show_probs(show_probs)
+
+    def set_show_probs(self, show_probs: bool) -> None:
+        """Show the probabilities of the tokens from now on, or no longer."""
+        self.show_probs = show_probs
         if show_probs and not self.has_colors:
             log("show_probs has no effect: standard output is not a terminal, or NO_COLOR is set")
-        self.cursor = None # where printing the current sample stands; None: its prompt comes next
 
-    def update(self, sample: Sample) -> None:
-        """Print the new text of a sample, and the rule when it is finished."""
+    def update(self, sample: Sample, shows_prompt: bool = True) -> None:
+        """Print what is new of a sample, at first its prompt, and the rule once it is finished."""
         parts = []
         if self.cursor is None:
             self.cursor = TextCursor(sample)
-            parts.append(self._safe(self.tokenizer.decode(sample.request.prompt_ids)))
+            parts += [self._safe(self.tokenizer.decode(sample.request.prompt_ids))] if shows_prompt else []
         for text, token in self.cursor.read():
             shows_prob = self.show_probs and self.has_colors and token.logprob is not None
             logprob = char_logprob(sample.tokens, self.cursor.token) if shows_prob else 0.0
