@@ -215,9 +215,9 @@ def test_names_of_other_programs_suggest_the_settings(script, argument, meant):
 
 def test_quotes_are_suggested_only_for_what_follows_a_text(script, tmp_path):
     (tmp_path / "a.py").write_text("count = 1\n")
-    with pytest.raises(ValueError, match="'upon': .*; give settings as --key=value"):
+    with pytest.raises(ValueError, match=r"'upon': .*; give settings as --key=value"):
         script("--text=Once", "a.py", "upon")
-    with pytest.raises(ValueError, match="'upon': .* needs quotes: --ends='Once upon'"):
+    with pytest.raises(ValueError, match=r"'upon': .* needs quotes: --ends='Once upon'"):
         script("--ends=A", "--ends=Once", "upon")
 
 
