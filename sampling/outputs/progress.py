@@ -1,20 +1,26 @@
-"""Shows the progress of a run: a bar while it runs, and one line at its end."""
+"""How far a run is: a bar or a line now and then while it runs, one line at its end."""
+import sys
 import time
 
-from sampling.outputs.console import log, set_progress_bar, shows_progress_bar
+from sampling.outputs.console import is_tty, log, set_progress_bar, shows_progress_bar
 from sampling.params import Sample
+
+LOG_INTERVAL = 30 # seconds between two lines of progress
 
 
 class Progress:
     """Counts samples and tokens, and shows a bar on standard error if shows_progress_bar().
 
-    total_samples: how many samples the run will generate; None if unknown.
+    Where standard error is no terminal, as with nohup, a line every 30 seconds says how far the run is.
+
+    total_samples: how many samples the run will generate; None if that is unknown.
     """
 
     def __init__(self, total_samples: int | None, max_new_tokens: int):
-        self.max_new_tokens = max_new_tokens
-        self.start_time = time.perf_counter()
-        self.num_samples = self.num_tokens = 0
+        self.total_samples, self.max_new_tokens = total_samples, max_new_tokens
+        self.start_time = self.last_line_time = time.perf_counter()
+        self.num_samples = self.num_tokens = 0 # of finished samples
+        self.num_generated = 0 # tokens, of all samples
         self.bar = None
         if shows_progress_bar():
             from tqdm import tqdm
@@ -23,9 +29,21 @@ class Progress:
             set_progress_bar(self.bar)
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Advance the bar by num_tokens. A negative number takes back the tokens of a batch that ran out of memory."""
+        """Move the bar by so many tokens; a negative number takes back those of a batch that ran out of memory."""
+        self.num_generated += num_tokens
         if self.bar is not None:
             self.bar.update(num_tokens)
+        elif not is_tty(sys.stderr):
+            self.log_now_and_then()
+
+    def log_now_and_then(self) -> None:
+        """Log how far the run is, if the last line is old enough."""
+        now = time.perf_counter()
+        if now - self.last_line_time >= LOG_INTERVAL:
+            self.last_line_time = now
+            of_total = f" of {self.total_samples}" if self.total_samples else ""
+            rate = self.num_generated / (now - self.start_time)
+            log(f"{self.num_samples}{of_total} samples, {self.num_generated} tokens so far: {rate:.0f} tokens/s")
 
     def add_sample(self, sample: Sample) -> None:
         """Count a finished sample."""

@@ -2,12 +2,14 @@
 import io
 import re
 import signal
+import sys
 import time
 
 import pytest
 from tqdm import tqdm
 
-from pages import finished_sample
+from pages import finished
+from sampling.outputs import progress
 from sampling.outputs.progress import Progress
 from sampling.params import Token
 from terminal import Terminal
@@ -47,11 +49,33 @@ def test_the_last_line_summarises_the_run(run_script, char_checkpoint):
 
 
 def test_one_sample_is_not_plural(capsys):
-    progress = Progress(1, 5)
-    progress.add_tokens(2)
-    progress.add_sample(finished_sample(0, "a", [Token(1, "b")] * 2, "stop"))
-    progress.close(None)
+    counter = Progress(1, 5)
+    counter.add_tokens(2)
+    counter.add_sample(finished(0, "a", [Token(1, "b")] * 2, "stop"))
+    counter.close(None)
     assert re.fullmatch(r"1 sample, 2 tokens in \d+\.\d s: \d+ tokens/s\n", capsys.readouterr().err)
+
+
+def test_where_stderr_is_no_terminal_a_line_comes_every_half_minute(capsys, monkeypatch):
+    for total, of_total in (5, " of 5"), (None, ""):
+        clock = iter([0, 10, 29, 31, 50, 62, 90, 93])
+        monkeypatch.setattr(progress.time, "perf_counter", clock.__next__)
+        counter = Progress(total, 100)
+        for _ in range(5):
+            counter.add_tokens(100)
+        counter.add_sample(finished(0, "a", [Token(1, "b")] * 100))
+        for _ in range(2):
+            counter.add_tokens(-50)
+        assert capsys.readouterr().err == (f"0{of_total} samples, 300 tokens so far: 10 tokens/s\n0{of_total} samples, 500 tokens so far: 8 tokens/s\n"
+                                           f"1{of_total} samples, 400 tokens so far: 4 tokens/s\n")
+
+
+def test_a_terminal_without_a_bar_gets_no_lines(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LOG_INTERVAL", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "shows_progress_bar", lambda: False) # samples go to the same terminal
+    Progress(5, 100).add_tokens(10)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_without_samples_has_no_last_line(capsys):
@@ -60,10 +84,10 @@ def test_a_run_without_samples_has_no_last_line(capsys):
 
 
 def test_a_sample_that_stops_early_shortens_the_bar():
-    progress = Progress(10, 100)
-    with tqdm(total=1000, file=io.StringIO()) as progress.bar:
-        progress.add_tokens(40)
-        progress.add_tokens(-10) # a batch ran out of memory
-        assert progress.bar.n == 30
-        progress.add_sample(finished_sample(0, "a", [Token(1, "b")] * 30, "stop"))
-        assert progress.bar.total == 930
+    counter = Progress(10, 100)
+    with tqdm(total=1000, file=io.StringIO()) as counter.bar:
+        counter.add_tokens(40)
+        counter.add_tokens(-10) # a batch ran out of memory
+        assert counter.bar.n == 30
+        counter.add_sample(finished(0, "a", [Token(1, "b")] * 30, "stop"))
+        assert counter.bar.total == 930
