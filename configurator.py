@@ -227,10 +227,10 @@ def read_file(path: str, script: str, hint: str) -> tuple[str, bytes]:
 
 
 def quoting_hint(name: str, value: Any, arguments: list[str]) -> str:
-    """How to write the value of --name if it goes on in the arguments after it; "" if it cannot."""
-    words = [str(value), *takewhile(lambda word: not word.startswith("--"), arguments)]
-    advice = f"a value with spaces needs quotes: --{name}={shlex.quote(' '.join(words)):.200}"
-    return advice if isinstance(value, str) and len(words) > 1 else ""
+    """How to write the value of --name if the words after it are part of it; "" if it is no text."""
+    text = " ".join([str(value), *takewhile(lambda word: not word.startswith("--"), arguments)])
+    quoted = shlex.quote(text) if set(text) & set('"$`!\\') else f'"{text}"' # Windows knows double quotes only
+    return f"a value with spaces needs quotes: --{name}={quoted:.200}" if isinstance(value, str) else ""
 
 
 def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting], log: Log,

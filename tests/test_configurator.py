@@ -126,8 +126,9 @@ def test_arguments_change_settings(script, arguments, changes):
     (["a\0b"], "cannot read the settings file 'a\\x00b': embedded null byte"),
     (["missing.py"], "; give settings as --key=value"),
     (["--text=Once", "upon", "a", "time", "--flag"], "cannot read the settings file 'upon': No such file or directory; "
-                                                     "a value with spaces needs quotes: --text='Once upon a time'"),
-    (["--text", "it's", "so"], """--text='it'"'"'s so'"""),
+                                                     "a value with spaces needs quotes: --text=\"Once upon a time\""),
+    (["--text", "it's", "so"], """--text="it's so\""""),
+    (["--text", "5", "$", "each"], "--text='5 $ each'"),
     (["--text=Once", "missing.py"], "give settings as --key=value"),
     (["--count=3", "upon", "a"], "give settings as --key=value"),
     (["-t", "x"], "unknown setting -t; settings begin with --; --help lists all settings"),
@@ -217,7 +218,7 @@ def test_quotes_are_suggested_only_for_what_follows_a_text(script, tmp_path):
     (tmp_path / "a.py").write_text("count = 1\n")
     with pytest.raises(ValueError, match=r"'upon': .*; give settings as --key=value"):
         script("--text=Once", "a.py", "upon")
-    with pytest.raises(ValueError, match=r"'upon': .* needs quotes: --ends='Once upon'"):
+    with pytest.raises(ValueError, match=r"'upon': .* needs quotes: --ends=.Once upon.$"):
         script("--ends=A", "--ends=Once", "upon")
 
 

@@ -63,7 +63,7 @@ def test_a_settings_file_that_sets_nothing_gets_a_warning(sample, letters, tmp_p
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--start=Once", "upon", "a", "time", "--top_k=5"], "a value with spaces needs quotes: --start='Once upon a time'"),
+    (["--start=Once", "upon", "a", "time", "--top_k=5"], 'a value with spaces needs quotes: --start="Once upon a time"'),
     (["-p", "Once upon"], "unknown setting -p; did you mean start?"),
     (["bad.py"], "error: bad.py: top_k must be at least 1, or None or 0 for every token; got -5"),
     (["bad.py", "--seed=5"], "error: bad.py: top_k"),
