@@ -45,8 +45,9 @@ class HtmlWriter:
 
     def write(self, sample: Sample) -> None:
         """Append a finished sample, whose tokens have log-probabilities."""
-        self._append(fill(self.sample_template, number=str(sample.index + 1), prompt=escape(sample.prompt.text),
-                          text=escape(sample.text), num_tokens=count_tokens(sample.num_tokens),
+        self._append(fill(self.sample_template, number=str(sample.index), id=escape(shown_id(sample.prompt.id)),
+                          prompt=escape(sample.prompt.text), text=escape(sample.text),
+                          num_tokens=count_tokens(sample.num_tokens),
                           finish_reason=FINISH_REASONS[sample.finish_reason], data=token_data(sample.tokens)))
 
     def close(self) -> None:
@@ -61,8 +62,8 @@ class HtmlWriter:
         """
         head, found = self.head.encode(), 0
         if num_saved and self.file.read(len(head)) == head:
-            for line in self.file: # line by line, because a page can be large
-                found += line.startswith(b'<article id="sample-%d"' % (found + 1)) and line.endswith(b"</article>\n")
+            for line in self.file: # not all at once: a page can be large
+                found += line.startswith(b'<article id="sample-%d"' % found) and line.endswith(b"</article>\n")
                 if found == num_saved:
                     self.file.truncate(self.file.tell())
                     self.head = ""
@@ -96,8 +97,16 @@ def content_hash(page: str, element: str) -> str:
 
 
 def title(run_info: Mapping[str, Any]) -> str:
-    """The page's title, which names the model."""
-    return f"Samples from {run_info.get('model', 'a model')}"
+    """The page's title, which names the model: of an absolute path, the last part."""
+    model = str(run_info.get("model", ""))
+    return f"Samples from {(Path(model).name if os.path.isabs(model) else model) or 'a model'}"
+
+
+def shown_id(prompt_id: Any) -> str:
+    """What the heading of a sample says of its prompt's id."""
+    if prompt_id is None:
+        return ""
+    return f", id {prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)}"
 
 
 def definition_list(run_info: Mapping[str, Any]) -> str:

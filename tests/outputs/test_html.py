@@ -7,7 +7,7 @@ import pytest
 
 from pages import HOSTILE, RUN_INFO, SAMPLES, SHOWN, finished_sample, make_token, write_page
 from sampling.outputs.html import HtmlWriter
-from sampling.params import Token
+from sampling.params import Prompt, Sample, SampleRequest, Token
 
 
 def test_a_sample_is_written_to_the_file_immediately(tmp_path):
@@ -24,7 +24,22 @@ def test_a_sample_is_written_to_the_file_immediately(tmp_path):
     assert "<dt>start</dt><dd>&#x27;ROMEO:\\n&#x27;</dd>" in text
 
 
-@pytest.mark.parametrize("truncate", [
+@pytest.mark.parametrize("model, title", [("out-letters", "out-letters"), ("/home/me/out-letters", "out-letters"), ("/home/me/out/", "out"),
+                                          ("openai-community/gpt2", "openai-community/gpt2"), ("/", "a model"), ("", "a model")])
+def test_the_title_names_the_model_without_an_absolute_path(tmp_path, model, title):
+    page = write_page(tmp_path / "page.html", [], run_info={"model": model}).read_text(encoding="utf-8")
+    assert f"<title>Samples from {title}</title>" in page and f"<h1>Samples from {title}</h1>" in page
+
+
+@pytest.mark.parametrize("id, shown", [(None, "Sample 5"), (7, "Sample 5, id 7"), ("a<b", "Sample 5, id a&lt;b"), ({"x": ["é"]}, "Sample 5, id {&quot;x&quot;: [&quot;é&quot;]}"), (0, "Sample 5, id 0")], ids=repr)
+def test_a_sample_has_the_number_and_the_id_of_the_file(tmp_path, id, shown):
+    writer = HtmlWriter(tmp_path / "page.html", RUN_INFO)
+    writer.write(Sample(SampleRequest(5, Prompt("O", id), []), [], "stop"))
+    writer.close()
+    assert f'<article id="sample-5" aria-labelledby="title-5"><h2 id="title-5">{shown}</h2>' in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("left", [
     pytest.param(lambda whole, ends: whole, id="whole"),
     pytest.param(lambda whole, ends: whole[:ends[1]], id="no-end"),
     pytest.param(lambda whole, ends: whole[:ends[2]], id="one-too-many"),
@@ -54,7 +69,7 @@ def test_a_page_may_have_no_samples(tmp_path):
     (lambda page: b"", 1, "but has 0"),
     (lambda page: b"<p>" + page, 1, "but has 0"),
     (lambda page: page.replace(b"default-src 'none'", b"default-src *"), 1, "but has 0"),
-    (lambda page: page.replace(b'"sample-2"', b'"sample-7"'), 2, "but has 1"),
+    (lambda page: page.replace(b'"sample-1"', b'"sample-7"'), 2, "but has 1"),
     (lambda page: page, 5, "first 5 samples, as out_file does, but has 4"),
     (lambda page: page[:-45], 4, "but has 3"),
     (lambda page: page.replace(b"out-letters", b"out-lettres"), 2, "the page of this run and hold its first 2 samples"),
