@@ -58,7 +58,7 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
     while arguments:
         if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
             name, value = parse_argument(arguments, settings, aliases)
-            hint = quoting_hint(name, value, arguments)
+            hint = quoting_hint(name, value, arguments) if isinstance(value, str) else ""
             again = name in changes and name not in files
             changes[name] = gather(changes[name], value, settings[name].types) if again else value
             files.pop(name, None)
@@ -226,11 +226,11 @@ def read_file(path: str, script: str, hint: str) -> tuple[str, bytes]:
         raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; {advice}") from None
 
 
-def quoting_hint(name: str, value: Any, arguments: list[str]) -> str:
-    """How to write the value of --name if the words after it are part of it; "" if it is no text."""
-    text = " ".join([str(value), *takewhile(lambda word: not word.startswith("--"), arguments)])
+def quoting_hint(name: str, value: str, arguments: list[str]) -> str:
+    """How to write the value of --name if the words after it are part of it."""
+    text = " ".join([value, *takewhile(lambda word: not word.startswith("--"), arguments)])
     quoted = shlex.quote(text) if set(text) & set('"$`!\\') else f'"{text}"' # Windows knows double quotes only
-    return f"a value with spaces needs quotes: --{name}={quoted:.200}" if isinstance(value, str) else ""
+    return f"a value with spaces needs quotes: --{name}={quoted:.200}"
 
 
 def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting], log: Log,

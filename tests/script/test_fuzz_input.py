@@ -66,6 +66,8 @@ def settings_of(arguments):
 @example(["--top_k=0x" + "f" * 5000])
 @example(["--num_samples=0x" + "f" * 5000])
 @example(["--out_file='a\\0'"])
+@example(["--stop=[0x" + "f" * 5000 + "]"])
+@example(["--stop=[]", "--stop=a", "b"])
 @example(["--repetition_penalty=1e-300"])
 def test_any_arguments_give_settings_or_a_one_line_error(arguments):
     found = settings_of(arguments)
