@@ -1,20 +1,32 @@
 """Reads the prompts that the setting start names.
 
-start is a prompt itself, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
-each line that is not empty is a prompt. With JSONL:path, each line is a JSON object with a "prompt" and an optional
-"id". The path - is standard input.
+start is a prompt itself, or it names a file: FILE:path continues the whole text of the file, LINES:path each of its
+lines that is not empty, JSONL:path the "prompt" of the JSON object in each line, which may also have an "id" and other
+fields: out_file gets them too. The path - is standard input.
 """
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import chain, count
+from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import Prompt, SampleRequest
+from sampling.params import Prompt, SampleRequest, SamplingParams
 
 FILE_KINDS = "FILE", "LINES", "JSONL"
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
+PARAM_NAMES = frozenset(field.name for field in fields(SamplingParams))
+# What a line of out_file has besides "prompt" and "id".
+RESULT_FIELDS = frozenset(["version", "index", "text", "num_tokens", "finish_reason", "cumulative_logprob", "logprobs",
+                           "seed", "checkpoint", "settings"])
+
+
+@dataclass(frozen=True)
+class JsonPrompt(Prompt):
+    """A prompt from a line of JSON that has other fields too."""
+    other_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_start(start: str) -> tuple[str, str]:
@@ -26,22 +38,29 @@ def parse_start(start: str) -> tuple[str, str]:
 class PromptSource:
     """An iterable of the prompts that start names. A pipe can be iterated once, anything else many times.
 
-    Raises ValueError if there is no prompt, or if the file cannot be read. An error in a later line of the file is
-    raised when the iteration reaches that line.
+    setting_names: a field of JSON may not have the name of a setting, because the settings are those of the whole run.
+    Raises ValueError if there is no prompt, or a file cannot be read; for a later line, once the iteration reaches it.
     """
 
-    def __init__(self, start: str):
-        self.start = start
+    def __init__(self, start: str, setting_names: Collection[str] = PARAM_NAMES):
+        self.start, self.setting_names = start, setting_names
         kind, path = parse_start(start)
         self.is_multi = kind in MULTI_KINDS
         self.is_pipe = self.is_multi and not os.path.isfile(path)
-        self.prompts = read_prompts(start)
+        self.prompts = self.read()
         self.first = next(self.prompts)
 
     def __iter__(self) -> Iterator[Prompt]:
         if not self.is_multi:
             return iter([self.first])
-        return chain([self.first], self.prompts) if self.is_pipe else read_prompts(self.start)
+        return chain([self.first], self.prompts) if self.is_pipe else self.read()
+
+    def read(self) -> Iterator[Prompt]:
+        """Do read_prompts. Raises ValueError if a field cannot be passed on."""
+        for prompt in read_prompts(self.start):
+            if isinstance(prompt, JsonPrompt):
+                check_fields(prompt, self.setting_names)
+            yield prompt
 
     def requests(self, tokenizer: Tokenizer, num_samples: int, first_index: int = 0) -> Iterator[SampleRequest]:
         """Yield num_samples requests for each prompt. Their indices count up from first_index.
@@ -126,4 +145,15 @@ def parse_json_line(line: str, location: str) -> Prompt:
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str) or not found["prompt"]:
         raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
                          f"got {line!r:.100}")
-    return Prompt(found["prompt"], found.get("id"), location)
+    prompt, prompt_id = found.pop("prompt"), found.pop("id", None)
+    return JsonPrompt(prompt, prompt_id, location, found) if found else Prompt(prompt, prompt_id, location)
+
+
+def check_fields(prompt: JsonPrompt, setting_names: Collection[str]) -> None:
+    """Raise ValueError if a field has the name of a setting or of a result."""
+    for name in prompt.other_fields:
+        if name in setting_names:
+            raise ValueError(f"{prompt.location}: {name} is a setting of the whole run, not of one prompt: "
+                             f"give --{name}=... to sample.py, or rename the field")
+        if name in RESULT_FIELDS:
+            raise ValueError(f"{prompt.location}: out_file has a field {name} of its own: rename the field")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from sampling.inputs.prompts import MULTI_KINDS, parse_start
+from sampling.inputs.prompts import MULTI_KINDS, RESULT_FIELDS, JsonPrompt, parse_start
 from sampling.outputs.output_file import append, check_not_removed, open_output
 from sampling.params import Sample, SampleRequest, Token
 from sampling.validation import as_list
@@ -100,8 +100,10 @@ class JsonlWriter:
         for name in self.settings | record["settings"]:
             yield name, record["settings"].get(name), self.settings.get(name)
         yield "the checkpoint's checksum", record["checkpoint"].get("crc32"), self.checkpoint_id["crc32"]
-        for name in "index", "prompt", "id":
-            yield name, record.get(name), identity(request).get(name)
+        wanted = identity(request)
+        for name in {"index": 0, "prompt": 0, "id": 0} | wanted | record:
+            if name not in RESULT_FIELDS - {"index"}:
+                yield name, record.get(name), wanted.get(name)
 
 
 def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
@@ -135,9 +137,13 @@ def round_logprob(logprob: float) -> float:
 
 
 def identity(request: SampleRequest) -> dict[str, Any]:
-    """The fields at the beginning of a sample's line."""
-    found = {"version": VERSION, "index": request.index, "prompt": request.prompt.text, "id": request.prompt.id}
-    return {name: value for name, value in found.items() if value is not None}
+    """What the line of a sample begins with."""
+    prompt = request.prompt
+    return {
+        "version": VERSION, "index": request.index, "prompt": prompt.text,
+        **({} if prompt.id is None else {"id": prompt.id}),
+        **(prompt.other_fields if isinstance(prompt, JsonPrompt) else {}),
+    }
 
 
 def parse_record(line: bytes, where: str) -> dict[str, Any]:

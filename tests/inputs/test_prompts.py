@@ -7,7 +7,7 @@ import pytest
 from models import save_meta
 from project import RULE
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.prompts import PromptSource, parse_start, read_prompts
+from sampling.inputs.prompts import JsonPrompt, PromptSource, parse_start, read_prompts
 from sampling.params import Prompt, SampleRequest
 from script_process import PIPE, start_script
 
@@ -50,7 +50,24 @@ def test_jsonl_prompts_have_ids(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("\n\n".join(map(json.dumps, objects)))
     assert list(read_prompts(f"JSONL:{path}")) == [Prompt("a\nb", 7, f"{path}, line 1"), Prompt("ü", None, f"{path}, line 3"),
-                                                    Prompt("c", {"x": 1}, f"{path}, line 5")]
+                                                    JsonPrompt("c", {"x": 1}, f"{path}, line 5", {"other": None})]
+
+
+@pytest.mark.parametrize("name, said", [("temperature", "temperature is a setting of the whole run, not of one prompt"), ("seed", "seed is a setting"), ("stop", "stop is a setting"),
+                                        ("text", "out_file has a field text of its own"), ("finish_reason", "out_file has a field finish_reason of its own")])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_field_of_a_setting_or_of_a_result_is_an_error(tmp_path, name, said, number):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n' * (number - 1) + json.dumps({"prompt": "b", name: 1}))
+    with pytest.raises(ValueError, match=f"line {number}: {said}"):
+        list(PromptSource(f"JSONL:{path}"))
+
+
+def test_the_script_names_its_settings(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "device": "my own"}')
+    assert list(PromptSource(f"JSONL:{tmp_path}/p.jsonl"))
+    with pytest.raises(ValueError, match="device is a setting of the whole run"):
+        PromptSource(f"JSONL:{tmp_path}/p.jsonl", {"device": "cpu"})
 
 
 @pytest.mark.parametrize("line", ["[]", '"a"', "{}", '{"prompt": 5}', '{"prompt": ""}', "{", "[" * 10**5, '{"prompt": null}', '{"prompt": "a", "id": 1e400}'], ids=lambda line: line[:20])

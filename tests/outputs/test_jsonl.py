@@ -2,12 +2,14 @@
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from models import CHARS, make_gpt, save_checkpoint
 from pages import finished_sample, make_token
 from project import RULE, SCRIPT
+from sampling.inputs.prompts import RESULT_FIELDS, JsonPrompt
 from sampling.outputs.jsonl import JsonlWriter, reproducibility_settings
 from sampling.params import Prompt, SampleRequest
 from script_process import start_script
@@ -90,7 +93,21 @@ def test_ids_of_jsonl_prompts_are_saved(run_script, folder):
     assert [(line["prompt"], line.get("id")) for line in lines] == [("The ", "a-1"), ("O", [2]), ("x", None)]
 
 
-def test_equivalent_settings_are_equal():
+def test_other_fields_of_jsonl_prompts_are_passed_on(tmp_path):
+    prompt = JsonPrompt("O", 3, "", {"label": [1], "none": None, "é": "ü"})
+    request = SampleRequest(0, prompt, [])
+    whole = write_file(tmp_path / "a.jsonl", [request])
+    line = json.loads(whole)
+    assert list(line)[:7] == ["version", "index", "prompt", "id", "label", "none", "é"] and line["label"] == [1] and line["none"] is None
+    assert line.keys() - set(prompt.other_fields) - {"prompt", "id"} <= RESULT_FIELDS # no prompt may have these
+    assert write_file(tmp_path / "a.jsonl", [request]) == whole
+    for fields, said in ({"label": [2]}, "label is [1] there, and [2] here"), ({}, "label is [1] there, and None here"), ({"new": 1, **prompt.other_fields}, "new is None there, and 1 here"):
+        other = replace(request, prompt=replace(prompt, other_fields=fields))
+        with pytest.raises(ValueError, match=re.escape(said)):
+            write_file(tmp_path / "a.jsonl", [other])
+
+
+def test_settings_of_the_same_meaning_are_the_same():
     settings = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0,
                     stop="e", seed=1, compile=False, context_shift=False)
     found = reproducibility_settings(settings, "cuda", "bfloat16")
@@ -124,12 +141,11 @@ def test_a_removed_file_is_an_error(tmp_path):
 # ---- resuming
 
 def write_file(path, requests=REQUESTS, settings=SETTINGS):
-    """Write a finished file of these requests. Return its bytes."""
-    writer = JsonlWriter(path, CHECKPOINT_ID, settings)
-    for request in writer.resume(requests):
-        if not request.already_saved:
-            writer.write(replace(finished_sample(0, "", [make_token("x\n", 0.5)]), request=request))
-    writer.close()
+    """A finished file of these requests, and its bytes."""
+    with closing(JsonlWriter(path, CHECKPOINT_ID, settings)) as writer:
+        for request in writer.resume(requests):
+            if not request.already_saved:
+                writer.write(replace(finished(0, "", [token("x\n", 0.5)]), request=request))
     return path.read_bytes()
 
 

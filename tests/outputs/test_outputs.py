@@ -40,6 +40,16 @@ def test_both_files_resume_together(tmp_path, capsys):
     assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
 
 
+def test_files_that_grow_equal_files_made_at_once(sample, tmp_path):
+    save_checkpoint(tmp_path / "out", make_gpt())
+    run = ("--start=O", "--max_new_tokens=20", "--device=cpu")
+    for name, counts in ("grown", [2, 5]), ("whole", [5]):
+        for count in counts:
+            assert sample(*run, f"--num_samples={count}", f"--out_file={name}.jsonl", f"--html_file={name}.html", cwd=tmp_path).returncode == 0
+    for kind in "jsonl", "html":
+        assert (tmp_path / f"grown.{kind}").read_bytes() == (tmp_path / f"whole.{kind}").read_bytes()
+
+
 def test_a_refused_file_is_not_said_to_be_resumed(tmp_path, capsys):
     run(tmp_path, 2)
     capsys.readouterr()
