@@ -23,11 +23,13 @@ FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a
 class HtmlWriter:
     """Appends samples to an HTML page. A browser can show the page after each sample.
 
-    run_info: what the page shows about the run, by name. num_saved: how many samples of a resumed run the page has
-    already; it is truncated after them. Raises ValueError if the file holds anything else: nothing is overwritten.
+    run_info: what the page says about the run, by name. num_saved: how many samples a resumed run has there already.
+    The page is cut after them and goes on. Raises ValueError if the file holds anything else: nothing is overwritten,
+    unless overwrite is True.
     """
 
-    def __init__(self, path: str | os.PathLike, run_info: Mapping[str, Any], num_saved: int = 0):
+    def __init__(self, path: str | os.PathLike, run_info: Mapping[str, Any], num_saved: int = 0,
+                 overwrite: bool = False):
         template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         head, self.sample_template, self.tail = template.split("<!-- split here -->\n")
         # The browser applies the style and runs the script with these hashes, and no others.
@@ -36,7 +38,7 @@ class HtmlWriter:
         self.path = path
         if num_saved and not os.path.exists(path):
             raise self.resume_error(num_saved, 0)
-        self.file = open_output(path)
+        self.file = open_output(path, overwrite)
         try:
             self.truncate(num_saved)
         except BaseException:

@@ -1,6 +1,7 @@
 """Writes samples as lines of JSON. A later run with the same settings can resume the file."""
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -8,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from sampling.inputs.prompts import MULTI_KINDS, RESULT_FIELDS, JsonPrompt, parse_start
+from sampling.outputs.console import is_tty, sanitize
 from sampling.outputs.output_file import append, check_not_removed, open_output
 from sampling.params import Sample, SampleRequest, Token
 from sampling.validation import as_list
@@ -20,20 +22,54 @@ REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k",
                         "stop", "seed", "compile", "context_shift")
 
 
+CheckpointId = dict[str, str | None]
+
+
+class LineFormat:
+    """What the lines of a run hold besides its samples: see JsonlWriter."""
+
+    def __init__(self, checkpoint_id: CheckpointId, settings: dict[str, Any], logprobs: int | None):
+        self.checkpoint_id, self.logprobs = checkpoint_id, logprobs
+        # Among the settings, so that all lines of a file have the same fields.
+        self.settings = settings if logprobs is None else {**settings, "logprobs": logprobs}
+
+    def line(self, sample: Sample) -> bytes:
+        """The line of a finished sample."""
+        logprobs = {} if self.logprobs is None else {"logprobs": token_logprobs(sample.tokens, self.logprobs)}
+        return encode_json({
+            **identity(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
+            "finish_reason": sample.finish_reason, "cumulative_logprob": round_logprob(sample.cumulative_logprob),
+            **logprobs, "seed": self.settings["seed"], "checkpoint": self.checkpoint_id, "settings": self.settings,
+        }) + b"\n"
+
+
+class JsonlPrinter:
+    """Samples on standard output, each as the line that JsonlWriter writes."""
+
+    def __init__(self, checkpoint_id: CheckpointId, settings: dict[str, Any], logprobs: int | None = None):
+        self.format = LineFormat(checkpoint_id, settings, logprobs)
+
+    def write(self, sample: Sample) -> None:
+        """Print a finished sample."""
+        line = self.format.line(sample).decode()
+        print(sanitize(line) if is_tty(sys.stdout) else line, end="", flush=True)
+
+    def close(self) -> None:
+        """As JsonlWriter.close: nothing is left to do."""
+
+
 class JsonlWriter:
     """Writes samples to a file, in order. Each sample is flushed when it is finished.
 
     What the file already holds stays; resume checks it. Every line holds checkpoint_id ("path" and "crc32") and
     settings besides its sample. logprobs: every line also holds its tokens, each with so many of the most likely ones.
-    Raises OSError or ValueError if the file cannot be opened.
+    overwrite: the file is emptied first. Raises OSError or ValueError if the file cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike, checkpoint_id: dict[str, str | None], settings: dict[str, Any],
-                 logprobs: int | None = None):
-        self.path, self.checkpoint_id, self.logprobs = path, checkpoint_id, logprobs
-        # Among the settings, so that all lines of a file have the same fields.
-        self.settings = settings if logprobs is None else {**settings, "logprobs": logprobs}
-        self.file = open_output(path)
+    def __init__(self, path: str | os.PathLike, checkpoint_id: CheckpointId, settings: dict[str, Any],
+                 logprobs: int | None = None, overwrite: bool = False):
+        self.path, self.format = path, LineFormat(checkpoint_id, settings, logprobs)
+        self.file = open_output(path, overwrite)
         self.num_saved = sum(line.endswith(b"\n") for line in self.file)
 
     def resume(self, requests: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
@@ -64,20 +100,11 @@ class JsonlWriter:
     def write(self, sample: Sample) -> None:
         """Append a finished sample. Raises OSError if it cannot be written."""
         check_not_removed(self.file)
-        append(self.file, encode_json(self.record(sample)) + b"\n")
+        append(self.file, self.format.line(sample))
 
     def close(self) -> None:
         """Close the file."""
         self.file.close()
-
-    def record(self, sample: Sample) -> dict[str, Any]:
-        """What the line of a sample holds."""
-        logprobs = {} if self.logprobs is None else {"logprobs": token_logprobs(sample.tokens, self.logprobs)}
-        return {
-            **identity(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
-            "finish_reason": sample.finish_reason, "cumulative_logprob": round_logprob(sample.cumulative_logprob),
-            **logprobs, "seed": self.settings["seed"], "checkpoint": self.checkpoint_id, "settings": self.settings,
-        }
 
     def is_truncated(self, line: bytes, request: SampleRequest) -> bool:
         """Whether a line without its newline is only the beginning of this sample's line."""
@@ -96,10 +123,10 @@ class JsonlWriter:
                                  "here; give out_file another name, or run with the settings of the file")
 
     def compare(self, record: Mapping[str, Any], request: SampleRequest) -> Iterator[tuple[str, Any, Any]]:
-        """Yield everything that must be equal in a saved sample of this run: (name, saved value, this run's value)."""
-        for name in self.settings | record["settings"]:
-            yield name, record["settings"].get(name), self.settings.get(name)
-        yield "the checkpoint's checksum", record["checkpoint"].get("crc32"), self.checkpoint_id["crc32"]
+        """Yield all that must be equal for a sample to be of this run, as (name, what is saved, what this run has)."""
+        for name in self.format.settings | record["settings"]:
+            yield name, record["settings"].get(name), self.format.settings.get(name)
+        yield "the checkpoint's checksum", record["checkpoint"].get("crc32"), self.format.checkpoint_id["crc32"]
         wanted = identity(request)
         for name in {"index": 0, "prompt": 0, "id": 0} | wanted | record:
             if name not in RESULT_FIELDS - {"index"}:

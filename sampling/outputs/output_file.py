@@ -6,8 +6,8 @@ from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 
-def open_output(path: str | os.PathLike) -> BinaryIO:
-    """Open a file for reading and appending, and lock it for this run. Its content stays.
+def open_output(path: str | os.PathLike, overwrite: bool = False) -> BinaryIO:
+    """Open a file to read and to append to, for this run alone; what it holds stays, unless overwrite is True.
 
     Raises OSError or ValueError, which names the file, if that is not possible.
     """
@@ -19,6 +19,8 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
         lock(file)
         if is_stdout(file):
             raise ValueError(f"standard output goes to {path}: give the file another name")
+        if overwrite:
+            file.truncate(0)
     except BaseException:
         file.close()
         raise

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from sampling.inputs.prompts import parse_start
 from sampling.outputs.console import log
+from sampling.outputs.html import HtmlWriter
+from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter, reproducibility_settings
+from sampling.outputs.output_file import open_output
 from sampling.params import Sample, SampleRequest
 
 if TYPE_CHECKING: # most runs need none of these
@@ -14,12 +17,14 @@ if TYPE_CHECKING: # most runs need none of these
 
 
 class Outputs:
-    """The files of a run. Without files, nothing is saved."""
+    """The files of a run. Without files, nothing is saved. jsonl_printer takes the place of the samples on stdout."""
 
-    def __init__(self, jsonl: "JsonlWriter | None" = None, html: "HtmlWriter | None" = None):
+    def __init__(self, jsonl: JsonlWriter | None = None, html: HtmlWriter | None = None,
+                 jsonl_printer: JsonlPrinter | None = None):
         self.jsonl = jsonl
-        # The page comes first: a resumed run can remove a sample from it that out_file lacks, but cannot add one.
-        self.writers = [writer for writer in (html, jsonl) if writer is not None]
+        self.uses_stdout = jsonl_printer is not None # the samples must not be printed there
+        # The page is written first: a resumed run can cut a sample off it that is not in out_file, but cannot add one.
+        self.writers = [writer for writer in (html, jsonl, jsonl_printer) if writer is not None]
 
     @property
     def num_saved(self) -> int:
@@ -62,17 +67,23 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
     Raises OSError or ValueError if one of the files cannot be used.
     """
     check_not_prompts(settings)
-    jsonl = html = None
+    overwrite = settings.get("overwrite", False)
+    paths = [settings[name] for name in ("out_file", "html_file") if settings[name] not in (None, "", "-")]
+    for path in paths if overwrite else []:
+        open_output(path).close() # if one of them cannot be used, none is emptied
+    jsonl = html = jsonl_printer = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
-    if settings["out_file"]:
-        checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32}
-        jsonl = JsonlWriter(settings["out_file"], checkpoint_id, run_settings, settings.get("logprobs"))
+    line_format = {"path": checkpoint.path, "crc32": checkpoint.crc32}, run_settings, settings.get("logprobs")
+    if settings["out_file"] == "-":
+        jsonl_printer = JsonlPrinter(*line_format)
+    elif settings["out_file"]:
+        jsonl = JsonlWriter(settings["out_file"], *line_format, overwrite)
     num_saved = jsonl.num_saved if jsonl else 0
     if settings["html_file"]:
         model = settings["out_dir"] if settings["init_from"] == "resume" else settings["init_from"]
         run_info = {"model": model, "start": settings["start"], **run_settings}
-        html = HtmlWriter(settings["html_file"], run_info, num_saved)
-    return Outputs(jsonl, html)
+        html = HtmlWriter(settings["html_file"], run_info, num_saved, overwrite)
+    return Outputs(jsonl, html, jsonl_printer)
 
 
 def check_not_prompts(settings: dict[str, Any]) -> None:
@@ -80,8 +91,8 @@ def check_not_prompts(settings: dict[str, Any]) -> None:
     kind, prompts = parse_start(settings["start"])
     for name in "out_file", "html_file":
         path = settings[name]
-        if kind != "TEXT" and path and os.path.exists(path) and os.path.exists(prompts) \
-                and os.path.samefile(path, prompts):
+        if kind != "TEXT" and path and "-" not in (path, prompts) and os.path.exists(path) \
+                and os.path.exists(prompts) and os.path.samefile(path, prompts):
             raise ValueError(f"{name} is the prompt file, {prompts}: give {name} another name")
 
 

@@ -1,4 +1,5 @@
 """Both files of a run together."""
+import sys
 from contextlib import closing
 
 import pytest
@@ -15,9 +16,9 @@ SETTINGS = dict(init_from="resume", out_dir="out", start="O", num_samples=2, max
 REQUESTS = [SampleRequest(index, Prompt("O"), []) for index in range(4)]
 
 
-def run(tmp_path, count, out_file=True, html_file=True):
-    """Run until count samples are saved. Return how many were already saved."""
-    settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl" if out_file else None, "html_file": f"{tmp_path}/a.html" if html_file else None}
+def run(tmp_path, count, out_file=True, html_file=True, overwrite=False):
+    """Write so many samples in all. Returns how many of them were saved before."""
+    settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl" if out_file else None, "html_file": f"{tmp_path}/a.html" if html_file else None, "overwrite": overwrite}
     outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
     with closing(outputs):
         for request in outputs.resume(iter(REQUESTS[:count])):
@@ -66,6 +67,36 @@ def test_a_complete_file_is_named(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     run(tmp_path, 2)
     assert capsys.readouterr().err == f"{tmp_path}/a.jsonl is complete, with 2 samples: nothing to sample\n"
+
+
+def test_lines_of_json_go_to_standard_output(tmp_path, capsys):
+    run(tmp_path, 2)
+    outputs = open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32")
+    assert outputs.uses_stdout and outputs.num_saved == 0 and list(outputs.resume(iter(REQUESTS))) == REQUESTS
+    for index in range(2):
+        outputs.write(finished(index, "O", [token("x", 0.5)]))
+    outputs.close()
+    assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
+    assert not open_outputs(SETTINGS, CHECKPOINT, "cpu", "float32").uses_stdout
+
+
+def test_lines_of_json_on_a_terminal_hold_no_commands(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32").write(finished(0, "O", [token("\x1b\x9b\n", 0.5)]))
+    assert '"text": "\\u001b\ufffd\\n"' in capsys.readouterr().out
+
+
+def test_overwrite_replaces_both_files(tmp_path):
+    run(tmp_path, 2)
+    whole = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
+    run(tmp_path, 4, overwrite=True)
+    assert run(tmp_path, 2, overwrite=True) == 0
+    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
+    (tmp_path / "a.html").unlink()
+    (tmp_path / "a.html").mkdir()
+    with pytest.raises(ValueError, match="is not a regular file"):
+        run(tmp_path, 4, overwrite=True)
+    assert (tmp_path / "a.jsonl").read_bytes() == whole[0] # neither is emptied
 
 
 @pytest.mark.parametrize("name", ["out_file", "html_file"])
