@@ -2,10 +2,9 @@
 
     python sample.py config/greedy.py --start="Once" --top_k=5 --compile
 
-The settings are the script's own global variables above its first function. Their values are the defaults, and a
-setting takes values of its default's type. If it takes others too, an annotation says so (top_k: int | None = 200).
-The help is the comment after a setting, with the indented comments below it; an unindented comment above a setting
-is the heading of a group.
+The settings are the script's own global variables above its first function. Their values are the defaults. A setting
+takes values of its default's type, or of the types in its annotation (top_k: int | None = 200). Its help is the comment
+after it, with the indented comments below. An unindented comment above a setting is the heading of a group.
 """
 import ast
 import difflib
@@ -46,9 +45,9 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
 
     validate gets all settings and raises ValueError if it refuses them. log gets warnings, and one line that lists
-    what changed. aliases: what to suggest for names of other programs. ignore gets the names that a file assigns
-    besides settings, and returns the settings of that file to pass over, each with the reason. Raises ValueError, and
-    leaves scope as it is, if an argument or a file cannot be used. --help prints the settings and exits.
+    the changes. aliases: what to suggest for names of other programs. ignore gets the names that a file assigns besides
+    settings, and returns the settings of that file to ignore, each with the reason. Raises ValueError, without changing
+    scope, if an argument or a file cannot be used. --help prints the settings and exits.
     """
     settings, arguments = find_settings(scope["__file__"]), list(arguments)
     if {"--help", "-h"} & set(arguments):
@@ -112,7 +111,7 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
 
 
 def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
-    """The script's docstring, then every setting in its group, with its default and comment, in lines of this width."""
+    """Return the docstring, then every setting in its group, with its default and comment, in lines of this width."""
     width, group = min(max(width, 40), 120), ""
     paragraphs = [text if text[:1] == " " else textwrap.fill(text, width) for text in doc.strip().split("\n\n")]
     lines = ["\n\n".join(paragraphs), "", "Settings, with their defaults:"]
@@ -136,7 +135,7 @@ def to_argument(name: str, setting: Setting) -> str:
 
 
 def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: Mapping[str, str]) -> tuple[str, Any]:
-    """Take --key=value, --key value or a bare --key from the front of arguments; return the setting's name and value.
+    """Pop --key=value, --key value or a bare --key from the front of arguments; return the setting's name and value.
 
     Raises ValueError if there is no such setting, or if it does not take the value.
     """
@@ -152,7 +151,10 @@ def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: 
 
 
 def take_value(key: str, types: list[str], arguments: list[str]) -> str:
-    """Take key's value from the front of arguments; a bare switch means True. Raises ValueError if it is missing."""
+    """Pop the text of --key's value from the front of arguments. A bare --key of a bool setting means True.
+
+    Raises ValueError if the value is missing.
+    """
     if types == ["bool"]:
         return arguments.pop(0) if arguments and arguments[0].lower() in TRUE + FALSE else "True"
     if not arguments or arguments[0].startswith("--"):
@@ -197,7 +199,7 @@ def coerce(name: str, value: Any, types: list[str], given: Any) -> Any:
     given_type = type_name(value)
     allowed = f"{name} takes {' or '.join(TYPE_NAMES[t] for t in types)}"
     if given_type == "int" and value.bit_length() > MAX_INT_BITS:
-        raise ValueError(f"{allowed}, got one of {value.bit_length()} bits")
+        raise ValueError(f"{allowed}, got an integer of {value.bit_length()} bits")
     if given_type == "int" and "float" in types:
         with suppress(OverflowError):
             return float(value)
@@ -220,7 +222,7 @@ def read_file(path: str, script: str, hint: str) -> tuple[str, bytes]:
     try:
         with open(found, "rb") as f:
             return found, f.read()
-    except (OSError, ValueError) as e: # a ValueError if the path holds a NUL
+    except (OSError, ValueError) as e: # ValueError: the path holds a NUL
         why = e.strerror if isinstance(e, OSError) else e
         advice = hint if hint and not path.endswith(".py") else "give settings as --key=value"
         raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; {advice}") from None
@@ -235,10 +237,11 @@ def quoting_hint(name: str, value: str, arguments: list[str]) -> str:
 
 def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting], log: Log,
              ignore: Ignore) -> dict[str, Any]:
-    """Run a settings file and return the settings that it changes. It is Python, and sees what scope holds.
+    """Run a settings file and return the settings that it changes. The file can use the names in scope.
 
-    It may define other names too, as training files do; a name that is nearly a setting's gets a warning, and so does
-    a file that sets nothing. Raises ValueError if it fails, or gives a setting a value that it does not take.
+    The file may define other names too, as training files do. A name that is similar to a setting's gets a warning, and
+    so does a file that sets nothing. Raises ValueError if the file raises an exception, or assigns a value of a wrong
+    type.
     """
     names, mentioned = execute(path, source, scope)
     others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
@@ -270,7 +273,7 @@ def execute(path: str, source: bytes, scope: dict[str, Any]) -> tuple[dict[str, 
             exec(code, names)
     except KeyboardInterrupt:
         raise
-    except BaseException as e: # SystemExit too: a script that ends here would not say why
+    except BaseException as e: # also SystemExit, which would end the script without a message
         raise ValueError(f"{describe_error(path, e)}; a settings file is Python that assigns settings") from None
     return names, set(code.co_names)
 
@@ -291,9 +294,8 @@ def describe_error(path: str, error: BaseException) -> str:
     return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error!s:.300}"
 
 
-def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {},
-            prefixes: bool = True) -> str:
-    """'; did you mean x?' for an alias, or the setting that begins with this name (if prefixes) or nearly has it."""
+def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {}, prefixes: bool = True) -> str:
+    """Return '; did you mean x?' for an alias, or a setting that starts with name (if prefixes) or is similar to it."""
     begun = [setting for setting in settings if prefixes and len(name) > 2 and setting.startswith(name)]
     near = difflib.get_close_matches(name.lower(), settings, n=1, cutoff=0.75)
     found = [aliases[name]] if name in aliases else begun or near

@@ -15,49 +15,51 @@ from sampling.compatibility import ALIASES, training_settings
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
-from sampling.outputs.outputs import Outputs, open_outputs
+from sampling.outputs.outputs import Outputs, num_logprobs, open_outputs
 from sampling.outputs.printer import Printer
 from sampling.outputs.progress import Progress
 from sampling.params import SamplingParams, choose_seed
 from sampling.validation import check_settings
 
 # The model
-init_from = 'resume' # 'resume' reads out_dir; or GPT-2: 'gpt2', 'gpt2-xl', a Hugging Face id or folder of its kind
-out_dir = 'out' # folder that holds ckpt.pt, or the path of such a file
+init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
+out_dir = 'out' # the folder that holds ckpt.pt, or the path of such a file
 
 # The samples
-start = "\n" # the prompt; FILE:prompt.txt is a file's text, LINES:prompts.txt many, JSONL:prompts.jsonl too; -: stdin;
+start = "\n" # the prompt; FILE:path: the text of a file; LINES:path, JSONL:path: a file of many prompts; FILE:-: stdin;
              # quotes around all of it are removed, as in Python: '"\n"' is a newline
 num_samples = 10 # how many samples to generate for each prompt
 max_new_tokens = 500 # how many tokens each sample adds to the prompt
 
 # How tokens are chosen
-temperature = 0.8 # lower is tamer, higher is wilder, 0 always takes the most likely token
+temperature = 0.8 # lower: more predictable; higher: more random; 0: always the most likely token
 top_k: int | None = 200 # sample only from the top_k most likely tokens; None or 0: from all
-top_p: float | None = None # sample only from the fewest tokens that reach this probability together
-min_p: float | None = None # sample only from tokens with at least this share of the most likely one's probability
-repetition_penalty = 1.0 # above 1: tokens that the text has already become less likely
-stop: str | list | None = None # end a sample where this text begins, or one of a list such as ["\n\n", "KING:"]
-seed: int | str = 1337 # the same seed gives the same samples; random: a new one, which is printed
+top_p: float | None = None # sample only from the most likely tokens: the fewest that add up to top_p
+min_p: float | None = None # sample only from tokens at least min_p times as likely as the most likely token
+repetition_penalty = 1.0 # above 1: tokens that are already in the text become less likely
+stop: str | list | None = None # end a sample before this text, or before one of a list such as ["\n\n", "KING:"]
+seed: int | str = 1337 # the same seed gives the same samples; random: a new seed, which is printed
 
 # How the model runs
-device = 'auto' # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: the best there is
-dtype = 'auto' # 'float32', 'bfloat16', 'float16'; auto: bfloat16 or else float16 on CUDA, float32 elsewhere
-compile = False # compile the model first: on a GPU a minute's wait for more speed, on a CPU for none
-context_shift = False # past block_size: drop the older half of the window and go on; much faster, other text
-batch_size: int | None = None # how many samples to generate at once; None: what memory allows; same text in float32
+device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
+dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float16, on CUDA; float32 elsewhere
+compile = False # run torch.compile first: on a GPU it takes a minute and gains speed; on a CPU it gains nothing
+context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
+batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go
-out_file: str | None = None # samples.jsonl: add every sample as a line of JSON; the same command resumes a run
-html_file: str | None = None # samples.html: a page that shows how likely each token was, and the alternatives
+out_file: str | None = None # append each sample as a line of JSON to this file; the same command resumes a run;
+                            # - prints the lines instead of the samples
+logprobs: int | None = None # save the log-probability of each token in out_file, with this many of the most likely ones
+html_file: str | None = None # write a page that shows how likely each token was, and the alternatives
+overwrite = False # replace out_file and html_file, instead of resuming the run
 show_probs = False # colour each token on the terminal by its probability
 interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model and its tokenizer; then generate, show and save the samples that the settings ask for."""
-    # Imported here, not above: a mistake in the settings is reported at once, without waiting for torch.
-    import torch
+    """Load the model and its tokenizer; then generate, save and show the samples that the settings ask for."""
+    import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from model import GPT
     from sampling.backends.devices import choose_device, choose_dtype, dtype_name
@@ -71,12 +73,11 @@ def main(settings):
 
     workers = Workers().connect() # one process, unless torchrun started more
     settings = {**settings, "seed": workers.broadcast(choose_seed(seed, log))}
-    params = SamplingParams.from_settings(
-        settings, num_logprobs=5 if html_file else 0 if out_file or show_probs else None)
+    params = SamplingParams.from_settings(settings, num_logprobs(settings))
     with pause_garbage_collection(), workers.fail_together():
         if interactive and workers.world_size > 1:
             raise ValueError("interactive=True needs a single process: run it without torchrun")
-        prompts = PromptSource(start) if workers.is_main and not interactive else None
+        prompts = PromptSource(start, settings) if workers.is_main and not interactive else None
         torch_device = choose_device(device, workers.local_rank)
         ptdtype = choose_dtype(torch_device, dtype)
         if init_from == 'resume':
@@ -100,11 +101,11 @@ def main(settings):
     with torch.no_grad(), torch.autocast(torch_device.type, ptdtype, enabled=ptdtype != torch.float32):
         printer = Printer(tokenizer, show_probs)
         progress = Progress(total and total - outputs.num_saved, max_new_tokens)
-        engine = Engine(model, tokenizer, params, checkpoint.num_init_draws, stream=is_tty(sys.stdout), log=log,
-                        on_tokens=progress.add_tokens)
+        engine = Engine(model, tokenizer, params, checkpoint.num_init_draws, log=log, on_tokens=progress.add_tokens,
+                        stream=is_tty(sys.stdout) and out_file != "-")
         if interactive:
             from sampling.repl import run_repl
-            return run_repl(engine, printer)
+            return run_repl(engine, printer, start)
         length = (longest or gpt.config.block_size) + max_new_tokens
         engine.batch_size = batch_size or max_batch_size(model, length, workers.local_world_size)
         if compile:
@@ -113,7 +114,8 @@ def main(settings):
             if sample.finish_reason:
                 outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                 progress.add_sample(sample)
-            printer.update(sample)
+            if not outputs.uses_stdout:
+                printer.update(sample)
     outputs.close()
     progress.close(peak_memory(torch_device))
 

@@ -1,4 +1,4 @@
-"""What other programs call our settings, and what nanoGPT's training files mean by them."""
+"""Names of the settings in other programs, and settings that mean something else in nanoGPT's training files."""
 from collections.abc import Collection
 
 ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to suggest
@@ -12,5 +12,5 @@ TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "
 
 
 def training_settings(names: Collection[str]) -> dict[str, str]:
-    """The settings that a file which assigns these names means for training, each with the reason to pass it over."""
+    """The settings to ignore in a file that assigns these names, each with the reason."""
     return {"batch_size": "because this file is for training"} if TRAINING_NAMES & set(names) else {}

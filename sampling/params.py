@@ -1,4 +1,4 @@
-"""What is asked for, and what came of it: the types that cross from one part of the package to another."""
+"""The types that the parts of the package exchange: parameters, prompts, requests and samples."""
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -40,7 +40,7 @@ class SamplingParams:
 
 
 def choose_seed(seed: int | str, log: Callable[[str], None]) -> int:
-    """The seed that a setting asks for; for "random" a new one, which log gets."""
+    """Return the seed that the setting asks for. For "random", draw one and log it."""
     if seed != "random":
         return seed
     drawn = int.from_bytes(os.urandom(4), "big")

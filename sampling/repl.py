@@ -10,10 +10,11 @@ from typing import get_args
 
 from configurator import parse, suggest
 from sampling.generation.engine import Engine
+from sampling.inputs.notices import log_cropped, warn_of_stop_texts
 from sampling.inputs.prompts import PromptSource, parse_start
 from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
-from sampling.params import Prompt, Sample, SampleRequest, SamplingParams
+from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choose_seed
 
 
 def type_names(annotation: type) -> list[str]:
@@ -27,13 +28,13 @@ REPL_TYPES["show_probs"] = ["bool"]
 NO_PROMPT = "\n" # the default of the setting start
 QUIT = ":quit", ":q", ":exit", "exit"
 GREETING = "type a prompt, or :help; Ctrl-D ends the session"
-HELP = f"""Type a prompt, as --start takes it: text, "text\\n" with escapes, FILE:prompt.txt.
+HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
 A prompt that begins with a colon goes in quotes: ":like this". Several pasted lines are one prompt.
-  :continue          go on from the end of the last sample
-  :again             sample the last prompt anew
+  :continue          continue the last sample
+  :again             another sample of the last prompt
   :temperature=0.5   change a setting: {', '.join(REPL_TYPES)}
-  :settings          show them
-  :help              show this
+  :settings          show these settings
+  :help              show this help
   :quit              end the session, as :q, exit and Ctrl-D do
 Ctrl-C ends the sample, Ctrl-D ends the session."""
 
@@ -41,7 +42,7 @@ Ctrl-C ends the sample, Ctrl-D ends the session."""
 def run_repl(engine: Engine, printer: Printer, start: str = NO_PROMPT) -> None:
     """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is NO_PROMPT.
 
-    engine gives the settings to begin with.
+    engine has the initial settings.
     """
     set_progress_bar(None) # a bar would run into what the user types
     session = Session(replace(engine, stream=True, on_tokens=lambda num_tokens: None), printer)
@@ -68,15 +69,15 @@ class Session:
         self.note_interrupts()
 
     def note_interrupts(self) -> None:
-        """Have Ctrl-C noted only: an exception at any place would leave things half done."""
+        """From now on, only note Ctrl-C: an exception during generation could leave the model's state inconsistent."""
         self.interrupts.clear()
         signal.signal(signal.SIGINT, lambda *_: self.interrupts.append(True))
 
     def read_line(self) -> str | None:
-        """The next line; None after the last one. Ctrl-C gives up the line and begins another."""
+        """Read the next line; None after the last one. Ctrl-C discards the line and begins another."""
         while True:
             try:
-                signal.signal(signal.SIGINT, signal.default_int_handler) # a KeyboardInterrupt only here
+                signal.signal(signal.SIGINT, signal.default_int_handler) # raises KeyboardInterrupt, only here
                 return ask()
             except KeyboardInterrupt:
                 end_line()
@@ -99,11 +100,12 @@ class Session:
         self.printer.reset()
 
     def answer(self, start: str) -> None:
-        """Show a sample for each prompt of the setting start. Raises ValueError if there is no such prompt."""
+        """Print a sample for each prompt of start, a value of that setting. Raises ValueError if there is none."""
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself: give the name of a file, or the text")
-        for request in PromptSource(start).requests(self.engine.tokenizer, 1, self.next_index):
+        requests = PromptSource(start).requests(self.engine.tokenizer, 1, self.next_index)
+        for request in log_cropped(requests, self.engine.tokenizer, self.engine.backend.config.block_size, log):
             self.show(request)
             if self.interrupts:
                 return
@@ -111,7 +113,7 @@ class Session:
     def show(self, request: SampleRequest, shows_prompt: bool = True) -> None:
         """Generate a sample and print it while it grows. Ctrl-C ends it."""
         self.next_index, self.shows_prompt = request.index + 1, shows_prompt
-        for sample in replace(self.engine).generate([request]): # a new engine begins its random stream anew
+        for sample in replace(self.engine).generate([request]): # a new engine starts at the seed again
             self.last = sample
             self.printer.update(sample, shows_prompt)
             if self.interrupts:
@@ -119,7 +121,7 @@ class Session:
                 return
 
     def run_command(self, command: str) -> None:
-        """Do what was typed after the colon. Raises ValueError if there is no such command, or value."""
+        """Run the command that was typed after the colon. Raises ValueError if it is unknown or its value is wrong."""
         commands = {"help": show_help, "h": show_help, "?": show_help, "settings": self.show_settings,
                     "again": self.sample_again, "continue": self.continue_last}
         if command in commands:
@@ -134,13 +136,14 @@ class Session:
         log("\n".join(f"  {name}={values[name]!r}" for name in REPL_TYPES))
 
     def change_setting(self, name: str, text: str) -> None:
-        """Change one setting. Raises ValueError if there is no such setting, or it does not take the value."""
+        """Change one setting. Raises ValueError if there is no such setting, or the value is not allowed."""
         if name not in REPL_TYPES:
             raise ValueError(f"a session has no setting {name:.100}{suggest(name, REPL_TYPES)}; it has "
                              f"{', '.join(REPL_TYPES)}; a prompt that begins with a colon goes in quotes")
         if not text and REPL_TYPES[name] != ["bool"]:
             raise ValueError(f"--{name} needs a value: --{name}=...")
-        value = parse(name, text or "True", REPL_TYPES[name])
+        is_random = name == "seed" and text == "random"
+        value = choose_seed(text, log) if is_random else parse(name, text or "True", REPL_TYPES[name])
         changes = {name: value}
         if name == "show_probs":
             self.printer.set_show_probs(value)
@@ -148,13 +151,15 @@ class Session:
         self.engine = replace(self.engine, params=replace(self.engine.params, **changes))
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
+        if name == "stop":
+            warn_of_stop_texts(self.engine.params.stop_texts, self.engine.tokenizer, log)
 
     def sample_again(self) -> None:
-        """Sample the last prompt anew. Raises ValueError if there was none."""
+        """Print another sample of the last prompt. Raises ValueError if there was none."""
         self.show(replace(self.last_sample().request, index=self.next_index), self.shows_prompt)
 
     def continue_last(self) -> None:
-        """Go on from the end of the last sample. Raises ValueError if there was none, or its text is no prompt."""
+        """Continue the last sample. Raises ValueError if there was none, or its text is not a prompt."""
         sample = self.last_sample()
         text = sample.prompt.text + sample.text[:sample.num_emittable_chars]
         # After a stop text or Ctrl-C, the tokens hold more than the user saw.
@@ -170,7 +175,7 @@ class Session:
 
 
 def show_help() -> None:
-    """Say what can be typed."""
+    """Show the help."""
     log(HELP)
 
 
@@ -180,17 +185,17 @@ def is_tty_session() -> bool:
 
 
 def ask() -> str:
-    """Read a line, with a prompt if a user types it: on standard error if standard output is not the terminal."""
+    """Read a line. A user who types it sees "> ", on standard error if standard output is not the terminal."""
     if is_tty(sys.stdin) and not is_tty(sys.stdout) and is_tty(sys.stderr):
         print("> ", end="", file=sys.stderr, flush=True)
     line = input("> " if is_tty_session() else "")
-    if "\n" in line: # the file of the history has an entry a line
+    if "\n" in line: # the history file holds one entry per line
         replace_last_history_item(repr(line))
     return line
 
 
 def replace_last_history_item(line: str) -> None:
-    """Have the arrow keys recall this line as the last one."""
+    """Change the last line that the arrow keys recall."""
     import readline
     if length := readline.get_current_history_length():
         readline.replace_history_item(length - 1, line)
@@ -198,7 +203,7 @@ def replace_last_history_item(line: str) -> None:
 
 @contextmanager
 def line_editing() -> Iterator[None]:
-    """Give input() at a terminal its editing, several pasted lines as one, and the history of earlier sessions."""
+    """Give input() on a terminal line editing, the history of earlier sessions, and multi-line paste."""
     try:
         import readline
     except ImportError: # on Windows the console itself edits lines
@@ -207,19 +212,19 @@ def line_editing() -> Iterator[None]:
         yield
         return
     if os.environ.get("TERM") != "dumb":
-        readline.parse_and_bind("set enable-bracketed-paste on") # Python switches it off
+        readline.parse_and_bind("set enable-bracketed-paste on") # Python disables it
     path = history_path()
-    with suppress(OSError): # there is none yet
+    with suppress(OSError): # there is no history yet
         readline.read_history_file(path)
     try:
         yield
     finally:
         readline.set_history_length(1000)
-        with suppress(OSError): # without a home folder, history ends with the session
+        with suppress(OSError): # without a home folder, history is lost at the end of the session
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)
 
 
 def history_path() -> Path:
-    """Where the lines of sessions are kept: https://specifications.freedesktop.org/basedir-spec."""
+    """Where the history of sessions is saved: https://specifications.freedesktop.org/basedir-spec."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "nanogpt-sample" / "history"

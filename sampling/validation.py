@@ -15,7 +15,7 @@ def check_settings(settings: Settings) -> None:
     require(settings, "start", bool,
             "start is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'")
     require(settings, "seed", lambda v: v == "random" or isinstance(v, int), "seed must be a whole number, or random")
-    require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to a thousand million")
+    require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to 10**9")
     check_sampling_params({**settings, "seed": 0} if settings["seed"] == "random" else settings)
     require(settings, "device", lambda v: re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
             "device must be auto, cpu, cuda, cuda:N or mps")
@@ -47,11 +47,16 @@ def check_outputs(settings: Settings) -> None:
     for name in "out_file", "html_file":
         require(settings, name, lambda v: v is None or (v and "\0" not in v),
                 f"{name} must be the path of a file, or None")
+    require(settings, "html_file", lambda v: v != "-", "html_file must be the path of a file; only out_file may be -")
+    require(settings, "logprobs", lambda v: v is None or 0 <= v <= 1000,
+            "logprobs must be from 0 to 1000, or None to save none")
     out_file, html_file = settings["out_file"], settings["html_file"]
     if out_file and html_file and os.path.realpath(out_file) == os.path.realpath(html_file):
         raise ValueError(f"out_file and html_file must be two files; got {out_file!r:.100} for both")
     if settings["interactive"] and (out_file or html_file):
         raise ValueError("interactive=True saves no samples: leave out_file and html_file out")
+    if settings["logprobs"] is not None and not out_file:
+        raise ValueError("logprobs are saved in out_file: give out_file too, or leave logprobs out")
 
 
 def require(settings: Settings, name: str, is_allowed: Callable[[Any], Any], rule: str) -> None:

@@ -28,7 +28,7 @@ class SessionTerminal(Terminal):
 
 
 @pytest.fixture
-def start(letters, vocabulary, tmp_path, monkeypatch):
+def start(char_checkpoint, tiktoken_cache, tmp_path, monkeypatch):
     """Starts a session at a terminal, ready for the first prompt."""
     if sys.platform == "win32":
         pytest.skip("needs a pseudo-terminal")
@@ -36,9 +36,9 @@ def start(letters, vocabulary, tmp_path, monkeypatch):
     started = []
 
     def start(*arguments, **options):
-        started.append(SessionTerminal([f"--out_dir={letters}", *SESSION, *arguments], vocabulary, **options))
-        started[-1].until("type a prompt, or :help; Ctrl-D ends the session\n")
-        started[-1].until("> ")
+        started.append(SessionTerminal([f"--out_dir={char_checkpoint}", *SESSION, *arguments], tiktoken_cache, **options))
+        started[-1].wait_for("type a prompt, or :help; Ctrl-D ends the session\n")
+        started[-1].wait_for("> ")
         return started[-1]
     yield start
     for one in started:
@@ -132,99 +132,99 @@ def test_lines_can_be_edited_and_recalled(session):
 def test_ctrl_d_ends_the_session_and_the_line(start, separate):
     session = start(separate=separate)
     session.type("\x04")
-    assert session.rest() == "\n"
+    assert session.read_to_end() == "\n"
     assert session.process.returncode == 0
 
 
 @pytest.mark.parametrize("typed", [":quit", ":q", "exit"])
 def test_words_end_the_session(session, typed):
     session.type(f"{typed}\n")
-    assert session.rest() == f"{typed}\n"
+    assert session.read_to_end() == f"{typed}\n"
     assert session.process.returncode == 0
 
 
-def test_a_sample_can_be_continued(session, sample, letters):
-    whole = sample(f"--out_dir={letters}", "--start=The ", "--num_samples=1", "--max_new_tokens=16", "--temperature=0", "--context_shift").stdout
+def test_a_sample_can_be_continued(session, run_script, char_checkpoint):
+    whole = run_script(f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=1", "--max_new_tokens=16", "--temperature=0", "--context_shift").stdout
     session.type(":temperature=0\n:context_shift\n:max_new_tokens=8\nThe \n")
-    session.until(f"\n{whole[:12]}{RULE}> ")
+    session.wait_for(f"\n{whole[:12]}{RULE}> ")
     session.type(":continue\n")
-    session.until(f":continue\n{whole[12:]}> ")
+    session.wait_for(f":continue\n{whole[12:]}> ")
     session.type(":again\n")
-    session.until(f":again\n{whole[12:]}> ")
+    session.wait_for(f":again\n{whole[12:]}> ")
     session.type(":stop=zzz\n")
-    session.until("> ")
+    session.wait_for("> ")
     session.type("\x04")
 
 
-def test_after_a_stop_text_a_sample_continues_what_was_shown(session, sample, letters):
-    run = (f"--out_dir={letters}", "--num_samples=1", "--max_new_tokens=30", "--temperature=0")
-    first = sample(*run, "--start=The ", "--stop=e").stdout.removesuffix(RULE)
-    second = sample(*run, f"--start={first}").stdout.removeprefix(first)
+def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run_script, char_checkpoint):
+    run = (f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=30", "--temperature=0")
+    first = run_script(*run, "--start=The ", "--stop=e").stdout.removesuffix(RULE)
+    second = run_script(*run, f"--start={first}").stdout.removeprefix(first)
     session.type(":temperature=0\n:stop=e\nThe \n")
-    session.until(first + RULE)
+    session.wait_for(first + RULE)
     session.type(":stop=None\n:continue\n")
-    session.until(f":continue\n{second}")
+    session.wait_for(f":continue\n{second}")
 
 
-def test_a_prompt_can_be_sampled_again(session, sample, letters):
-    samples = sample(f"--out_dir={letters}", "--start=The ", "--num_samples=2", "--max_new_tokens=30").stdout.split(RULE)
+def test_a_prompt_can_be_sampled_again(session, run_script, char_checkpoint):
+    samples = run_script(f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=2", "--max_new_tokens=30").stdout.split(RULE)
     session.type("The \n")
-    session.until(samples[0] + RULE)
+    session.wait_for(samples[0] + RULE)
     session.type(":again\n")
-    session.until(":again\n" + samples[1] + RULE)
+    session.wait_for(":again\n" + samples[1] + RULE)
 
 
 def test_probabilities_can_be_switched_on(session):
     session.type(":show_probs\nThe \n")
-    session.until("\x1b[38;5;16;48;")
-    session.until(RULE)
+    session.wait_for("\x1b[38;5;16;48;")
+    session.wait_for(RULE)
     session.type(":show_probs=False\nThe \n")
-    session.until("The \n")
-    session.until(RULE)
+    session.wait_for("The \n")
+    session.wait_for(RULE)
     assert "\x1b[38" not in session.text
     session.type(":settings\n")
-    session.until("show_probs=False")
+    session.wait_for("show_probs=False")
 
 
 def test_history_is_kept_between_sessions(session, start):
     session.type("The \n")
-    session.until(RULE)
+    session.wait_for(RULE)
     session.type("\x04")
-    session.rest()
+    session.read_to_end()
     second = start()
     second.type("\x1b[A") # up
-    second.until("The ")
+    second.wait_for("The ")
 
 
 def test_pasted_lines_are_one_prompt(start, monkeypatch):
     monkeypatch.setattr(terminal, "start_script", lambda *arguments, env, **options: start_script(*arguments, env={**env, "TERM": "xterm"}, **options))
     session = start()
     session.type("\x1b[200~The\n:O\x1b[201~\n")
-    session.until("The\n:O") # what was pasted
-    session.until("The\n:O")
-    session.until(RULE)
-    session.until("> ")
+    session.wait_for("The\n:O") # what was pasted
+    session.wait_for("The\n:O")
+    session.wait_for(RULE)
+    session.wait_for("> ")
     session.type("\x1b[A") # up
-    session.until(r"'The\n:O'")
+    session.wait_for(r"'The\n:O'")
 
 
 def test_a_prompt_in_quotes_begins_with_a_colon(session):
     session.type('":O"\n')
-    session.until("\n:O")
-    session.until(RULE)
+    session.wait_for("\n:O")
+    session.wait_for(RULE)
 
 
 def test_with_samples_in_a_pipe_the_session_asks_on_the_terminal(start):
     session = start(stdout=False)
     session.type("The \n")
-    session.until("The \n> ")
+    session.wait_for("The \n> ")
     session.type("\x04")
-    assert session.rest() == "\n"
+    assert session.read_to_end() == "\n"
 
 
-def test_the_setting_start_is_the_first_prompt(capsys, monkeypatch, letters):
+def test_the_setting_start_is_the_first_prompt(capsys, monkeypatch, char_checkpoint):
     import sampling
-    generator = sampling.load(str(letters))
+    generator = sampling.load(str(char_checkpoint))
     engine = Engine(generator.backend, generator.tokenizer, sampling.SamplingParams(max_new_tokens=5, temperature=0), generator.num_init_draws)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     for start, prompts in (":The ", [":The ", "O"]), ("\n", ["O"]):

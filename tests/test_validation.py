@@ -52,8 +52,8 @@ def test_a_valid_value_passes(name, value):
     check_settings(DEFAULTS | {name: value})
 
 
-@pytest.mark.parametrize("name, value, said", [(name, value, said) for name, (values, said) in REFUSED.items() for value in values], ids=repr)
-def test_a_value_is_refused_with_the_rule_and_itself(name, value, said):
+@pytest.mark.parametrize("name, value, message", [(name, value, message) for name, (values, message) in INVALID.items() for value in values], ids=repr)
+def test_a_value_is_refused_with_the_rule_and_itself(name, value, message):
     name = name.strip()
     with pytest.raises(ValueError) as error:
         check_settings(DEFAULTS | {name: value})

@@ -1,4 +1,4 @@
-"""What a user should know about a stop text or a prompt before it is sampled from."""
+"""Warns about stop texts that cannot match, and about prompts that are too long for the model."""
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -9,7 +9,7 @@ Log = Callable[[str], None]
 
 
 def warn_of_stop_texts(stop_texts: list[str], tokenizer: Tokenizer, log: Log) -> None:
-    """Give log a warning for each stop text that will not, or probably not, end a sample."""
+    """Log a warning for each stop text that will not, or probably will not, end a sample."""
     for text in stop_texts:
         if "\\n" in text:
             log(f"warning: the stop text {text!r:.100} has a backslash and the letter n where you may mean a newline: "

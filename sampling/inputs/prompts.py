@@ -1,8 +1,8 @@
 """Reads the prompts that the setting start names.
 
-start is a prompt itself, or it names a file: FILE:path continues the whole text of the file, LINES:path each of its
-lines that is not empty, JSONL:path the "prompt" of the JSON object in each line, which may also have an "id" and other
-fields: out_file gets them too. The path - is standard input.
+start is a prompt itself, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
+each line that is not empty is a prompt. With JSONL:path, each line is a JSON object with a "prompt" and an optional
+"id"; out_file repeats its other fields. The path - is standard input.
 """
 import json
 import os
@@ -39,7 +39,8 @@ class PromptSource:
     """An iterable of the prompts that start names. A pipe can be iterated once, anything else many times.
 
     setting_names: a field of JSON may not have the name of a setting, because the settings are those of the whole run.
-    Raises ValueError if there is no prompt, or a file cannot be read; for a later line, once the iteration reaches it.
+    Raises ValueError if there is no prompt, or if the file cannot be read. An error in a later line of the file is
+    raised when the iteration reaches that line.
     """
 
     def __init__(self, start: str, setting_names: Collection[str] = PARAM_NAMES):
@@ -56,7 +57,7 @@ class PromptSource:
         return chain([self.first], self.prompts) if self.is_pipe else self.read()
 
     def read(self) -> Iterator[Prompt]:
-        """Do read_prompts. Raises ValueError if a field cannot be passed on."""
+        """Read the prompts from the start. Raises ValueError if a field of one is not allowed."""
         for prompt in read_prompts(self.start):
             if isinstance(prompt, JsonPrompt):
                 check_fields(prompt, self.setting_names)

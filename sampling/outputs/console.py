@@ -1,4 +1,4 @@
-"""Messages on standard error, and how the script ends. Standard output is for the samples alone."""
+"""Shows messages on standard error, and ends the script. Only samples go to standard output."""
 import codecs
 import os
 import signal
@@ -36,7 +36,9 @@ _console = Console()
 
 
 def setup_console(is_main: bool = True) -> None:
-    """Call this first: Ctrl-C then ends the script at once, and no character that standard output lacks does.
+    """Call this first. Then Ctrl-C ends the script at once, and standard output raises no error about characters.
+
+    On a terminal, characters that its encoding lacks become "?". Files and pipes get UTF-8.
 
     is_main=False silences all messages: only rank 0 of a run shows them.
     """
@@ -75,9 +77,9 @@ def log_replacements() -> None:
 
 
 def shows_progress_bar() -> bool:
-    """Whether the user would see a bar on standard error, and not between samples on the same terminal.
+    """Whether to show a bar: only standard error, and not the samples, must go to the terminal.
 
-    What reads a pipe may show the samples there, as in: python sample.py | tee samples.txt
+    The reader of a pipe may show the samples there, as in: python sample.py | tee samples.txt
     """
     return _console.is_main and is_tty(sys.stderr) and not (is_tty(sys.stdout) or is_pipe(sys.stdout))
 
@@ -116,7 +118,7 @@ def report_and_exit(status: int, message: str) -> NoReturn:
 def hard_exit(status: int = 0) -> NoReturn:
     """End the script at once: torch's own shutdown takes 0.3 s."""
     if _console.bar is not None:
-        log("") # the shell's prompt then begins on a line of its own
+        log("") # so that the shell's prompt begins on a new line
     elif status == 130 and _console.is_main:
         end_line()
     os._exit(status)

@@ -23,8 +23,8 @@ FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a
 class HtmlWriter:
     """Appends samples to an HTML page. A browser can show the page after each sample.
 
-    run_info: what the page says about the run, by name. num_saved: how many samples a resumed run has there already.
-    The page is cut after them and goes on. Raises ValueError if the file holds anything else: nothing is overwritten,
+    run_info: what the page shows about the run, by name. num_saved: how many samples of a resumed run the page has
+    already; it is truncated after them. Raises ValueError if the file holds anything else: nothing is overwritten,
     unless overwrite is True.
     """
 
@@ -64,7 +64,7 @@ class HtmlWriter:
         """
         head, found = self.head.encode(), 0
         if num_saved and self.file.read(len(head)) == head:
-            for line in self.file: # not all at once: a page can be large
+            for line in self.file: # line by line, because a page can be large
                 found += line.startswith(b'<article id="sample-%d"' % found) and line.endswith(b"</article>\n")
                 if found == num_saved:
                     self.file.truncate(self.file.tell())
@@ -99,13 +99,13 @@ def content_hash(page: str, element: str) -> str:
 
 
 def title(run_info: Mapping[str, Any]) -> str:
-    """The page's title, which names the model: of an absolute path, the last part."""
+    """The page's title, which names the model. Of an absolute path it shows only the last part."""
     model = str(run_info.get("model", ""))
     return f"Samples from {(Path(model).name if os.path.isabs(model) else model) or 'a model'}"
 
 
 def shown_id(prompt_id: Any) -> str:
-    """What the heading of a sample says of its prompt's id."""
+    """The prompt's id, as the heading of its sample shows it."""
     if prompt_id is None:
         return ""
     return f", id {prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)}"

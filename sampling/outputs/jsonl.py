@@ -21,12 +21,11 @@ VERSION_1_FIELDS = {"sample", "tokens", "ended", "logprob"}
 REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
                         "stop", "seed", "compile", "context_shift")
 
-
 CheckpointId = dict[str, str | None]
 
 
 class LineFormat:
-    """What the lines of a run hold besides its samples: see JsonlWriter."""
+    """Turns samples into lines of JSON. The arguments are those of JsonlWriter."""
 
     def __init__(self, checkpoint_id: CheckpointId, settings: dict[str, Any], logprobs: int | None):
         self.checkpoint_id, self.logprobs = checkpoint_id, logprobs
@@ -44,7 +43,7 @@ class LineFormat:
 
 
 class JsonlPrinter:
-    """Samples on standard output, each as the line that JsonlWriter writes."""
+    """Prints each sample on standard output, as the line that JsonlWriter writes."""
 
     def __init__(self, checkpoint_id: CheckpointId, settings: dict[str, Any], logprobs: int | None = None):
         self.format = LineFormat(checkpoint_id, settings, logprobs)
@@ -55,15 +54,15 @@ class JsonlPrinter:
         print(sanitize(line) if is_tty(sys.stdout) else line, end="", flush=True)
 
     def close(self) -> None:
-        """As JsonlWriter.close: nothing is left to do."""
+        """Do nothing: every line is already flushed."""
 
 
 class JsonlWriter:
     """Writes samples to a file, in order. Each sample is flushed when it is finished.
 
-    What the file already holds stays; resume checks it. Every line holds checkpoint_id ("path" and "crc32") and
-    settings besides its sample. logprobs: every line also holds its tokens, each with so many of the most likely ones.
-    overwrite: the file is emptied first. Raises OSError or ValueError if the file cannot be opened.
+    The lines that the file already holds stay, unless overwrite is True, and resume checks them. Each line holds a
+    sample, checkpoint_id ("path" and "crc32") and settings; unless logprobs is None, also the tokens, each with the
+    logprobs most likely ones. Raises OSError or ValueError if the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike, checkpoint_id: CheckpointId, settings: dict[str, Any],
@@ -123,7 +122,7 @@ class JsonlWriter:
                                  "here; give out_file another name, or run with the settings of the file")
 
     def compare(self, record: Mapping[str, Any], request: SampleRequest) -> Iterator[tuple[str, Any, Any]]:
-        """Yield all that must be equal for a sample to be of this run, as (name, what is saved, what this run has)."""
+        """Yield everything that must be equal in a saved sample of this run: (name, saved value, this run's value)."""
         for name in self.format.settings | record["settings"]:
             yield name, record["settings"].get(name), self.format.settings.get(name)
         yield "the checkpoint's checksum", record["checkpoint"].get("crc32"), self.format.checkpoint_id["crc32"]
@@ -150,7 +149,7 @@ def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtyp
 
 
 def token_logprobs(tokens: list[Token], num_top: int) -> dict[str, Any]:
-    """The tokens and their log-probabilities as OpenAI's chat completions have them, with their ids."""
+    """The tokens and their log-probabilities in the form of OpenAI's chat completions, and also their ids."""
     return {"content": [
         {"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob),
          "top_logprobs": [{"token": text, "logprob": round_logprob(logprob)}
@@ -159,12 +158,12 @@ def token_logprobs(tokens: list[Token], num_top: int) -> dict[str, Any]:
 
 
 def round_logprob(logprob: float) -> float:
-    """Three decimals, as the page has: further ones depend on which samples shared a batch."""
+    """Round to three decimals, as the page does, because further ones depend on which samples shared a batch."""
     return round(logprob, 3) + 0.0 # never -0.0
 
 
 def identity(request: SampleRequest) -> dict[str, Any]:
-    """What the line of a sample begins with."""
+    """The fields at the beginning of a sample's line."""
     prompt = request.prompt
     return {
         "version": VERSION, "index": request.index, "prompt": prompt.text,

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 
 def open_output(path: str | os.PathLike, overwrite: bool = False) -> BinaryIO:
-    """Open a file to read and to append to, for this run alone; what it holds stays, unless overwrite is True.
+    """Open a file for reading and appending, and lock it for this run. Its content stays, unless overwrite is True.
 
     Raises OSError or ValueError, which names the file, if that is not possible.
     """

@@ -1,29 +1,26 @@
-"""Where a run saves its samples: out_file, html_file, both or neither."""
+"""Saves the samples of a run to out_file, html_file, both or neither."""
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sampling.inputs.prompts import parse_start
 from sampling.outputs.console import log
-from sampling.outputs.html import HtmlWriter
-from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter, reproducibility_settings
-from sampling.outputs.output_file import open_output
 from sampling.params import Sample, SampleRequest
 
 if TYPE_CHECKING: # most runs need none of these
     from sampling.checkpoints.checkpoint import Checkpoint
     from sampling.outputs.html import HtmlWriter
-    from sampling.outputs.jsonl import JsonlWriter
+    from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter
 
 
 class Outputs:
-    """The files of a run. Without files, nothing is saved. jsonl_printer takes the place of the samples on stdout."""
+    """The files of a run. Without files, nothing is saved. jsonl_printer prints lines of JSON on standard output."""
 
-    def __init__(self, jsonl: JsonlWriter | None = None, html: HtmlWriter | None = None,
-                 jsonl_printer: JsonlPrinter | None = None):
+    def __init__(self, jsonl: "JsonlWriter | None" = None, html: "HtmlWriter | None" = None,
+                 jsonl_printer: "JsonlPrinter | None" = None):
         self.jsonl = jsonl
-        self.uses_stdout = jsonl_printer is not None # the samples must not be printed there
-        # The page is written first: a resumed run can cut a sample off it that is not in out_file, but cannot add one.
+        self.uses_stdout = jsonl_printer is not None # then nothing else may be printed there
+        # The page comes first: a resumed run can remove a sample from it that out_file lacks, but cannot add one.
         self.writers = [writer for writer in (html, jsonl, jsonl_printer) if writer is not None]
 
     @property
@@ -40,7 +37,7 @@ class Outputs:
             yield from requests
             return
         num_saved, is_complete = 0, True
-        for request in self.jsonl.resume(requests): # it checks the file up to the first sample that is not there
+        for request in self.jsonl.resume(requests): # this checks the lines of the file
             if is_complete and not request.already_saved:
                 is_complete = False
                 if num_saved:
@@ -61,19 +58,32 @@ class Outputs:
             writer.close()
 
 
+def num_logprobs(settings: dict[str, Any]) -> int | None:
+    """SamplingParams.num_logprobs that the settings need: for out_file, for the page and for the terminal."""
+    if settings["html_file"]:
+        from sampling.outputs.html import NUM_ALTERNATIVES
+        return max(NUM_ALTERNATIVES, settings["logprobs"] or 0)
+    return settings["logprobs"] or 0 if settings["out_file"] or settings["show_probs"] else None
+
+
 def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type: str, dtype_name: str) -> Outputs:
     """Open the files that the settings name. device_type ("cuda") and dtype_name ("float32") are those of the model.
 
     Raises OSError or ValueError if one of the files cannot be used.
     """
+    if not (settings["out_file"] or settings["html_file"]):
+        return Outputs()
+    from sampling.outputs.html import HtmlWriter
+    from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter, reproducibility_settings
+    from sampling.outputs.output_file import open_output
     check_not_prompts(settings)
-    overwrite = settings.get("overwrite", False)
-    paths = [settings[name] for name in ("out_file", "html_file") if settings[name] not in (None, "", "-")]
+    overwrite = settings["overwrite"]
+    paths = [settings[name] for name in ("out_file", "html_file") if settings[name] not in (None, "-")]
     for path in paths if overwrite else []:
-        open_output(path).close() # if one of them cannot be used, none is emptied
+        open_output(path).close() # so that neither file is emptied if one of them cannot be used
     jsonl = html = jsonl_printer = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
-    line_format = {"path": checkpoint.path, "crc32": checkpoint.crc32}, run_settings, settings.get("logprobs")
+    line_format = {"path": checkpoint.path, "crc32": checkpoint.crc32}, run_settings, settings["logprobs"]
     if settings["out_file"] == "-":
         jsonl_printer = JsonlPrinter(*line_format)
     elif settings["out_file"]:
@@ -87,7 +97,7 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
 
 
 def check_not_prompts(settings: dict[str, Any]) -> None:
-    """Raise ValueError if a file of samples is the file of prompts."""
+    """Raise ValueError if out_file or html_file is the file of prompts."""
     kind, prompts = parse_start(settings["start"])
     for name in "out_file", "html_file":
         path = settings[name]

@@ -23,17 +23,17 @@ class Printer:
     def __init__(self, tokenizer: Tokenizer, show_probs: bool = False):
         self.tokenizer = tokenizer
         self.is_terminal, self.has_colors = is_tty(sys.stdout), has_colors(sys.stdout)
-        self.cursor = None # where printing the current sample stands; None: its prompt comes next
+        self.cursor = None # how much of the current sample was printed; None: nothing, not even its prompt
         self.set_show_probs(show_probs)
 
     def set_show_probs(self, show_probs: bool) -> None:
-        """Show the probabilities of the tokens from now on, or no longer."""
+        """Switch the backgrounds on or off."""
         self.show_probs = show_probs
         if show_probs and not self.has_colors:
             log("show_probs has no effect: standard output is not a terminal, or NO_COLOR is set")
 
     def update(self, sample: Sample, shows_prompt: bool = True) -> None:
-        """Print what is new of a sample, at first its prompt, and the rule once it is finished."""
+        """Print the new text of a sample, after its prompt (if shows_prompt), and the rule when it is finished."""
         parts = []
         if self.cursor is None:
             self.cursor = TextCursor(sample)

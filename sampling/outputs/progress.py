@@ -1,4 +1,4 @@
-"""How far a run is: a bar or a line now and then while it runs, one line at its end."""
+"""Shows the progress of a run: a bar or some lines while it runs, and one line at its end."""
 import sys
 import time
 
@@ -11,9 +11,9 @@ LOG_INTERVAL = 30 # seconds between two lines of progress
 class Progress:
     """Counts samples and tokens, and shows a bar on standard error if shows_progress_bar().
 
-    Where standard error is no terminal, as with nohup, a line every 30 seconds says how far the run is.
+    If standard error is not a terminal, as with nohup, it logs a line every 30 seconds instead.
 
-    total_samples: how many samples the run will generate; None if that is unknown.
+    total_samples: how many samples the run will generate; None if unknown.
     """
 
     def __init__(self, total_samples: int | None, max_new_tokens: int):
@@ -29,7 +29,7 @@ class Progress:
             set_progress_bar(self.bar)
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Move the bar by so many tokens; a negative number takes back those of a batch that ran out of memory."""
+        """Advance the bar by num_tokens. A negative number takes back the tokens of a batch that ran out of memory."""
         self.num_generated += num_tokens
         if self.bar is not None:
             self.bar.update(num_tokens)
@@ -37,7 +37,7 @@ class Progress:
             self.log_now_and_then()
 
     def log_now_and_then(self) -> None:
-        """Log how far the run is, if the last line is old enough."""
+        """Log a line of progress, if LOG_INTERVAL has passed since the last one."""
         now = time.perf_counter()
         if now - self.last_line_time >= LOG_INTERVAL:
             self.last_line_time = now
@@ -54,11 +54,11 @@ class Progress:
             self.bar.set_postfix_str(f"{self.num_samples} samples", refresh=False)
 
     def close(self, peak_memory: int | None) -> None:
-        """Remove the bar and log what the run did, if anything; peak_memory in bytes."""
+        """Remove the bar, and log a summary of the run if it generated samples. peak_memory is in bytes."""
         if self.bar is not None:
             self.bar.close()
             set_progress_bar(None)
-        if not self.num_samples: # out_file was complete
+        if not self.num_samples: # out_file was already complete
             return
         seconds = time.perf_counter() - self.start_time
         peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""

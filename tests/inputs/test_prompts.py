@@ -53,13 +53,13 @@ def test_jsonl_prompts_have_ids(tmp_path):
                                                     JsonPrompt("c", {"x": 1}, f"{path}, line 5", {"other": None})]
 
 
-@pytest.mark.parametrize("name, said", [("temperature", "temperature is a setting of the whole run, not of one prompt"), ("seed", "seed is a setting"), ("stop", "stop is a setting"),
+@pytest.mark.parametrize("name, message", [("temperature", "temperature is a setting of the whole run, not of one prompt"), ("seed", "seed is a setting"), ("stop", "stop is a setting"),
                                         ("text", "out_file has a field text of its own"), ("finish_reason", "out_file has a field finish_reason of its own")])
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_field_of_a_setting_or_of_a_result_is_an_error(tmp_path, name, said, number):
+def test_a_field_of_a_setting_or_of_a_result_is_an_error(tmp_path, name, message, number):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n' * (number - 1) + json.dumps({"prompt": "b", name: 1}))
-    with pytest.raises(ValueError, match=f"line {number}: {said}"):
+    with pytest.raises(ValueError, match=f"line {number}: {message}"):
         list(PromptSource(f"JSONL:{path}"))
 
 

@@ -87,7 +87,7 @@ def test_a_progress_bar_is_shown_only_if_stderr_is_a_terminal_and_stdout_is_not(
             assert console.shows_progress_bar() == (stderr_is_tty and not stdout_is_tty)
 
 
-def test_there_is_no_bar_beside_a_pipe_whose_reader_may_show_the_samples(stderr, monkeypatch):
+def test_there_is_no_bar_beside_a_pipe_whose_reader_may_show_the_samples(read_stderr, monkeypatch):
     reader, writer = os.pipe()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with open(reader), open(writer, "w") as pipe:
@@ -111,7 +111,7 @@ def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, environm
 
 
 @pytest.mark.parametrize("is_terminal, written, times", [(True, b"a?b?\n", 1), (False, "aéb😀\n".encode(), 0)], ids=["terminal", "file"])
-def test_what_stdout_cannot_encode_is_utf8_or_said_once(stderr, monkeypatch, is_terminal, written, times):
+def test_what_stdout_cannot_encode_is_utf8_or_said_once(read_stderr, monkeypatch, is_terminal, written, times):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
     stream.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stdout", stream)
@@ -122,10 +122,10 @@ def test_what_stdout_cannot_encode_is_utf8_or_said_once(stderr, monkeypatch, is_
     assert stream.buffer.getvalue() == written
     console.log_replacements()
     console.log_replacements()
-    assert stderr().count("this terminal's encoding, ascii, lacks some characters: each shows as a question mark\n") == times
+    assert read_stderr().count("this terminal's encoding, ascii, lacks some characters: each shows as a question mark\n") == times
 
 
-def test_a_closed_standard_error_is_no_error(stderr, monkeypatch):
+def test_a_closed_standard_error_is_no_error(read_stderr, monkeypatch):
     class Full(io.StringIO):
         def write(self, text):
             raise OSError(28, "No space left on device")

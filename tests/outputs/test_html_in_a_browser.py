@@ -128,7 +128,7 @@ def test_the_keyboard_moves_from_token_to_token_and_announces_each(view):
     page.keyboard.press("Tab") # the settings
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Tokens of sample 0"
-    for key, heard in [("ArrowRight", "a 50.0%; others: space new line 25.0%"), ("ArrowRight", "b new line 25.0%"),
+    for key, announced in [("ArrowRight", "a 50.0%; others: space new line 25.0%"), ("ArrowRight", "b new line 25.0%"),
                        ("ArrowRight", "c 12.5%"), ("ArrowRight", "c 12.5%"), ("ArrowLeft", "b new line 25.0%"),
                        ("ArrowLeft", "a 50.0%"), ("ArrowDown", "c 12.5%"), ("ArrowUp", "a 50.0%"), ("End", "c"), ("Home", "a")]:
         page.keyboard.press(key)
@@ -282,7 +282,7 @@ def test_only_samples_near_the_window_have_token_elements(view, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_all_samples_are_printed_in_colour(view, scheme):
-    page = view([words(300, seed) for seed in range(20)], color_scheme=scheme)
+    page = view([make_tokens(300, seed) for seed in range(20)], color_scheme=scheme)
     count = "[...document.querySelectorAll('article')].filter(article => article.querySelector('.token')).length"
     page.evaluate(f"addEventListener('beforeprint', () => numPrinted = {count})")
     assert page.evaluate(count) < 20
@@ -291,11 +291,11 @@ def test_all_samples_are_printed_in_colour(view, scheme):
     page.wait_for_timeout(300)
     assert page.evaluate(count) < 20 # as before
     page.emulate_media(media="print")
-    adjust, details, lights = page.evaluate(f"""() => {{ {LIGHT_OF}
+    adjust, details, luminances = page.evaluate(f"""() => {{ {LUMINANCE_JS}
       return [['.token', '.legend li'].map(name => getComputedStyle(document.querySelector(name)).printColorAdjust),
-              getComputedStyle(document.querySelector('#details')).display, [document.body, document.querySelector('.p6')].map(e => lightOf(behind(e)))] }}""")
+              getComputedStyle(document.querySelector('#details')).display, [document.body, document.querySelector('.p6')].map(e => luminanceOf(backgroundOf(e)))] }}""")
     assert adjust == ["exact", "exact"] and details == "none"
-    assert lights[0] > 0.9 and 0.3 < lights[1] < 0.6
+    assert luminances[0] > 0.9 and 0.3 < luminances[1] < 0.6
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_the_sample_with_the_current_token_keeps_its_token_elements(view):
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["<p lang", "w2", "application", "other2", "</article>\n", None])
 def test_a_truncated_page_shows_what_it_has(view, tmp_path, end):
-    whole = write_page(tmp_path / "page.html", [words(5), words(5)]).read_bytes()
+    whole = write_page(tmp_path / "page.html", [make_tokens(5), make_tokens(5)]).read_bytes()
     second = whole.index(b'<article id="sample-1"')
     (tmp_path / "page.html").write_bytes(whole[:whole.index(end.encode(), second) + len(end)] if end else whole[:second + 9])
     page = view(tmp_path / "page.html")

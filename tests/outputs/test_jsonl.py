@@ -101,9 +101,9 @@ def test_other_fields_of_jsonl_prompts_are_passed_on(tmp_path):
     assert list(line)[:7] == ["version", "index", "prompt", "id", "label", "none", "é"] and line["label"] == [1] and line["none"] is None
     assert line.keys() - set(prompt.other_fields) - {"prompt", "id"} <= RESULT_FIELDS # no prompt may have these
     assert write_file(tmp_path / "a.jsonl", [request]) == whole
-    for fields, said in ({"label": [2]}, "label is [1] there, and [2] here"), ({}, "label is [1] there, and None here"), ({"new": 1, **prompt.other_fields}, "new is None there, and 1 here"):
+    for fields, message in ({"label": [2]}, "label is [1] there, and [2] here"), ({}, "label is [1] there, and None here"), ({"new": 1, **prompt.other_fields}, "new is None there, and 1 here"):
         other = replace(request, prompt=replace(prompt, other_fields=fields))
-        with pytest.raises(ValueError, match=re.escape(said)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             write_file(tmp_path / "a.jsonl", [other])
 
 
@@ -145,7 +145,7 @@ def write_file(path, requests=REQUESTS, settings=SETTINGS):
     with closing(JsonlWriter(path, CHECKPOINT_ID, settings)) as writer:
         for request in writer.resume(requests):
             if not request.already_saved:
-                writer.write(replace(finished(0, "", [token("x\n", 0.5)]), request=request))
+                writer.write(replace(finished_sample(0, "", [make_token("x\n", 0.5)]), request=request))
     return path.read_bytes()
 
 

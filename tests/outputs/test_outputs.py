@@ -23,7 +23,7 @@ def run(tmp_path, count, out_file=True, html_file=True, overwrite=False):
     with closing(outputs):
         for request in outputs.resume(iter(REQUESTS[:count])):
             if not request.already_saved:
-                outputs.write(finished(request.index, "O", [token("x", 0.5)]))
+                outputs.write(finished_sample(request.index, "O", [make_token("x", 0.5)]))
     return outputs.num_saved
 
 
@@ -41,12 +41,12 @@ def test_both_files_resume_together(tmp_path, capsys):
     assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
 
 
-def test_files_that_grow_equal_files_made_at_once(sample, tmp_path):
+def test_files_that_grow_equal_files_made_at_once(run_script, tmp_path):
     save_checkpoint(tmp_path / "out", make_gpt())
     run = ("--start=O", "--max_new_tokens=20", "--device=cpu")
     for name, counts in ("grown", [2, 5]), ("whole", [5]):
         for count in counts:
-            assert sample(*run, f"--num_samples={count}", f"--out_file={name}.jsonl", f"--html_file={name}.html", cwd=tmp_path).returncode == 0
+            assert run_script(*run, f"--num_samples={count}", f"--out_file={name}.jsonl", f"--html_file={name}.html", cwd=tmp_path).returncode == 0
     for kind in "jsonl", "html":
         assert (tmp_path / f"grown.{kind}").read_bytes() == (tmp_path / f"whole.{kind}").read_bytes()
 
@@ -74,7 +74,7 @@ def test_lines_of_json_go_to_standard_output(tmp_path, capsys):
     outputs = open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32")
     assert outputs.uses_stdout and outputs.num_saved == 0 and list(outputs.resume(iter(REQUESTS))) == REQUESTS
     for index in range(2):
-        outputs.write(finished(index, "O", [token("x", 0.5)]))
+        outputs.write(finished_sample(index, "O", [make_token("x", 0.5)]))
     outputs.close()
     assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
     assert not open_outputs(SETTINGS, CHECKPOINT, "cpu", "float32").uses_stdout
@@ -82,7 +82,7 @@ def test_lines_of_json_go_to_standard_output(tmp_path, capsys):
 
 def test_lines_of_json_on_a_terminal_hold_no_commands(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32").write(finished(0, "O", [token("\x1b\x9b\n", 0.5)]))
+    open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32").write(finished_sample(0, "O", [make_token("\x1b\x9b\n", 0.5)]))
     assert '"text": "\\u001b\ufffd\\n"' in capsys.readouterr().out
 
 

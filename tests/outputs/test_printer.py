@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from models import make_gpt, save_checkpoint, save_meta
-from pages import finished, token
+from pages import finished_sample, make_token
 from project import RULE
 from sampling.outputs import html
 from sampling.outputs.printer import TINTS, Printer, colorize
@@ -57,18 +57,18 @@ def test_a_pipe_receives_each_sample_as_a_whole(char_checkpoint):
     assert len(parts) > 5 and all(part.endswith(f"\n{RULE}\n") for part in parts)
 
 
-def test_show_probs_colours_tokens_and_nothing_else(sample, letters):
-    plain = sample(f"--out_dir={letters}", *RUN).stdout
-    done = sample(f"--out_dir={letters}", *RUN, "--show_probs", FORCE_COLOR="1")
+def test_show_probs_colours_tokens_and_nothing_else(run_script, char_checkpoint):
+    plain = run_script(f"--out_dir={char_checkpoint}", *RUN).stdout
+    done = run_script(f"--out_dir={char_checkpoint}", *RUN, "--show_probs", FORCE_COLOR="1")
     assert plain and re.sub(r"\x1b\[[0-9;]*m", "", done.stdout) == plain
     assert len(set(re.findall(r"\x1b\[38;5;16;48;5;(\d+)m", done.stdout))) >= 3
     assert all("\n" not in text for text in re.findall(r"\x1b\[38;5;16;48;5;\d+m(.*?)\x1b\[0m", done.stdout, re.DOTALL))
     assert done.stdout.startswith("The ") # the prompt has no colours
 
 
-def test_show_probs_writes_no_colours_to_files(sample, letters):
-    plain = sample(f"--out_dir={letters}", *RUN).stdout
-    done = sample(f"--out_dir={letters}", *RUN, "--show_probs")
+def test_show_probs_writes_no_colours_to_files(run_script, char_checkpoint):
+    plain = run_script(f"--out_dir={char_checkpoint}", *RUN).stdout
+    done = run_script(f"--out_dir={char_checkpoint}", *RUN, "--show_probs")
     assert plain and done.stdout == plain
     assert "show_probs has no effect: standard output is not a terminal, or NO_COLOR is set\n" in done.stderr
 
@@ -106,13 +106,13 @@ def test_a_character_of_several_tokens_has_the_tint_of_all_of_them(monkeypatch, 
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.delenv("COLORTERM", raising=False)
-    sample = finished(0, "<", [token("a", 0.9), token("", 0.5), token("", 0.5), token("é", 0.5)])
+    sample = finished_sample(0, "<", [make_token("a", 0.9), make_token("", 0.5), make_token("", 0.5), make_token("é", 0.5)])
     sample.num_emittable_chars = 2
-    Printer(Ords(), show_probs=True).update(sample)
+    Printer(CodePointTokenizer(), show_probs=True).update(sample)
     assert capsys.readouterr().out == f"a\x1b[38;5;16;48;5;224mé\x1b[0m\n{RULE}\n"
 
 
-class Ords:
+class CodePointTokenizer:
     """A tokenizer whose ids are code points."""
 
     def decode(self, ids):

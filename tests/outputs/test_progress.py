@@ -8,7 +8,7 @@ import time
 import pytest
 from tqdm import tqdm
 
-from pages import finished
+from pages import finished_sample
 from sampling.outputs import progress
 from sampling.outputs.progress import Progress
 from sampling.params import Token
@@ -51,7 +51,7 @@ def test_the_last_line_summarises_the_run(run_script, char_checkpoint):
 def test_one_sample_is_not_plural(capsys):
     counter = Progress(1, 5)
     counter.add_tokens(2)
-    counter.add_sample(finished(0, "a", [Token(1, "b")] * 2, "stop"))
+    counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 2, "stop"))
     counter.close(None)
     assert re.fullmatch(r"1 sample, 2 tokens in \d+\.\d s: \d+ tokens/s\n", capsys.readouterr().err)
 
@@ -63,7 +63,7 @@ def test_where_stderr_is_no_terminal_a_line_comes_every_half_minute(capsys, monk
         counter = Progress(total, 100)
         for _ in range(5):
             counter.add_tokens(100)
-        counter.add_sample(finished(0, "a", [Token(1, "b")] * 100))
+        counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 100))
         for _ in range(2):
             counter.add_tokens(-50)
         assert capsys.readouterr().err == (f"0{of_total} samples, 300 tokens so far: 10 tokens/s\n0{of_total} samples, 500 tokens so far: 8 tokens/s\n"
@@ -89,5 +89,5 @@ def test_a_sample_that_stops_early_shortens_the_bar():
         counter.add_tokens(40)
         counter.add_tokens(-10) # a batch ran out of memory
         assert counter.bar.n == 30
-        counter.add_sample(finished(0, "a", [Token(1, "b")] * 30, "stop"))
+        counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 30, "stop"))
         assert counter.bar.total == 930

@@ -64,10 +64,10 @@ def test_samples_and_files_are_the_same_as_with_one_process(torchrun, run_script
 
 
 @slow
-def test_a_random_seed_is_the_same_for_all_processes(torchrun, sample, folder):
+def test_a_random_seed_is_the_same_for_all_processes(torchrun, run_script, folder):
     printed, messages = torchrun(2, *PROMPTS, "--seed=random").communicate(timeout=120)
     (drawn,) = re.findall(r"seed: (\d+), drawn at random", messages)
-    assert printed == sample(*PROMPTS, f"--seed={drawn}", cwd=folder).stdout
+    assert printed == run_script(*PROMPTS, f"--seed={drawn}", cwd=folder).stdout
 
 
 @pytest.mark.parametrize("arguments, message", [

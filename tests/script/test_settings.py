@@ -10,20 +10,20 @@ FAST = "--num_samples=1", "--max_new_tokens=5"
 
 
 @pytest.mark.parametrize("arguments", [['--stop=["e", "a"]'], ["--stop=e", "--stop=a"], ["stops.py"], ["stops.py", "--stop=a", "--stop", "e"]], ids=str)
-def test_several_stop_texts_end_a_sample_where_the_first_of_them_begins(sample, letters, tmp_path, arguments):
+def test_several_stop_texts_end_a_sample_where_the_first_of_them_begins(run_script, char_checkpoint, tmp_path, arguments):
     (tmp_path / "stops.py").write_text("stop = ['a', 'e']\n")
-    run = f"--out_dir={letters}", "--num_samples=3", "--max_new_tokens=40", "--start=O", "--device=cpu"
-    plain = sample(*run).stdout.split(f"\n{RULE}\n")[:-1]
-    done = sample(*run, *arguments, cwd=tmp_path)
+    run = f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=40", "--start=O", "--device=cpu"
+    plain = run_script(*run).stdout.split(f"\n{RULE}\n")[:-1]
+    done = run_script(*run, *arguments, cwd=tmp_path)
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
     assert done.stdout.split(f"\n{RULE}\n")[:-1] == [re.split("[ae]", text)[0] for text in plain]
     assert any(re.search("[ae]", text) for text in plain)
 
 
-def test_a_session_takes_a_list_of_stop_texts(sample, letters):
-    run = f"--out_dir={letters}", "--max_new_tokens=40", "--device=cpu"
-    done = sample(*run, "--interactive", stdin=b':stop=["e", "a"]\nO\n:stop=None\n:stop ["a", "e"]\n:seed=1337\nO\n')
-    expected = sample(*run, "--start=O", "--num_samples=1", "--stop=e", "--stop=a").stdout
+def test_a_session_takes_a_list_of_stop_texts(run_script, char_checkpoint):
+    run = f"--out_dir={char_checkpoint}", "--max_new_tokens=40", "--device=cpu"
+    done = run_script(*run, "--interactive", stdin=b':stop=["e", "a"]\nO\n:stop=None\n:stop ["a", "e"]\n:seed=1337\nO\n')
+    expected = run_script(*run, "--start=O", "--num_samples=1", "--stop=e", "--stop=a").stdout
     assert done.stdout == expected * 2 and "error" not in done.stderr
 
 
@@ -31,34 +31,34 @@ def test_a_session_takes_a_list_of_stop_texts(sample, letters):
     ("\\n\\n", r"""warning: the stop text '\\n\\n' has a backslash and the letter n where you may mean a newline: that is --stop='"\n\n"'"""),
     ("<|endoftext|>", "meta.pkl never gives this text"),
 ], ids=str)
-def test_a_stop_text_that_cannot_match_gets_a_warning(sample, letters, stop, warning):
-    done = sample(f"--out_dir={letters}", *FAST, f"--stop={stop}", "--stop=e")
+def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoint, stop, warning):
+    done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--stop={stop}", "--stop=e")
     assert done.returncode == 0 and done.stderr.count("warning: ") == 1 and warning in done.stderr
 
 
-def test_the_batch_size_of_a_training_file_is_passed_over(sample, letters, tmp_path):
-    (tmp_path / "train.py").write_text(f"out_dir = {str(letters)!r}\nbatch_size = 64\nlearning_rate = 1e-3\nmax_iters = 5000\n")
-    done = sample(tmp_path / "train.py", *FAST)
+def test_the_batch_size_of_a_training_file_is_passed_over(run_script, char_checkpoint, tmp_path):
+    (tmp_path / "train.py").write_text(f"out_dir = {str(char_checkpoint)!r}\nbatch_size = 64\nlearning_rate = 1e-3\nmax_iters = 5000\n")
+    done = run_script(tmp_path / "train.py", *FAST)
     assert done.returncode == 0 and f"{tmp_path / 'train.py'}: batch_size is passed over, because this file is for training\n" in done.stderr
     settings, = [line for line in done.stderr.splitlines() if line.startswith("settings: ")]
     assert "out_dir=" in settings and "batch_size" not in settings
-    assert "batch_size=2" in sample(tmp_path / "train.py", *FAST, "--batch_size=2").stderr
+    assert "batch_size=2" in run_script(tmp_path / "train.py", *FAST, "--batch_size=2").stderr
 
 
 @pytest.mark.parametrize("start", ["--start={}", "--start=FILE:prompt.txt", "--start=LINES:-"])
-def test_a_line_says_what_the_model_sees_of_a_long_prompt(sample, letters, tmp_path, start):
+def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_checkpoint, tmp_path, start):
     prompt = "A prompt that is longer than the window of the model"
     (tmp_path / "prompt.txt").write_text(prompt)
-    done = sample(f"--out_dir={letters}", *FAST, start.format(prompt), cwd=tmp_path, stdin=prompt.encode())
+    done = run_script(f"--out_dir={char_checkpoint}", *FAST, start.format(prompt), cwd=tmp_path, stdin=prompt.encode())
     location = "-, line 1: " if "LINES" in start else ""
     assert f"{location}the prompt has 52 tokens, of which the model sees only the last 16: those from {prompt[-16:]!r} on\n" in done.stderr
     assert done.returncode == 0 and done.stdout.startswith(prompt)
-    assert "sees only" not in sample(f"--out_dir={letters}", *FAST, f"--start={prompt[:16]}").stderr
+    assert "sees only" not in run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start={prompt[:16]}").stderr
 
 
-def test_a_settings_file_that_sets_nothing_gets_a_warning(sample, letters, tmp_path):
+def test_a_settings_file_that_sets_nothing_gets_a_warning(run_script, char_checkpoint, tmp_path):
     (tmp_path / "a.yaml").write_text("temperature: 0.5\ntop_k: 5\n")
-    done = sample(f"--out_dir={letters}", *FAST, "a.yaml", cwd=tmp_path)
+    done = run_script(f"--out_dir={char_checkpoint}", *FAST, "a.yaml", cwd=tmp_path)
     assert done.returncode == 0 and "warning: a.yaml sets nothing; a settings file is Python, such as: init_from = ...\n" in done.stderr
 
 
@@ -70,32 +70,32 @@ def test_a_settings_file_that_sets_nothing_gets_a_warning(sample, letters, tmp_p
     (["--top_k=-5"], "error: top_k must"),
     (["--seed=some"], "error: seed must be a whole number, or random; got 'some'"),
 ], ids=str)
-def test_a_wrong_setting_gets_one_line_that_helps(sample, tmp_path, arguments, message):
+def test_a_wrong_setting_gets_one_line_that_helps(run_script, tmp_path, arguments, message):
     (tmp_path / "bad.py").write_text("top_k = -5\n")
-    done = sample(*arguments, cwd=tmp_path)
+    done = run_script(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert message in done.stderr and done.stderr.startswith("error: ")
 
 
-def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(sample, letters, tmp_path):
-    run = f"--out_dir={letters}", "--num_samples=2", "--max_new_tokens=30"
-    first, second = (sample(*run, "--seed=random", f"--out_file={tmp_path / name}") for name in ("a.jsonl", "b.jsonl"))
+def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_script, char_checkpoint, tmp_path):
+    run = f"--out_dir={char_checkpoint}", "--num_samples=2", "--max_new_tokens=30"
+    first, second = (run_script(*run, "--seed=random", f"--out_file={tmp_path / name}") for name in ("a.jsonl", "b.jsonl"))
     assert first.returncode == second.returncode == 0 and first.stdout != second.stdout
     drawn = re.search(r"seed: (\d+), drawn at random; --seed=\1 gives", first.stderr)[1]
-    assert sample(*run, f"--seed={drawn}").stdout == first.stdout
+    assert run_script(*run, f"--seed={drawn}").stdout == first.stdout
     assert all(json.loads(line)["seed"] == json.loads(line)["settings"]["seed"] == int(drawn) for line in (tmp_path / "a.jsonl").read_text().splitlines())
-    resumed = sample(*run, f"--seed={drawn}", f"--out_file={tmp_path / 'a.jsonl'}")
+    resumed = run_script(*run, f"--seed={drawn}", f"--out_file={tmp_path / 'a.jsonl'}")
     assert resumed.returncode == 0, resumed.stderr
 
 
-def test_help_answers_without_a_terminal_and_in_its_width(sample):
+def test_help_answers_without_a_terminal_and_in_its_width(run_script):
     for width in 60, 100:
-        done = sample("--help", COLUMNS=str(width))
+        done = run_script("--help", COLUMNS=str(width))
         lines = [line for line in done.stdout.splitlines() if "python sample.py" not in line]
         assert done.returncode == 0 and width - 5 <= max(map(len, lines)) <= width
         assert "Where samples go:" in lines and """  --start='"\\n"'""" in done.stdout
 
 
-def test_examples_of_the_help_fit_into_a_terminal_of_80_columns(sample):
-    examples = [line for line in sample("--help").stdout.splitlines() if line.startswith("    python sample.py")]
+def test_examples_of_the_help_fit_into_a_terminal_of_80_columns(run_script):
+    examples = [line for line in run_script("--help").stdout.splitlines() if line.startswith("    python sample.py")]
     assert len(examples) >= 3 and max(map(len, examples)) <= 80

@@ -39,19 +39,19 @@ def test_ctrl_c_ends_the_run_after_a_complete_sample(char_checkpoint, separate):
 
 
 @pytest.mark.parametrize("streams", [{}, {"stdout": False}, {"stderr": False}], ids=str)
-def test_ctrl_c_on_a_terminal_ends_the_line(letters, vocabulary, streams):
+def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, streams):
     pytest.importorskip("pty")
-    screen = Terminal([f"--out_dir={letters}", "--num_samples=1", "--max_new_tokens=1000000", "--context_shift", "--device=cpu"], vocabulary, **streams)
+    screen = Terminal([f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=1000000", "--context_shift", "--device=cpu"], tiktoken_cache, **streams)
     screen.read_some()
     time.sleep(0.5)
     screen.type("\x03")
-    assert screen.rest().endswith("\n")
+    assert screen.read_to_end().endswith("\n")
     screen.close()
     assert screen.process.returncode == 130
 
 
-def test_a_closed_stderr_takes_nothing_to_stdout(letters):
-    process = start_script(f"--out_dir={letters}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0", stderr=CLOSED)
+def test_a_closed_stderr_takes_nothing_to_stdout(char_checkpoint):
+    process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0", stderr=CLOSED)
     printed, _ = process.communicate()
     assert process.returncode == 0 and printed.decode() == f"Hi\n{RULE}\n" * 2
 
@@ -61,12 +61,12 @@ def test_a_closed_stdin_is_ignored(char_checkpoint):
     assert process.communicate()[0].decode() == f"Hi\n{RULE}\n"
 
 
-def test_a_pipe_gets_utf8_where_its_encoding_lacks_a_character(sample, tmp_path):
+def test_a_pipe_gets_utf8_where_its_encoding_lacks_a_character(run_script, tmp_path):
     save_checkpoint(tmp_path, make_gpt())
     save_meta(tmp_path / "meta.pkl", CHARS[:-1] + "é")
     run = (f"--out_dir={tmp_path}", *FAST, "--start=é")
-    assert sample(*run, PYTHONIOENCODING="ascii").stdout == sample(*run).stdout != ""
-    assert sample(*run).stdout.startswith("é")
+    assert run_script(*run, PYTHONIOENCODING="ascii").stdout == run_script(*run).stdout != ""
+    assert run_script(*run).stdout.startswith("é")
 
 
 def test_a_closed_pipe_is_not_an_error(char_checkpoint):
