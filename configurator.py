@@ -239,9 +239,8 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
              ignore: Ignore) -> dict[str, Any]:
     """Run a settings file and return the settings that it changes. The file can use the names in scope.
 
-    The file may define other names too, as training files do. A name that is similar to a setting's gets a warning, and
-    so does a file that sets nothing. Raises ValueError if the file raises an exception, or assigns a value of a wrong
-    type.
+    The file may define other names too, as training files do. A name that is similar to a setting's gets a warning, as
+    does a file that sets nothing. Raises ValueError if the file raises an exception or assigns a value of a wrong type.
     """
     names, mentioned = execute(path, source, scope)
     others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}

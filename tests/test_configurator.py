@@ -1,4 +1,4 @@
-"""Settings files and arguments -> a script's globals. The script here is made up: the configurator knows none."""
+"""The configurator reads settings files and command-line arguments into a script's globals. The script here is an example."""
 import os
 import shlex
 import subprocess
@@ -134,7 +134,7 @@ def test_arguments_change_settings(script, arguments, changes):
     (["-t", "x"], "unknown setting -t; settings begin with --; --help lists all settings"),
     (["-count=3"], "unknown setting -count; did you mean count?; settings begin with --"),
     (["-"], "unknown setting -; settings begin with --"),
-    (["--pick=0x" + "f" * 5000], "pick takes a whole number or text, got one of 20000 bits"),
+    (["--pick=0x" + "f" * 5000], "pick takes a whole number or text, got an integer of 20000 bits"),
     (["--count=3", "--flag", "--rate=fast"], "rate takes a number"),
 ], ids=str)
 def test_an_invalid_argument_raises_and_changes_nothing(script, arguments, message):
@@ -268,7 +268,7 @@ def test_a_file_may_be_a_pipe(script, tmp_path):
         assert script("pipe") == {"count": 3}
 
 
-def test_one_line_lists_the_changes(script, tmp_path):
+def test_one_log_line_lists_the_changes(script, tmp_path):
     (tmp_path / "a.py").write_text("rate = 1\ncount = 10\n")
     lines = []
     script("a.py", "--text=" + "x" * 1000, "--flag=False", log=lines.append)
@@ -333,7 +333,7 @@ def test_a_misspelt_setting_in_a_file_causes_a_warning(script, tmp_path, capsys)
     assert capsys.readouterr().out == "warning: a.py sets conut, which is not a setting; did you mean count?\n"
 
 
-def test_what_a_file_prints_goes_to_stderr(script, tmp_path, capsys):
+def test_output_of_a_settings_file_goes_to_stderr(script, tmp_path, capsys):
     (tmp_path / "a.py").write_text("print('hello')\ncount = 3\n")
     script("a.py", log=lambda text: None)
     assert capsys.readouterr() == ("", "hello\n")
@@ -437,6 +437,11 @@ def test_a_single_value_can_be_parsed():
 @pytest.mark.parametrize("name, hint", [("cuont", "; did you mean count?"), ("cou", "; did you mean count?"), ("co", ""), ("other", "")])
 def test_similar_names_are_suggested(name, hint):
     assert suggest(name, DEFAULTS) == hint
+
+
+def test_prefixes_are_suggested_for_arguments_only():
+    assert suggest("temp", ["temperature"]) == "; did you mean temperature?"
+    assert suggest("temp", ["temperature"], prefixes=False) == ""
 
 
 def test_an_alias_comes_before_a_near_name():

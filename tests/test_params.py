@@ -40,8 +40,8 @@ def test_a_random_seed_is_drawn_and_logged():
     assert {int(line.partition("--seed=")[2].split()[0]) for line in lines} == seeds
 
 
-def test_a_sample_sums_up_its_tokens():
-    sample = unfinished_sample("a", "", "bc", "") # a stop text has left its last token without text
+def test_properties_of_a_sample_come_from_its_tokens():
+    sample = unfinished_sample("a", "", "bc", "") # a stop text has removed the text of the last token
     assert (sample.index, sample.prompt.text, sample.text, sample.token_ids, sample.num_tokens) == (3, "<", "abc", [0, 1, 2, 3], 4)
     assert sample.cumulative_logprob == pytest.approx(-0.6)
     assert unfinished_sample().text == "" and unfinished_sample().cumulative_logprob == 0

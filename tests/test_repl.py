@@ -1,4 +1,4 @@
-"""The interactive session: at a terminal as people use it, and with lines from a pipe."""
+"""The interactive session, on a terminal and with lines from a pipe."""
 import io
 import re
 import signal
@@ -29,7 +29,7 @@ class SessionTerminal(Terminal):
 
 @pytest.fixture
 def start(char_checkpoint, tiktoken_cache, tmp_path, monkeypatch):
-    """Starts a session at a terminal, ready for the first prompt."""
+    """Starts a session on a terminal, ready for the first prompt."""
     if sys.platform == "win32":
         pytest.skip("needs a pseudo-terminal")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path)) # for the history
@@ -47,7 +47,7 @@ def start(char_checkpoint, tiktoken_cache, tmp_path, monkeypatch):
 
 @pytest.fixture
 def session(start):
-    """A session at a terminal, ready for the first prompt."""
+    """A session on a terminal, ready for the first prompt."""
     return start()
 
 

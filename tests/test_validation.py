@@ -23,7 +23,7 @@ VALID = {
     "device": ["auto", "cpu", "mps", "cuda", "cuda:0", "cuda:12"],
     "dtype": ["auto", "float32", "bfloat16", "float16"],
     "batch_size": [None, 1, 10**5],
-    "out_file": [None, "a.jsonl"],
+    "out_file": [None, "a.jsonl", "-"],
     "html_file": [None, "a.html"],
 }
 INVALID = {
@@ -43,7 +43,8 @@ INVALID = {
     "dtype": (["", "int8", "torch.float32"], "dtype must be auto"),
     "batch_size": ([0, -1, 10**5 + 1], "batch_size must be from 1"),
     "out_file": (["", "a\0b"], "out_file must be the path"),
-    "html_file": (["", "a\0b"], "html_file must be the path"),
+    "html_file": (["", "a\0b", "-"], "html_file must be the path"),
+    "logprobs": ([-1, 1001], "logprobs must be from 0"),
 }
 
 
@@ -53,7 +54,7 @@ def test_a_valid_value_passes(name, value):
 
 
 @pytest.mark.parametrize("name, value, message", [(name, value, message) for name, (values, message) in INVALID.items() for value in values], ids=repr)
-def test_a_value_is_refused_with_the_rule_and_itself(name, value, message):
+def test_the_error_for_an_invalid_value_states_the_rule_and_the_value(name, value, message):
     name = name.strip()
     with pytest.raises(ValueError) as error:
         check_settings(DEFAULTS | {name: value})
@@ -71,11 +72,17 @@ def test_a_number_too_long_to_print_is_refused_like_others():
         check_settings(DEFAULTS | {"stop": ["a", 10**5000]})
 
 
-def test_the_files_must_differ(tmp_path):
+def test_out_file_and_html_file_must_differ(tmp_path):
     for other in tmp_path / "a", tmp_path / "b" / ".." / "a":
         with pytest.raises(ValueError, match="out_file and html_file must be two files"):
             check_settings(DEFAULTS | {"out_file": str(tmp_path / "a"), "html_file": str(other)})
     check_settings(DEFAULTS | {"out_file": str(tmp_path / "a"), "html_file": str(tmp_path / "b")})
+
+
+def test_logprobs_need_an_out_file():
+    with pytest.raises(ValueError, match="logprobs are saved in out_file"):
+        check_settings(DEFAULTS | {"logprobs": 0})
+    check_settings(DEFAULTS | {"logprobs": 0, "out_file": "a"})
 
 
 @pytest.mark.parametrize("name", ["out_file", "html_file"])

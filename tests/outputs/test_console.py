@@ -125,7 +125,7 @@ def test_what_stdout_cannot_encode_is_utf8_or_said_once(read_stderr, monkeypatch
     assert read_stderr().count("this terminal's encoding, ascii, lacks some characters: each shows as a question mark\n") == times
 
 
-def test_a_closed_standard_error_is_no_error(read_stderr, monkeypatch):
+def test_a_closed_or_full_stderr_is_ignored(read_stderr, monkeypatch):
     class Full(io.StringIO):
         def write(self, text):
             raise OSError(28, "No space left on device")

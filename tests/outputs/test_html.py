@@ -39,7 +39,7 @@ def test_a_sample_has_the_number_and_the_id_of_the_file(tmp_path, id, shown):
     assert f'<article id="sample-5" aria-labelledby="title-5"><h2 id="title-5">{shown}</h2>' in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("left", [
+@pytest.mark.parametrize("truncate", [
     pytest.param(lambda whole, ends: whole, id="whole"),
     pytest.param(lambda whole, ends: whole[:ends[1]], id="no-end"),
     pytest.param(lambda whole, ends: whole[:ends[2]], id="one-too-many"),

@@ -322,7 +322,7 @@ def test_the_sample_with_the_current_token_keeps_its_token_elements(view):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["<p lang", "w2", "application", "other2", "</article>\n", None])
-def test_a_truncated_page_shows_what_it_has(view, tmp_path, end):
+def test_a_truncated_page_shows_its_complete_samples(view, tmp_path, end):
     whole = write_page(tmp_path / "page.html", [make_tokens(5), make_tokens(5)]).read_bytes()
     second = whole.index(b'<article id="sample-1"')
     (tmp_path / "page.html").write_bytes(whole[:whole.index(end.encode(), second) + len(end)] if end else whole[:second + 9])

@@ -107,7 +107,7 @@ def test_other_fields_of_jsonl_prompts_are_passed_on(tmp_path):
             write_file(tmp_path / "a.jsonl", [other])
 
 
-def test_settings_of_the_same_meaning_are_the_same():
+def test_equivalent_settings_are_equal():
     settings = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0,
                     stop="e", seed=1, compile=False, context_shift=False)
     found = reproducibility_settings(settings, "cuda", "bfloat16")
@@ -141,7 +141,7 @@ def test_a_removed_file_is_an_error(tmp_path):
 # ---- resuming
 
 def write_file(path, requests=REQUESTS, settings=SETTINGS):
-    """A finished file of these requests, and its bytes."""
+    """Write a finished file of these requests. Return its bytes."""
     with closing(JsonlWriter(path, CHECKPOINT_ID, settings)) as writer:
         for request in writer.resume(requests):
             if not request.already_saved:
@@ -223,7 +223,7 @@ def test_a_run_resumes_a_file_truncated_anywhere(run_script, folder, whole, prin
     assert (folder / "cut.jsonl").read_bytes() == whole
     num_saved = whole[:end].count(b"\n")
     assert done.stdout == f"{RULE}\n".join(printed.split(f"{RULE}\n")[num_saved:]) # only the new samples
-    assert num_saved == 0 or f"cut.jsonl holds {num_saved} samples already" in done.stderr
+    assert num_saved == 0 or f"cut.jsonl holds {num_saved} sample{'' if num_saved == 1 else 's'} already" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Both files of a run together."""
+"""out_file and html_file of a run together."""
 import sys
 from contextlib import closing
 
@@ -7,17 +7,18 @@ import pytest
 from models import make_gpt, save_checkpoint
 from pages import finished_sample, make_token
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.outputs.outputs import open_outputs
+from sampling.outputs.outputs import num_logprobs, open_outputs
 from sampling.params import Prompt, SampleRequest
 
 CHECKPOINT = Checkpoint("out/ckpt.pt", {}, {}, 3, crc32="00000000")
 SETTINGS = dict(init_from="resume", out_dir="out", start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
-                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, out_file=None, html_file=None)
+                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, out_file=None, logprobs=None, html_file=None,
+                overwrite=False)
 REQUESTS = [SampleRequest(index, Prompt("O"), []) for index in range(4)]
 
 
 def run(tmp_path, count, out_file=True, html_file=True, overwrite=False):
-    """Write so many samples in all. Returns how many of them were saved before."""
+    """Run until count samples are saved. Return how many were already saved."""
     settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl" if out_file else None, "html_file": f"{tmp_path}/a.html" if html_file else None, "overwrite": overwrite}
     outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
     with closing(outputs):
@@ -84,6 +85,14 @@ def test_lines_of_json_on_a_terminal_hold_no_commands(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32").write(finished_sample(0, "O", [make_token("\x1b\x9b\n", 0.5)]))
     assert '"text": "\\u001b\ufffd\\n"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings, number", [
+    ({}, None), ({"show_probs": True}, 0), ({"out_file": "a"}, 0), ({"out_file": "a", "logprobs": 0}, 0), ({"out_file": "a", "logprobs": 3}, 3),
+    ({"html_file": "a"}, 5), ({"html_file": "a", "out_file": "b", "logprobs": 3}, 5), ({"html_file": "a", "out_file": "b", "logprobs": 7}, 7),
+], ids=str)
+def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number):
+    assert num_logprobs({**SETTINGS, "show_probs": False, **settings}) == number
 
 
 def test_overwrite_replaces_both_files(tmp_path):

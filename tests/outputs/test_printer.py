@@ -1,4 +1,4 @@
-"""Samples on standard output, through a pipe and on a terminal."""
+"""Printing samples to a pipe and to a terminal."""
 import json
 import math
 import os
@@ -57,7 +57,7 @@ def test_a_pipe_receives_each_sample_as_a_whole(char_checkpoint):
     assert len(parts) > 5 and all(part.endswith(f"\n{RULE}\n") for part in parts)
 
 
-def test_show_probs_colours_tokens_and_nothing_else(run_script, char_checkpoint):
+def test_show_probs_only_adds_colours(run_script, char_checkpoint):
     plain = run_script(f"--out_dir={char_checkpoint}", *RUN).stdout
     done = run_script(f"--out_dir={char_checkpoint}", *RUN, "--show_probs", FORCE_COLOR="1")
     assert plain and re.sub(r"\x1b\[[0-9;]*m", "", done.stdout) == plain

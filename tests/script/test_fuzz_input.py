@@ -50,7 +50,7 @@ def settings_of(arguments):
         return None
     except ValueError as error:
         assert scope == SCOPE and len(str(error)) < 1000
-        # The message is not one of Python's: it names what is wrong.
+        # The message is not one of Python's own. It names the wrong argument, setting or file.
         assert re.match(rf"unknown setting -|cannot read the settings file|--|.*mine\.py|{'|'.join(SETTINGS)}", str(error)), error
         return None
     assert settings.keys() == SETTINGS.keys() and all(scope[name] is value for name, value in settings.items())

@@ -50,7 +50,7 @@ def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, str
     assert screen.process.returncode == 130
 
 
-def test_a_closed_stderr_takes_nothing_to_stdout(char_checkpoint):
+def test_messages_do_not_go_to_stdout_if_stderr_is_closed(char_checkpoint):
     process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0", stderr=CLOSED)
     printed, _ = process.communicate()
     assert process.returncode == 0 and printed.decode() == f"Hi\n{RULE}\n" * 2
