@@ -55,14 +55,14 @@ def rows(folder, script=(PROJECT / "sample.py",)):
 
 # The rows in which each trick has an effect.
 ROWS_OF = {
-    "packing": ["124M, 1 sample", "124M, 10 samples", "10.6M, 10 samples, past the window"],
+    "packing": ["124M, 1 sample", "124M, 10 samples"],
     "shortlist": ["124M, 1 sample"],
-    "absorbed_query": ["10.6M, 10 samples, past the window", "0.8M, the default run of 10 x 500"],
-    "qkv_table": ["10.6M, 10 samples, past the window", "0.8M, the default run of 10 x 500"],
-    "query_chunks": ["10.6M, 10 samples, past the window", "0.8M, the default run of 10 x 500"],
+    "absorbed_query": ["10.6M, 10 samples, past the window"],
+    "qkv_table": ["10.6M, 10 samples, past the window"],
+    "query_chunks": ["10.6M, 10 samples, past the window"],
     "skip_init": ["124M checkpoint, to the first token", "demo, to the first token"],
     "jump_ahead": ["124M checkpoint, to the first token"],
-    "held_memory": ["10.6M, 10 samples, past the window", "0.8M, the default run of 10 x 500"],
+    "held_memory": ["10.6M, 10 samples, past the window"],
     "short_spinning": ["124M, 1 sample, a core busy"],
 }
 
