@@ -150,7 +150,7 @@ def test_a_sample_can_be_continued(session, run_script, char_checkpoint):
     session.type(":continue\n")
     session.wait_for(f":continue\n{whole[12:]}> ")
     session.type(":again\n")
-    session.until(f":again\n{whole[12:]}> ")
+    session.wait_for(f":again\n{whole[12:]}> ")
 
 
 def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run_script, char_checkpoint):
@@ -185,8 +185,8 @@ def test_probabilities_can_be_switched_on(session):
 
 def test_history_is_kept_between_sessions(session, start):
     session.type("The \n")
-    session.until(RULE)
-    session.until("> ")
+    session.wait_for(RULE)
+    session.wait_for("> ")
     session.type("\x04")
     session.read_to_end()
     second = start()
