@@ -1,8 +1,10 @@
 """The interactive session: the model stays loaded, each line is a prompt, and its sample streams to the terminal."""
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
+from itertools import count
 from typing import get_args
 
 from configurator import parse, suggest
@@ -29,7 +31,7 @@ def run_repl(engine: Engine, printer: Printer) -> None:
     if is_tty_session():
         log("type a prompt, or :help")
     engine = replace(engine, stream=True)
-    interrupts, num_samples = [], 0
+    interrupts, indices = [], count()
     while True:
         try:
             line = read_line(interrupts)
@@ -43,16 +45,16 @@ def run_repl(engine: Engine, printer: Printer) -> None:
                 name, params = run_command(line[1:].strip(), engine.params)
                 engine = replace(engine, params=params)
                 if name == "seed":
-                    num_samples = 0 # the next sample is the first one of this seed
+                    indices = count() # the next sample is the first one of this seed
             elif line:
-                num_samples += answer(line, engine, printer, num_samples, interrupts)
+                answer(line, engine, printer, indices, interrupts)
         except ValueError as error:
             log(f"error: {error}".replace("--", ":")) # settings begin with : here
         printer.reset()
 
 
-def answer(line: str, engine: Engine, printer: Printer, first_index: int, interrupts: list) -> int:
-    """Print a sample for each prompt of the line, which has the form of the setting start. Returns their number.
+def answer(line: str, engine: Engine, printer: Printer, indices: Iterator[int], interrupts: list) -> None:
+    """Print a sample for each prompt of the line, which has the form of the setting start. indices numbers the samples.
 
     Raises ValueError if the line names no prompt that can be read.
     """
@@ -60,15 +62,13 @@ def answer(line: str, engine: Engine, printer: Printer, first_index: int, interr
     kind, path = parse_start(start)
     if kind != "TEXT" and path == "-":
         raise ValueError("this session reads standard input itself: give the name of a file, or the text")
-    num_samples = 0
-    for request in PromptSource(start).requests(engine.tokenizer, 1, first_index):
-        num_samples += 1
+    for request in PromptSource(start).requests(engine.tokenizer, 1):
+        request = replace(request, index=next(indices))
         for sample in replace(engine).generate([request]): # a new engine starts at the seed again
             printer.update(sample)
             if interrupts:
                 print(flush=True)
-                return num_samples
-    return num_samples
+                return
 
 
 def run_command(command: str, params: SamplingParams) -> tuple[str, SamplingParams]:
