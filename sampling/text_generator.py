@@ -41,10 +41,12 @@ class TextGenerator:
                  batch_size: int | None = None) -> list[Sample]:
         """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
 
-        Raises ValueError if a prompt is empty, or if the tokenizer cannot encode it.
+        Raises ValueError if a prompt is empty, if the tokenizer cannot encode it, or if a number is not allowed.
         """
+        if num_samples < 1 or (batch_size is not None and batch_size < 1):
+            raise ValueError(f"num_samples and batch_size must be at least 1; got {num_samples} and {batch_size}")
         params = params or SamplingParams()
-        requests = self.requests([prompts] if isinstance(prompts, str) else prompts, num_samples)
+        requests = self.requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
         longest = max((len(request.prompt_ids) for request in requests), default=0)
         batch_size = batch_size or max_batch_size(self.backend, longest + params.max_new_tokens)
         return list(self.run(requests, params, batch_size=batch_size))

@@ -28,18 +28,23 @@ def check_settings(settings: Settings) -> None:
 
 def check_sampling_params(params: Settings) -> None:
     """Check the fields of SamplingParams, by name. Raises ValueError, which says what is allowed and what was given."""
-    require(params, "max_new_tokens", lambda v: 0 <= v <= 10**9, "max_new_tokens must be from 0 to 10**9")
-    require(params, "temperature", lambda v: 0 <= v < math.inf,
+    require(params, "max_new_tokens", lambda v: is_int(v) and 0 <= v <= 10**9, "max_new_tokens must be from 0 to 10**9")
+    require(params, "temperature", lambda v: is_number(v) and 0 <= v < math.inf,
             "temperature must be 0 (always the most likely token) or more")
-    require(params, "top_k", lambda v: v is None or v >= 0, "top_k must be at least 1, or None or 0 for every token")
-    require(params, "top_p", lambda v: v is None or 0 < v <= 1,
+    require(params, "top_k", lambda v: v is None or (is_int(v) and v >= 0),
+            "top_k must be at least 1, or None or 0 for every token")
+    require(params, "top_p", lambda v: v is None or (is_number(v) and 0 < v <= 1),
             "top_p must be above 0 and at most 1, or None for every token")
-    require(params, "min_p", lambda v: v is None or 0 <= v <= 1, "min_p must be from 0 to 1, or None for every token")
-    require(params, "repetition_penalty", lambda v: 0.01 <= v <= 100,
+    require(params, "min_p", lambda v: v is None or (is_number(v) and 0 <= v <= 1),
+            "min_p must be from 0 to 1, or None for every token")
+    require(params, "repetition_penalty", lambda v: is_number(v) and 0.01 <= v <= 100,
             "repetition_penalty must be from 0.01 to 100; 1 means no penalty")
     require(params, "stop", lambda v: v is None or all(isinstance(text, str) and text for text in as_list(v)),
             "stop must be a text, a list of texts, none of them empty, or None")
-    require(params, "seed", lambda v: -2**63 <= v < 2**64, "seed must be between -2**63 and 2**64 - 1")
+    require(params, "seed", lambda v: is_int(v) and -2**63 <= v < 2**64, "seed must be between -2**63 and 2**64 - 1")
+    if "num_logprobs" in params: # not a setting
+        require(params, "num_logprobs", lambda v: v is None or (is_int(v) and v >= 0),
+                "num_logprobs must be at least 0, or None for no log-probabilities")
 
 
 def check_outputs(settings: Settings) -> None:
@@ -71,6 +76,16 @@ def brief_repr(value: Any) -> str:
         return f"{value!r:.100}"
     except ValueError: # Python prints no number of more than 4300 digits, so no list with one
         return f"a {type(value).__name__}"
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value is a whole number. bool is a subclass of int, but no number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a whole number or a float."""
+    return is_int(value) or isinstance(value, float)
 
 
 def as_list(value: Any) -> list:

@@ -75,3 +75,9 @@ def test_a_cursor_reads_every_character_once():
         seen += cursor.read()
         for token in sample.tokens:
             assert "".join(text for text, of in seen if of is token) == token.text
+
+
+@pytest.mark.parametrize("values", [dict(temperature="hot"), dict(top_k=2.5), dict(max_new_tokens=3.0), dict(seed=True), dict(num_logprobs=-1)], ids=str)
+def test_values_of_other_types_raise_value_error(values):
+    with pytest.raises(ValueError, match=next(iter(values))):
+        SamplingParams(**values)

@@ -235,3 +235,12 @@ def test_a_session_reads_lines_from_a_pipe(run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=b'The \n\n:top_k=5\n"\\n"\n:nothing\n')
     assert done.returncode == 0 and done.stdout.count(RULE) == 2 and done.stdout.startswith("The ")
     assert "> " not in done.stdout and "error: a session has no setting nothing" in done.stderr
+
+
+def test_samples_of_a_failed_prompt_file_count(run_script, char_checkpoint, tmp_path):
+    """The samples before the error used their places in the random stream."""
+    (tmp_path / "prompts.txt").write_text("The \nO\n¡\n")
+    arguments = f"--out_dir={char_checkpoint}", "--max_new_tokens=20", "--device=cpu", "--interactive"
+    done = run_script(*arguments, stdin=f"LINES:{tmp_path / 'prompts.txt'}\nThe \n".encode())
+    expected = run_script(*arguments, stdin=b"The \nO\nThe \n")
+    assert "error: " in done.stderr and done.stdout == expected.stdout

@@ -40,7 +40,7 @@ def fields_of(value: object, key: str, path: Path) -> dict:
     """model_args or config as a dict of numbers and text. Raises ValueError if it is anything else."""
     fields = value.fields if isinstance(value, ConfigRecord) else value
     if not isinstance(fields, dict):
-        raise ValueError(f"{key} in {path} must be a dict, got a {type(fields).__name__}")
+        raise ValueError(f"{key} in {path} must be a dict, got {type(fields).__name__}")
     for name, field in fields.items():
         if not (isinstance(name, str) and isinstance(field, str | int | float | None)):
             raise ValueError(f"{key} in {path} must hold numbers and text, got {brief_repr(name)}: {brief_repr(field)}")

@@ -20,8 +20,8 @@ from sampling.checkpoints.errors import ForbiddenName, Refused, require
 MAX_BYTES = 2**23 # of a pickle
 MAX_STEPS = 2**21 # of a pickle: its opcodes, and the values that they copy
 MAX_DEPTH = 100 # of nested values
-SLOW_OPCODES, SLOW_STEPS = {"GLOBAL", "REDUCE", "NEWOBJ"}, 16 # what they count for: each looks up or calls something
-WIDE_INT_STEPS = 2**10 # for an integer of more than 64 bits: as keys, such can be made to collide
+SLOW_OPCODES, SLOW_STEPS = {"GLOBAL", "REDUCE", "NEWOBJ"}, 16 # steps of each: it looks up or calls something
+WIDE_INT_STEPS = 2**10 # steps of an integer of more than 64 bits: an attacker can choose such keys to collide
 
 MEMO_PUT = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
 MEMO_GET = {"GET", "BINGET", "LONG_BINGET"}
@@ -30,7 +30,7 @@ COPY = {"REDUCE", "BUILD", "BINPERSID"} # may copy their operands
 HASHED_OPERANDS = {"SETITEM": slice(1, None, 2), "SETITEMS": slice(1, None, 2), "DICT": slice(0, None, 2),
                    "ADDITEMS": slice(1, None), "FROZENSET": slice(None)}
 HASHING_CALLS = {"collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set"}
-# These call more than a name that was checked, or readers of pickles disagree about them. Data needs none of them.
+# These can call something without a checked name, or unpicklers disagree about them. Data needs none of them.
 FORBIDDEN = {"POP", "POP_MARK", "DUP", "INST", "OBJ", "NEWOBJ_EX", "PERSID", "EXT1", "EXT2", "EXT4"}
 
 # The settings of a model as an instance of a class, whose module is the program that saved them. Nobody imports it.
@@ -60,9 +60,9 @@ class CheckedPickle:
 def check_pickle(pickled: bytes, allowed_names: Collection[str] = (), max_steps: int = MAX_STEPS) -> CheckedPickle:
     """Check the first pickle in these bytes.
 
-    allowed_names: what it may name and call, as "module name"; with ANY_CONFIG among them also a GPTConfig of any
-    module, to make instances without arguments and to fill them with flat values. Raises Refused if loading it could
-    run code, or cost far more than data does; ValueError if it is damaged.
+    allowed_names: what it may name and call, each as "module name". ANY_CONFIG also allows a GPTConfig of any module:
+    an instance made without arguments, and filled with flat values. Raises Refused if loading the pickle could run
+    code or cost far more than ordinary data; ValueError if the pickle is damaged.
     """
     stream, scanner = io.BytesIO(pickled[:MAX_BYTES]), PickleScanner(allowed_names, max_steps)
     try:

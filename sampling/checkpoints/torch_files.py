@@ -82,8 +82,8 @@ def check_old_file(path: Path, max_steps: int) -> tuple[Iterable[str], Checksums
 
 def check_torch_pickle(path: Path, pickled: bytes, max_steps: int) -> CheckedPickle:
     """check_pickle with the names that torch.save writes."""
-    # torch fails on these with words that sound like damage.
-    require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch reads no weights of pickle_protocol=4 and above")
+    # torch's own message for these sounds as if the file were damaged.
+    require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch cannot read weights saved with pickle_protocol=4 or above")
     try:
         return check_pickle(pickled, ALLOWED_NAMES, max_steps)
     except ForbiddenName as e:

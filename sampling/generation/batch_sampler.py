@@ -58,8 +58,8 @@ class BatchSampler:
         """Tensors for the log-probabilities of a step, if any are wanted."""
         if self.num_logprobs is None:
             return None
-        top = torch.zeros(batch_size, self.num_logprobs, device=device)
-        return Logprobs(torch.zeros(batch_size, 1, device=device), top, top.long())
+        top = torch.zeros(batch_size, self.num_logprobs, dtype=torch.float32, device=device)
+        return Logprobs(torch.zeros(batch_size, 1, dtype=torch.float32, device=device), top, top.long())
 
     def start_step(self, step: int) -> None:
         """Begin a step, counted from 0 at the end of the shortest prompt."""

@@ -96,7 +96,7 @@ def exponential_is_from_uniform() -> bool:
     This holds for most builds of torch. uniform_ takes a third of the time.
     """
     generator, other = (torch.Generator().manual_seed(1) for _ in range(2))
-    drawn = torch.empty(4096).exponential_(generator=generator)
+    drawn = torch.empty(4096, dtype=torch.float32).exponential_(generator=generator)
     computed = -torch.log1p(-torch.empty(4096, dtype=torch.float64).uniform_(generator=other)).float()
     return torch.equal(drawn, computed) and torch.equal(generator.get_state(), other.get_state())
 
@@ -107,11 +107,11 @@ def advance_exponential(generator: torch.Generator, num_calls: int, size: int) -
         return
     if generator.device.type == "cuda": # its state is a counter: measure one call, then multiply
         start = generator.get_offset()
-        torch.empty(size, device=generator.device).exponential_(generator=generator)
+        torch.empty(size, dtype=torch.float32, device=generator.device).exponential_(generator=generator)
         generator.set_offset(start + num_calls * (generator.get_offset() - start))
     elif exponential_is_from_uniform():
         advance_mt19937(generator, 2 * num_calls * size) # a float64 number takes two 32-bit ones
     else:
-        numbers = torch.empty(size)
+        numbers = torch.empty(size, dtype=torch.float32)
         for _ in range(num_calls):
             numbers.exponential_(generator=generator)

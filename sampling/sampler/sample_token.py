@@ -54,7 +54,7 @@ class SampleFn(Protocol):
 def exponential_noise(shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
     """Exponential random numbers from torch's global generator, as Noise describes."""
     source = "cpu" if device.type == "mps" else device # exponential_ on MPS has returned wrong numbers
-    q = torch.empty(shape, device=source).exponential_().to(device)
+    q = torch.empty(shape, dtype=torch.float32, device=source).exponential_().to(device)
     return q if ids is None else q.gather(1, ids) # (B, V) -> (B, K)
 
 

@@ -69,7 +69,7 @@ class Bfloat16Approximation:
     def __init__(self, weight: Tensor):
         self.mean = weight.mean(dim=0) # (E,)
         rounded = torch.empty_like(weight, dtype=torch.bfloat16)
-        max_norm = max_error = torch.tensor(TINY)
+        max_norm = max_error = torch.tensor(TINY, dtype=torch.float32)
         for rows, target in zip(weight.split(1024), rounded.split(1024), strict=True):
             rows = rows - self.mean
             target.copy_(rows)

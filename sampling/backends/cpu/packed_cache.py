@@ -15,8 +15,8 @@ class PackedCache:
 
     def __init__(self, config: GPTConfig, batch_size: int, capacity: int):
         N, H, D = config.n_layer, config.n_head, config.n_embd // config.n_head
-        self.keys = torch.empty(N, batch_size, H, D, capacity)
-        self.values = torch.empty(N, batch_size, H, capacity, D)
+        self.keys = torch.empty(N, batch_size, H, D, capacity, dtype=torch.float32)
+        self.values = torch.empty(N, batch_size, H, capacity, D, dtype=torch.float32)
         self.seq_len = 0 # filled positions
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,8 @@ class PackedGPT:
         B, E = x.shape
         H = self.config.n_head
         scale = (E / H)**-0.5
-        ignored = torch.empty(()) # baddbmm with beta=0 also scales the product; bmm would need a second pass
+        # baddbmm with beta=0 ignores its first argument and scales the product; bmm would need a second pass.
+        ignored = torch.empty((), dtype=torch.float32)
         for block, k_slot, v_slot, keys, values in zip(self.blocks, *cache.next_position(), strict=True):
             q, k, v = block.qkv(x).view(B, 3, H, -1).unbind(1) # (B, H, D) each
             k_slot.copy_(k)

@@ -30,7 +30,7 @@ class CUDAGraphGPT:
         # An idle row costs a GPU little, new graphs cost much, and compiled ones most.
         self.compaction_ratio = 0.0 if compile else 0.5
         self.state: DecodeState | None = None # the state of the latest stream, after its end, for the next stream
-        self.logits_sum = torch.zeros(()) # of the latest stream
+        self.logits_sum = torch.zeros((), dtype=torch.float32) # of the latest stream
 
     @torch.no_grad()
     def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,

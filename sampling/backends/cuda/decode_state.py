@@ -31,7 +31,8 @@ class DecodeState:
         self.position = torch.zeros(1, dtype=torch.long, device=self.device) # of the last token in the cache
         # The tokens that the model sees. If there are fewer than block_size, copies of the first token fill the rest.
         self.window = torch.zeros(batch_size, self.block_size, dtype=torch.long, device=self.device)
-        self.logits_sum = torch.zeros((), device=self.device) # of all steps; NaN or infinite once any logit was
+        # Of all steps; NaN or infinite once any logit was.
+        self.logits_sum = torch.zeros((), dtype=torch.float32, device=self.device)
 
     @property
     def uses_graphs(self) -> bool:

@@ -1,0 +1,52 @@
+"""The public API: load a model, generate text from text."""
+import pytest
+import torch
+
+import sampling
+from project import PROJECT
+
+PARAMS = sampling.SamplingParams(max_new_tokens=12, temperature=0.9, stop="zzz")
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return sampling.load(str(PROJECT / "out-shakespeare-char"), device="cpu")
+
+
+def test_samples_are_those_of_the_script(generator, run_script):
+    done = run_script("--out_dir=out-shakespeare-char", "--device=cpu", "--start=ROMEO:", "--num_samples=3", "--max_new_tokens=12",
+                      "--temperature=0.9")
+    samples = generator.generate("ROMEO:", PARAMS, num_samples=3)
+    assert "".join(f"ROMEO:{sample.text}\n---------------\n" for sample in samples) == done.stdout
+
+
+def test_streamed_text_is_the_text_of_the_sample(generator):
+    assert "".join(generator.stream("ROMEO:", PARAMS)) == generator.generate("ROMEO:", PARAMS)[0].text
+
+
+def test_prompts_may_be_any_iterable(generator):
+    assert [sample.prompt.text for sample in generator.generate(iter(["A", "B"]), PARAMS, num_samples=2)] == ["A", "A", "B", "B"]
+
+
+def test_the_default_dtype_of_the_caller_does_not_matter(generator):
+    expected = generator.generate("ROMEO:", PARAMS)[0].text
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert generator.generate("ROMEO:", PARAMS)[0].text == expected
+        reloaded = sampling.load(str(PROJECT / "out-shakespeare-char"), device="cpu")
+        assert reloaded.generate("ROMEO:", PARAMS)[0].text == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("arguments", [dict(num_samples=0), dict(batch_size=0), dict(prompts=""), dict(prompts=["A", ""])], ids=str)
+def test_invalid_arguments_raise_value_error(generator, arguments):
+    with pytest.raises(ValueError):
+        generator.generate(**{"prompts": "A", "params": PARAMS, **arguments})
+
+
+@pytest.mark.parametrize("settings", [dict(dtype="int8"), dict(device="tpu"), dict(name="no-such-folder/x/y")], ids=str)
+def test_what_cannot_be_loaded_raises_value_error(settings, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError):
+        sampling.load(**{"name": str(PROJECT / "out-shakespeare-char"), **settings})
