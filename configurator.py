@@ -97,8 +97,7 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
         if isinstance(node, ast.FunctionDef):
             break
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            default = ast.literal_eval(node.value)
-            is_annotated = isinstance(node, ast.AnnAssign)
+            default, is_annotated = ast.literal_eval(node.value), isinstance(node, ast.AnnAssign)
             target = node.target if is_annotated else node.targets[0]
             types = ast.unparse(node.annotation).split(" | ") if is_annotated else [type_name(default)]
             above = lines[node.lineno - 2] if node.lineno > 1 else ""

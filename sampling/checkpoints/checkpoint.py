@@ -19,11 +19,11 @@ class Checkpoint:
     model_args: dict # GPTConfig's fields
     state_dict: dict[str, Tensor]
     vocab_size: int # rows of the token embedding; 0 if it is missing
-    folder: Path | None = None # of the file or the model; its tokenizer may lie there
-    dataset: object = None # what train.py's settings say, of any type; a tokenizer may lie in data/<dataset>
-    crc32: str | None = None # over all tensors, 8 hexadecimal digits; only if it was asked for
-    is_huggingface: bool = False # else it is a ckpt.pt
-    num_init_draws: int = 0 # 32-bit random numbers that nanoGPT draws before it samples from such a model
+    folder: Path | None = None # of the file or the model; it may hold the tokenizer
+    dataset: object = None # train.py's setting, of any type; data/<dataset> may hold the tokenizer
+    crc32: str | None = None # of all tensors, 8 hexadecimal digits; only if it was asked for
+    is_huggingface: bool = False # otherwise it is a ckpt.pt
+    num_init_draws: int = 0 # how many 32-bit random numbers nanoGPT draws to initialise such a model
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from sampling.checkpoints.pickle_scanner import MAX_BYTES
 if TYPE_CHECKING: # it takes a second to import
     from torch import Tensor
 
-MAX_JSON_BYTES = 2**21 # a config.json has about a thousand, the index of a large model a hundred thousand
+MAX_JSON_BYTES = 2**21 # a config.json has about 1,000, the index of a large model 100,000
 
 
 def read_safetensors(path: Path, max_header_bytes: int = MAX_BYTES) -> "dict[str, Tensor]":
-    """The tensors of a safetensors file by name, mapped. Raises ValueError if the file is damaged.
+    """The tensors of a safetensors file by name, memory-mapped. Raises ValueError if the file is damaged.
 
     The header is JSON, and parsing it takes many times its size in memory, so its length is checked first.
     """

@@ -20,7 +20,7 @@ WRAPPER_PREFIXES = "_orig_mod.", "module.", "_orig_mod." # of torch.compile and 
 
 
 def load_checkpoint(out_dir: str | Path, with_crc32: bool = False) -> Checkpoint:
-    """The ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
+    """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
     Raises FileNotFoundError if there is none; OSError if it cannot be opened; ValueError if it is damaged, is not
     a checkpoint, or holds more than data.
@@ -72,7 +72,7 @@ def require_no_others(folder: Path) -> None:
 
 
 def unwrap(state_dict: StateDict) -> StateDict:
-    """The same tensors under the names that GPT itself gives them. A tied one may be there under one name only."""
+    """Remove the prefixes of wrappers from the names. Adds a missing head or embedding: the two are then tied."""
     for prefix in WRAPPER_PREFIXES:
         state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
     if HEAD not in state_dict and EMBEDDING in state_dict:

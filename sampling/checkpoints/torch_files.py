@@ -27,10 +27,10 @@ MAX_SMALL_STEPS = 4000 # for each of the first three pickles of an old file
 def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checksums]:
     """What torch.save wrote, and the checksums of its records. A file from before torch 1.6 has no checksums.
 
-    The tensors of a newer file are mapped: their bytes are read when they are used. numpy's numbers and paths, which
-    settings may hold, come back as plain numbers and text, a GPTConfig of any module as a ConfigRecord. Raises
-    ValueError if the file is damaged, holds more than data or would cost more than max_steps (check_pickle); OSError
-    if it cannot be opened.
+    The tensors of a newer file are memory-mapped: their bytes are read when they are used. numpy's numbers and paths,
+    which settings may hold, become plain numbers and text; a GPTConfig of any module becomes a ConfigRecord. Raises
+    ValueError if the file is damaged, holds more than data or would cost more than max_steps (see check_pickle);
+    OSError if it cannot be opened.
     """
     with open(path, "rb") as f:
         is_zip = f.read(4) == ZIP_SIGNATURE
@@ -43,7 +43,7 @@ def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checks
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True), checksums
     except OtherProgram:
         raise
-    except Exception as e: # a damaged file trips torch's reader in many ways
+    except Exception as e: # a damaged file can make torch raise any exception
         if "allocate memory" in str(e):
             raise MemoryError(f"reading {path}") from None
         raise ValueError(f"cannot read {path}: {reason(e)}; only tensors, numbers and text are allowed") from None
@@ -60,14 +60,14 @@ def reason(error: Exception) -> str:
 
 
 def check_zip_file(path: Path, max_steps: int) -> tuple[Iterable[str], Checksums]:
-    """Check a file as torch has written it since 1.6: the GPTConfigs that it names, the checksums of its records."""
+    """Check a file of torch 1.6 or later. Returns the GPTConfigs that it names, and the checksums of its records."""
     pickled, checksums = check_zip(path)
     return check_torch_pickle(path, pickled, max_steps).config_names, checksums
 
 
 def check_old_file(path: Path, max_steps: int) -> tuple[Iterable[str], Checksums]:
-    """Check an older file. It begins with five pickles: a magic number, a version, the sizes of C types, what was
-    saved, and the keys of its storages. The numbers follow, without checksums.
+    """Check an older file. It begins with five pickles: a magic number, a version, the sizes of C types, the saved
+    object, and the keys of its storages. The bytes of the storages follow, without checksums.
     """
     with open(path, "rb") as f:
         head = f.read(5 * MAX_BYTES)
