@@ -1,4 +1,5 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class TextGenerator:
         torch_dtype = choose_dtype(torch_device, dtype)
         checkpoint = load_by_name(name)
         gpt = GPT.from_checkpoint(checkpoint)
-        tokenizer = load_tokenizer(checkpoint)
+        tokenizer = load_tokenizer(checkpoint, logging.getLogger(__name__).warning)
         backend = prepare_model(gpt, torch_device, torch_dtype, compile)
         return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws)
 
