@@ -191,7 +191,7 @@ ATTACKS = {
     "wide-integer": (MAKE + value({"n_layer": 10**600}) + b"b", MUCH), "as-a-key": (b"}" + MAKE + b"Ns", "it has keys that are neither text nor numbers"),
     "an-item-set": (MAKE + value("a") + b"K\1s", "cannot read out/ckpt.pt"), "state-of-the-class": (CONFIG + value({"a": 1}) + b"b", "it sets attributes"),
     "as-a-storage": (b"(" + value("storage") + CONFIG + value("0") + value("cpu") + b"K\x01tQ", "cannot read out/ckpt.pt"),
-    "no-fields": (MAKE, "says n_layer=None"), "the-class": (CONFIG, "model_args in out/ckpt.pt must be a dict, got a type"),
+    "no-fields": (MAKE, "says n_layer=None"), "the-class": (CONFIG, "model_args in out/ckpt.pt must be a dict, got type"),
 }
 QUICK = {"with-arguments", "another-class", "called", "an-attribute", "module-of-no-identifiers", "many-modules", "state-of-a-pair", "many-fields",
          "a-record-in-a-record", "a-class-as-a-value", "no-fields"}
