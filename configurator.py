@@ -75,7 +75,7 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
 
 def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], files: Mapping[str, str]) -> None:
     """Raise ValueError if validate refuses the values. The message names the settings file that they come from."""
-    def why_refused(values: dict[str, Any]) -> str | None:
+    def why_refused(values: dict[str, Any]) -> str | None: # None: they are not
         try:
             return validate(values)
         except ValueError as error:

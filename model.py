@@ -256,8 +256,11 @@ class CausalLM(Protocol):
     """What generate_stream needs from a model. The cache has seq_len and select_rows, like KVCache."""
     config: GPTConfig
 
-    def new_cache(self, batch_size: int, capacity: int): ...
-    def next_logits(self, idx: Tensor, cache, num_logits_needed: int | None) -> Logits: ...
+    def new_cache(self, batch_size: int, capacity: int):
+        """An empty cache with room for capacity positions in each of batch_size rows."""
+
+    def next_logits(self, idx: Tensor, cache, num_logits_needed: int | None) -> Logits:
+        """The logits (B, V) after the tokens idx (B, T), which follow those in the cache."""
 
 
 @torch.no_grad()

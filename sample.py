@@ -10,7 +10,7 @@ settings files (Python that assigns settings) and --key=value, --key value, or a
 import sys
 
 from configurator import override
-from sampling.backends.process import pause_garbage_collection, shorten_spinning
+from sampling.backends.process import pause_garbage_collection, resume_garbage_collection, shorten_spinning
 from sampling.compatibility import ALIASES, training_settings
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource
@@ -74,7 +74,7 @@ def main(settings):
     workers = Workers().connect() # one process, unless torchrun started more
     settings = {**settings, "seed": workers.broadcast(choose_seed(seed, log))}
     params = SamplingParams.from_settings(settings, num_logprobs(settings))
-    with pause_garbage_collection(), workers.fail_together():
+    with workers.fail_together():
         if interactive and workers.world_size > 1:
             raise ValueError("interactive=True needs a single process: run it without torchrun")
         prompts = PromptSource(start, settings) if workers.is_main and not interactive else None
@@ -97,6 +97,7 @@ def main(settings):
     log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
     # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
     model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly=bool(out_file))
+    resume_garbage_collection()
 
     with torch.no_grad(), torch.autocast(torch_device.type, ptdtype, enabled=ptdtype != torch.float32):
         printer = Printer(tokenizer, show_probs)
@@ -124,7 +125,8 @@ if __name__ == '__main__':
     setup_console(is_main=Workers().is_main)
     with report_user_errors(status=2):
         settings = override(globals(), sys.argv[1:], check_settings, log, ALIASES, training_settings)
-    shorten_spinning()
+    shorten_spinning() # these two come before torch is imported
+    pause_garbage_collection()
     with report_user_errors():
         main(settings)
     hard_exit()

@@ -147,6 +147,7 @@ def how_to_save(path: Path, tensors: Mapping[str, Tensor], loader: str) -> str:
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """The sizes that tensors of nanoGPT's names show; those that they do not show are "?"."""
     def shape(name: str, axis: int) -> object:
+        """The size of a matrix along an axis; "?" if there is no such matrix."""
         tensor = tensors.get(name)
         return tensor.shape[axis] if tensor is not None and tensor.dim() == 2 else "?"
 

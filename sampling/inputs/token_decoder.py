@@ -40,6 +40,7 @@ class ByteLevel:
         self.decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def feed(self, tokens, last):
+        """See Stage.feed."""
         return [self.decode(b"".join(map(self._bytes, tokens)), last)]
 
     def _bytes(self, token: str) -> bytes:
@@ -56,6 +57,7 @@ class ByteFallback:
         self.run = bytearray()
 
     def feed(self, tokens, last):
+        """See Stage.feed."""
         finished = []
         for token in tokens:
             if byte := BYTE_TOKEN.fullmatch(token):
@@ -79,6 +81,7 @@ class WordPiece:
         self.prefix, self.cleanup, self.is_first = prefix, cleanup, True
 
     def feed(self, tokens, last):
+        """See Stage.feed."""
         return [self._text(token) for token in tokens]
 
     def _text(self, token: str) -> str:
@@ -97,6 +100,7 @@ class Metaspace:
         self.replacement, self.is_first, self.drops_first = replacement, True, prepend_scheme != "never"
 
     def feed(self, tokens, last):
+        """See Stage.feed."""
         return [self._text(token) for token in tokens]
 
     def _text(self, token: str) -> str:
@@ -112,6 +116,7 @@ class BPEDecoder:
         self.suffix, self.spaces = suffix, ""
 
     def feed(self, tokens, last):
+        """See Stage.feed."""
         return [self._text(token) for token in tokens]
 
     def _text(self, token: str) -> str:
@@ -129,6 +134,7 @@ class SpacesBetween:
         self.is_first = True
 
     def feed(self, tokens, last):
+        """See Stage.feed."""
         spaced = [token if self.is_first and i == 0 else f" {token}" for i, token in enumerate(tokens)]
         self.is_first = self.is_first and not tokens
         return spaced
@@ -141,6 +147,7 @@ class Replace:
         self.pattern, self.content = pattern, content
 
     def feed(self, tokens, last):
+        """See Stage.feed."""
         return [token.replace(self.pattern, self.content) for token in tokens]
 
 
@@ -151,6 +158,7 @@ class Strip:
         self.content, self.start, self.stop = content, start, stop
 
     def feed(self, tokens, last):
+        """See Stage.feed."""
         return [strip_end(strip_start(token, self.content, self.start), self.content, self.stop) for token in tokens]
 
 
@@ -161,6 +169,7 @@ class StripText:
         self.content, self.left = content, start
 
     def feed(self, tokens, last):
+        """See Stage.feed."""
         return [self._text(token) for token in tokens]
 
     def _text(self, text: str) -> str:

@@ -14,23 +14,8 @@ from sampling.outputs import html
 from sampling.outputs.printer import TINTS, Printer, colorize
 from sampling.params import Prompt, Sample, SampleRequest, Token
 from script_process import start_script
-from terminal import Terminal
 
 RUN = ("--start=The ", "--num_samples=3", "--max_new_tokens=30", "--device=cpu")
-
-
-@pytest.fixture
-def terminal(char_checkpoint, tiktoken_cache):
-    """Starts sample.py on a terminal."""
-    pytest.importorskip("pty")
-    started = []
-
-    def start(*arguments, **options):
-        started.append(Terminal([f"--out_dir={char_checkpoint}", *arguments], tiktoken_cache, **options))
-        return started[-1]
-    yield start
-    for one in started:
-        one.close()
 
 
 def test_a_terminal_and_a_pipe_get_the_same_bytes(terminal, run_script, char_checkpoint):

@@ -12,21 +12,6 @@ from pages import finished_sample
 from sampling.outputs import progress
 from sampling.outputs.progress import Progress
 from sampling.params import Token
-from terminal import Terminal
-
-
-@pytest.fixture
-def terminal(char_checkpoint, tiktoken_cache):
-    """Starts sample.py on a terminal."""
-    pytest.importorskip("pty")
-    started = []
-
-    def start(*arguments, **options):
-        started.append(Terminal([f"--out_dir={char_checkpoint}", *arguments], tiktoken_cache, **options))
-        return started[-1]
-    yield start
-    for one in started:
-        one.close()
 
 
 def test_a_bar_is_shown_if_stderr_is_a_terminal_and_stdout_is_not(terminal):
