@@ -44,22 +44,22 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
              log: Log = print, aliases: Mapping[str, str] = {}, ignore: Ignore = lambda names: {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
 
-    validate gets all settings and raises ValueError if it refuses them. log gets warnings, and one line that lists
-    the changes. aliases: what to suggest for names of other programs. ignore gets the names that a file assigns besides
-    settings, and returns the settings of that file to ignore, each with the reason. Raises ValueError, without changing
+    validate gets all settings, and raises ValueError if they are not valid. log gets warnings, and one line that lists
+    the changes. aliases: what to suggest for names of other programs. ignore gets the names in a file that are not
+    settings, and returns the settings to ignore in that file, each with the reason. Raises ValueError, without changing
     scope, if an argument or a file cannot be used. --help prints the settings and exits.
     """
     settings, arguments = find_settings(scope["__file__"]), list(arguments)
     if {"--help", "-h"} & set(arguments):
         print(help_text(scope.get("__doc__") or "", settings, shutil.get_terminal_size().columns), end="", flush=True)
         sys.exit(0)
-    changes, files, hint = {}, {}, "" # files: the path of the file that made a change
+    changes, files, hint = {}, {}, "" # files: setting -> the path of the file that changed it
     while arguments:
         if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
             name, value = parse_argument(arguments, settings, aliases)
             hint = quoting_hint(name, value, arguments) if isinstance(value, str) else ""
             again = name in changes and name not in files
-            changes[name] = gather(changes[name], value, settings[name].types) if again else value
+            changes[name] = combine(changes[name], value, settings[name].types) if again else value
             files.pop(name, None)
         else:
             path, source = read_file(arguments.pop(0), scope["__file__"], hint)
@@ -74,18 +74,18 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
 
 
 def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    """Raise ValueError if validate refuses the values. The message names the settings file that they come from."""
-    def why_refused(values: dict[str, Any]) -> str | None: # None: they are not
+    """Raises ValueError if the values are not valid. The message names the settings file that has them."""
+    def error_of(values: dict[str, Any]) -> str | None: # None if the values are valid
         try:
             return validate(values)
         except ValueError as error:
             return str(error)
-    if why := why_refused(values):
-        for path in dict.fromkeys(files.values()): # without the values of the file to blame, there is another error
+    if message := error_of(values):
+        for path in dict.fromkeys(files.values()): # a file is the cause if its defaults change the error
             defaults = {name: scope[name] for name, source in files.items() if source == path}
-            if why_refused(values | defaults) != why:
-                raise ValueError(f"{path}: {why}")
-        raise ValueError(why)
+            if error_of(values | defaults) != message:
+                raise ValueError(f"{path}: {message}")
+        raise ValueError(message)
 
 
 def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
@@ -126,7 +126,7 @@ def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
 
 
 def to_argument(name: str, setting: Setting) -> str:
-    """The argument that gives a setting its default, as a shell reads it."""
+    """The argument that gives a setting its default, quoted for a shell."""
     text = setting.default if isinstance(setting.default, str) else repr(setting.default)
     if not text.isprintable() or parse(name, text, setting.types) != setting.default:
         text = json.dumps(text, ensure_ascii=False) # a Python literal too
@@ -136,7 +136,7 @@ def to_argument(name: str, setting: Setting) -> str:
 def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: Mapping[str, str]) -> tuple[str, Any]:
     """Pop --key=value, --key value or a bare --key from the front of arguments; return the setting's name and value.
 
-    Raises ValueError if there is no such setting, or if it does not take the value.
+    Raises ValueError if there is no such setting, or if the setting does not take the value.
     """
     key, equals, text = arguments.pop(0).partition("=")
     name = key.removeprefix("--").replace("-", "_")
@@ -173,8 +173,8 @@ def parse(name: str, text: str, types: list[str]) -> Any:
     return coerce(name, value, types, text)
 
 
-def gather(earlier: Any, value: Any, types: list[str]) -> Any:
-    """What two arguments for a setting of these types give together: the later value, or a list of both."""
+def combine(earlier: Any, value: Any, types: list[str]) -> Any:
+    """The value of a setting that is given twice: the later value, or a list of both if it takes text or a list."""
     if not {"str", "list"} <= set(types) or earlier is None or value is None:
         return value
     return [each for part in (earlier, value) for each in (part if isinstance(part, list) else [part])]
@@ -215,13 +215,13 @@ def type_name(value: Any) -> str:
 def read_file(path: str, script: str, hint: str) -> tuple[str, bytes]:
     """The path and the content of a settings file, which may be relative to the script's folder.
 
-    Raises ValueError if it cannot be read; hint says what else the user may have meant.
+    Raises ValueError if the file cannot be read; hint says what else the user may have meant.
     """
     found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
         with open(found, "rb") as f:
             return found, f.read()
-    except (OSError, ValueError) as e: # ValueError: the path holds a NUL
+    except (OSError, ValueError) as e: # ValueError: the path has a null byte
         why = e.strerror if isinstance(e, OSError) else e
         advice = hint if hint and not path.endswith(".py") else "give settings as --key=value"
         raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; {advice}") from None
@@ -230,7 +230,7 @@ def read_file(path: str, script: str, hint: str) -> tuple[str, bytes]:
 def quoting_hint(name: str, value: str, arguments: list[str]) -> str:
     """How to write the value of --name if the words after it are part of it."""
     text = " ".join([value, *takewhile(lambda word: not word.startswith("--"), arguments)])
-    quoted = shlex.quote(text) if set(text) & set('"$`!\\') else f'"{text}"' # Windows knows double quotes only
+    quoted = shlex.quote(text) if set(text) & set('"$`!\\') else f'"{text}"' # Windows shells need double quotes
     return f"a value with spaces needs quotes: --{name}={quoted:.200}"
 
 
@@ -238,8 +238,8 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
              ignore: Ignore) -> dict[str, Any]:
     """Run a settings file and return the settings that it changes. The file can use the names in scope.
 
-    The file may define other names too, as training files do. A name that is similar to a setting's gets a warning, as
-    does a file that sets nothing. Raises ValueError if the file raises an exception or assigns a value of a wrong type.
+    The file may define other names too, as training files do. Logs a warning for a name similar to a setting's, and for
+    a file that sets nothing. Raises ValueError if the file raises an exception or assigns a value of a wrong type.
     """
     names, mentioned = execute(path, source, scope)
     others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
@@ -252,7 +252,7 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     for name, why in ignore(others).items():
         if name in changes:
             del changes[name]
-            log(f"{path}: {name} is passed over, {why}")
+            log(f"{path}: {name} is ignored, {why}")
     try:
         return {name: coerce(name, value, settings[name].types, value) for name, value in changes.items()}
     except ValueError as e:
@@ -294,7 +294,7 @@ def describe_error(path: str, error: BaseException) -> str:
 
 def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {}, prefixes: bool = True) -> str:
     """Return '; did you mean x?' for an alias, or a setting that starts with name (if prefixes) or is similar to it."""
-    begun = [setting for setting in settings if prefixes and len(name) > 2 and setting.startswith(name)]
+    completions = [setting for setting in settings if prefixes and len(name) > 2 and setting.startswith(name)]
     near = difflib.get_close_matches(name.lower(), settings, n=1, cutoff=0.75)
-    found = [aliases[name]] if name in aliases else begun or near
+    found = [aliases[name]] if name in aliases else completions or near
     return f"; did you mean {found[0]}?" if found else ""

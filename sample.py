@@ -68,7 +68,7 @@ def main(settings):
     from sampling.checkpoints.huggingface import load_gpt2
     from sampling.checkpoints.nanogpt import load_checkpoint
     from sampling.generation.engine import Engine
-    from sampling.inputs.notices import log_cropped, warn_of_stop_texts
+    from sampling.inputs.notices import log_cropped, warn_about_stop_texts
     from sampling.inputs.tokenizer import load_tokenizer
 
     workers = Workers().connect() # one process, unless torchrun started more
@@ -86,7 +86,7 @@ def main(settings):
             checkpoint = load_gpt2(init_from, with_crc32=bool(out_file))
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, log) # its own, or GPT-2's encoding
-        warn_of_stop_texts(params.stop_texts, tokenizer, log)
+        warn_about_stop_texts(params.stop_texts, tokenizer, log)
         requests, outputs, total, longest = [], Outputs(), None, None
         if prompts:
             total, longest = prompts.count_and_max_len(tokenizer, num_samples)

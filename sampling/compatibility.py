@@ -1,4 +1,4 @@
-"""Names of the settings in other programs, and settings that mean something else in nanoGPT's training files."""
+"""Setting names of other programs, and settings that mean something else in nanoGPT's training files."""
 from collections.abc import Collection
 
 ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to suggest
@@ -8,9 +8,9 @@ ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to sugge
     "n_predict": "max_new_tokens", "max_length": "max_new_tokens", "max_tokens": "max_new_tokens",
     "temp": "temperature", "repeat_penalty": "repetition_penalty", "s": "seed", "o": "out_file",
 }
-TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "eval_iters"} # only train.py has them
+TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "eval_iters"} # only train.py has these
 
 
 def training_settings(names: Collection[str]) -> dict[str, str]:
-    """The settings to ignore in a file that assigns these names, each with the reason."""
+    """The settings that sample.py ignores in a file that assigns these names. Each has the reason as its value."""
     return {"batch_size": "because this file is for training"} if TRAINING_NAMES & set(names) else {}

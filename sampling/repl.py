@@ -10,7 +10,7 @@ from typing import get_args
 
 from configurator import parse, suggest
 from sampling.generation.engine import Engine
-from sampling.inputs.notices import log_cropped, warn_of_stop_texts
+from sampling.inputs.notices import log_cropped, warn_about_stop_texts
 from sampling.inputs.prompts import PromptSource, parse_start
 from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
@@ -29,13 +29,13 @@ NO_PROMPT = "\n" # the default of the setting start
 QUIT = ":quit", ":q", ":exit", "exit"
 GREETING = "type a prompt, or :help; Ctrl-D ends the session"
 HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
-A prompt that begins with a colon goes in quotes: ":like this". Several pasted lines are one prompt.
+Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
   :continue          continue the last sample
-  :again             another sample of the last prompt
+  :again             generate another sample for the last prompt
   :temperature=0.5   change a setting: {', '.join(REPL_TYPES)}
   :settings          show these settings
   :help              show this help
-  :quit              end the session, as :q, exit and Ctrl-D do
+  :quit              end the session; :q, exit and Ctrl-D do the same
 Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
@@ -44,41 +44,41 @@ def run_repl(engine: Engine, printer: Printer, start: str = NO_PROMPT) -> None:
 
     engine has the initial settings.
     """
-    set_progress_bar(None) # a bar would run into what the user types
+    set_progress_bar(None) # a progress bar would mix with what the user types
     session = Session(replace(engine, stream=True, on_tokens=lambda num_tokens: None), printer)
     if is_tty(sys.stdin):
         log(GREETING)
     with line_editing():
         if start != NO_PROMPT:
-            session.respond(repr(start)) # quoted: it has been parsed already
+            session.respond(repr(start)) # quoted, because respond parses it again
         while (line := session.read_line()) not in (None, *QUIT):
             session.respond(line)
 
 
 @dataclass
 class Session:
-    """What the lines of a session change."""
+    """The state of a session, which prompts and commands change."""
     engine: Engine
     printer: Printer
-    next_index: int = 0 # of the next sample
+    next_index: int = 0 # the index of the next sample
     last: Sample | None = None
-    shows_prompt: bool = True # the last sample was printed with its prompt
-    interrupts: list[bool] = field(default_factory=list) # Ctrl-C while no line is read
+    shows_prompt: bool = True # whether the last sample was printed with its prompt
+    interrupts: list[bool] = field(default_factory=list) # one entry per Ctrl-C while no line is read
 
     def __post_init__(self):
-        self.note_interrupts()
+        self.record_interrupts()
 
-    def note_interrupts(self) -> None:
-        """From now on, only note Ctrl-C: an exception during generation could leave the model's state inconsistent."""
+    def record_interrupts(self) -> None:
+        """From now on, only record Ctrl-C. An exception during generation could make the model's state inconsistent."""
         self.interrupts.clear()
         signal.signal(signal.SIGINT, lambda *_: self.interrupts.append(True))
 
     def read_line(self) -> str | None:
-        """Read the next line; None after the last one. Ctrl-C discards the line and begins another."""
+        """Read the next line; None after the last one. Ctrl-C discards the line and starts a new one."""
         while True:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler) # raises KeyboardInterrupt, only here
-                return ask()
+                return input_line()
             except KeyboardInterrupt:
                 end_line()
             except EOFError:
@@ -86,34 +86,34 @@ class Session:
                     end_line()
                 return None
             finally:
-                self.note_interrupts()
+                self.record_interrupts()
 
     def respond(self, line: str) -> None:
-        """Run a command, or sample a prompt. Logs what is wrong with the line."""
+        """Run a command, or print a sample for a prompt. Logs an error if the line is wrong."""
         try:
             if line.startswith(":") and "\n" not in line:
                 self.run_command(line[1:].strip())
             elif line:
-                self.answer(parse("start", line, ["str"]))
+                self.print_samples(parse("start", line, ["str"]))
         except ValueError as error:
-            log(f"error: {error}".replace("--", ":")) # settings begin with : here
+            log(f"error: {error}".replace("--", ":")) # in a session, settings begin with a colon
         self.printer.reset()
 
-    def answer(self, start: str) -> None:
-        """Print a sample for each prompt of start, a value of that setting. Raises ValueError if there is none."""
+    def print_samples(self, start: str) -> None:
+        """Print a sample for each prompt that start names. Raises ValueError if there is none."""
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
-            raise ValueError("this session reads standard input itself: give the name of a file, or the text")
+            raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
         requests = PromptSource(start).requests(self.engine.tokenizer, 1, self.next_index)
         for request in log_cropped(requests, self.engine.tokenizer, self.engine.backend.config.block_size, log):
-            self.show(request)
+            self.print_sample(request)
             if self.interrupts:
                 return
 
-    def show(self, request: SampleRequest, shows_prompt: bool = True) -> None:
-        """Generate a sample and print it while it grows. Ctrl-C ends it."""
+    def print_sample(self, request: SampleRequest, shows_prompt: bool = True) -> None:
+        """Generate a sample, and stream it to the terminal. Ctrl-C ends it."""
         self.next_index, self.shows_prompt = request.index + 1, shows_prompt
-        for sample in replace(self.engine).generate([request]): # a new engine starts at the seed again
+        for sample in replace(self.engine).generate([request]): # the random stream of a new engine begins at the seed
             self.last = sample
             self.printer.update(sample, shows_prompt)
             if self.interrupts:
@@ -139,7 +139,7 @@ class Session:
         """Change one setting. Raises ValueError if there is no such setting, or the value is not allowed."""
         if name not in REPL_TYPES:
             raise ValueError(f"a session has no setting {name:.100}{suggest(name, REPL_TYPES)}; it has "
-                             f"{', '.join(REPL_TYPES)}; a prompt that begins with a colon goes in quotes")
+                             f"{', '.join(REPL_TYPES)}; put a prompt that begins with a colon in quotes")
         if not text and REPL_TYPES[name] != ["bool"]:
             raise ValueError(f"--{name} needs a value: --{name}=...")
         is_random = name == "seed" and text == "random"
@@ -152,20 +152,20 @@ class Session:
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_of_stop_texts(self.engine.params.stop_texts, self.engine.tokenizer, log)
+            warn_about_stop_texts(self.engine.params.stop_texts, self.engine.tokenizer, log)
 
     def sample_again(self) -> None:
-        """Print another sample of the last prompt. Raises ValueError if there was none."""
-        self.show(replace(self.last_sample().request, index=self.next_index), self.shows_prompt)
+        """Print another sample for the last prompt. Raises ValueError if there is none."""
+        self.print_sample(replace(self.last_sample().request, index=self.next_index), self.shows_prompt)
 
     def continue_last(self) -> None:
-        """Continue the last sample. Raises ValueError if there was none, or its text is not a prompt."""
+        """Continue the last sample. Raises ValueError if there is none, or if its text cannot be encoded."""
         sample = self.last_sample()
         text = sample.prompt.text + sample.text[:sample.num_emittable_chars]
-        # After a stop text or Ctrl-C, the tokens hold more than the user saw.
-        is_shown = sample.finish_reason == "length"
-        ids = sample.request.prompt_ids + sample.token_ids if is_shown else self.engine.tokenizer.encode(text)
-        self.show(SampleRequest(self.next_index, Prompt(text), ids), shows_prompt=False)
+        # After a stop text or Ctrl-C, token_ids has tokens that the user did not see.
+        shows_all = sample.finish_reason == "length"
+        ids = sample.request.prompt_ids + sample.token_ids if shows_all else self.engine.tokenizer.encode(text)
+        self.print_sample(SampleRequest(self.next_index, Prompt(text), ids), shows_prompt=False)
 
     def last_sample(self) -> Sample:
         """The last sample. Raises ValueError if there is none."""
@@ -184,8 +184,8 @@ def is_tty_session() -> bool:
     return is_tty(sys.stdin) and is_tty(sys.stdout)
 
 
-def ask() -> str:
-    """Read a line. A user who types it sees "> ", on standard error if standard output is not the terminal."""
+def input_line() -> str:
+    """Read a line. A user at a terminal sees "> " first, on standard error if standard output is not a terminal."""
     if is_tty(sys.stdin) and not is_tty(sys.stdout) and is_tty(sys.stderr):
         print("> ", end="", file=sys.stderr, flush=True)
     line = input("> " if is_tty_session() else "")
@@ -195,7 +195,7 @@ def ask() -> str:
 
 
 def replace_last_history_item(line: str) -> None:
-    """Change the last line that the arrow keys recall."""
+    """Replace the last entry of the history, which the arrow keys recall."""
     import readline
     if length := readline.get_current_history_length():
         readline.replace_history_item(length - 1, line)
@@ -214,13 +214,13 @@ def line_editing() -> Iterator[None]:
     if os.environ.get("TERM") != "dumb":
         readline.parse_and_bind("set enable-bracketed-paste on") # Python disables it
     path = history_path()
-    with suppress(OSError): # there is no history yet
+    with suppress(OSError): # there may be no history yet
         readline.read_history_file(path)
     try:
         yield
     finally:
         readline.set_history_length(1000)
-        with suppress(OSError): # without a home folder, history is lost at the end of the session
+        with suppress(OSError): # without a home folder, the history ends with the session
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)
 

@@ -26,9 +26,9 @@ def test_names_of_other_programs_are_answered_with_ours(argument, setting, form)
     assert str(error.value).startswith(f"unknown setting {argument}; did you mean {setting}?; ")
 
 
-@pytest.mark.parametrize("names, passed_over", [
+@pytest.mark.parametrize("names, ignored", [
     ({"learning_rate"}, {"batch_size"}), ({"gradient_accumulation_steps", "os"}, {"batch_size"}), ({"max_iters"}, {"batch_size"}),
     ({"eval_iters", "eval_only", "wandb_log"}, {"batch_size"}), (set(), set()), ({"os", "helper", "block_size"}, set()),
 ], ids=str)
-def test_a_training_file_has_its_batch_size_passed_over(names, passed_over):
-    assert training_settings(names).keys() == passed_over <= SETTINGS.keys()
+def test_the_batch_size_of_a_training_file_is_ignored(names, ignored):
+    assert training_settings(names).keys() == ignored <= SETTINGS.keys()

@@ -253,7 +253,7 @@ def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, tm
     def ignore(names):
         return {"count": "it is deep", "top": "it is not there"} if "depth" in names else {}
     assert script("a.py", log=lines.append, ignore=ignore) == {"rate": 2.0}
-    assert lines == ["a.py: count is passed over, it is deep", "settings: rate=2.0"]
+    assert lines == ["a.py: count is ignored, it is deep", "settings: rate=2.0"]
     assert script("b.py", "a.py", ignore=ignore) == {"count": 4, "rate": 2.0}
     assert script("a.py", "b.py", ignore=ignore) == {"count": 4, "rate": 2.0}
     assert script("a.py", "--count=5", ignore=ignore) == {"count": 5, "rate": 2.0}

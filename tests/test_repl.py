@@ -89,7 +89,7 @@ def test_commands_change_the_settings(session, run_script, char_checkpoint):
     ("FILE:nowhere.txt", "error: cannot read the prompt file"),
     ('""', "error: "),
     (":help", "Ctrl-D ends the session"), (":continue", "error: there is no sample yet"), (":again", "error: there is no sample yet"),
-    (":x", "a prompt that begins with a colon goes in quotes"),
+    (":x", "put a prompt that begins with a colon in quotes"),
 ], ids=str)
 def test_the_session_continues_after_an_error(session, typed, message):
     session.type(typed + "\n")

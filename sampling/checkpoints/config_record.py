@@ -1,15 +1,16 @@
-"""ConfigRecord: the settings of a model, where a file holds them as an instance of its program's GPTConfig."""
+"""ConfigRecord: the settings of a model, in files that hold them as an instance of a GPTConfig class."""
 from sampling.checkpoints.errors import require
 
 
 class ConfigRecord:
-    """Stands in for the GPTConfig of any module: its fields by name, which are numbers, text or None.
+    """Stands in for the GPTConfig class of any module. Its fields are numbers, text or None, by name.
 
-    torch makes it without arguments and then hands it the fields. It has no other attributes, and no behaviour.
+    torch creates it without arguments, and then passes the fields to __setstate__. It has no other attributes or
+    methods.
     """
     __slots__ = ("fields",)
 
-    def __new__(cls): # a reader of pickles never calls __init__
+    def __new__(cls): # an unpickler never calls __init__
         record = super().__new__(cls)
         record.fields = {}
         return record

@@ -1,43 +1,44 @@
-"""Finds the model and its sizes in what a checkpoint holds: nanoGPT's, or that of build-nanogpt, the GPT-2 lesson."""
+"""Finds the state_dict and the configuration in a checkpoint of nanoGPT or of build-nanogpt, the GPT-2 lesson."""
 from pathlib import Path
 
 from sampling.checkpoints.config_record import ConfigRecord
-from sampling.checkpoints.other_programs import SAVE_MODEL, refuse_other_contents, refuse_other_tensors
+from sampling.checkpoints.other_programs import SAVE_MODEL, reject_other_contents, reject_other_tensors
 from sampling.checkpoints.state_dict import StateDict, brief_repr, require_tensors
 
 MODEL_KEYS = "model", "model_state_dict"
-LESSON_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # of build-nanogpt's GPTConfig
+LESSON_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # the fields of build-nanogpt's GPTConfig
 OPTIONAL_FIELDS = {"dropout", "bias", "gelu", "n_inner", "layer_norm_epsilon", "tie_word_embeddings"}
 
 
 def model_entries(content: object, path: Path) -> tuple[StateDict, dict]:
-    """The tensors of the model under the names that the file gives them, and the fields of its GPTConfig.
+    """The tensors of the model by their names in the file, and the fields of its GPTConfig.
 
-    nanoGPT saves model and model_args, build-nanogpt model and config. Raises ValueError if the file holds neither
-    pair, or if an entry is not what it should be.
+    nanoGPT saves the entries model and model_args; build-nanogpt saves model and config. Raises ValueError if the file
+    holds neither pair, or if an entry has the wrong type.
     """
-    refuse_other_contents(path, content)
+    reject_other_contents(path, content)
     entries = content if isinstance(content, dict) else {}
     model_key = next((key for key in MODEL_KEYS if key in entries), None)
-    args_key = "model_args" if "model_args" in entries else "config" if holds_sizes(entries.get("config")) else None
+    has_config = has_lesson_fields(entries.get("config"))
+    args_key = "model_args" if "model_args" in entries else "config" if has_config else None
     if model_key is None or args_key is None:
         found = ", ".join(map(brief_repr, list(entries)[:5])) if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"{path} is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, "
                          f"or model and config, but holds {found:.200}; save both: {SAVE_MODEL}")
-    model_args = fields_of(entries[args_key], args_key, path)
+    model_args = config_fields(entries[args_key], args_key, path)
     state_dict = require_tensors(entries[model_key], path)
-    refuse_other_tensors(path, state_dict)
+    reject_other_tensors(path, state_dict)
     return state_dict, model_args
 
 
-def holds_sizes(config: object) -> bool:
-    """Whether a config has the fields of build-nanogpt's GPTConfig. nanoGPT's config is train.py's settings instead."""
+def has_lesson_fields(config: object) -> bool:
+    """Whether config has the fields of build-nanogpt's GPTConfig. In nanoGPT's files, it has train.py's settings."""
     fields = config.fields if isinstance(config, ConfigRecord) else config
     return isinstance(fields, dict) and fields.keys() >= LESSON_FIELDS
 
 
-def fields_of(value: object, key: str, path: Path) -> dict:
-    """model_args or config as a dict of numbers and text. Raises ValueError if it is anything else."""
+def config_fields(value: object, key: str, path: Path) -> dict:
+    """model_args or config as a dict. Raises ValueError unless it is a dict of numbers, text and None."""
     fields = value.fields if isinstance(value, ConfigRecord) else value
     if not isinstance(fields, dict):
         raise ValueError(f"{key} in {path} must be a dict, got {type(fields).__name__}")
@@ -45,15 +46,15 @@ def fields_of(value: object, key: str, path: Path) -> dict:
         if not (isinstance(name, str) and isinstance(field, str | int | float | None)):
             raise ValueError(f"{key} in {path} must hold numbers and text, got {brief_repr(name)}: {brief_repr(field)}")
     if key == "config":
-        require_known(fields, path)
-    # build-nanogpt trains with the tanh form of the GELU. nanoGPT's GPTConfig has more fields, dropout and bias.
+        require_gpt_fields(fields, path)
+    # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
     is_lesson = fields.keys() == LESSON_FIELDS and (key == "config" or isinstance(value, ConfigRecord))
     return {"gelu": "tanh", **fields} if is_lesson else fields
 
 
-def require_known(config: dict, path: Path) -> None:
-    """Raise ValueError if config has fields that a GPT does not have: another architecture may have the same sizes."""
+def require_gpt_fields(config: dict, path: Path) -> None:
+    """Raises ValueError if config has fields that a GPT does not have. Other architectures also have GPT's fields."""
     unknown = sorted(config.keys() - LESSON_FIELDS - OPTIONAL_FIELDS)
     if unknown:
         raise ValueError(f"config in {path} has fields that a GPT does not have: {', '.join(unknown):.200}; if the "
-                         f"model is a GPT, save its own fields alone: {SAVE_MODEL}")
+                         f"model is a GPT, save only a GPT's fields: {SAVE_MODEL}")

@@ -1,24 +1,24 @@
-"""Errors of the code that reads checkpoint files."""
+"""Errors of the code that reads checkpoints and tokenizer files."""
 
 
-class Refused(ValueError):
-    """The file may be undamaged, but it holds something that the reader does not allow."""
+class RejectedFileError(ValueError):
+    """The file holds something that the reader does not allow. The file may be undamaged."""
 
 
-class ForbiddenName(Refused):
-    """A pickle names something that is not on the list of what it may name."""
+class ForbiddenNameError(RejectedFileError):
+    """A pickle names a class or function that is not on the list of allowed names."""
 
 
-class OtherProgram(Refused):
-    """The file is whole, but another program's. The message says what to do, and names the file."""
+class OtherProgramError(RejectedFileError):
+    """Another program wrote the file. The message names the file, and says what to do."""
 
 
-def require(condition: bool, why_not: str) -> None:
-    """Raise Refused with this reason unless the condition holds."""
+def require(condition: bool, reason: str) -> None:
+    """Raises RejectedFileError with this reason unless the condition holds."""
     if not condition:
-        raise Refused(why_not)
+        raise RejectedFileError(reason)
 
 
-def first_line(error: BaseException) -> str:
-    """The first sentence of an exception's message, or the exception's type if the message is empty."""
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of an exception's message, or the name of the exception's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]

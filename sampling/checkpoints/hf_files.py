@@ -1,21 +1,21 @@
-"""Reads the files of Hugging Face's models: safetensors and JSON."""
+"""Reads the files of Hugging Face models: safetensors and JSON."""
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sampling.checkpoints.errors import first_line
+from sampling.checkpoints.errors import first_sentence
 from sampling.checkpoints.pickle_scanner import MAX_BYTES
 
-if TYPE_CHECKING: # it takes a second to import
+if TYPE_CHECKING: # importing torch takes a second
     from torch import Tensor
 
-MAX_JSON_BYTES = 2**21 # a config.json has about 1,000, the index of a large model 100,000
+MAX_JSON_BYTES = 2**21 # a config.json has about 1,000 bytes, the index of a large model has 100,000
 
 
 def read_safetensors(path: Path, max_header_bytes: int = MAX_BYTES) -> "dict[str, Tensor]":
     """The tensors of a safetensors file by name, memory-mapped. Raises ValueError if the file is damaged.
 
-    The header is JSON, and parsing it takes many times its size in memory, so its length is checked first.
+    The header is JSON. Parsing it takes many times its size in memory, so this function checks its length first.
     """
     from safetensors.torch import load_file
     with open(path, "rb") as f:
@@ -30,7 +30,8 @@ def read_safetensors(path: Path, max_header_bytes: int = MAX_BYTES) -> "dict[str
     except Exception as e:
         if "allocate memory" in str(e):
             raise MemoryError(f"reading {path}") from None
-        raise ValueError(f"cannot read {path}: it is damaged, or not a safetensors file ({first_line(e)})") from None
+        raise ValueError(f"cannot read {path}: it is damaged, or not a safetensors file "
+                         f"({first_sentence(e)})") from None
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict:
@@ -39,12 +40,12 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict:
         if path.stat().st_size > max_bytes:
             raise ValueError(f"it has more than {max_bytes} bytes")
         text = path.read_text(encoding="utf-8")
-        # An empty list of two bytes takes sixty in memory.
+        # An empty list takes 2 bytes in the file, and about 60 bytes in memory.
         if text.count(",") > max_bytes // 16 or text.count("[") + text.count("{") > max_bytes // 32:
             raise ValueError(f"it has more than {max_bytes // 16} values, or {max_bytes // 32} lists and objects")
         content = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"cannot read {path}: {first_line(e)}") from None
+        raise ValueError(f"cannot read {path}: {first_sentence(e)}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold an object, got {type(content).__name__}")
     return content

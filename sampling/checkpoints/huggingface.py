@@ -3,10 +3,10 @@ import os
 from pathlib import Path
 
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
-from sampling.checkpoints.errors import first_line
+from sampling.checkpoints.errors import first_sentence
 from sampling.checkpoints.hf_files import read_json, read_safetensors
-from sampling.checkpoints.nearby import latest_numbered
-from sampling.checkpoints.other_programs import refuse_nanogpt_layout, refuse_safetensors, refuse_safetensors_in
+from sampling.checkpoints.nearby import latest_numbered_checkpoint
+from sampling.checkpoints.other_programs import reject_nanogpt_layout, reject_safetensors, reject_safetensors_in
 from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_STEPS
 from sampling.checkpoints.state_dict import (
     EMBEDDING,
@@ -20,9 +20,9 @@ from sampling.checkpoints.state_dict import (
 from sampling.checkpoints.torch_files import read_torch_file
 from sampling.checkpoints.zip_scanner import Checksums
 
-# config.json's activation_function -> F.gelu's approximate.
+# activation_function in config.json -> approximate in F.gelu
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
-GPT2_SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None} # GPT2Config's defaults
+GPT2_SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None} # defaults of GPT2Config
 SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
               "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
@@ -33,17 +33,17 @@ CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 def load_gpt2(name_or_folder: str, with_crc32: bool = False) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
-    Reads config.json and the weights: safetensors, otherwise pytorch_model.bin, in one file or in shards. Raises
-    ValueError or OSError if these files are not available, are damaged or hold another model.
+    Reads config.json and the weights, in one file or in shards. Uses pytorch_model.bin only if there are no
+    safetensors. Raises ValueError or OSError if these files are not available, are damaged or hold another model.
     """
     with named_errors(name_or_folder):
         folder = find_folder(name_or_folder)
         config = read_json(folder / "config.json")
         if "model_type" not in config:
-            refuse_safetensors_in(folder)
+            reject_safetensors_in(folder)
         model_args = gpt2_model_args(config, folder)
         state_dict, checksums = read_weights(folder)
-        refuse_nanogpt_layout(weight_files(folder)[0], state_dict)
+        reject_nanogpt_layout(weight_files(folder)[0], state_dict)
         state_dict = rename_hf_keys(state_dict)
         if config.get("tie_word_embeddings", True) and EMBEDDING in state_dict:
             state_dict[HEAD] = state_dict[EMBEDDING]
@@ -57,23 +57,23 @@ def load_gpt2(name_or_folder: str, with_crc32: bool = False) -> Checkpoint:
 # ---- the files
 
 def find_folder(name_or_folder: str) -> Path:
-    """The folder with the model's files. Raises ValueError if there is none."""
+    """The folder with the files of the model. Raises ValueError if there is no such folder."""
     if name_or_folder.endswith(".safetensors") and os.path.isfile(name_or_folder):
-        refuse_safetensors(Path(name_or_folder))
+        reject_safetensors(Path(name_or_folder))
     if os.path.isfile(name_or_folder) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt")):
         raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; "
                          f"for a ckpt.pt pass --out_dir={name_or_folder}")
     folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
     if not (folder / "config.json").is_file():
-        refuse_safetensors_in(folder)
-        numbered = latest_numbered(folder)
+        reject_safetensors_in(folder)
+        numbered = latest_numbered_checkpoint(folder)
         hint = f"; for {numbered.name} pass --out_dir={numbered}" if numbered else ""
         raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json{hint}")
     return folder
 
 
 def download(name: str) -> Path:
-    """A folder with the model's files, from the Hugging Face hub or from its cache on this machine."""
+    """Download a model, unless it is in the hub's cache, and return its folder. Raises ValueError if that fails."""
     from huggingface_hub import errors, snapshot_download
     try:
         folder = Path(snapshot_download(name, allow_patterns=SAFETENSORS + TOKENIZERS))
@@ -88,14 +88,14 @@ def download(name: str) -> Path:
                          "no access to it (set HF_TOKEN, or run 'hf auth login')") from None
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
         raise ValueError(f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, "
-                         f"and the hub did not answer ({first_line(e)}); on a machine that reaches the hub, run "
+                         f"and the hub did not answer ({first_sentence(e)}); on a machine that reaches the hub, run "
                          f"'hf download {name} --local-dir DIR', then pass --init_from=DIR") from None
 
 
 def read_weights(folder: Path) -> tuple[StateDict, Checksums]:
-    """The tensors of all weight files, and the checksums of their records if every file has checksums.
+    """The tensors of all weight files. Also the checksums of their records, if every file has checksums.
 
-    All files share one limit on the cost of reading: a thousand shards may cost no more than one file.
+    All files share one limit on the cost of reading, so a thousand shards cost no more than one file.
     """
     paths = weight_files(folder)
     state_dict, checksums = {}, []
@@ -110,20 +110,23 @@ def read_weights(folder: Path) -> tuple[StateDict, Checksums]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: one file, or the shards that an index names; safetensors are preferred."""
+    """The weight files: one file, or the shards that an index names. Prefers safetensors.
+
+    Raises ValueError if there are none.
+    """
     for name in "model.safetensors", "pytorch_model.bin":
         if (folder / name).is_file():
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
             return shard_files(index)
-    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor the index of one of them")
+    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, and no index of either")
 
 
 def shard_files(index: Path) -> list[Path]:
-    """The shards that an index names. Raises ValueError if one is not a file in the index's own folder.
+    """The shards that an index names. Raises ValueError if one is not a file in the folder of the index.
 
-    An index from a stranger must not name other files of this machine.
+    An index from a stranger must not name other files on this machine.
     """
     weight_map = read_json(index).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [None]
@@ -137,7 +140,7 @@ def shard_files(index: Path) -> list[Path]:
 # ---- conversion to nanoGPT's settings and tensors
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
-    """GPTConfig's fields from config.json. Raises ValueError if the architecture is not GPT-2's."""
+    """The fields of GPTConfig, from config.json. Raises ValueError if the architecture is not GPT-2's."""
     if config.get("model_type") != "gpt2":
         raise ValueError(f"{folder} has model_type {config.get('model_type')!r:.60}; only gpt2 is supported")
     activation = config.get("activation_function", "gelu_new")
@@ -153,7 +156,7 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 
 
 def rename_hf_keys(state_dict: StateDict) -> StateDict:
-    """Convert to nanoGPT's names and layouts: Hugging Face's Conv1D stores the weight of a Linear transposed."""
+    """Convert to nanoGPT's names and layouts. Hugging Face's Conv1D stores the weight of a Linear transposed."""
     renamed = {}
     for name, tensor in state_dict.items():
         name = name if name == HEAD else "transformer." + name.removeprefix("transformer.")
@@ -163,7 +166,7 @@ def rename_hf_keys(state_dict: StateDict) -> StateDict:
 
 
 def rescale_queries(config: dict, model_args: dict, state_dict: StateDict) -> None:
-    """Fold the attention scales of config.json into the query weights. The model itself only has 1/sqrt(D)."""
+    """Fold the attention scales of config.json into the query weights. model.GPT only has the scale 1/sqrt(D)."""
     by_width, by_layer = config.get("scale_attn_weights", True), config.get("scale_attn_by_inverse_layer_idx", False)
     if by_width and not by_layer:
         return

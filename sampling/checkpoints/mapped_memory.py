@@ -23,7 +23,7 @@ def pages_of(tensors: Iterable[Tensor]) -> Pages:
     return pages
 
 
-def let_go(pages: Pages) -> None:
+def release_pages(pages: Pages) -> None:
     """Release the memory of these pages. A later access reads them from the file again."""
     for start, size in pages:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

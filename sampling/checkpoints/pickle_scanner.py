@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sampling.checkpoints.errors import ForbiddenName, Refused, require
+from sampling.checkpoints.errors import ForbiddenNameError, RejectedFileError, require
 
 # Valid files stay below these limits: a checkpoint of 12 layers with its optimizer needs a fortieth of MAX_STEPS,
 # a vocabulary of all Unicode characters needs two thirds.
@@ -61,14 +61,14 @@ def check_pickle(pickled: bytes, allowed_names: Collection[str] = (), max_steps:
     """Check the first pickle in these bytes.
 
     allowed_names: what it may name and call, each as "module name". ANY_CONFIG also allows a GPTConfig of any module:
-    an instance made without arguments, and filled with flat values. Raises Refused if loading the pickle could run
-    code or cost far more than ordinary data; ValueError if the pickle is damaged.
+    an instance made without arguments, and filled with flat values. Raises RejectedFileError if loading the pickle
+    could run code or cost far more than ordinary data; ValueError if the pickle is damaged.
     """
     stream, scanner = io.BytesIO(pickled[:MAX_BYTES]), PickleScanner(allowed_names, max_steps)
     try:
         for opcode, argument, _ in pickletools.genops(stream):
             scanner.step(opcode, argument)
-    except Refused:
+    except RejectedFileError:
         raise
     except (LookupError, ValueError, TypeError, AttributeError) as e:
         require(len(pickled) <= MAX_BYTES, f"its pickle has more than {MAX_BYTES} bytes")
@@ -148,8 +148,8 @@ class PickleScanner:
 def apply_opcode(name: str, argument: Any, operands: list[StackItem]) -> StackItem:
     """The StackItem that an opcode leaves on the stack.
 
-    Raises Refused if the opcode changes a value that is already part of another value, whose size and depth would then
-    be wrong. A list that contains itself is one such case.
+    Raises RejectedFileError if the opcode changes a value that is already part of another value, whose size and depth
+    would then be wrong. A list that contains itself is one such case.
     """
     if name in MUTATE:
         item, *operands = operands
@@ -189,7 +189,7 @@ def note_operands(item: StackItem, name: str, operands: list[StackItem]) -> None
         item.constructor = operands[0].literal
 
 
-# ---- checks of opcodes; each raises Refused, and its docstring says which attack it stops
+# ---- checks of opcodes; each raises RejectedFileError, and its docstring says which attack it stops
 
 def check_opcode(name: str, argument: Any, operands: list[StackItem], allowed_names: Collection[str]) -> None:
     """Check an opcode before it is applied."""
@@ -210,7 +210,7 @@ def check_opcode(name: str, argument: Any, operands: list[StackItem], allowed_na
 def check_name(name: str, allowed_names: Collection[str]) -> None:
     """Stops a pickle from running code: it can only call what it names."""
     if name not in allowed_names and not (ANY_CONFIG in allowed_names and is_config(name)):
-        raise ForbiddenName(f"it names {name.replace(' ', '.'):.80}, which could run code")
+        raise ForbiddenNameError(f"it names {name.replace(' ', '.'):.80}, which could run code")
 
 
 def is_config(name: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sampling.checkpoints.mapped_memory import let_go, pages_of
+from sampling.checkpoints.mapped_memory import pages_of, release_pages
 from sampling.checkpoints.zip_scanner import Checksums
 
 StateDict = dict[str, Tensor]
@@ -97,7 +97,7 @@ def copy_tensors(state_dict: StateDict, source: Path, checksums: Checksums) -> S
             checked.add(storage.data_ptr())
             if length_and_crc32(tensor, copies[name]) not in checksums:
                 raise ValueError(f"{source} is damaged: the numbers of {name!r:.60} do not match their checksum")
-        let_go(pages)
+        release_pages(pages)
     return copies
 
 

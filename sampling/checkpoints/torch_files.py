@@ -15,7 +15,13 @@ from typing import Any
 import torch
 
 from sampling.checkpoints.config_record import ConfigRecord
-from sampling.checkpoints.errors import ForbiddenName, OtherProgram, Refused, first_line, require
+from sampling.checkpoints.errors import (
+    ForbiddenNameError,
+    OtherProgramError,
+    RejectedFileError,
+    first_sentence,
+    require,
+)
 from sampling.checkpoints.other_programs import explain_forbidden_name
 from sampling.checkpoints.pickle_scanner import ANY_CONFIG, MAX_BYTES, MAX_STEPS, CheckedPickle, check_pickle
 from sampling.checkpoints.zip_scanner import Checksums, check_zip
@@ -41,7 +47,7 @@ def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checks
             warnings.simplefilter("ignore") # they are meant for the author of the file
             # For a file that is not mapped, torch trusts the storage sizes that the pickle claims.
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True), checksums
-    except OtherProgram:
+    except OtherProgramError:
         raise
     except Exception as e: # a damaged file can make torch raise any exception
         if "allocate memory" in str(e):
@@ -51,11 +57,11 @@ def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checks
 
 def reason(error: Exception) -> str:
     """Why a file cannot be read, in a few words."""
-    if isinstance(error, Refused):
+    if isinstance(error, RejectedFileError):
         return str(error)
     # The rest of torch's message is advice on how to load the file unsafely.
     unpickler_error = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
-    detail = unpickler_error[1] if unpickler_error else first_line(error)
+    detail = unpickler_error[1] if unpickler_error else first_sentence(error)
     return f"it is damaged, or torch.save did not write it ({detail:.200})"
 
 
@@ -71,7 +77,7 @@ def check_old_file(path: Path, max_steps: int) -> tuple[Iterable[str], Checksums
     """
     with open(path, "rb") as f:
         head = f.read(5 * MAX_BYTES)
-    refuse_tar(head)
+    reject_tar(head)
     config_names: set[str] = set()
     for steps in (MAX_SMALL_STEPS, MAX_SMALL_STEPS, MAX_SMALL_STEPS, max_steps, max_steps // 4):
         checked = check_torch_pickle(path, head, steps)
@@ -86,17 +92,19 @@ def check_torch_pickle(path: Path, pickled: bytes, max_steps: int) -> CheckedPic
     require(pickled[:1] != b"\x80" or pickled[1] < 4, "torch cannot read weights saved with pickle_protocol=4 or above")
     try:
         return check_pickle(pickled, ALLOWED_NAMES, max_steps)
-    except ForbiddenName as e:
+    except ForbiddenNameError as e:
         explain_forbidden_name(path, pickled, e)
         raise
 
 
-def refuse_tar(head: bytes) -> None:
-    """Raise Refused if a file begins as a tar. torch would take it for its oldest format, and would read the first
-    header into memory, whatever length it claims."""
+def reject_tar(head: bytes) -> None:
+    """Raises RejectedFileError if a file begins as a tar file.
+
+    torch would take it for its oldest format, and would read the first header into memory, whatever length it claims.
+    """
     with suppress(tarfile.HeaderError):
         tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
-        raise Refused("it is a tar")
+        raise RejectedFileError("it is a tar")
 
 
 # ---- stand-ins, which torch calls instead of numpy's and pathlib's classes

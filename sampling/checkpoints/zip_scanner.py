@@ -27,7 +27,8 @@ UTF8_NAME = 2**11 # a flag of a record
 def check_zip(path: Path) -> tuple[bytes, Checksums]:
     """The pickle in a zip file that torch.save wrote, and the checksums of its records.
 
-    The checksums are empty if torch saved the file without them. Raises Refused if torch.save cannot have written it.
+    The checksums are empty if torch saved the file without them. Raises RejectedFileError if torch.save cannot have
+    written the file.
     """
     directory_start = check_trailer(path)
     with zipfile.ZipFile(path) as archive:
@@ -45,8 +46,8 @@ def check_zip(path: Path) -> tuple[bytes, Checksums]:
 def check_trailer(path: Path) -> int:
     """Where the directory of a zip file begins.
 
-    Readers search for the directory in different ways, and could find two different directories. Raises Refused unless
-    the file ends exactly as torch.save ends it. Then all readers find the same directory.
+    Readers search for the directory in different ways, and could find two different directories. If the file
+    ends exactly as torch.save ends it, all readers find the same one. Raises RejectedFileError if it does not.
     """
     with open(path, "rb") as f:
         file_size = f.seek(0, os.SEEK_END)
@@ -89,9 +90,10 @@ def check_positions(path: Path, records: list[zipfile.ZipInfo], directory_start:
 
 
 def read_pickle(path: Path) -> bytes:
-    """The pickle, as torch.load will find it. Raises Refused if a machine of the other byte order wrote the file.
+    """The pickle, as torch.load will find it.
 
-    torch would swap the bytes of mapped tensors in place, and the swap would be lost when their pages are released.
+    Raises RejectedFileError if a machine of the other byte order wrote the file. torch would
+    swap the bytes of mapped tensors in place, and release_pages would lose the swap.
     """
     reader = torch._C.PyTorchFileReader(os.fspath(path))
     is_native = not reader.has_record("byteorder") or reader.get_record("byteorder") == sys.byteorder.encode()

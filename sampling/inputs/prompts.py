@@ -1,8 +1,8 @@
 """Reads the prompts that the setting start names.
 
-start is a prompt itself, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
+start is a prompt, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
 each line that is not empty is a prompt. With JSONL:path, each line is a JSON object with a "prompt" and an optional
-"id"; out_file repeats its other fields. The path - is standard input.
+"id"; its other fields are copied to out_file. The path - is standard input.
 """
 import json
 import os
@@ -18,7 +18,7 @@ from sampling.params import Prompt, SampleRequest, SamplingParams
 FILE_KINDS = "FILE", "LINES", "JSONL"
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
 PARAM_NAMES = frozenset(field.name for field in fields(SamplingParams))
-# What a line of out_file has besides "prompt" and "id".
+# The fields of a line in out_file, besides "prompt" and "id".
 RESULT_FIELDS = frozenset(["version", "index", "text", "num_tokens", "finish_reason", "cumulative_logprob", "logprobs",
                            "seed", "checkpoint", "settings"])
 
@@ -38,9 +38,9 @@ def parse_start(start: str) -> tuple[str, str]:
 class PromptSource:
     """An iterable of the prompts that start names. A pipe can be iterated once, anything else many times.
 
-    setting_names: a field of JSON may not have the name of a setting, because the settings are those of the whole run.
-    Raises ValueError if there is no prompt, or if the file cannot be read. An error in a later line of the file is
-    raised when the iteration reaches that line.
+    setting_names: names that a JSON field may not have, because settings apply to the whole run. Raises ValueError if
+    there is no prompt, or if the file cannot be read. An error in a later line of the file is raised when the iteration
+    reaches that line.
     """
 
     def __init__(self, start: str, setting_names: Collection[str] = PARAM_NAMES):
@@ -57,7 +57,7 @@ class PromptSource:
         return chain([self.first], self.prompts) if self.is_pipe else self.read()
 
     def read(self) -> Iterator[Prompt]:
-        """Read the prompts from the start. Raises ValueError if a field of one is not allowed."""
+        """Yield all prompts, from the first one on. Raises ValueError if a prompt has a field that is not allowed."""
         for prompt in read_prompts(self.start):
             if isinstance(prompt, JsonPrompt):
                 check_fields(prompt, self.setting_names)
@@ -75,7 +75,7 @@ class PromptSource:
                 yield SampleRequest(next(indices), prompt, prompt_ids)
 
     def count_and_max_len(self, tokenizer: Tokenizer, num_samples: int) -> tuple[int, int] | tuple[None, None]:
-        """The number of samples of the run, and of tokens in the longest prompt; (None, None) for a pipe.
+        """The number of samples of the run, and the number of tokens in the longest prompt; (None, None) for a pipe.
 
         Raises ValueError if a line is not a prompt, or if the tokenizer cannot encode it.
         """
@@ -88,7 +88,7 @@ class PromptSource:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a prompt. Raises ValueError, which names its location, if the tokenizer cannot encode it."""
+    """Token ids of a prompt. Raises ValueError, which names the prompt's location, if it cannot be encoded."""
     try:
         return tokenizer.encode(prompt.text)
     except ValueError as error:
@@ -96,7 +96,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
 
 def read_prompts(start: str) -> Iterator[Prompt]:
-    """Yield the prompts of start, one line of a file at a time.
+    """Yield the prompts of start. Reads a file line by line.
 
     Raises ValueError if there is no prompt, the file cannot be read, or a line is not a prompt.
     """
@@ -139,7 +139,7 @@ def parse_json_line(line: str, location: str) -> Prompt:
     """The prompt in a line of JSON. Raises ValueError if the line has none."""
     try:
         found = json.loads(line)
-        # out_file must be able to hold the id, which is nested deeper there. JSON has no NaN or infinity.
+        # out_file must be able to save all fields, and nests them deeper. JSON has no NaN or infinity.
         json.dumps(reduce(lambda inner, _: [inner], range(50), found), allow_nan=False)
     except (ValueError, RecursionError):
         found = None
@@ -151,10 +151,11 @@ def parse_json_line(line: str, location: str) -> Prompt:
 
 
 def check_fields(prompt: JsonPrompt, setting_names: Collection[str]) -> None:
-    """Raise ValueError if a field has the name of a setting or of a result."""
+    """Raises ValueError if a field has the name of a setting or of a result."""
     for name in prompt.other_fields:
         if name in setting_names:
             raise ValueError(f"{prompt.location}: {name} is a setting of the whole run, not of one prompt: "
-                             f"give --{name}=... to sample.py, or rename the field")
+                             f"pass --{name}=... to sample.py, or rename the field")
         if name in RESULT_FIELDS:
-            raise ValueError(f"{prompt.location}: out_file has a field {name} of its own: rename the field")
+            raise ValueError(f"{prompt.location}: out_file already has a field {name}: rename the field "
+                             "in the prompt file")

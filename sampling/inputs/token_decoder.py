@@ -1,17 +1,16 @@
-"""Turns the tokens of a tokenizer.json into text, one token at a time.
+"""Decodes the tokens of a tokenizer.json to text, one token at a time.
 
-Each class here does what the decoder of its name does in the tokenizers library, which decodes whole sequences only.
-feed takes the next tokens, and returns what is certain of their texts; last: the sequence ends here for now.
+Each class does what the decoder of the same name does in the tokenizers library, which can only decode whole sequences.
 """
 import codecs
 import re
 from typing import Protocol
 
-from sampling.checkpoints.errors import Refused, require
+from sampling.checkpoints.errors import RejectedFileError, require
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-BYTE_TOKEN = re.compile(r"<0x(\+[0-9a-fA-F]|[0-9a-fA-F]{2})>") # the library reads <0x+A> as a byte, too
-# What cleanup of WordPiece replaces, in this order.
+BYTE_TOKEN = re.compile(r"<0x(\+[0-9a-fA-F]|[0-9a-fA-F]{2})>") # the library also reads <0x+A> as a byte
+# What the cleanup of WordPiece replaces, in this order.
 CLEANUP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
            (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
 
@@ -20,11 +19,14 @@ class Stage(Protocol):
     """One step from tokens to text."""
 
     def feed(self, tokens: list[str], last: bool) -> list[str]:
-        """Take the next tokens, and return the finished ones."""
+        """Take the next tokens, and return the text that later tokens cannot change, in pieces.
+
+        last: no token of this text follows, so return all that is left.
+        """
 
 
 def byte_of_chars() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level tokens, as GPT-2's encoder.json has them."""
+    """The byte that each character of a byte-level token represents, as in GPT-2's encoder.json."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -34,7 +36,7 @@ BYTE_OF_CHAR = byte_of_chars()
 
 
 class ByteLevel:
-    """Characters stand for bytes. A token with other characters, such as an added one, stands for itself."""
+    """Each character of a token represents a byte. A token with other characters is plain text, as added tokens are."""
 
     def __init__(self):
         self.decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
@@ -51,7 +53,7 @@ class ByteLevel:
 
 
 class ByteFallback:
-    """<0xE2> stands for a byte. A run of such tokens is UTF-8, or every byte of it becomes U+FFFD."""
+    """<0xE2> represents a byte. If a run of such tokens is not valid UTF-8, each of its bytes becomes U+FFFD."""
 
     def __init__(self):
         self.run = bytearray()
@@ -75,7 +77,7 @@ class ByteFallback:
 
 
 class WordPiece:
-    """A token that begins with the prefix continues a word; a space precedes every other one."""
+    """A token with the prefix continues a word. Any other token starts a word, with a space before it."""
 
     def __init__(self, prefix: str = "##", cleanup: bool = True):
         self.prefix, self.cleanup, self.is_first = prefix, cleanup, True
@@ -94,7 +96,7 @@ class WordPiece:
 
 
 class Metaspace:
-    """A sign stands for a space; those of the first token are dropped, if the tokenizer adds one there."""
+    """The replacement character represents a space. The first token loses it if the tokenizer adds it there."""
 
     def __init__(self, replacement: str = "▁", prepend_scheme: str = "always"):
         self.replacement, self.is_first, self.drops_first = replacement, True, prepend_scheme != "never"
@@ -110,7 +112,7 @@ class Metaspace:
 
 
 class BPEDecoder:
-    """A suffix ends a word. A space follows it, unless it ends the whole text."""
+    """The suffix marks the end of a word. It becomes a space, except at the end of the text."""
 
     def __init__(self, suffix: str = "</w>"):
         self.suffix, self.spaces = suffix, ""
@@ -127,8 +129,8 @@ class BPEDecoder:
         return spaces + text.replace(self.suffix, " ")
 
 
-class SpacesBetween:
-    """What the library does without a decoder."""
+class SpaceJoin:
+    """Puts a space between tokens, as the library does if there is no decoder."""
 
     def __init__(self):
         self.is_first = True
@@ -141,7 +143,7 @@ class SpacesBetween:
 
 
 class Replace:
-    """Replaces a text in each token."""
+    """Replaces pattern with content in each token."""
 
     def __init__(self, pattern: str, content: str):
         self.pattern, self.content = pattern, content
@@ -152,7 +154,7 @@ class Replace:
 
 
 class Strip:
-    """Removes up to start of one character from the beginning of each token, and up to stop from its end."""
+    """Removes a character from each token: up to start times at its beginning, and up to stop times at its end."""
 
     def __init__(self, content: str, start: int, stop: int):
         self.content, self.start, self.stop = content, start, stop
@@ -163,7 +165,7 @@ class Strip:
 
 
 class StripText:
-    """Removes up to start of one character from the beginning of the whole text."""
+    """Removes a character up to start times from the beginning of the whole text."""
 
     def __init__(self, content: str, start: int):
         self.content, self.left = content, start
@@ -179,32 +181,35 @@ class StripText:
 
 
 def strip_start(text: str, char: str, count: int) -> str:
-    """The text without up to count of a character at its beginning."""
+    """Remove a character up to count times from the beginning of a text."""
     return text[min(count, len(text) - len(text.lstrip(char))):]
 
 
 def strip_end(text: str, char: str, count: int) -> str:
-    """The text without up to count of a character at its end."""
+    """Remove a character up to count times from the end of a text."""
     return text[:len(text) - min(count, len(text) - len(text.rstrip(char)))]
 
 
 def make_stages(steps: list[dict]) -> list[Stage]:
-    """New stages for the decoders of a tokenizer.json. Raises Refused if they cannot work one token at a time."""
-    stages, is_fused = [], False # fused: the decoders that follow see one long token
+    """Make new stages for the decoders of a tokenizer.json.
+
+    Raises RejectedFileError if they cannot decode one token at a time.
+    """
+    stages, is_fused = [], False # is_fused: the next decoders see the whole text as one token
     for step in steps:
         kind, options = step["type"], {name: value for name, value in step.items() if name != "type"}
         if kind != "Fuse":
             stages.append(make_fused_stage(kind, options) if is_fused else make_stage(kind, options))
         is_fused = is_fused or kind in ("Fuse", "ByteLevel")
-    return stages or [Replace("", "")] if steps else [SpacesBetween()]
+    return stages or [Replace("", "")] if steps else [SpaceJoin()]
 
 
 def make_stage(kind: str, options: dict) -> Stage:
-    """The stage of one decoder."""
+    """Make the stage of a decoder that sees the tokens one by one."""
     if kind == "ByteLevel":
         return ByteLevel()
     if kind == "Metaspace":
-        older = "always" if options.get("add_prefix_space", True) else "never" # what older files say instead
+        older = "always" if options.get("add_prefix_space", True) else "never" # the option of older files
         return Metaspace(options.get("replacement", "▁"), options.get("prepend_scheme", older))
     if kind == "Replace":
         return Replace(options["pattern"]["String"], options["content"])
@@ -213,11 +218,15 @@ def make_stage(kind: str, options: dict) -> Stage:
 
 
 def make_fused_stage(kind: str, options: dict) -> Stage:
-    """The stage of a decoder after Fuse. What it does must not depend on where the pieces of the text end."""
+    """Make the stage of a decoder after Fuse. Its result must not depend on how the text is split into pieces.
+
+    Raises RejectedFileError if the result does.
+    """
     if kind == "Replace":
-        require(len(options["pattern"]["String"]) == 1, "its decoder replaces more than a character after Fuse")
+        require(len(options["pattern"]["String"]) == 1,
+                "its decoder replaces several characters after Fuse, which is not supported")
         return Replace(options["pattern"]["String"], options["content"])
     if kind == "Strip":
-        require(options["stop"] == 0, "its decoder strips the end of the text after Fuse")
+        require(options["stop"] == 0, "its decoder strips the end of the text after Fuse, which is not supported")
         return StripText(options["content"], options["start"])
-    raise Refused(f"its decoder has {kind} after Fuse")
+    raise RejectedFileError(f"its decoder has {kind} after Fuse, which is not supported")

@@ -26,18 +26,19 @@ class Tokenizer(Protocol):
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
         """A function (id, last=False) -> text for one sequence, which continues prompt_ids.
 
-        The texts of its tokens, joined, are decode's; after a prompt, what decode adds to the prompt's text.
-        A character whose bytes come in several tokens is in the text of the last of them. last: no token follows, so
-        the beginning of a character becomes U+FFFD.
+        The joined texts are what decode returns. After a prompt, they are what the tokens add to its text. If a
+        character spans several tokens, the text of the last of them has it. last: no token follows, so an incomplete
+        character becomes U+FFFD.
         """
 
 
 def load_tokenizer(checkpoint: "Checkpoint", log: Callable[[str], None] = lambda text: None) -> Tokenizer:
     """Load the tokenizer of a model.
 
-    For a ckpt.pt: a meta.pkl with a vocabulary in its folder or in data/<dataset>/; else a Hugging Face tokenizer
-    there; else GPT-2's encoding. For a Hugging Face model: its own; else GPT-2's encoding, and log gets a line that
-    says so. Raises ValueError if the tokenizer does not fit the model, or cannot be loaded.
+    For a ckpt.pt, searches its folder and data/<dataset>/: first for a meta.pkl with a vocabulary, then for a Hugging
+    Face tokenizer. For a Hugging Face model, searches the folder of the model. If nothing is found, loads GPT-2's
+    encoding; for a Hugging Face model, logs that. Raises ValueError if the tokenizer does not fit the model, or cannot
+    be loaded.
     """
     tokenizer = load_char_tokenizer(checkpoint) or load_hf_tokenizer(checkpoint)
     if tokenizer:
@@ -46,39 +47,39 @@ def load_tokenizer(checkpoint: "Checkpoint", log: Callable[[str], None] = lambda
     check_size(checkpoint, GPT2Tokenizer.source, GPT2Tokenizer.size, is_own=False)
     if checkpoint.is_huggingface:
         log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
-    return GPT2Tokenizer() # only now: it may have to download its files
+    return GPT2Tokenizer() # after all checks, because it may download files
 
 
 def load_char_tokenizer(checkpoint: "Checkpoint") -> CharTokenizer | None:
-    """The vocabulary of the first meta.pkl that has one. Data sets of GPT-2's tokens may have a meta.pkl without."""
+    """The vocabulary of the first meta.pkl that has one. A meta.pkl may have none, for GPT-2's tokens."""
     if not checkpoint.is_huggingface:
-        for path in search(checkpoint, find_meta):
+        for path in find_in_folders(checkpoint, find_meta):
             with suppress(NoVocabularyError):
                 return CharTokenizer(path)
     return None
 
 
 def load_hf_tokenizer(checkpoint: "Checkpoint") -> Tokenizer | None:
-    """The tokenizer of the first folder that has the files of one."""
+    """The Hugging Face tokenizer of the first folder that has one; None if there is none."""
     from sampling.inputs.hf_tokenizer import HFTokenizer
     from sampling.inputs.tokenizer_files import find_tokenizer
-    for path in search(checkpoint, find_tokenizer):
+    for path in find_in_folders(checkpoint, find_tokenizer):
         return HFTokenizer(path, checkpoint.vocab_size)
     return None
 
 
-def search(checkpoint: "Checkpoint", find: Callable[[str], Path | None]) -> Iterator[Path]:
-    """Yield what find finds in the folders where a tokenizer of this checkpoint may be, best first.
+def find_in_folders(checkpoint: "Checkpoint", find: Callable[[str], Path | None]) -> Iterator[Path]:
+    """Yield the paths that find returns for the folders of this checkpoint: its own folder, then its data set's.
 
-    Raises ValueError if it finds something in the folder of a data set that is outside of data/.
+    Raises ValueError if find returns a path in the folder of a data set that is outside of data/.
     """
     if checkpoint.folder is not None and (path := find(str(checkpoint.folder))):
         yield path
     folder = data_folder(checkpoint.dataset)
     if folder and (path := find(folder)):
-        if leaves_folder(checkpoint.dataset):
-            raise ValueError(f"the checkpoint names {path} as its vocabulary, which is outside of data/: if that is "
-                             "right, copy it to the folder of ckpt.pt")
+        if may_leave_folder(checkpoint.dataset):
+            raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; "
+                             "if it is the right file, copy it to the folder of ckpt.pt")
         yield path
 
 
@@ -89,34 +90,36 @@ def find_meta(folder: str) -> Path | None:
 
 
 def data_folder(dataset: object) -> str | None:
-    """The folder of a data set. A checkpoint from a stranger may name any object as its dataset."""
+    """The folder of a data set; None if dataset is not a name. A checkpoint from a stranger may hold any object."""
     is_name = isinstance(dataset, str) and len(dataset) < 1000 and "\0" not in dataset
     return os.path.join("data", dataset) if is_name else None
 
 
-def leaves_folder(path: str) -> bool:
+def may_leave_folder(path: str) -> bool:
     """Whether a path may lead out of the folder that it is relative to."""
     return os.path.isabs(path) or ".." in path.replace("\\", "/").split("/")
 
 
 def check_size(checkpoint: "Checkpoint", source: str, size: int, is_own: bool = True) -> None:
-    """Raise ValueError unless a tokenizer of this size fits the model. is_own: it is from a folder of the model."""
-    # A vocabulary may be padded to a round size, but not to more than twice its own.
+    """Raises ValueError unless a tokenizer of this size fits the model. is_own: it is from a folder of the model."""
+    # The vocabulary of a model may be padded to a round size, but not to more than twice the size of the tokenizer.
     if not size <= checkpoint.vocab_size <= 2 * size:
-        raise ValueError(f"{source} has {size} tokens, but the model has {checkpoint.vocab_size}: they do not belong "
-                         f"together{'' if is_own else missing_files(checkpoint)}; {advice(checkpoint)}")
+        raise ValueError(f"{source} has {size} tokens, but the model has {checkpoint.vocab_size}, so it is not the "
+                         f"tokenizer of this model{'' if is_own else missing_files(checkpoint)}; "
+                         f"{tokenizer_advice(checkpoint)}")
 
 
 def missing_files(checkpoint: "Checkpoint") -> str:
-    """Where no tokenizer was found."""
+    """A note for the error: where load_tokenizer found no tokenizer."""
     if checkpoint.is_huggingface:
         return f" ({checkpoint.folder} has no tokenizer of its own)"
     folders = [folder for folder in (checkpoint.folder, data_folder(checkpoint.dataset)) if folder]
-    return f" (there is no {' nor '.join(os.path.join(folder, 'meta.pkl') for folder in folders)})" if folders else ""
+    paths = ", ".join(os.path.join(folder, "meta.pkl") for folder in folders)
+    return f" (not found: {paths})" if folders else ""
 
 
-def advice(checkpoint: "Checkpoint") -> str:
-    """What a user can do about a tokenizer that does not fit."""
+def tokenizer_advice(checkpoint: "Checkpoint") -> str:
+    """What to do about a tokenizer that does not fit the model."""
     if checkpoint.is_huggingface:
         return ("copy the tokenizer.json that the model was trained with, or its vocab.json and merges.txt, to "
                 f"{checkpoint.folder}")

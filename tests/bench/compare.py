@@ -57,9 +57,6 @@ def rows(folder, script=(PROJECT / "sample.py",)):
 ROWS_OF = {
     "packing": ["124M, 1 sample", "124M, 10 samples"],
     "shortlist": ["124M, 1 sample"],
-    "absorbed_query": ["10.6M, 10 samples, past the window"],
-    "qkv_table": ["10.6M, 10 samples, past the window"],
-    "query_chunks": ["10.6M, 10 samples, past the window"],
     "skip_init": ["124M checkpoint, to the first token", "demo, to the first token"],
     "jump_ahead": ["124M checkpoint, to the first token"],
     "held_memory": ["10.6M, 10 samples, past the window"],
@@ -78,13 +75,11 @@ def pairs_of_tricks(folder):
 def lines_of(trick):
     """The number of lines of code of the trick."""
     from sampling.backends import memory, process
-    from sampling.backends.cpu import lm_head, packed_linear, window_attention
+    from sampling.backends.cpu import lm_head, packed_linear
     from sampling.checkpoints import skip_init
     from sampling.sampler import mt19937
     parts = {
         "packing": [packed_linear], "shortlist": [lm_head], "skip_init": [skip_init], "jump_ahead": [mt19937],
-        "absorbed_query": [window_attention.AbsorbedLastQueryAttention], "qkv_table": [window_attention.FirstLayerQKVTable],
-        "query_chunks": [window_attention.chunked_causal_attention, window_attention.causal_mask],
         "held_memory": [memory.disable_malloc_trim], "short_spinning": [process.shorten_spinning],
     }[trick]
     return sum(bool(line.strip()) for part in parts for line in inspect.getsource(part).splitlines())

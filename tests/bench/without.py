@@ -24,41 +24,6 @@ def shortlist():
     lm_head.MIN_PARAMS = float("inf")
 
 
-def absorbed_query():
-    """The last layer computes the keys and values of all positions."""
-    from sampling.backends.cpu.packed_gpt import PackedGPT
-    from sampling.backends.cpu.window_attention import chunked_causal_attention
-
-    def forward_window(self, x, idx):
-        for i, block in enumerate(self.blocks):
-            q, k, v = self.split_heads(self.first_qkv(x, idx) if i == 0 else block.qkv(x))
-            if i == len(self.blocks) - 1:
-                q, x = q[:, :, -1:], x[:, -1:].contiguous()
-            x = block.post_attention(x, chunked_causal_attention(q, k, v))
-        return x[:, -1]
-    PackedGPT.forward_window = forward_window
-
-
-def qkv_table():
-    """The first layer computes its queries, keys and values."""
-    from sampling.backends.cpu import window_attention
-    window_attention.MAX_TABLE_BYTES = 0
-
-
-def query_chunks():
-    """Attention computes all queries at once."""
-    from torch.nn import functional as F
-
-    from sampling.backends.cpu import packed_gpt
-
-    def causal_attention(q, k, v):
-        if q.size(2) == 1 or q.size(2) == k.size(2):
-            y = F.scaled_dot_product_attention(q.to(k.dtype), k, v, is_causal=q.size(2) > 1)
-            return y.transpose(1, 2).flatten(2)
-        return chunked(q, k, v)
-    chunked, packed_gpt.chunked_causal_attention = packed_gpt.chunked_causal_attention, causal_attention
-
-
 def skip_init():
     """The model is initialised, on the meta device, before it gets its weights."""
     from sampling.checkpoints import skip_init
@@ -84,7 +49,7 @@ def short_spinning():
 
 
 TRICKS = {function.__name__: function for function in (
-    packing, shortlist, absorbed_query, qkv_table, query_chunks, skip_init, jump_ahead, held_memory, short_spinning)}
+    packing, shortlist, skip_init, jump_ahead, held_memory, short_spinning)}
 
 if __name__ == "__main__":
     _, trick, *sys.argv[1:] = sys.argv

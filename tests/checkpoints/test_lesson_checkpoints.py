@@ -149,7 +149,7 @@ def test_what_a_checkpoint_of_the_lesson_says(lesson, tmp_path):
 
 @pytest.mark.parametrize("config, message", [
     ({name: SIZES[name] for name in FIELDS[1:]}, "must hold model and model_args"),
-    (SIZES | {"rope": True, "n_kv_head": 1}, "has fields that a GPT does not have: n_kv_head, rope; if the model is a GPT, save its own fields alone"),
+    (SIZES | {"rope": True, "n_kv_head": 1}, "has fields that a GPT does not have: n_kv_head, rope; if the model is a GPT, save only a GPT's fields"),
     (SIZES | {"n_head": [2]}, "numbers and text, got 'n_head': list"),
     (SIZES | {"n_head": 5}, "n_embd must be a multiple of n_head"),
     (SIZES | {"n_layer": 3}, "n_layer=3 but holds tensors of 2 layers"),

@@ -9,7 +9,7 @@ import torch
 
 from models import make_gpt, save_checkpoint
 from project import PROJECT
-from sampling.checkpoints.mapped_memory import let_go, pages_of
+from sampling.checkpoints.mapped_memory import pages_of, release_pages
 from sampling.checkpoints.torch_files import read_torch_file
 
 PROGRAM = """
@@ -57,6 +57,6 @@ def test_pages_are_released_after_they_are_read(name, tmp_path):
 
     mapped = read_torch_file(path)[0]["a"]
     assert mapped.sum() == 2**20 * (2**20 - 1) // 2 and resident_kb() >= 8192
-    let_go(pages_of([mapped]))
+    release_pages(pages_of([mapped]))
     assert resident_kb() == 0 and mapped[12345] == 12345
     assert pages_of([torch.ones(2**20)]) == [], "pages that are not mapped from a file would lose their content"

@@ -54,7 +54,7 @@ def test_the_error_lists_the_projects_own_checkpoint_once_from_any_folder(tmp_pa
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
     folder = tmp_path / os.fsdecode(b"\xff")
     save_checkpoint(folder, make_gpt())
-    with pytest.raises(ValueError, match="not UTF-8"):
+    with pytest.raises(ValueError, match="not valid UTF-8"):
         find_checkpoint(folder)
 
 

@@ -37,9 +37,9 @@ def save(folder, content, name="weights.pt"):
 def test_a_bare_state_dict(prefix, tmp_path):
     path = save(tmp_path, {prefix + name: tensor for name, tensor in make_gpt().state_dict().items()})
     message = error_of(path)
-    assert "n_head cannot be told from it" in message
+    assert "n_head cannot be inferred from its tensors" in message
     assert f'torch.save({{"model": torch.load({str(path)!r}), "model_args": dict({SIZES})}}, "ckpt.pt")' in message
-    assert '"config" in place of "model_args" for a model of build-nanogpt or minGPT' in message
+    assert '"config" instead of "model_args" for a model of build-nanogpt or minGPT' in message
 
 
 @pytest.mark.parametrize("entry, changes", [
@@ -72,14 +72,14 @@ def test_the_state_dict_of_a_hugging_face_model(tmp_path):
 
 def test_tensors_of_no_gpt(tmp_path):
     message = error_of(save(tmp_path, {"conv1.weight": torch.ones(2, 2), "fc.bias": torch.ones(2)}))
-    assert "named 'conv1.weight', 'fc.bias'; the names of a nanoGPT model begin with transformer.wte" in message
+    assert "named 'conv1.weight', 'fc.bias'; the tensor names of a nanoGPT model begin with transformer.wte" in message
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False], ids=["in-a-checkpoint", "bare"])
 @pytest.mark.parametrize("names, advice", [
     (["tok_emb.weight", "pos_emb", "blocks.0.attn.key.weight", "blocks.0.mlp.0.weight", "head.weight"], "sample from it with minGPT itself"),
     (["transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "transformer.h.0.attn.c_k.weight", "lm_head.weight"],
-     "nanochat, which is another architecture than GPT-2's; sample from it with nanochat itself: 'python -m scripts.chat_cli'"),
+     "nanochat model, whose architecture is not GPT-2's; sample from it with nanochat itself: 'python -m scripts.chat_cli'"),
     (["_orig_mod.transformer.wte.weight", "_orig_mod.transformer.h.0.attn.c_v.weight"], "nanochat"),
 ], ids=["early-minGPT", "nanochat", "nanochat-compiled"])
 def test_other_architectures(names, advice, is_wrapped, tmp_path):
@@ -117,7 +117,7 @@ def test_lightning(hyper_parameters, tmp_path):
     content = {"epoch": 1, "state_dict": {f"model.{name}": tensor for name, tensor in make_gpt().state_dict().items()},
                "pytorch-lightning_version": "2.4.0", "hyper_parameters": hyper_parameters}
     message = error_of(save(tmp_path, content, "last.ckpt"))
-    assert "is a checkpoint of Lightning; load it in the program that trained it, and save the GPT inside of it" in message
+    assert "is a Lightning checkpoint; load it with the program that trained it, and save the GPT that it contains" in message
 
 
 # ---- other files
@@ -136,7 +136,7 @@ def test_safetensors_of_a_nanogpt_model(tmp_path):
     save_model(make_gpt(), path)
     for given, load in (path, load_checkpoint), (tmp_path, load_checkpoint), (path, load_gpt2), (tmp_path, load_gpt2):
         message = error_of(given, load)
-        assert "n_head cannot be told from it" in message and "pass --out_dir=ckpt.pt" in message
+        assert "n_head cannot be inferred from its tensors" in message and "pass --out_dir=ckpt.pt" in message
         assert f'"model": safetensors.torch.load_file({str(path)!r})' in message and SIZES in message
 
 

@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from pickle_code import LISTS, TUPLES, call, nested, tensor, value
-from sampling.checkpoints.errors import Refused
+from sampling.checkpoints.errors import RejectedFileError
 from sampling.checkpoints.pickle_scanner import MAX_DEPTH, check_pickle
 from sampling.checkpoints.torch_files import ALLOWED_NAMES
 
@@ -47,7 +47,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("piece, message", REFUSED.values(), ids=REFUSED)
 def test_the_error_states_the_reason(piece, message):
-    with pytest.raises(Refused) as error:
+    with pytest.raises(RejectedFileError) as error:
         check_pickle(b"\x80\x02" + piece + b".", ALLOWED_NAMES, max_steps=4096)
     assert message in str(error.value)
 
@@ -56,7 +56,7 @@ def test_the_error_states_the_reason(piece, message):
 def test_the_error_says_that_a_pickle_is_damaged(pickled):
     with pytest.raises(ValueError, match="its pickle is damaged") as error:
         check_pickle(pickled)
-    assert not isinstance(error.value, Refused)
+    assert not isinstance(error.value, RejectedFileError)
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -69,5 +69,5 @@ def test_plain_data_is_allowed_in_every_protocol(protocol):
 def test_max_steps_limits_the_length_of_a_pickle():
     pickled = pickle.dumps(list(range(100)), 2)
     assert check_pickle(pickled, max_steps=1000).length == len(pickled)
-    with pytest.raises(Refused, match=COSTLY):
+    with pytest.raises(RejectedFileError, match=COSTLY):
         check_pickle(pickled, max_steps=100)

@@ -8,7 +8,7 @@ from models import CHARS, save_meta
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
-from sampling.inputs.notices import can_produce, log_cropped, warn_of_stop_texts
+from sampling.inputs.notices import can_produce, log_cropped, warn_about_stop_texts
 from sampling.inputs.tokenizer_files import find_tokenizer
 from sampling.params import Prompt, SampleRequest
 
@@ -22,14 +22,14 @@ def chars(tmp_path):
 
 def warnings_of(stop_texts, tokenizer):
     lines = []
-    warn_of_stop_texts(stop_texts, tokenizer, lines.append)
+    warn_about_stop_texts(stop_texts, tokenizer, lines.append)
     return lines
 
 
 def test_a_stop_text_that_a_tokenizer_lacks_gets_a_warning(chars):
     assert warnings_of(["\n\n", "KING", CHARS], chars) == warnings_of([], chars) == []
     line, = warnings_of(["KING", "<|endoftext|>"], chars)
-    assert line == f"warning: the stop text '<|endoftext|>' ends no sample: {chars.source} never gives this text"
+    assert line == f"warning: the stop text '<|endoftext|>' cannot end a sample: {chars.source} never produces this text"
     assert len(warnings_of(["é", "KING", "5" * 10**6], chars)) == 2 and all(len(line) < 500 for line in warnings_of(["5" * 10**6], chars))
 
 
@@ -80,7 +80,7 @@ def test_the_first_prompt_that_is_too_long_is_logged(chars):
         found.append(each)
         assert len(lines) == (each.index >= 2)
     assert found == requests
-    assert lines == ["a.txt, line 3: the prompt has 20 tokens, of which the model sees only the last 16: those from 'deeeeeeeeeeeeeee' on"]
+    assert lines == ["a.txt, line 3: the prompt has 20 tokens, but the model sees only the last 16, which begin with 'deeeeeeeeeeeeeee'"]
 
 
 def test_a_prompt_as_long_as_the_window_is_not_cropped(chars):

@@ -54,7 +54,7 @@ def test_jsonl_prompts_have_ids(tmp_path):
 
 
 @pytest.mark.parametrize("name, message", [("temperature", "temperature is a setting of the whole run, not of one prompt"), ("seed", "seed is a setting"), ("stop", "stop is a setting"),
-                                        ("text", "out_file has a field text of its own"), ("finish_reason", "out_file has a field finish_reason of its own")])
+                                        ("text", "out_file already has a field text"), ("finish_reason", "out_file already has a field finish_reason")])
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_field_of_a_setting_or_of_a_result_is_an_error(tmp_path, name, message, number):
     path = tmp_path / "p.jsonl"

@@ -38,7 +38,7 @@ def test_a_vocabulary_outside_of_the_data_folder_is_refused(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "a").mkdir(parents=True)
     save_meta(tmp_path / "elsewhere" / "meta.pkl")
-    with pytest.raises(ValueError, match=r"outside of data/: if that is right, copy it to the folder of ckpt\.pt"):
+    with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of ckpt\.pt"):
         load(Path("out"), str(tmp_path / "elsewhere") if dataset == "absolute" else dataset, len(CHARS))
 
 
@@ -76,7 +76,7 @@ def test_a_vocabulary_comes_before_a_tokenizer_and_that_before_gpt2s_encoding(tm
     assert load(out, "letters", len(CHARS)).source == str(letters / "meta.pkl")
 
 
-def test_a_meta_pkl_without_a_vocabulary_is_passed_over(tmp_path, monkeypatch, gpt2_encoding):
+def test_a_meta_pkl_without_a_vocabulary_is_ignored(tmp_path, monkeypatch, gpt2_encoding):
     monkeypatch.chdir(tmp_path)
     out, letters = Path("out"), Path("data", "letters")
     out.mkdir()
@@ -120,5 +120,5 @@ def test_a_tokenizer_outside_of_data_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     save_tokenizer("byte-level", tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"outside of data/: if that is right, copy it to the folder of ckpt\.pt"):
+    with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of ckpt\.pt"):
         load(Path("out"), "../elsewhere", 400)

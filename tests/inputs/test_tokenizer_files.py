@@ -55,7 +55,7 @@ def test_a_folder_without_files_has_no_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("merges.txt", "needs vocab.json beside it"), ("spiece.model", "SentencePiece"), ("tokenizer.model", "SentencePiece"), ("sentencepiece.bpe.model", "SentencePiece")])
+    ("merges.txt", "needs a vocab.json in the same folder"), ("spiece.model", "SentencePiece"), ("tokenizer.model", "SentencePiece"), ("sentencepiece.bpe.model", "SentencePiece")])
 def test_files_that_cannot_be_read_are_named(name, message, tmp_path):
     (tmp_path / name).touch()
     with pytest.raises(ValueError) as error:

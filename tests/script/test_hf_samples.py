@@ -68,4 +68,4 @@ def test_a_tokenizer_that_cannot_be_read_is_named(run_script, gpt2_folder, tmp_p
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"model": {"type": "Made up"}}))
     done = run_script(f"--init_from={tmp_path / 'model'}", *FAST)
     assert done.returncode == 1 and done.stdout == ""
-    assert f"error: cannot read {tmp_path / 'model' / 'tokenizer.json'}: its model is 'Made up'" in done.stderr
+    assert f"error: cannot read {tmp_path / 'model' / 'tokenizer.json'}: its model has the type 'Made up'" in done.stderr

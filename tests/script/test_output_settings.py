@@ -44,4 +44,4 @@ def test_start_is_the_first_prompt_of_a_session(run_script, char_checkpoint):
 def test_a_session_draws_a_random_seed_and_warns_about_stop_texts_and_long_prompts(run_script, char_checkpoint):
     typed = b":seed=random\n:stop=\xc2\xa1\n" + b"O" * 500 + b"\n"
     done = run_script(f"--out_dir={char_checkpoint}", "--max_new_tokens=9", "--device=cpu", "--interactive", stdin=typed)
-    assert "drawn at random" in done.stderr and "ends no sample" in done.stderr and "the prompt has 500 tokens" in done.stderr
+    assert "drawn at random" in done.stderr and "cannot end a sample" in done.stderr and "the prompt has 500 tokens" in done.stderr

@@ -28,18 +28,18 @@ def test_a_session_takes_a_list_of_stop_texts(run_script, char_checkpoint):
 
 
 @pytest.mark.parametrize("stop, warning", [
-    ("\\n\\n", r"""warning: the stop text '\\n\\n' has a backslash and the letter n where you may mean a newline: that is --stop='"\n\n"'"""),
-    ("<|endoftext|>", "meta.pkl never gives this text"),
+    ("\\n\\n", r"""warning: the stop text '\\n\\n' has a backslash and the letter n; if you mean a newline, pass --stop='"\n\n"'"""),
+    ("<|endoftext|>", "meta.pkl never produces this text"),
 ], ids=str)
 def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoint, stop, warning):
     done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--stop={stop}", "--stop=e")
     assert done.returncode == 0 and done.stderr.count("warning: ") == 1 and warning in done.stderr
 
 
-def test_the_batch_size_of_a_training_file_is_passed_over(run_script, char_checkpoint, tmp_path):
+def test_the_batch_size_of_a_training_file_is_ignored(run_script, char_checkpoint, tmp_path):
     (tmp_path / "train.py").write_text(f"out_dir = {str(char_checkpoint)!r}\nbatch_size = 64\nlearning_rate = 1e-3\nmax_iters = 5000\n")
     done = run_script(tmp_path / "train.py", *FAST)
-    assert done.returncode == 0 and f"{tmp_path / 'train.py'}: batch_size is passed over, because this file is for training\n" in done.stderr
+    assert done.returncode == 0 and f"{tmp_path / 'train.py'}: batch_size is ignored, because this file is for training\n" in done.stderr
     settings, = [line for line in done.stderr.splitlines() if line.startswith("settings: ")]
     assert "out_dir=" in settings and "batch_size" not in settings
     assert "batch_size=2" in run_script(tmp_path / "train.py", *FAST, "--batch_size=2").stderr
@@ -51,7 +51,7 @@ def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_check
     (tmp_path / "prompt.txt").write_text(prompt)
     done = run_script(f"--out_dir={char_checkpoint}", *FAST, start.format(prompt), cwd=tmp_path, stdin=prompt.encode())
     location = "-, line 1: " if "LINES" in start else ""
-    assert f"{location}the prompt has 52 tokens, of which the model sees only the last 16: those from {prompt[-16:]!r} on\n" in done.stderr
+    assert f"{location}the prompt has 52 tokens, but the model sees only the last 16, which begin with {prompt[-16:]!r}\n" in done.stderr
     assert done.returncode == 0 and done.stdout.startswith(prompt)
     assert "sees only" not in run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start={prompt[:16]}").stderr
 

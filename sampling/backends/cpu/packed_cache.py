@@ -20,7 +20,7 @@ class PackedCache:
         self.seq_len = 0 # filled positions
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B or 1, H, T, D) in a layer. Returns all keys and values to attend to. Keeps seq_len."""
+        """Store k and v (B or 1, H, T, D) in a layer, without changing seq_len. Returns all keys and values so far."""
         start, end = self.seq_len, self.seq_len + k.size(2)
         keys, values = self.keys[layer, ..., :end], self.values[layer, :, :, :end]
         keys[..., start:] = k.mT

@@ -1,4 +1,4 @@
-"""The backend for CPUs: packed weights, few operations per token, and only the computations that a token needs."""
+"""The backend for CPUs: packed weights, and few operations per token."""
 from functools import partial
 
 import torch
@@ -10,11 +10,6 @@ from sampling.backends.backend import TokenStream
 from sampling.backends.cpu.lm_head import ShortlistLMHead
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.packed_linear import PackedLinear
-from sampling.backends.cpu.window_attention import (
-    AbsorbedLastQueryAttention,
-    FirstLayerQKVTable,
-    chunked_causal_attention,
-)
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.sampler.sample_token import Logits, SampleFn
 
@@ -33,10 +28,8 @@ class PackedGPT:
         self.config = gpt.config
         self.wte, self.wpe = gpt.transformer.wte.weight.detach(), gpt.transformer.wpe.weight.detach()
         plain = gpt.transformer.h
-        self.last_query_attention = AbsorbedLastQueryAttention(plain[-1].attn)
         # pop frees each plain block: with pack_eagerly, before the next one is packed.
         self.blocks = [PackedBlock(plain.pop(0), pack_eagerly) for _ in range(len(plain))]
-        self.first_qkv = FirstLayerQKVTable(self.blocks[0].ln_1, self.blocks[0].c_attn, self.wte, self.wpe)
         self.ln_f = layer_norm(gpt.transformer.ln_f)
         is_tied = gpt.lm_head.weight is gpt.transformer.wte.weight
         self.lm_head = ShortlistLMHead(gpt.lm_head.weight, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
@@ -59,23 +52,21 @@ class PackedGPT:
             raise ValueError(f"cannot read {start + T} tokens: block_size is {self.config.block_size}")
         with torch.autocast("cpu", enabled=False): # the layers cast their inputs themselves
             x = F.embedding(idx, self.wte) + self.wpe[start:start + T] # (B, T, E)
-            if cache is None:
-                x = self.forward_window(x, idx)
-            elif start and T == 1:
-                x = self.decode_step(x[:, 0], cache)
-            else:
-                x = self.prefill(x, cache)
+            x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache)
             return self.lm_head(self.ln_f(x), num_logits_needed)
 
-    def prefill(self, x: Tensor, cache: PackedCache) -> Tensor:
-        """Run the blocks for T more tokens, which the cache stores: (B, T, E) -> (B, E) of the last one."""
+    def prefill(self, x: Tensor, cache: PackedCache | None) -> Tensor:
+        """Run the blocks for T tokens: (B, T, E) -> (B, E) of the last one. Appends their keys and values to the cache."""
         T, last = x.size(1), len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             q, k, v = self.split_heads(block.qkv(x))
+            if cache is not None:
+                k, v = cache.append(i, k, v)
             if i == last: # from here on, only the last position is needed
                 q, x = q[:, :, -1:], x[:, -1:].contiguous()
-            x = block.post_attention(x, chunked_causal_attention(q, *cache.append(i, k, v)))
-        cache.seq_len += T
+            x = block.post_attention(x, causal_attention(q, k, v))
+        if cache is not None:
+            cache.seq_len += T
         return x[:, -1]
 
     def decode_step(self, x: Tensor, cache: PackedCache) -> Tensor:
@@ -93,14 +84,6 @@ class PackedGPT:
             scores = torch.baddbmm(ignored, q, keys, beta=0, alpha=scale) # (B * H, 1, S)
             x = block.post_attention(x, torch.bmm(scores.softmax(-1), values).view(B, E))
         return x
-
-    def forward_window(self, x: Tensor, idx: Tensor) -> Tensor:
-        """Run the blocks without a cache: (B, T, E), the embedding of idx (B, T) -> (B, E) of the last position."""
-        *blocks, last = self.blocks
-        for i, block in enumerate(blocks):
-            qkv = self.first_qkv(x, idx) if i == 0 else block.qkv(x)
-            x = block.post_attention(x, chunked_causal_attention(*self.split_heads(qkv)))
-        return last.post_attention(x[:, -1].contiguous(), self.last_query_attention(last.ln_1(x)))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """(B, T, 3 * E) -> queries, keys and values of every head: three of (B, H, T, D)."""
@@ -135,6 +118,14 @@ class PackedBlock:
         """The residual stream x after the result y of attention and after the MLP: (..., E) each."""
         x = self.attn_c_proj(y, residual=x)
         return self.mlp_c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), residual=x)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Queries (B, H, T, D), the last T of S positions, with keys and values (B, H, S, D) -> (B, T, E)."""
+    T, S = q.size(2), k.size(2)
+    mask = torch.ones(T, S, dtype=torch.bool).tril(S - T) if 1 < T < S else None # is_causal needs T == S
+    y = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=mask, is_causal=1 < T == S)
+    return y.transpose(1, 2).flatten(2)
 
 
 def layer_norm(module: torch.nn.LayerNorm):
