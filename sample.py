@@ -58,7 +58,10 @@ interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model and its tokenizer; then generate, save and show the samples that the settings ask for."""
+    """Load the model and its tokenizer; then generate, save and show samples.
+
+    settings: the global variables above by name, for functions that need many of them.
+    """
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from model import GPT
@@ -87,7 +90,8 @@ def main(settings):
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, log) # its own, or GPT-2's encoding
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
-        requests, outputs, total, longest = [], Outputs(), None, None
+        requests, outputs = [], Outputs() # of rank 0
+        total, longest = None, None # the number of samples, and of tokens in the longest prompt; None: unknown
         if prompts:
             total, longest = prompts.count_and_max_len(tokenizer, num_samples)
             outputs = open_outputs(settings, checkpoint, torch_device.type, dtype_name(ptdtype))
@@ -107,7 +111,7 @@ def main(settings):
         if interactive:
             from sampling.repl import run_repl
             return run_repl(engine, printer, start)
-        length = (longest or gpt.config.block_size) + max_new_tokens
+        length = (longest or model.config.block_size) + max_new_tokens
         engine.batch_size = batch_size or max_batch_size(model, length, workers.local_world_size)
         if compile:
             warm_up_compile(model, longest, workers.batch_sizes(total, engine.batch_size), params, log)
