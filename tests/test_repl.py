@@ -86,7 +86,7 @@ def test_commands_change_the_settings(session, run_script, char_checkpoint):
     (":", "error: a session has no setting"), (":stop", "error: :stop needs a value"),
     ("FILE:-", "error: this session reads standard input itself"),
     ("¡", "error: the prompt has characters"),
-    ("FILE:nowhere.txt", "error: cannot read the prompt file"),
+    ("FILE:nowhere.txt", "error: cannot read the prompt file"), ("FILE:a--b.txt", "a--b.txt"), ("FILE:--seed.txt", "--seed.txt"),
     ('""', "error: "),
     (":help", "Ctrl-D ends the session"), (":continue", "error: there is no sample yet"), (":again", "error: there is no sample yet"),
     (":x", "put a prompt that begins with a colon in quotes"),
