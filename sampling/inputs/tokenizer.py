@@ -101,9 +101,9 @@ def data_folders(checkpoint: "Checkpoint") -> list[str]:
     folders = [os.path.join("data", dataset)]
     if checkpoint.folder is not None:
         project = os.path.dirname(os.path.abspath(checkpoint.folder))
-        if project != os.getcwd():
+        if not (os.path.isdir(project) and os.path.samefile(project, os.curdir)):
             folders.append(os.path.join(project, "data", dataset))
-    return folders
+    return list(dict.fromkeys(folders)) # an absolute dataset gives the same one twice
 
 
 def may_leave_folder(path: str) -> bool:
