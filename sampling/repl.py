@@ -1,5 +1,6 @@
 """The interactive session: the model stays loaded, each line is a prompt, and its sample streams to the terminal."""
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ def type_names(annotation: type) -> list[str]:
 # The settings that a command may change, and the types of their values.
 REPL_TYPES = {field.name: type_names(field.type) for field in fields(SamplingParams) if field.name != "num_logprobs"}
 REPL_TYPES["show_probs"] = ["bool"]
+SETTING_FLAG = re.compile(rf"(?<!\S)--(?=({'|'.join(REPL_TYPES)})\b)") # in a session, settings begin with a colon
 NO_PROMPT = "\n" # the default of the setting start
 QUIT = ":quit", ":q", ":exit", "exit"
 GREETING = "type a prompt, or :help; Ctrl-D ends the session"
@@ -96,7 +98,7 @@ class Session:
             elif line:
                 self.print_samples(parse("start", line, ["str"]))
         except ValueError as error:
-            log(f"error: {error}".replace("--", ":")) # in a session, settings begin with a colon
+            log(f"error: {SETTING_FLAG.sub(':', str(error))}")
         self.printer.reset()
 
     def print_samples(self, start: str) -> None:

@@ -28,9 +28,12 @@ def finished_sample(index, prompt, tokens, finish_reason="length"):
 
 
 def write_page(path, samples, num_saved=0, run_info=RUN_INFO, close=True):
-    """Write a page of these samples, each a list of tokens. close=False leaves the page as a killed run does."""
+    """Write a page of these samples, each a list of tokens. close=False leaves the page as a killed run does.
+
+    num_saved: how many of them out_file holds; None without an out_file.
+    """
     writer = HtmlWriter(path, run_info, num_saved)
-    for index, tokens in enumerate(samples[num_saved:], num_saved):
+    for index, tokens in enumerate(samples[num_saved or 0:], num_saved or 0):
         writer.write(finished_sample(index, "ROMEO:\n", tokens))
     if close:
         writer.close()

@@ -54,7 +54,10 @@ def config_fields(value: object, key: str, path: Path) -> dict:
 
 def require_gpt_fields(config: dict, path: Path) -> None:
     """Raises ValueError if config has fields that a GPT does not have. Other architectures also have GPT's fields."""
-    unknown = sorted(config.keys() - LESSON_FIELDS - OPTIONAL_FIELDS)
+    known = sorted(config.keys() & (LESSON_FIELDS | OPTIONAL_FIELDS))
+    unknown = sorted(config.keys() - set(known))
     if unknown:
         raise ValueError(f"config in {path} has fields that a GPT does not have: {', '.join(unknown):.200}; if the "
-                         f"model is a GPT, save only a GPT's fields: {SAVE_MODEL}")
+                         "model is a GPT, save only a GPT's fields: "
+                         'torch.save({"model": model.state_dict(), "config": '
+                         f'{{name: getattr(model.config, name) for name in {known}}}}}, "ckpt.pt")')

@@ -129,7 +129,9 @@ def shard_files(index: Path) -> list[Path]:
     An index from a stranger must not name other files on this machine.
     """
     weight_map = read_json(index).get("weight_map")
-    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names:
+        raise ValueError(f"weight_map in {index} must name files in its own folder, but names none")
     for name in names:
         is_plain = isinstance(name, str) and name == Path(name).name[:250]
         if not (is_plain and (index.parent / name).is_file()):

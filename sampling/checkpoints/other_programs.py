@@ -17,6 +17,7 @@ LIGHTNING_KEY = "pytorch-lightning_version"
 EARLY_MINGPT = re.compile(r"(tok_emb|pos_emb|blocks\.\d+\.attn\.(key|query|value))(\.weight)?")
 NANOCHAT = re.compile(r"transformer\.h\.\d+\.attn\.c_[qkv]\.weight")
 FIRST_QKV = "transformer.h.0.attn.c_attn.weight" # in nanoGPT, build-nanogpt, minGPT and Hugging Face
+SHORT_QKV = FIRST_QKV.removeprefix("transformer.") # if only the model's transformer was saved
 
 
 def reject_other_files(path: Path) -> None:
@@ -107,7 +108,7 @@ def reject_bare_state_dict(path: Path, tensors: Mapping[str, Tensor], loader: st
     """
     reject_other_tensors(path, tensors)
     plain = {plain_name(name): tensor for name, tensor in tensors.items()}
-    first = plain.get(FIRST_QKV, plain.get(FIRST_QKV.removeprefix("transformer.")))
+    first = plain.get(FIRST_QKV, plain.get(SHORT_QKV))
     if first is None:
         some = ", ".join(repr(name[:60]) for name in list(plain)[:3])
         raise OtherProgramError(f"{path} holds only tensors, named {some}; the tensor names of a nanoGPT model begin "
@@ -117,12 +118,12 @@ def reject_bare_state_dict(path: Path, tensors: Mapping[str, Tensor], loader: st
         raise OtherProgramError(f"{path} holds the tensors of a Hugging Face GPT-2, but its folder has no config.json; "
                                 "save the model with model.save_pretrained(DIR), then pass --init_from=DIR")
     raise OtherProgramError(f"{path} holds only a state_dict, and n_head cannot be inferred from its tensors; "
-                            f"{saving_advice(path, plain, loader)}")
+                            f"{saving_advice(path, tensors, loader)}")
 
 
 def reject_nanogpt_layout(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raises OtherProgramError if a Hugging Face model has nanoGPT's tensors. Their matrices are not transposed."""
-    first = tensors.get(FIRST_QKV, tensors.get(FIRST_QKV.removeprefix("transformer.")))
+    first = tensors.get(FIRST_QKV, tensors.get(SHORT_QKV))
     if first is not None and first.dim() == 2 and first.shape[0] > first.shape[1]:
         loader = "safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load"
         raise OtherProgramError(f"{path} holds nanoGPT's tensors, which are not transposed like Hugging Face's; "
@@ -137,12 +138,20 @@ def plain_name(name: str) -> str:
 def saving_advice(path: Path, tensors: Mapping[str, Tensor], loader: str) -> str:
     """A command that saves the tensors with the model's sizes. It has "?" for each size that the tensors do not show.
 
-    build-nanogpt and minGPT use the tanh form of GELU. A config with only these five sizes selects that form.
+    If the names lack "transformer.", the command adds it. build-nanogpt and minGPT use the tanh form of GELU. A config
+    with only these five sizes selects that form.
     """
-    sizes = ", ".join(f"{name}={size}" for name, size in sizes_of(tensors).items())
-    return (f'save it with its sizes: torch.save({{"model": {loader}({os.fspath(path)!r}), "model_args": '
+    load, plain = f"{loader}({os.fspath(path)!r})", {plain_name(name): tensor for name, tensor in tensors.items()}
+    if FIRST_QKV not in plain:
+        plain = {name if name == HEAD else f"transformer.{name}": tensor for name, tensor in plain.items()}
+        wrapped = next(name for name in tensors if plain_name(name) == SHORT_QKV)
+        short = "name" if wrapped == SHORT_QKV else f'name.removeprefix("{wrapped.removesuffix(SHORT_QKV)}")'
+        load = (f'{{name if name.endswith("{HEAD}") else "transformer." + {short}: tensor '
+                f"for name, tensor in {load}.items()}}")
+    sizes = ", ".join(f"{name}={size}" for name, size in sizes_of(plain).items())
+    return (f'save it with its sizes: torch.save({{"model": {load}, "model_args": '
             f'dict({sizes})}}, "ckpt.pt"), with "config" instead of "model_args" for a model of build-nanogpt or '
-            "minGPT; then pass --out_dir=ckpt.pt")
+            "minGPT; replace each ? by the model's own number; then pass --out_dir=ckpt.pt")
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:

@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable, Sequence
 
 from sampling.checkpoints.pickle_scanner import MAX_BYTES, check_pickle
+from sampling.inputs.token_ids import IdArray, id_list
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of ids that are not in the vocabulary
 MAX_TOKEN_CHARS = 2**8 # real vocabularies have one character per token
@@ -32,9 +33,9 @@ class CharTokenizer:
             raise ValueError(self._describe_unknown(text))
         return [self.stoi[char] for char in text]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int] | IdArray) -> str:
         """The text of token ids."""
-        return "".join(self.itos.get(i, REPLACEMENT) for i in ids)
+        return "".join(self.itos.get(i, REPLACEMENT) for i in id_list(ids))
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
         """A function (id, last=False) -> text for one sequence."""

@@ -2,6 +2,8 @@
 import codecs
 from collections.abc import Callable, Sequence
 
+from sampling.inputs.token_ids import IdArray, id_list
+
 
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding. <|endoftext|> in a text becomes the special token.
@@ -33,8 +35,9 @@ class GPT2Tokenizer:
             raise ValueError(f"the prompt is not valid UTF-8 at character {error.start + 1}") from None
         return self.encoding.encode(text, allowed_special={"<|endoftext|>"})
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int] | IdArray) -> str:
         """The text of token ids; bytes that form no character decode to U+FFFD."""
+        ids = id_list(ids)
         if max(ids, default=0) < self.size: # one call of tiktoken, for prompts of megabytes
             return self.encoding.decode(ids, errors="replace")
         return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")

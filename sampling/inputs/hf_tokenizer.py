@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sampling.checkpoints.errors import first_sentence
 from sampling.inputs.token_decoder import REPLACEMENT, Stage, make_stages
+from sampling.inputs.token_ids import IdArray, id_list
 from sampling.inputs.tokenizer_files import read_tokenizer
 from sampling.inputs.tokenizer_json import check_tokenizer
 from sampling.inputs.tokenizer_model import vocab_of
@@ -35,7 +36,7 @@ class HFTokenizer:
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_sentence(error)}"
-            is_named = os.path.join(path.parent, "") in reason
+            is_named = reason.startswith("cannot read ") or os.path.join(path.parent, "") in reason
             raise ValueError(f"{reason:.500}" if is_named else f"cannot read {path}: {reason:.500}") from None
 
     def encode(self, text: str) -> list[int]:
@@ -53,9 +54,9 @@ class HFTokenizer:
                              "one; pass another --start")
         return ids
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int] | IdArray) -> str:
         """The text of token ids; invalid UTF-8 bytes decode to U+FFFD."""
-        return decode_tokens(make_stages(self.decoders), map(self._token, ids), last=True)
+        return decode_tokens(make_stages(self.decoders), map(self._token, id_list(ids)), last=True)
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
         """A function (id, last=False) -> text for the sequence that continues these ids."""

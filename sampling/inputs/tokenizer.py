@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sampling.inputs.char_tokenizer import CharTokenizer, NoVocabularyError
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+from sampling.inputs.token_ids import IdArray
 
 if TYPE_CHECKING: # it imports torch, which takes a second
     from sampling.checkpoints.checkpoint import Checkpoint
@@ -20,8 +21,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text cannot be encoded."""
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids."""
+    def decode(self, ids: Sequence[int] | IdArray) -> str:
+        """The text of token ids: of a list, or of a torch tensor or numpy array of one dimension."""
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
         """A function (id, last=False) -> text for one sequence, which continues prompt_ids.
@@ -35,10 +36,10 @@ class Tokenizer(Protocol):
 def load_tokenizer(checkpoint: "Checkpoint", log: Callable[[str], None] = lambda text: None) -> Tokenizer:
     """Load the tokenizer of a model.
 
-    For a ckpt.pt, searches its folder and data/<dataset>/: first for a meta.pkl with a vocabulary, then for a Hugging
-    Face tokenizer. For a Hugging Face model, searches the folder of the model. If nothing is found, loads GPT-2's
-    encoding; for a Hugging Face model, logs that. Raises ValueError if the tokenizer does not fit the model, or cannot
-    be loaded.
+    For a ckpt.pt, searches its folder, data/<dataset>/ in the working directory, and data/<dataset>/ beside its folder:
+    first for a meta.pkl with a vocabulary, then for a Hugging Face tokenizer. For a Hugging Face model, searches the
+    folder of the model. If nothing is found, loads GPT-2's encoding; for a Hugging Face model, logs that. Raises
+    ValueError if the tokenizer does not fit the model, or cannot be loaded.
     """
     tokenizer = load_char_tokenizer(checkpoint) or load_hf_tokenizer(checkpoint)
     if tokenizer:
@@ -69,18 +70,18 @@ def load_hf_tokenizer(checkpoint: "Checkpoint") -> Tokenizer | None:
 
 
 def find_in_folders(checkpoint: "Checkpoint", find: Callable[[str], Path | None]) -> Iterator[Path]:
-    """Yield the paths that find returns for the folders of this checkpoint: its own folder, then its data set's.
+    """Yield the paths that find returns for the folders of this checkpoint: its own folder, then those of its data set.
 
     Raises ValueError if find returns a path in the folder of a data set that is outside of data/.
     """
     if checkpoint.folder is not None and (path := find(str(checkpoint.folder))):
         yield path
-    folder = data_folder(checkpoint.dataset)
-    if folder and (path := find(folder)):
-        if may_leave_folder(checkpoint.dataset):
-            raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; "
-                             "if it is the right file, copy it to the folder of ckpt.pt")
-        yield path
+    for folder in data_folders(checkpoint):
+        if path := find(folder):
+            if may_leave_folder(checkpoint.dataset):
+                raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; "
+                                 "if it is the right file, copy it to the folder of ckpt.pt")
+            yield path
 
 
 def find_meta(folder: str) -> Path | None:
@@ -89,10 +90,20 @@ def find_meta(folder: str) -> Path | None:
     return Path(path) if os.path.isfile(path) else None
 
 
-def data_folder(dataset: object) -> str | None:
-    """The folder of a data set; None if dataset is not a name. A checkpoint from a stranger may hold any object."""
-    is_name = isinstance(dataset, str) and len(dataset) < 1000 and "\0" not in dataset
-    return os.path.join("data", dataset) if is_name else None
+def data_folders(checkpoint: "Checkpoint") -> list[str]:
+    """The folders that may hold the data set: in the working directory, and beside the folder of the checkpoint.
+
+    Empty if dataset is not a name. A checkpoint from a stranger may hold any object.
+    """
+    dataset = checkpoint.dataset
+    if not isinstance(dataset, str) or len(dataset) >= 1000 or "\0" in dataset:
+        return []
+    folders = [os.path.join("data", dataset)]
+    if checkpoint.folder is not None:
+        project = os.path.dirname(os.path.abspath(checkpoint.folder))
+        if not (os.path.isdir(project) and os.path.samefile(project, os.curdir)):
+            folders.append(os.path.join(project, "data", dataset))
+    return list(dict.fromkeys(folders)) # an absolute dataset gives the same one twice
 
 
 def may_leave_folder(path: str) -> bool:
@@ -113,9 +124,9 @@ def missing_files(checkpoint: "Checkpoint") -> str:
     """A note for the error: where load_tokenizer found no tokenizer."""
     if checkpoint.is_huggingface:
         return f" ({checkpoint.folder} has no tokenizer of its own)"
-    folders = [folder for folder in (checkpoint.folder, data_folder(checkpoint.dataset)) if folder]
-    paths = ", ".join(os.path.join(folder, "meta.pkl") for folder in folders)
-    return f" (not found: {paths})" if folders else ""
+    own = [] if checkpoint.folder is None else [checkpoint.folder]
+    folders = [os.path.join(folder, "") for folder in own + data_folders(checkpoint)]
+    return f" (neither meta.pkl nor tokenizer.json is in {', '.join(folders)})" if folders else ""
 
 
 def tokenizer_advice(checkpoint: "Checkpoint") -> str:

@@ -63,6 +63,11 @@ def log(text: str) -> None:
             print(sanitize(text), file=sys.stderr, flush=True)
 
 
+def plural(count: int, noun: str) -> str:
+    """The count with its noun: "1 sample", "5 samples"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def replace_and_note(error: UnicodeEncodeError) -> tuple[str, int]:
     """The codec error handler "replace", which remembers that it was needed."""
     _console.lacks_characters = True

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sampling.outputs.console import plural
 from sampling.outputs.output_file import append, open_output
 from sampling.params import Sample, Token
 
@@ -23,12 +24,13 @@ FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a
 class HtmlWriter:
     """Appends samples to an HTML page. A browser can show the page after each sample.
 
-    run_info: what the page shows about the run, by name. num_saved: how many samples of a resumed run the page has
-    already; it is truncated after them. Raises ValueError if the file holds anything else: nothing is overwritten,
-    unless overwrite is True.
+    run_info: what the page shows about the run, by name. num_saved: how many samples out_file holds, None without an
+    out_file. The page must hold these samples too. It is truncated after them when something is written, so a run
+    that is refused before does not change it. Raises ValueError if the file holds anything else: nothing is
+    overwritten, unless overwrite is True.
     """
 
-    def __init__(self, path: str | os.PathLike, run_info: Mapping[str, Any], num_saved: int = 0,
+    def __init__(self, path: str | os.PathLike, run_info: Mapping[str, Any], num_saved: int | None = None,
                  overwrite: bool = False):
         template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         head, self.sample_template, self.tail = template.split("<!-- split here -->\n")
@@ -40,56 +42,77 @@ class HtmlWriter:
             raise self.resume_error(num_saved, 0)
         self.file = open_output(path, overwrite)
         try:
-            self.truncate(num_saved)
+            self.end: int | None = self.find_end(num_saved) # where to truncate the file; None: it is truncated
         except BaseException:
             self.file.close()
             raise
 
     def write(self, sample: Sample) -> None:
         """Append a finished sample, whose tokens have log-probabilities."""
-        self._append(fill(self.sample_template, number=str(sample.index), id=escape(shown_id(sample.prompt.id)),
-                          prompt=escape(sample.prompt.text), text=escape(sample.text),
-                          num_tokens=count_tokens(sample.num_tokens),
-                          finish_reason=FINISH_REASONS[sample.finish_reason], data=token_data(sample.tokens)))
+        self.append(fill(self.sample_template, number=str(sample.index), id=escape(shown_id(sample.prompt.id)),
+                         prompt=escape(sample.prompt.text), text=escape(sample.text),
+                         num_tokens=plural(sample.num_tokens, "token"),
+                         finish_reason=FINISH_REASONS[sample.finish_reason], data=token_data(sample.tokens)))
 
     def close(self) -> None:
         """Write the end of the page."""
-        self._append(self.tail)
+        self.append(self.tail)
         self.file.close()
 
-    def truncate(self, num_saved: int) -> None:
-        """Keep the first num_saved samples of the file.
+    def append(self, text: str) -> None:
+        """Append to the page. The first call truncates it, and writes the head of a page without samples.
 
-        Raises ValueError, without changing the file, unless it is a page of this run with at least num_saved samples.
+        A run that ends earlier leaves the file as it was, and can start again.
         """
-        head, found = self.head.encode(), 0
-        if num_saved and self.file.read(len(head)) == head:
-            for line in self.file: # line by line, because a page can be large
-                found += line.startswith(b'<article id="sample-%d"' % found) and line.endswith(b"</article>\n")
-                if found == num_saved:
-                    self.file.truncate(self.file.tell())
-                    self.head = ""
-                    return
-        if num_saved:
-            raise self.resume_error(num_saved, found)
-        if os.fstat(self.file.fileno()).st_size:
-            raise ValueError(f"{self.path} exists already, and nothing is overwritten: move it, or give html_file "
-                             "another name")
+        if self.end is not None:
+            self.file.truncate(self.end)
+            text = text if self.end else self.head + text
+            self.end = None
+        append(self.file, text.encode())
+
+    def find_end(self, num_saved: int | None) -> int:
+        """The position after the first num_saved samples of the file; 0 if the page begins anew.
+
+        Raises ValueError unless the file is a page of this run with at least num_saved samples, or is empty. With an
+        out_file that has no samples, the page may have some: a run that died had not saved them in out_file yet.
+        """
+        head = self.head.encode()
+        begin = self.file.read(len(head))
+        if not num_saved:
+            can_restart = num_saved == 0 and head.startswith(begin) and self.has_only_samples()
+            if begin and not can_restart:
+                raise ValueError(f"{self.path} exists already, and nothing is overwritten: move it, or give html_file "
+                                 "another name")
+            return 0
+        num_found = 0
+        for line in self.file if begin == head else (): # line by line, because a page can be large
+            num_found += line.startswith(sample_start(num_found)) and line.endswith(b"</article>\n")
+            if num_found == num_saved:
+                return self.file.tell()
+        raise self.resume_error(num_saved, num_found)
+
+    def has_only_samples(self) -> bool:
+        """Whether the rest of the file is samples, from the first one on. The last one may be truncated."""
+        for index, line in enumerate(self.file):
+            start = sample_start(index)
+            if line[:len(start)] != start[:len(line)]:
+                return False
+        return True
 
     def resume_error(self, num_saved: int, found: int) -> ValueError:
         """The error for a page that does not hold the samples that out_file holds."""
         return ValueError(f"{self.path} must be the page of this run and hold its first {num_saved} samples, as "
                           f"out_file does, but has {found}: leave html_file out, or give both files other names")
 
-    def _append(self, text: str) -> None:
-        # The head is written with the first sample: a run that ends earlier leaves an empty file, and can start again.
-        append(self.file, (self.head + text).encode())
-        self.head = ""
+
+def sample_start(index: int) -> bytes:
+    """How the line of a sample begins in a page."""
+    return b'<article id="sample-%d"' % index
 
 
 def fill(template: str, **values: str) -> str:
     """Replace each {{name}} of a template by its value, which may itself hold {{name}}."""
-    return re.sub(r"{{(\w+)}}", lambda name: values[name[1]], template)
+    return re.sub(r"{{(\w+)}}", lambda match: values[match[1]], template)
 
 
 def content_hash(page: str, element: str) -> str:
@@ -116,11 +139,6 @@ def definition_list(run_info: Mapping[str, Any]) -> str:
     return "\n".join(f"<dt>{escape(str(name))}</dt><dd>{escape(repr(value))}</dd>" for name, value in run_info.items())
 
 
-def count_tokens(count: int) -> str:
-    """Such as "1 token" or "5 tokens"."""
-    return f"{count} token{'' if count == 1 else 's'}"
-
-
 def token_data(tokens: list[Token]) -> str:
     """JSON for the page's script: [length, cost, text, cost, text, cost ...] for each token.
 
@@ -129,8 +147,10 @@ def token_data(tokens: list[Token]) -> str:
     """
     data = []
     for token in tokens:
-        top = [(clean(text), neg_millilogprob(logprob)) for text, logprob in token.top_logprobs[:NUM_ALTERNATIVES]]
-        data.append([utf16_length(token.text), neg_millilogprob(token.logprob), *(x for pair in top for x in pair)])
+        entry = [utf16_length(token.text), neg_millilogprob(token.logprob)]
+        for text, logprob in token.top_logprobs[:NUM_ALTERNATIVES]:
+            entry += [clean(text), neg_millilogprob(logprob)]
+        data.append(entry)
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
 
 

@@ -3,7 +3,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -25,9 +24,13 @@ CheckpointId = dict[str, str | None]
 
 
 class LineFormat:
-    """Turns samples into lines of JSON. The arguments are those of JsonlWriter."""
+    """Turns samples into lines of JSON.
 
-    def __init__(self, checkpoint_id: CheckpointId, settings: dict[str, Any], logprobs: int | None):
+    Each line holds a sample, checkpoint_id ("path" and "crc32") and settings; unless logprobs is None, also the tokens,
+    each with the logprobs most likely ones.
+    """
+
+    def __init__(self, checkpoint_id: CheckpointId, settings: dict[str, Any], logprobs: int | None = None):
         self.checkpoint_id, self.logprobs = checkpoint_id, logprobs
         # Among the settings, so that all lines of a file have the same fields.
         self.settings = settings if logprobs is None else {**settings, "logprobs": logprobs}
@@ -45,8 +48,8 @@ class LineFormat:
 class JsonlPrinter:
     """Prints each sample on standard output, as the line that JsonlWriter writes."""
 
-    def __init__(self, checkpoint_id: CheckpointId, settings: dict[str, Any], logprobs: int | None = None):
-        self.format = LineFormat(checkpoint_id, settings, logprobs)
+    def __init__(self, format: LineFormat):
+        self.format = format
 
     def write(self, sample: Sample) -> None:
         """Print a finished sample."""
@@ -60,16 +63,14 @@ class JsonlPrinter:
 class JsonlWriter:
     """Writes samples to a file, in order. Each sample is flushed when it is finished.
 
-    The lines that the file already holds stay, unless overwrite is True, and resume checks them. Each line holds a
-    sample, checkpoint_id ("path" and "crc32") and settings; unless logprobs is None, also the tokens, each with the
-    logprobs most likely ones. Raises OSError or ValueError if the file cannot be opened.
+    The lines that the file already holds stay, unless overwrite is True, and resume checks them. Raises OSError or
+    ValueError if the file cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike, checkpoint_id: CheckpointId, settings: dict[str, Any],
-                 logprobs: int | None = None, overwrite: bool = False):
-        self.path, self.format = path, LineFormat(checkpoint_id, settings, logprobs)
+    def __init__(self, path: str | os.PathLike, format: LineFormat, overwrite: bool = False):
+        self.path, self.format = path, format
         self.file = open_output(path, overwrite)
-        self.num_saved = sum(line.endswith(b"\n") for line in self.file)
+        self.num_saved = sum(line.endswith(b"\n") or is_json(line) for line in self.file)
 
     def resume(self, requests: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
         """Yield all requests. Those with samples in the file are marked as already saved.
@@ -107,11 +108,8 @@ class JsonlWriter:
 
     def is_truncated(self, line: bytes, request: SampleRequest) -> bool:
         """Whether a line without its newline is only the beginning of this sample's line."""
-        with suppress(ValueError, RecursionError):
-            json.loads(line)
-            return False
         begin = encode_json(identity(request))[:-1]
-        return line[:len(begin)] == begin[:len(line)]
+        return not is_json(line) and line[:len(begin)] == begin[:len(line)]
 
     def check_line(self, line: bytes, request: SampleRequest) -> None:
         """Raise ValueError that names the difference, unless this is the line of this sample of this run."""
@@ -123,12 +121,13 @@ class JsonlWriter:
 
     def compare(self, record: Mapping[str, Any], request: SampleRequest) -> Iterator[tuple[str, Any, Any]]:
         """Yield everything that must be equal in a saved sample of this run: (name, saved value, this run's value)."""
-        for name in self.format.settings | record["settings"]:
-            yield name, record["settings"].get(name), self.format.settings.get(name)
+        saved_settings, settings = record["settings"], self.format.settings
+        for name in dict.fromkeys([*settings, *saved_settings]):
+            yield name, saved_settings.get(name), settings.get(name)
         yield "the checkpoint's checksum", record["checkpoint"].get("crc32"), self.format.checkpoint_id["crc32"]
         wanted = identity(request)
-        for name in {"index": 0, "prompt": 0, "id": 0} | wanted | record:
-            if name not in RESULT_FIELDS - {"index"}:
+        for name in dict.fromkeys(["index", "prompt", "id", *wanted, *record]):
+            if name == "index" or name not in RESULT_FIELDS: # results differ, but index must be equal
                 yield name, record.get(name), wanted.get(name)
 
 
@@ -170,6 +169,15 @@ def identity(request: SampleRequest) -> dict[str, Any]:
         **({} if prompt.id is None else {"id": prompt.id}),
         **(prompt.other_fields if isinstance(prompt, JsonPrompt) else {}),
     }
+
+
+def is_json(line: bytes) -> bool:
+    """Whether a line is valid JSON. The beginning of an object is not."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def parse_record(line: bytes, where: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sampling.inputs.prompts import parse_start
-from sampling.outputs.console import log
+from sampling.outputs.console import log, plural
 from sampling.params import Sample, SampleRequest
 
 if TYPE_CHECKING: # most runs need none of these
@@ -41,11 +41,11 @@ class Outputs:
             if is_complete and not request.already_saved:
                 is_complete = False
                 if num_saved:
-                    log(f"{self.jsonl.path} holds {count_samples(num_saved)} already: resuming after them")
+                    log(f"{self.jsonl.path} holds {plural(num_saved, 'sample')} already: resuming after them")
             num_saved += request.already_saved
             yield request
         if is_complete:
-            log(f"{self.jsonl.path} is complete, with {count_samples(num_saved)}: nothing to sample")
+            log(f"{self.jsonl.path} is complete, with {plural(num_saved, 'sample')}: nothing to sample")
 
     def write(self, sample: Sample) -> None:
         """Save a finished sample. Raises OSError if it cannot be written."""
@@ -59,11 +59,14 @@ class Outputs:
 
 
 def num_logprobs(settings: dict[str, Any]) -> int | None:
-    """SamplingParams.num_logprobs that the settings need: for out_file, for the page and for the terminal."""
+    """How many top log-probabilities the outputs need: out_file, the page or the terminal. None if none needs any."""
+    in_file = settings["logprobs"] or 0
     if settings["html_file"]:
         from sampling.outputs.html import NUM_ALTERNATIVES
-        return max(NUM_ALTERNATIVES, settings["logprobs"] or 0)
-    return settings["logprobs"] or 0 if settings["out_file"] or settings["show_probs"] else None
+        return max(NUM_ALTERNATIVES, in_file)
+    if settings["out_file"] or settings["show_probs"]:
+        return in_file
+    return None
 
 
 def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type: str, dtype_name: str) -> Outputs:
@@ -74,7 +77,7 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
     if not (settings["out_file"] or settings["html_file"]):
         return Outputs()
     from sampling.outputs.html import HtmlWriter
-    from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter, reproducibility_settings
+    from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter, LineFormat, reproducibility_settings
     from sampling.outputs.output_file import open_output
     check_not_prompts(settings)
     overwrite = settings["overwrite"]
@@ -83,12 +86,13 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
         open_output(path).close() # so that neither file is emptied if one of them cannot be used
     jsonl = html = jsonl_printer = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
-    line_format = {"path": checkpoint.path, "crc32": checkpoint.crc32}, run_settings, settings["logprobs"]
+    checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32}
+    line_format = LineFormat(checkpoint_id, run_settings, settings["logprobs"])
     if settings["out_file"] == "-":
-        jsonl_printer = JsonlPrinter(*line_format)
+        jsonl_printer = JsonlPrinter(line_format)
     elif settings["out_file"]:
-        jsonl = JsonlWriter(settings["out_file"], *line_format, overwrite)
-    num_saved = jsonl.num_saved if jsonl else 0
+        jsonl = JsonlWriter(settings["out_file"], line_format, overwrite)
+    num_saved = jsonl.num_saved if jsonl else None
     if settings["html_file"]:
         model = settings["out_dir"] if settings["init_from"] == "resume" else settings["init_from"]
         run_info = {"model": model, "start": settings["start"], **run_settings}
@@ -104,8 +108,3 @@ def check_not_prompts(settings: dict[str, Any]) -> None:
         if kind != "TEXT" and path and "-" not in (path, prompts) and os.path.exists(path) \
                 and os.path.exists(prompts) and os.path.samefile(path, prompts):
             raise ValueError(f"{name} is the prompt file, {prompts}: give {name} another name")
-
-
-def count_samples(count: int) -> str:
-    """The number of samples in words."""
-    return f"{count} sample{'' if count == 1 else 's'}"

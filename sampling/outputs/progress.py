@@ -2,7 +2,7 @@
 import sys
 import time
 
-from sampling.outputs.console import is_tty, log, set_progress_bar, shows_progress_bar
+from sampling.outputs.console import is_tty, log, plural, set_progress_bar, shows_progress_bar
 from sampling.params import Sample
 
 LOG_INTERVAL = 30 # seconds between two lines of progress
@@ -34,16 +34,17 @@ class Progress:
         if self.bar is not None:
             self.bar.update(num_tokens)
         elif not is_tty(sys.stderr):
-            self.log_now_and_then()
+            self.log_periodically()
 
-    def log_now_and_then(self) -> None:
+    def log_periodically(self) -> None:
         """Log a line of progress, if LOG_INTERVAL has passed since the last one."""
         now = time.perf_counter()
         if now - self.last_line_time >= LOG_INTERVAL:
             self.last_line_time = now
-            of_total = f" of {self.total_samples}" if self.total_samples else ""
+            samples = (f"{self.num_samples} of {plural(self.total_samples, 'sample')}" if self.total_samples
+                       else plural(self.num_samples, "sample"))
             rate = self.num_generated / (now - self.start_time)
-            log(f"{self.num_samples}{of_total} samples, {self.num_generated} tokens so far: {rate:.0f} tokens/s")
+            log(f"{samples}, {plural(self.num_generated, 'token')} so far: {rate:.0f} tokens/s")
 
     def add_sample(self, sample: Sample) -> None:
         """Count a finished sample."""
@@ -51,7 +52,7 @@ class Progress:
         if self.bar is not None:
             if self.bar.total:
                 self.bar.total -= self.max_new_tokens - sample.num_tokens # it stopped early
-            self.bar.set_postfix_str(f"{self.num_samples} samples", refresh=False)
+            self.bar.set_postfix_str(plural(self.num_samples, "sample"), refresh=False)
 
     def close(self, peak_memory: int | None) -> None:
         """Remove the bar, and log a summary of the run if it generated samples. peak_memory is in bytes."""
@@ -62,5 +63,5 @@ class Progress:
             return
         seconds = time.perf_counter() - self.start_time
         peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
-        samples = "1 sample" if self.num_samples == 1 else f"{self.num_samples} samples"
-        log(f"{samples}, {self.num_tokens} tokens in {seconds:.1f} s: {self.num_tokens / seconds:.0f} tokens/s{peak}")
+        log(f"{plural(self.num_samples, 'sample')}, {plural(self.num_tokens, 'token')} in {seconds:.1f} s: "
+            f"{self.num_tokens / seconds:.0f} tokens/s{peak}")

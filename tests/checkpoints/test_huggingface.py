@@ -105,6 +105,8 @@ def test_an_invalid_model_id_is_refused():
     (lambda folder: [(folder / "model.safetensors").unlink(),
                      (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../y.safetensors"}}')],
      "must name files in its own folder"),
+    (lambda folder: [(folder / "model.safetensors").unlink(), (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')],
+     "model.safetensors.index.json must name files in its own folder, but names none"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_broken_folders_are_refused(change, message, tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)

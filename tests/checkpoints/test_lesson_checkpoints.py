@@ -161,6 +161,16 @@ def test_a_config_that_is_none_of_a_gpt(config, message, tmp_path):
     assert message in str(error.value) and str(path) in str(error.value)
 
 
+def test_the_advice_for_other_fields_works(lesson, tmp_path):
+    model = make_gpt(gelu="tanh")
+    with pytest.raises(ValueError, match="fields that a GPT does not have: rope") as error:
+        load_checkpoint(save_lesson(tmp_path, model, SIZES | {"rope": False, "gelu": "tanh"}))
+    model.config.rope = False
+    command = str(error.value).split("fields: ")[1].replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
+    exec(command, {"torch": torch, "model": model})
+    assert same_model(tmp_path / "ckpt.pt", model)
+
+
 @pytest.mark.parametrize("field", [{"n_layer": torch.ones(1)}, {"n_layer": [2]}, {"n_layer": {"a": 1}}, {"n_layer": torch.float32}],
                          ids=["tensor", "list", "dict", "dtype"])
 def test_a_gptconfig_holds_flat_values(field, lesson, tmp_path):

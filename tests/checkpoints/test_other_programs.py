@@ -42,13 +42,19 @@ def test_a_bare_state_dict(prefix, tmp_path):
     assert '"config" instead of "model_args" for a model of build-nanogpt or minGPT' in message
 
 
+@pytest.mark.parametrize("prefix", ["transformer.", "", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("entry, changes", [
     ("model_args", {}), ("model_args", {"bias": False}), ("config", {"gelu": "tanh"}), ("config", {"gelu": "tanh", "tie_word_embeddings": False}),
 ], ids=["nanoGPT", "nanoGPT-no-bias", "build-nanogpt", "minGPT"])
-def test_the_advice_for_a_bare_state_dict_works(entry, changes, tmp_path):
+def test_the_advice_for_a_bare_state_dict_works(entry, changes, prefix, tmp_path):
     model = make_gpt(**changes)
-    path = save(tmp_path, model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16)})
-    command = error_of(path).split("sizes: ")[1].split(', with "config"')[0]
+    tensors = model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16)}
+    if prefix != "transformer.":
+        tensors = {prefix + name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    path = save(tmp_path, tensors)
+    message = error_of(path)
+    assert "replace each ? by the model's own number; then pass" in message and SIZES in message
+    command = message.split("sizes: ")[1].split(', with "config"')[0]
     command = command.replace("n_head=?", "n_head=2").replace("model_args", entry).replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
     exec(command, {"torch": torch})
     loaded, idx = GPT.from_checkpoint(load_checkpoint(tmp_path)), torch.arange(16)[None]

@@ -33,6 +33,41 @@ def test_gpt2s_encoding_is_used_if_dataset_is_not_a_usable_name(tmp_path, monkey
     assert load(Path("out"), dataset, 50304).source == "GPT-2's encoding"
 
 
+def test_a_data_folder_beside_out_dir_comes_last(tmp_path, monkeypatch, gpt2_encoding):
+    project, out = tmp_path / "project", tmp_path / "project" / "out"
+    out.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    size = save_tokenizer("byte-level", project / "data" / "letters")
+    assert load(out, "letters", size).source == str(project / "data" / "letters" / "tokenizer.json")
+    save_meta(project / "data" / "letters" / "meta.pkl")
+    for folder in out, Path("project", "out"):
+        assert load(folder, "letters", len(CHARS)).source == str(project / "data" / "letters" / "meta.pkl")
+    with monkeypatch.context() as inside:
+        inside.chdir(out)
+        assert load(Path(), "letters", len(CHARS)).source == str(project / "data" / "letters" / "meta.pkl")
+    save_meta(tmp_path / "data" / "letters" / "meta.pkl")
+    assert load(out, "letters", len(CHARS)).source == os.path.join("data", "letters", "meta.pkl")
+
+
+@pytest.mark.parametrize("dataset", ["../elsewhere", "a/../../elsewhere"])
+def test_a_vocabulary_outside_of_the_data_folder_beside_out_dir_is_refused(tmp_path, monkeypatch, dataset):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "project" / "data" / "a").mkdir(parents=True)
+    save_meta(tmp_path / "project" / "elsewhere" / "meta.pkl")
+    with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of ckpt\.pt"):
+        load(tmp_path / "project" / "out", dataset, len(CHARS))
+
+
+def test_a_damaged_tokenizer_is_named_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tokenizer.json").write_text("{")
+    for folder in Path(), tmp_path, Path("..", tmp_path.name):
+        with pytest.raises(ValueError) as error:
+            load(folder, None, 61)
+        assert str(error.value).count("cannot read") == 1 and str(error.value).startswith(f"cannot read {folder / 'tokenizer.json'}: ")
+
+
 @pytest.mark.parametrize("dataset", ["../elsewhere", "a/../../elsewhere", "absolute"])
 def test_a_vocabulary_outside_of_the_data_folder_is_refused(tmp_path, monkeypatch, dataset):
     monkeypatch.chdir(tmp_path)
@@ -61,8 +96,10 @@ def test_the_error_for_a_missing_vocabulary_names_its_paths(tmp_path, monkeypatc
     with pytest.raises(ValueError) as long:
         load(Path("out"), "x" * 100_000, 61)
     assert len(str(long.value)) < 500
-    for path in os.path.join("out", "meta.pkl"), os.path.join("data", "letters", "meta.pkl"):
-        assert path in str(error.value)
+    assert f"(neither meta.pkl nor tokenizer.json is in out{os.sep}, {os.path.join('data', 'letters', '')})" in str(error.value)
+    with pytest.raises(ValueError) as error:
+        load(tmp_path / "a" / "out", "letters", 61)
+    assert f", {os.path.join('data', 'letters', '')}, {tmp_path / 'a' / 'data' / 'letters'}{os.sep})" in str(error.value)
 
 
 def test_a_vocabulary_comes_before_a_tokenizer_and_that_before_gpt2s_encoding(tmp_path, monkeypatch, gpt2_encoding):

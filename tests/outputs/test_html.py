@@ -53,8 +53,28 @@ def test_a_resumed_page_has_the_same_bytes(tmp_path, truncate):
     path = tmp_path / "page.html"
     path.write_bytes(truncate(whole, ends))
     write_page(path, SAMPLES[:2], num_saved=2, close=False)
-    assert path.read_bytes() == whole[:ends[1]]
+    assert path.read_bytes() == truncate(whole, ends) # the page changes with the first sample, or when it is closed
+    write_page(path, SAMPLES[:3], num_saved=2, close=False)
+    assert path.read_bytes() == whole[:ends[2]]
     assert write_page(path, SAMPLES, num_saved=2).read_bytes() == whole
+
+
+@pytest.mark.parametrize("truncate", [
+    pytest.param(lambda whole, ends: whole[:ends[0]], id="a-sample"),
+    pytest.param(lambda whole, ends: whole[:ends[1]], id="two-samples"),
+    pytest.param(lambda whole, ends: whole[:ends[0] - 20], id="part-of-a-sample"),
+    pytest.param(lambda whole, ends: whole[:whole.index(b"<article") + 3], id="part-of-a-tag"),
+    pytest.param(lambda whole, ends: whole[:whole.index(b"<article")], id="head"),
+    pytest.param(lambda whole, ends: whole[:90], id="part-of-the-head"),
+])
+def test_an_unfinished_page_begins_anew_only_with_an_out_file(tmp_path, truncate):
+    whole = write_page(tmp_path / "whole.html", SAMPLES).read_bytes()
+    path, unfinished = tmp_path / "page.html", truncate(whole, [end.end() for end in re.finditer(b"</article>\n", whole)])
+    path.write_bytes(unfinished)
+    with pytest.raises(ValueError, match="exists already"):
+        write_page(path, SAMPLES, num_saved=None)
+    assert path.read_bytes() == unfinished
+    assert write_page(path, SAMPLES, num_saved=0).read_bytes() == whole
 
 
 def test_a_page_may_have_no_samples(tmp_path):
@@ -65,6 +85,8 @@ def test_a_page_may_have_no_samples(tmp_path):
 @pytest.mark.parametrize("existing, num_saved, message", [
     (lambda page: b"mine", 0, "exists already, and nothing is overwritten: move it, or give html_file another name"),
     (lambda page: page, 0, "exists already"),
+    (lambda page: page.partition(b"</main>")[0].replace(b"out-letters", b"out-lettres"), 0, "exists already"),
+    (lambda page: page.partition(b"</main>")[0].replace(b'"sample-1"', b'"sample-7"'), 0, "exists already"),
     (lambda page: b"mine", 1, "first 1 samples, as out_file does, but has 0"),
     (lambda page: b"", 1, "but has 0"),
     (lambda page: b"<p>" + page, 1, "but has 0"),
@@ -74,7 +96,7 @@ def test_a_page_may_have_no_samples(tmp_path):
     (lambda page: page[:-45], 4, "but has 3"),
     (lambda page: page.replace(b"out-letters", b"out-lettres"), 2, "the page of this run and hold its first 2 samples"),
     (None, 1, "but has 0"),
-], ids=["a-file", "a-page", "no-page", "empty", "prefixed", "another-version", "gap", "too-few", "half", "another-run", "missing"])
+], ids=["a-file", "a-page", "another-unfinished-run", "unfinished-gap", "no-page", "empty", "prefixed", "another-version", "gap", "too-few", "half", "another-run", "missing"])
 def test_any_other_file_is_refused_and_stays_unchanged(tmp_path, existing, num_saved, message):
     path = tmp_path / "page.html"
     page = write_page(path, SAMPLES).read_bytes()

@@ -18,7 +18,7 @@ from models import CHARS, make_gpt, save_checkpoint
 from pages import finished_sample, make_token
 from project import RULE, SCRIPT
 from sampling.inputs.prompts import RESULT_FIELDS, JsonPrompt
-from sampling.outputs.jsonl import JsonlWriter, reproducibility_settings
+from sampling.outputs.jsonl import JsonlWriter, LineFormat, reproducibility_settings
 from sampling.params import Prompt, SampleRequest
 from script_process import start_script
 
@@ -120,7 +120,7 @@ def test_equivalent_settings_are_equal():
 
 
 def test_a_sample_is_written_to_the_file_immediately(tmp_path):
-    writer = JsonlWriter(tmp_path / "a.jsonl", CHECKPOINT_ID, SETTINGS)
+    writer = JsonlWriter(tmp_path / "a.jsonl", LineFormat(CHECKPOINT_ID, SETTINGS))
     for index in range(3):
         writer.write(finished_sample(index, "O", []))
         assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == index + 1
@@ -129,7 +129,7 @@ def test_a_sample_is_written_to_the_file_immediately(tmp_path):
 
 def test_a_removed_file_is_an_error(tmp_path):
     """Otherwise all later samples would be lost. A renamed file still receives them."""
-    writer = JsonlWriter(str(tmp_path / "a.jsonl"), CHECKPOINT_ID, SETTINGS)
+    writer = JsonlWriter(str(tmp_path / "a.jsonl"), LineFormat(CHECKPOINT_ID, SETTINGS))
     (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
     writer.write(finished_sample(0, "O", []))
     (tmp_path / "b.jsonl").unlink()
@@ -142,7 +142,7 @@ def test_a_removed_file_is_an_error(tmp_path):
 
 def write_file(path, requests=REQUESTS, settings=SETTINGS):
     """Write a finished file of these requests. Return its bytes."""
-    with closing(JsonlWriter(path, CHECKPOINT_ID, settings)) as writer:
+    with closing(JsonlWriter(path, LineFormat(CHECKPOINT_ID, settings))) as writer:
         for request in writer.resume(requests):
             if not request.already_saved:
                 writer.write(replace(finished_sample(0, "", [make_token("x\n", 0.5)]), request=request))
@@ -160,10 +160,19 @@ def test_a_file_truncated_anywhere_is_resumed(tmp_path):
 def test_requests_are_marked_as_already_saved(tmp_path):
     whole = write_file(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]) + b'{"version"')
-    writer = JsonlWriter(tmp_path / "a.jsonl", CHECKPOINT_ID, SETTINGS)
+    writer = JsonlWriter(tmp_path / "a.jsonl", LineFormat(CHECKPOINT_ID, SETTINGS))
     assert writer.num_saved == 2
     assert list(writer.resume(iter(REQUESTS))) == [replace(request, already_saved=request.index < 2) for request in REQUESTS]
     writer.close()
+
+
+def test_a_whole_line_counts_without_its_newline(tmp_path):
+    whole = write_file(tmp_path / "a.jsonl")
+    for end, num_saved in (len(whole), 4), (len(whole) - 1, 4), (len(whole) - 2, 3):
+        (tmp_path / "a.jsonl").write_bytes(whole[:end])
+        writer = JsonlWriter(tmp_path / "a.jsonl", LineFormat(CHECKPOINT_ID, SETTINGS))
+        assert writer.num_saved == num_saved == sum(request.already_saved for request in writer.resume(REQUESTS))
+        writer.close()
 
 
 @pytest.mark.parametrize("change, message", [
@@ -189,7 +198,7 @@ def test_any_other_line_is_refused_and_stays_unchanged(tmp_path, change, message
     first, second = write_file(tmp_path / "a.jsonl", REQUESTS[:2]).splitlines(keepends=True)
     content = first + (json.dumps(change(json.loads(second))) + newline).encode()
     (tmp_path / "a.jsonl").write_bytes(content)
-    writer = JsonlWriter(tmp_path / "a.jsonl", CHECKPOINT_ID, SETTINGS)
+    writer = JsonlWriter(tmp_path / "a.jsonl", LineFormat(CHECKPOINT_ID, SETTINGS))
     with pytest.raises(ValueError) as error:
         list(writer.resume(iter(REQUESTS)))
     assert message in str(error.value) and str(error.value).startswith(f"{tmp_path}/a.jsonl, line 2")
@@ -199,7 +208,7 @@ def test_any_other_line_is_refused_and_stays_unchanged(tmp_path, change, message
 
 def test_a_file_with_more_samples_than_the_run_is_refused(tmp_path):
     whole = write_file(tmp_path / "a.jsonl")
-    writer = JsonlWriter(tmp_path / "a.jsonl", CHECKPOINT_ID, SETTINGS)
+    writer = JsonlWriter(tmp_path / "a.jsonl", LineFormat(CHECKPOINT_ID, SETTINGS))
     with pytest.raises(ValueError, match="holds 4 samples, more than this run generates"):
         list(writer.resume(iter(REQUESTS[:3])))
     writer.close()

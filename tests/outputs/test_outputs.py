@@ -42,6 +42,39 @@ def test_both_files_resume_together(tmp_path, capsys):
     assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
 
 
+@pytest.mark.parametrize("end", [-1, -2], ids=["no-newline", "truncated"])
+def test_both_files_resume_together_after_a_line_without_its_newline(tmp_path, end):
+    run(tmp_path, 3)
+    whole = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
+    (tmp_path / "a.jsonl").write_bytes(whole[0][:end])
+    run(tmp_path, 3)
+    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
+
+
+@pytest.mark.parametrize("line", [b"", b'{"version"'], ids=["no-line", "truncated-line"])
+def test_a_run_that_died_on_its_first_sample_is_resumed(tmp_path, line):
+    run(tmp_path, 3)
+    whole = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
+    (tmp_path / "a.jsonl").write_bytes(line)
+    (tmp_path / "a.html").write_bytes(whole[1].partition(b'<article id="sample-1"')[0])
+    assert run(tmp_path, 3) == 0
+    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
+
+
+def test_a_refused_resume_changes_neither_file(run_script, tmp_path):
+    save_checkpoint(tmp_path / "out", make_gpt())
+    (tmp_path / "prompts.txt").write_text("O\nyes\nno\n")
+    arguments = "--start=LINES:prompts.txt", "--num_samples=1", "--max_new_tokens=9", "--out_file=a.jsonl", "--html_file=a.html"
+    assert run_script(*arguments, cwd=tmp_path).returncode == 0
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[:2])) # the page has a sample more
+    files = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
+    (tmp_path / "prompts.txt").write_text("O\nother\nno\n")
+    done = run_script(*arguments, cwd=tmp_path)
+    assert done.returncode == 1 and "line 2, is from another run" in done.stderr
+    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == files
+
+
 def test_files_that_grow_equal_files_made_at_once(run_script, tmp_path):
     save_checkpoint(tmp_path / "out", make_gpt())
     run = ("--start=O", "--max_new_tokens=20", "--device=cpu")

@@ -33,16 +33,19 @@ def test_the_last_line_summarises_the_run(run_script, char_checkpoint):
     assert re.fullmatch(r"3 samples, 90 tokens in \d+\.\d s: \d+ tokens/s, peak memory \d+ MB", done.stderr.splitlines()[-1])
 
 
-def test_one_sample_is_not_plural(capsys):
+@pytest.mark.parametrize("num_tokens, tokens", [(0, "0 tokens"), (1, "1 token"), (2, "2 tokens")])
+def test_one_sample_is_not_plural(capsys, num_tokens, tokens):
     counter = Progress(1, 5)
-    counter.add_tokens(2)
-    counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 2, "stop"))
+    counter.add_tokens(num_tokens)
+    with tqdm(total=5, file=io.StringIO()) as counter.bar:
+        counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * num_tokens, "stop"))
+        assert counter.bar.postfix == "1 sample"
     counter.close(None)
-    assert re.fullmatch(r"1 sample, 2 tokens in \d+\.\d s: \d+ tokens/s\n", capsys.readouterr().err)
+    assert re.fullmatch(rf"1 sample, {tokens} in \d+\.\d s: \d+ tokens/s\n", capsys.readouterr().err)
 
 
 def test_where_stderr_is_no_terminal_a_line_comes_every_half_minute(capsys, monkeypatch):
-    for total, of_total in (5, " of 5"), (None, ""):
+    for total, before, after in (5, "0 of 5 samples", "1 of 5 samples"), (None, "0 samples", "1 sample"):
         clock = iter([0, 10, 29, 31, 50, 62, 90, 93])
         monkeypatch.setattr(progress.time, "perf_counter", clock.__next__)
         counter = Progress(total, 100)
@@ -51,8 +54,8 @@ def test_where_stderr_is_no_terminal_a_line_comes_every_half_minute(capsys, monk
         counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 100))
         for _ in range(2):
             counter.add_tokens(-50)
-        assert capsys.readouterr().err == (f"0{of_total} samples, 300 tokens so far: 10 tokens/s\n0{of_total} samples, 500 tokens so far: 8 tokens/s\n"
-                                           f"1{of_total} samples, 400 tokens so far: 4 tokens/s\n")
+        assert capsys.readouterr().err == (f"{before}, 300 tokens so far: 10 tokens/s\n{before}, 500 tokens so far: 8 tokens/s\n"
+                                           f"{after}, 400 tokens so far: 4 tokens/s\n")
 
 
 def test_a_terminal_without_a_bar_gets_no_lines(capsys, monkeypatch):

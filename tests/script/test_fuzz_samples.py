@@ -17,7 +17,7 @@ from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.eager import EagerGPT
 from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.outputs.jsonl import JsonlWriter
+from sampling.outputs.jsonl import JsonlWriter, LineFormat
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token
 from sampling.sampler.sample_token import Logits, exponential_noise, sample_token
@@ -206,7 +206,7 @@ def make_requests(parts):
 
 def write_run(path, parts, settings):
     """Write the samples that are not saved yet, and return the file's content."""
-    writer = JsonlWriter(path, CHECKPOINT_ID, settings)
+    writer = JsonlWriter(path, LineFormat(CHECKPOINT_ID, settings))
     try:
         for request in writer.resume(make_requests(parts)):
             if not request.already_saved:

@@ -56,6 +56,19 @@ def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_fol
     assert done.stdout == "".join(f"{tokenizer.decode(ids)}\n{RULE}\n" for ids in expected)
 
 
+def test_the_script_finds_nanogpts_data_folder_from_any_folder(run_script, tmp_path):
+    save_checkpoint(tmp_path / "nanoGPT" / "out-letters", make_gpt(), meta=False)
+    save_meta(tmp_path / "nanoGPT" / "data" / "letters" / "meta.pkl")
+    (tmp_path / "elsewhere").mkdir()
+    expected = expected_text(make_gpt(), "The ", seed=5, num_samples=1, max_new_tokens=5, top_k=200, temperature=0.8)
+    for cwd, out_dir in ("elsewhere", tmp_path / "nanoGPT" / "out-letters"), (".", "nanoGPT/out-letters"), ("nanoGPT", "out-letters"), ("nanoGPT/out-letters", "."):
+        done = run_script(f"--out_dir={out_dir}", *FAST, "--start=The ", "--seed=5", "--device=cpu", cwd=tmp_path / cwd)
+        assert done.stdout == expected, done.stderr
+    (tmp_path / "nanoGPT" / "data" / "letters" / "meta.pkl").unlink()
+    done = run_script(f"--out_dir={tmp_path}/nanoGPT/out-letters", *FAST, cwd=tmp_path / "elsewhere")
+    assert done.returncode == 1 and f"neither meta.pkl nor tokenizer.json is in {tmp_path}/nanoGPT/out-letters/, data/letters/, {tmp_path}/nanoGPT/data/letters/" in done.stderr
+
+
 def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=5", "--start=AB")
     assert re.fullmatch(rf"(AB[^-]{{5}}\n{RULE}\n){{3}}", done.stdout)

@@ -3,6 +3,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -73,6 +74,21 @@ def test_a_closed_pipe_is_not_an_error(char_checkpoint):
     command = shlex.join([sys.executable, str(SCRIPT), f"--out_dir={char_checkpoint}", "--batch_size=1", "--max_new_tokens=5", "--num_samples=50"])
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | head -1"], capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "rror" not in done.stderr and done.returncode == 141
+
+
+def test_a_pipe_gets_a_sample_while_others_of_its_batch_go_on(run_script, char_checkpoint):
+    run = f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=2", "--batch_size=2", "--context_shift", "--device=cpu"
+    first = run_script(*run, "--max_new_tokens=12").stdout.split(f"\n{RULE}\n")[0]
+    process = start_script(*run, "--max_new_tokens=1000000", f"--stop={first[-8:]}") # the second sample does not have this text
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    expected, printed = f"{first[:-8]}\n{RULE}\n".encode(), b""
+    while len(printed) < len(expected) and (part := process.stdout.read(1000)):
+        printed += part
+    assert printed == expected and process.poll() is None
+    process.kill()
+    assert process.communicate(timeout=20)[0] == b""
+    timer.cancel()
 
 
 def test_input_from_a_pipe_may_come_late(char_checkpoint):
