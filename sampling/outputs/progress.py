@@ -43,8 +43,8 @@ class Progress:
             self.last_line_time = now
             samples = (f"{self.num_samples} of {plural(self.total_samples, 'sample')}" if self.total_samples
                        else plural(self.num_samples, "sample"))
-            rate = self.num_generated / (now - self.start_time)
-            log(f"{samples}, {plural(self.num_generated, 'token')} so far: {rate:.0f} tokens/s")
+            log(f"{samples}, {plural(self.num_generated, 'token')} so far: "
+                f"{rate_text(self.num_generated, now - self.start_time)}")
 
     def add_sample(self, sample: Sample) -> None:
         """Count a finished sample."""
@@ -64,4 +64,10 @@ class Progress:
         seconds = time.perf_counter() - self.start_time
         peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
         log(f"{plural(self.num_samples, 'sample')}, {plural(self.num_tokens, 'token')} in {seconds:.1f} s: "
-            f"{self.num_tokens / seconds:.0f} tokens/s{peak}")
+            f"{rate_text(self.num_tokens, seconds)}{peak}")
+
+
+def rate_text(num_tokens: int, seconds: float) -> str:
+    """Tokens per second, with a decimal if there are fewer than ten."""
+    rate = num_tokens / seconds
+    return f"{rate:.{1 if rate < 9.95 else 0}f} tokens/s"
