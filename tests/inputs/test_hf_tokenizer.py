@@ -9,7 +9,7 @@ from sampling.inputs.hf_tokenizer import HFTokenizer
 from sampling.inputs.tokenizer_files import find_tokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams
 
-COUNTS = [300, pytest.param(20_000, marks=pytest.mark.slow)]
+COUNTS = [300, pytest.param(5_000, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=KINDS)

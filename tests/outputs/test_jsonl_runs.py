@@ -202,7 +202,7 @@ def test_a_second_run_cannot_write_to_the_same_file(run_script, folder):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limits")
 def test_a_full_disk_is_one_error_line_and_the_run_can_be_resumed(run_script, folder, whole):
-    limited = f"ulimit -f 4; exec {sys.executable} {SCRIPT} {' '.join(map(shlex.quote, RUN))} --out_file=a.jsonl"
+    limited = f"ulimit -f 4; export OMP_NUM_THREADS=1; exec {sys.executable} {SCRIPT} {' '.join(map(shlex.quote, RUN))} --out_file=a.jsonl"
     done = subprocess.run(["bash", "-c", limited], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "File too large" in done.stderr.splitlines()[-1]
     assert len(whole) > 4096 == (folder / "a.jsonl").stat().st_size

@@ -66,7 +66,7 @@ def test_a_separate_process_prints_the_same_as_a_fork(run_script, char_checkpoin
     for separate in False, True:
         folder = tmp_path / str(separate)
         folder.mkdir()
-        done = run_script(*arguments, "--max_new_tokens=20", cwd=folder, stdin=stdin, separate=separate)
+        done = run_script(*arguments, "--max_new_tokens=20", cwd=folder, stdin=stdin, separate=separate, OMP_NUM_THREADS="1")
         assert done.returncode == 0 and RULE in done.stdout, done.stderr
         found.append((done.stdout, {path.name: path.read_bytes() for path in folder.iterdir()}))
     assert found[0] == found[1]
