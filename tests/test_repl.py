@@ -81,15 +81,16 @@ def test_commands_change_the_settings(session, run_script, char_checkpoint):
 @pytest.mark.parametrize("typed, message", [
     (":temprature=1", "error: a session has no setting temprature; did you mean temperature?"),
     (":temperature=cold", "error: temperature takes a number"),
-    (":temperature=-1", "error: temperature must be 0"),
-    (":out_dir=x", "error: a session has no setting out_dir"),
-    (":", "error: a session has no setting"), (":stop", "error: :stop needs a value"),
+    pytest.param(":temperature=-1", "error: temperature must be 0", marks=pytest.mark.slow),
+    pytest.param(":out_dir=x", "error: a session has no setting out_dir", marks=pytest.mark.slow),
+    pytest.param(":", "error: a session has no setting", marks=pytest.mark.slow), (":stop", "error: :stop needs a value"),
     ("FILE:-", "error: this session reads standard input itself"),
     ("¡", "error: the prompt has characters"),
     ("FILE:nowhere.txt", "error: cannot read the prompt file"), ("FILE:a--b.txt", "error: cannot read the prompt file 'a--b.txt'"),
     ("FILE:--seed.txt", "error: cannot read the prompt file '--seed.txt'"),
-    ('""', "error: "),
-    (":help", "Ctrl-D ends the session"), (":continue", "error: there is no sample yet"), (":again", "error: there is no sample yet"),
+    pytest.param('""', "error: ", marks=pytest.mark.slow),
+    (":help", "Ctrl-D ends the session"), (":continue", "error: there is no sample yet"),
+    pytest.param(":again", "error: there is no sample yet", marks=pytest.mark.slow),
     (":x", "put a prompt that begins with a colon in quotes"),
 ], ids=str)
 def test_the_session_continues_after_an_error(session, typed, message):
@@ -129,7 +130,7 @@ def test_lines_can_be_edited_and_recalled(session):
     session.wait_for(RULE)
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["fork", "separate"])
+@pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fork", "separate"])
 def test_ctrl_d_ends_the_session_and_the_line(start, separate):
     session = start(separate=separate)
     session.type("\x04")
@@ -137,7 +138,7 @@ def test_ctrl_d_ends_the_session_and_the_line(start, separate):
     assert session.process.returncode == 0
 
 
-@pytest.mark.parametrize("typed", [":quit", ":q", "exit"])
+@pytest.mark.parametrize("typed", [":quit", pytest.param(":q", marks=pytest.mark.slow), "exit"])
 def test_words_end_the_session(session, typed):
     session.type(f"{typed}\n")
     assert session.read_to_end() == f"{typed}\n"

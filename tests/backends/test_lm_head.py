@@ -11,7 +11,7 @@ from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.cpu.packed_linear import is_supported
 from sampling.sampler.sample_token import TokenSampler
 
-pytestmark = pytest.mark.skipif(not is_supported(torch.bfloat16), reason="this torch lacks the operators")
+pytestmark = [pytest.mark.skipif(not is_supported(torch.bfloat16), reason="this torch lacks the operators"), pytest.mark.usefixtures("all_threads")]
 
 V, E = 5000, 256
 

@@ -11,7 +11,7 @@ from sampling.backends.cpu.packed_linear import NARROW, PackedLinear, is_support
 from sampling.backends.prepare import cast_linears
 from sampling.sampler.sample_token import TokenSampler
 
-pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
+pytestmark = [pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators"), pytest.mark.usefixtures("all_threads")]
 
 WIDE = dict(n_embd=NARROW, n_head=4, n_layer=2)
 PROCESSORS = ["Intel", "AMD"]

@@ -9,6 +9,7 @@ from cases import cases
 from sampling.backends.cpu import packed_linear
 from sampling.backends.cpu.packed_linear import NARROW, PackedLinear, is_supported, pack_thresholds
 
+pytestmark = pytest.mark.usefixtures("all_threads")
 needs_operators = pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
 
 USES = [ # numbers of rows of consecutive calls, and the call (from 1) that packs the layer: on Intel, elsewhere

@@ -1,7 +1,14 @@
 """Fixtures of the tests of outputs."""
+import shutil
+
 import pytest
 
+from pages import write_page
 from terminal import Terminal
+
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+           "--disable-component-update", "--disable-sync", "--js-flags=--expose-gc"]
 
 
 @pytest.fixture
@@ -16,3 +23,43 @@ def terminal(char_checkpoint, tiktoken_cache):
     yield start
     for one in started:
         one.close()
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """Starts a browser: chromium(*options)."""
+    if not CHROMIUM:
+        pytest.skip("no Chromium here")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        yield lambda *options: started.chromium.launch(executable_path=CHROMIUM, args=[*OPTIONS, *options])
+
+
+@pytest.fixture(scope="session")
+def browser(chromium):
+    browser = chromium()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def view(browser, tmp_path):
+    """Opens a page of samples in a window: view(samples, **options). The test fails if the page reported an error."""
+    contexts, errors = [], []
+
+    def view(samples, browser=browser, **options):
+        path = samples if hasattr(samples, "as_uri") else write_page(tmp_path / "page.html", samples)
+        context = browser.new_context(**{"viewport": {"width": 1000, "height": 800}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(5000)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text))
+        page.goto(path.as_uri())
+        page.wait_for_selector(".token", state="attached")
+        return page
+    view.errors = errors
+    yield view
+    for context in contexts:
+        context.close()
+    assert errors == []

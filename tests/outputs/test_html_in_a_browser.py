@@ -1,56 +1,11 @@
-"""The HTML page of samples in Chromium."""
+"""The HTML page of samples in Chromium: its look, its safety and its size. Another file tests the tooltips."""
 import re
-import shutil
 from itertools import pairwise
 
 import pytest
 
 from pages import HOSTILE, PROBABILITIES, SHOWN, finished_sample, make_token, make_tokens, write_page
 from sampling.outputs.html import HtmlWriter
-
-CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-           "--disable-component-update", "--disable-sync", "--js-flags=--expose-gc"]
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """Starts a browser: chromium(*options)."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as started:
-        yield lambda *options: started.chromium.launch(executable_path=CHROMIUM, args=[*OPTIONS, *options])
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    browser = chromium()
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def view(browser, tmp_path):
-    """Opens a page of samples in a window: view(samples, **options). The test fails if the page reported an error."""
-    contexts, errors = [], []
-
-    def view(samples, browser=browser, **options):
-        path = samples if hasattr(samples, "as_uri") else write_page(tmp_path / "page.html", samples)
-        context = browser.new_context(**{"viewport": {"width": 1000, "height": 800}, **options})
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(5000)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: errors.append(message.text))
-        page.goto(path.as_uri())
-        page.wait_for_selector(".token", state="attached")
-        return page
-    view.errors = errors
-    yield view
-    for context in contexts:
-        context.close()
-    assert errors == []
-
 
 LUMINANCE_JS = """
 const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1}).getContext('2d', {willReadFrequently: true})
@@ -86,75 +41,6 @@ def test_all_text_has_enough_contrast(view, scheme):
     }}""")
     assert {"H1", "H2", "SUMMARY", "DD", "p6", "token p6", "BDI", "SPAN", "finish"} <= {name for name, *_ in pairs}
     assert all((max(a, b) + 0.05) / (min(a, b) + 0.05) >= 4.5 for _, a, b in pairs), pairs
-
-
-def test_hovering_shows_the_alternatives(view):
-    page = view([[make_token("a", 0.5, a=0.5, b=0.25), make_token("\n", 0.0004, **{" ": 0.9, "\t\u202e": 0.05}), make_token("c", 0.2, d=0.3, c=0.2)]])
-    details = page.get_by_role("tooltip")
-    assert details.count() == 0
-    page.locator(".token").nth(2).hover()
-    assert details.locator("li").all_inner_texts() == ["d\n30.0%", "c\n20.0%"]
-    assert details.locator(".sampled").inner_text() == "c\n20.0%"
-    details.hover() # the tooltip stays while the pointer is on it
-    assert details.count() == 1
-    page.keyboard.press("Escape")
-    assert details.count() == 0
-    left, top, width = page.evaluate("(({left, top, width}) => [left, top, width])(document.querySelectorAll('.token')[1].getBoundingClientRect())")
-    assert width == 0
-    page.mouse.click(left + 8, top + 8) # the newline symbol; the list contains the sampled token even if it is not among the most likely
-    assert details.locator("li").all_inner_texts() == ["␣\n90.0%", "⇥⟨202E⟩\n5.0%", "↵\n0.04%"]
-    page.locator("h1").hover()
-    assert details.count() == 0
-
-
-@pytest.mark.slow
-def test_the_tooltip_is_next_to_its_token(view):
-    page = view([make_tokens(100)], viewport={"width": 400, "height": 500})
-    places = page.evaluate("""() => [...document.querySelectorAll('.token')].map(token => {
-      scrollTo(0, scrollY + token.getBoundingClientRect().top - (token.textContent.length % 2 ? 10 : 300))
-      token.click()
-      const [line, details] = [[...token.getClientRects()].at(-1), document.querySelector('#details').getBoundingClientRect()]
-      return [token.getClientRects().length, details.top, Math.max(line.top - details.bottom, details.top - line.bottom)]
-    })""")
-    assert {lines for lines, *_ in places} == {1, 2} # a token's space may stay at the end of the previous line
-    assert all(top >= 0 and 0 <= gap <= 8 for _, top, gap in places), places
-
-
-@pytest.mark.slow
-def test_the_keyboard_moves_from_token_to_token_and_announces_each(view):
-    page = view([[make_token("a", 0.5, a=0.5, **{" \n": 0.25}), make_token("b\n", 0.25), make_token("c", 0.125)], make_tokens(300)],
-                viewport={"width": 400, "height": 500})
-    status = page.get_by_role("status")
-    page.keyboard.press("Tab") # the settings
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Tokens of sample 0"
-    for key, announced in [("ArrowRight", "a 50.0%; others: space new line 25.0%"), ("ArrowRight", "b new line 25.0%"),
-                       ("ArrowRight", "c 12.5%"), ("ArrowRight", "c 12.5%"), ("ArrowLeft", "b new line 25.0%"),
-                       ("ArrowLeft", "a 50.0%"), ("ArrowDown", "c 12.5%"), ("ArrowUp", "a 50.0%"), ("End", "c"), ("Home", "a")]:
-        page.keyboard.press(key)
-        assert status.text_content().strip().startswith(announced), key
-        assert page.get_by_role("tooltip").count() == page.locator(".token.current").count() == 1
-    page.keyboard.press("End")
-    page.keyboard.press("Escape")
-    page.keyboard.press("ArrowLeft") # shows the last current token again
-    assert status.text_content() == "c 12.5%"
-    page.keyboard.press("Tab")
-    assert page.get_by_role("tooltip").count() == 0
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("End") # the page scrolls down to it
-    assert "w299" in status.text_content()
-    assert page.evaluate("document.querySelector('.current').getBoundingClientRect().bottom <= innerHeight")
-    page.keyboard.press("Escape")
-    assert page.get_by_role("tooltip").count() == 0
-
-
-@pytest.mark.slow
-def test_a_character_of_several_tokens_is_one_element(view):
-    page = view([[make_token("", 0.1), make_token("", 0.5, **{"": 0.7, "�": 0.5, "a": 0.2}), make_token("😀", 0.5, **{"": 0.5, "😃": 0.4}), make_token("x", 0.9), make_token("", 0.3)]])
-    assert page.locator(".token").all_text_contents() == ["😀", "x", ""]
-    assert "p4" in page.locator(".token").first.get_attribute("class") # 0.1 * 0.5 * 0.5
-    page.locator(".token").first.hover()
-    assert page.get_by_role("tooltip").locator("li").all_inner_texts() == ["(no text)\n10.0%", "(no text)\n70.0%", "(no text)\n50.0%", "a\n20.0%", "😀\n50.0%", "😃\n40.0%"]
 
 
 @pytest.mark.slow
@@ -196,27 +82,6 @@ def test_the_page_allows_no_other_script_style_or_request(view):
     assert page.evaluate("typeof hacked") == "undefined" and page.locator("h1").is_visible()
     assert all(request.failure == "csp" for request in requests), requests
     view.errors.clear() # the browser reports its refusals there
-
-
-@pytest.mark.slow
-def test_a_phone_scrolls_only_vertically(view, tmp_path):
-    writer = HtmlWriter(tmp_path / "page.html", {"start": "x" * 300, "model": "/" * 300})
-    writer.write(finished_sample(0, "y" * 300, [*make_tokens(60), make_token("z" * 300, 0.1, **{"v" * 300: 0.2}), make_token("\n", 0.5)]))
-    writer.close()
-    page = view(tmp_path / "page.html", viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True, color_scheme="dark")
-    page.locator("summary").tap()
-    for index in [5, 29, 30, 31, 60, 61]:
-        page.locator(".token").nth(index).dispatch_event("click")
-        assert page.get_by_role("tooltip").count() == 1
-        assert page.evaluate("[document.documentElement.scrollWidth, document.body.scrollWidth]") == [360, 360]
-    page.locator(".token").nth(20).tap()
-    assert "w20" in page.get_by_role("tooltip").inner_text()
-    page.locator(".text b").tap()
-    assert page.get_by_role("tooltip").count() == 0
-    page.locator(".token").nth(20).dispatch_event("pointermove", {"pointerType": "touch"}) # a finger that scrolls
-    assert page.get_by_role("tooltip").count() == 0
-    page.locator(".token").nth(20).dispatch_event("pointermove", {"pointerType": "mouse"})
-    assert page.get_by_role("tooltip").count() == 1
 
 
 @pytest.mark.slow
@@ -296,28 +161,6 @@ def test_all_samples_are_printed_in_colour(view, scheme):
               getComputedStyle(document.querySelector('#details')).display, [document.body, document.querySelector('.p6')].map(e => luminanceOf(backgroundOf(e)))] }}""")
     assert adjust == ["exact", "exact"] and details == "none"
     assert luminances[0] > 0.9 and 0.3 < luminances[1] < 0.6
-
-
-@pytest.mark.slow
-def test_arrow_keys_work_while_the_page_scrolls_under_the_pointer(view):
-    page = view([make_tokens(300)], viewport={"width": 400, "height": 500})
-    page.locator(".token").nth(20).click()
-    for number in range(21, 60): # this scrolls the page
-        page.keyboard.press("ArrowRight")
-        page.evaluate("new Promise(requestAnimationFrame)")
-        assert f" w{number} " in page.get_by_role("status").text_content()
-    page.wait_for_timeout(150)
-    assert page.locator(".current").inner_text().strip() == "w59"
-
-
-@pytest.mark.slow
-def test_the_sample_with_the_current_token_keeps_its_token_elements(view):
-    page = view([make_tokens(500)] * 30)
-    page.locator(".token").nth(3).click()
-    page.evaluate("scrollTo(0, 1e6)")
-    page.wait_for_selector("article:last-child .token", state="attached")
-    page.keyboard.press("ArrowRight")
-    assert "w4" in page.get_by_role("status").text_content()
 
 
 @pytest.mark.slow

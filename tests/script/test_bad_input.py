@@ -89,6 +89,11 @@ BAD = { # arguments, exit status, a part of the error line
     "json-without-a-prompt": (["--start=JSONL:objects.jsonl"], 1, "objects.jsonl, line 2: every line must be an object"),
     "nul-in-a-path": (["--start='FILE:a\\0b'"], 1, "cannot read the prompt file 'a\\x00b'"),
 }
+# Tests of validation, the configurator and the prompts cover these too. Each fault here has another case beside it.
+SLOW = {"no-value", "no-number", "negative-tokens", "infinite-temperature", "nan-temperature", "negative-top_k", "no-batch", "huge-seed", "unknown-dtype",
+        "top_p-0", "min_p-2", "penalty-0", "penalty-nan", "stop-is-a-number", "huge-numbers", "huge-length", "huge-batch", "empty-stop", "no-out_file",
+        "no-html_file", "absent-second-device", "nan-weights-greedy", "empty-lines", "latin-lines", "no-lines-file", "nan-in-a-file", "nul-in-out_file",
+        "folder-as-prompt", "no-checkpoint-in-folder"}
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +141,8 @@ def save_bad_models(folder, model):
     save_checkpoint(folder / "nan", model, model=tensors | {"transformer.ln_f.bias": torch.full((24,), torch.nan)})
 
 
-@pytest.mark.parametrize("arguments, status, message", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("arguments, status, message", [
+    pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in BAD.items()])
 def test_bad_input_is_one_error_line(run_script, bad_input_folder, arguments, status, message):
     done = run_script("--out_dir=out", *FAST, *arguments, cwd=bad_input_folder)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

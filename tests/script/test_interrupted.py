@@ -26,7 +26,7 @@ RULE = b"\n---------------\n"
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} # the tests start two runs at a time
 # Output is buffered, as it is for users. With PYTHONUNBUFFERED, Python would have nothing left to write at exit.
 SEPARATE_ENV = ENV | {"PYTHONUNBUFFERED": ""}
-# Quick: a few forks of the fork server. Slow: many separate processes, which may end at any moment after their start.
+# Quick: a few forks of the fork server. Slow: also separate processes, which may end at any moment after their start.
 QUICK_AND_SLOW = pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "separate"])
 
 
@@ -123,7 +123,7 @@ def wait(process, folder, num_saved, moment):
 @QUICK_AND_SLOW
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(new_folder, uninterrupted, separate, number, status):
-    """Each run resumes the previous one. The slow case has twenty moments, half of them while the run samples."""
+    """Each run resumes the previous one. The slow case has twenty moments: ten after the start of a separate process, ten while a fork samples."""
     rng, interrupted = random.Random(int(number)), []
     moments = [-0.2 * rng.random() for _ in range(10 if separate else 4)]
     if separate:
@@ -134,7 +134,7 @@ def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(new_folder,
         folder = new_folder(str(half))
         for moment in moments[half::2]:
             num_saved = num_saved_in(folder)
-            process = start(folder, *RESUMABLE, separate=separate)
+            process = start(folder, *RESUMABLE, separate=moment >= 0)
             wait(process, folder, num_saved, moment)
             process.send_signal(number)
             printed, messages = process.communicate()
@@ -159,10 +159,11 @@ def test_stdout_may_be_closed_after_any_number_of_bytes(new_folder, uninterrupte
     """head closes it like this."""
     def read_some(half):
         folder, rng, num_early = new_folder(str(half)), random.Random(half), 0
+        separate_half = separate and half == 0 # the other half are forks
         for share in [0, *(rng.random() for _ in range(6 if separate else 1))]:
             num_saved = num_saved_in(folder)
             rest = b"".join(uninterrupted.samples[num_saved:])
-            process = start(folder, *RESUMABLE, separate=separate)
+            process = start(folder, *RESUMABLE, separate=separate_half)
             wanted, read = int(share * len(rest) / 3), b""
             while len(read) < wanted and (more := process.stdout.read(wanted - len(read))):
                 read += more
@@ -243,7 +244,7 @@ def test_files_may_be_renamed_during_a_run(new_folder, uninterrupted, separate):
         number, name = case
         folder, rng = new_folder(str(number)), random.Random(number)
         for moment in ([uninterrupted.seconds * rng.random()] if separate else []) + [-0.2 * rng.random()]:
-            process = start(folder, *RESUMABLE, separate=separate)
+            process = start(folder, *RESUMABLE, separate=moment >= 0)
             wait(process, folder, 0, moment)
             with suppress(FileNotFoundError):
                 (folder / name).rename(folder / "gone")

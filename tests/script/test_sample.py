@@ -23,7 +23,7 @@ def expected_text(model, prompt, **sampling):
     return "".join("".join(CHARS[i] for i in sample) + f"\n{RULE}\n" for sample in samples)
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("batch_size", [None, 1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_samples_equal_nanogpts_with_any_batch_size(run_script, char_checkpoint, batch_size):
     done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=4", "--max_new_tokens=30", "--start=The ", "--top_k=30",
                   "--temperature=0.9", "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
@@ -144,7 +144,7 @@ def test_the_page_of_a_model_with_few_tokens_shows_all_tokens_as_alternatives(ru
 
 
 @pytest.mark.slow # test_eager.py compiles in the quick run
-@pytest.mark.parametrize("n_layer, num_samples, batch_size", [(1, 2, 2), (2, 2, 2), (2, 3, 2), (2, 9, 9)])
+@pytest.mark.parametrize("n_layer, num_samples, batch_size", [(1, 2, 2), (2, 2, 2), (1, 3, 2), (1, 9, 9)])
 def test_compile_compiles_everything_before_the_first_sample(run_script, tmp_path, n_layer, num_samples, batch_size):
     """Also if the last batch is smaller, and if two axes have the same size."""
     save_checkpoint(tmp_path, make_gpt(n_layer=n_layer))

@@ -9,7 +9,9 @@ from project import RULE
 FAST = "--num_samples=1", "--max_new_tokens=5"
 
 
-@pytest.mark.parametrize("arguments", [['--stop=["e", "a"]'], ["--stop=e", "--stop=a"], ["stops.py"], ["stops.py", "--stop=a", "--stop", "e"]], ids=str)
+@pytest.mark.parametrize("arguments", [
+    ['--stop=["e", "a"]'], ["--stop=e", "--stop=a"], pytest.param(["stops.py"], marks=pytest.mark.slow),
+    pytest.param(["stops.py", "--stop=a", "--stop", "e"], marks=pytest.mark.slow)], ids=str)
 def test_several_stop_texts_end_a_sample_where_the_first_of_them_begins(run_script, char_checkpoint, tmp_path, arguments):
     (tmp_path / "stops.py").write_text("stop = ['a', 'e']\n")
     run = f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=40", "--start=O", "--device=cpu"

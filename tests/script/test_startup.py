@@ -38,21 +38,22 @@ def test_importing_the_script_runs_nothing():
     assert (done.returncode, done.stdout, done.stderr) == (0, "0.8\n", "")
 
 
-def test_the_script_runs_from_any_folder_and_through_a_symbolic_link(tmp_path, char_checkpoint):
+@pytest.mark.parametrize("path", [pytest.param("absolute", marks=pytest.mark.slow), "relative", "link"])
+def test_the_script_runs_from_any_folder_and_through_a_symbolic_link(run_script, tmp_path, char_checkpoint, path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "sample").symlink_to(SCRIPT)
     save_checkpoint(tmp_path / "elsewhere" / "out", make_gpt())
     # The script imports its own model.py, not the one in the working directory.
     (tmp_path / "elsewhere" / "model.py").write_text("raise SystemExit('a wrong model.py')")
-    here = run_python(SCRIPT, f"--out_dir={char_checkpoint}", *FAST)
+    here = run_script(f"--out_dir={char_checkpoint}", *FAST)
     assert here.returncode == 0 and RULE in here.stdout
-    for script in SCRIPT, tmp_path / "bin" / "sample", os.path.relpath(SCRIPT, tmp_path / "elsewhere"):
-        done = run_python(script, *FAST, cwd=tmp_path / "elsewhere")
-        assert (done.returncode, done.stdout) == (0, here.stdout), done.stderr
+    script = {"absolute": SCRIPT, "relative": os.path.relpath(SCRIPT, tmp_path / "elsewhere"), "link": tmp_path / "bin" / "sample"}[path]
+    done = run_python(script, *FAST, cwd=tmp_path / "elsewhere")
+    assert (done.returncode, done.stdout) == (0, here.stdout), done.stderr
 
 
-@pytest.mark.parametrize("run", ["checkpoint", "gpt2", "prompts-and-files", "session"])
+@pytest.mark.parametrize("run", [pytest.param("checkpoint", marks=pytest.mark.slow), "gpt2", "prompts-and-files", pytest.param("session", marks=pytest.mark.slow)])
 def test_a_separate_process_prints_the_same_as_a_fork(run_script, char_checkpoint, gpt2_folder, tmp_path, run):
     """Most tests run forks of the fork server (script_process.py). One run of each kind shows that the output is the same."""
     arguments, stdin = {
@@ -65,7 +66,7 @@ def test_a_separate_process_prints_the_same_as_a_fork(run_script, char_checkpoin
     for separate in False, True:
         folder = tmp_path / str(separate)
         folder.mkdir()
-        done = run_script(*arguments, "--max_new_tokens=20", cwd=folder, stdin=stdin, separate=separate)
+        done = run_script(*arguments, "--max_new_tokens=20", cwd=folder, stdin=stdin, separate=separate, OMP_NUM_THREADS="1")
         assert done.returncode == 0 and RULE in done.stdout, done.stderr
         found.append((done.stdout, {path.name: path.read_bytes() for path in folder.iterdir()}))
     assert found[0] == found[1]

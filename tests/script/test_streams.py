@@ -16,7 +16,7 @@ from terminal import Terminal
 FAST = "--num_samples=1", "--max_new_tokens=5"
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("seconds", [pytest.param(0.1, marks=pytest.mark.slow), 0.3, 0.6])
 def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint, seconds):
     process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=100000", "--batch_size=1", separate=True)
     time.sleep(seconds)
@@ -28,7 +28,7 @@ def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint, se
         assert process.returncode in (130, -2, 1)
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["fork", "separate"])
+@pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fork", "separate"])
 def test_ctrl_c_ends_the_run_after_a_complete_sample(char_checkpoint, separate):
     process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=100000", "--batch_size=1", separate=separate)
     printed = process.stdout.read(1) # the first sample is there

@@ -1,0 +1,176 @@
+"""The configurator executes settings files and reads what they set. The script is that of example_script.py."""
+import os
+import subprocess
+import sys
+
+import pytest
+
+from configurator import override
+from project import SCRIPT
+from sampling.compatibility import training_settings
+
+
+def test_files_and_arguments_apply_in_order(script, tmp_path):
+    (tmp_path / "a.py").write_text("count = 1\nrate = 1\n")
+    (tmp_path / "b.py").write_text("count = count + 1\n")
+    assert script("a.py", "b.py", "--rate=0.5") == {"count": 2, "rate": 0.5}
+    assert script("--count=7", "b.py") == {"count": 8}
+    assert script("b.py", "a.py") == {"count": 1, "rate": 1.0}
+
+
+def test_a_settings_file_is_found_in_any_folder_and_next_to_the_script(script, tmp_path):
+    (tmp_path / "else where").mkdir()
+    (tmp_path / "else where" / "a.py").write_text("count = 1\n")
+    (tmp_path / "project" / "config").mkdir()
+    (tmp_path / "project" / "config" / "b.py").write_text("count = 2\n")
+    assert script("else where/a.py") == script(str(tmp_path / "else where" / "a.py")) == {"count": 1}
+    assert script("config/b.py") == {"count": 2}
+
+
+@pytest.mark.parametrize("arguments, where", [
+    (["a.py"], "a.py: "), (["b.py", "a.py"], "a.py: "), (["a.py", "b.py", "--text=x"], "a.py: "), (["--count=13"], ""),
+    (["a.py", "--count=13"], ""), (["b.py", "--count=13"], ""), (["c.py", "--flag"], "c.py: "), (["--count=13", "b.py"], ""),
+], ids=str)
+def test_what_validate_refuses_in_a_file_names_the_file(script, tmp_path, arguments, where):
+    (tmp_path / "a.py").write_text("count = 13\n")
+    (tmp_path / "b.py").write_text("rate = 0.5\n")
+    (tmp_path / "c.py").write_text("rate = 13.0\n")
+
+    def refuse(settings):
+        for name in "count", "rate":
+            if settings[name] == 13 and (name == "count" or settings["flag"]):
+                raise ValueError(f"{name} must not be 13")
+    with pytest.raises(ValueError) as error:
+        script(*arguments, validate=refuse)
+    assert str(error.value) == f"{where}{'rate' if 'c.py' in arguments else 'count'} must not be 13"
+    assert script("a.py", "--count=3", validate=refuse) == {"count": 3} # what does not count is not refused
+
+
+def test_arguments_replace_what_a_file_sets_and_add_to_each_other(script, tmp_path):
+    (tmp_path / "a.py").write_text("ends = ['X']\n")
+    (tmp_path / "b.py").write_text("count = 3\n")
+    assert script("a.py", "--ends=A", "--ends=B") == {"ends": ["A", "B"]}
+    assert script("--ends=A", "a.py", "--ends=B") == {"ends": "B"}
+    assert script("--ends=A", "b.py", "--ends=B") == {"ends": ["A", "B"], "count": 3}
+
+
+def test_a_file_whose_name_begins_with_a_dash_is_a_file(script, tmp_path):
+    (tmp_path / "-t").write_text("count = 1\n")
+    assert script("-t", aliases={"t": "text"}) == {"count": 1}
+
+
+@pytest.mark.parametrize("content", ["", "# count = 3\n", '{"count": 3, "rate": 1}', "count: 3\nrate: 0.5\n", "print('hello')"], ids=repr)
+def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
+    (tmp_path / "a.py").write_text(content)
+    lines = []
+    assert script("a.py", log=lines.append) == {}
+    assert lines == ["warning: a.py sets nothing; a settings file is Python, such as: text = ..."]
+
+
+@pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "def helper(): pass", "import os", "for count in [10]: pass",
+                                     "globals().update(rate=3)", "exec('count = 3')", "if count != 10: rate = 3", "count: int = 10"], ids=repr)
+def test_a_file_that_sets_something_gets_no_warning(script, tmp_path, content):
+    """Also what it sets to the value that it has, and names that are no settings."""
+    (tmp_path / "a.py").write_text(content)
+    lines = []
+    script("a.py", log=lines.append)
+    assert not any("warning" in line for line in lines)
+
+
+def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, tmp_path):
+    (tmp_path / "a.py").write_text("count = 3\nrate = 2\ndepth = 5\n")
+    (tmp_path / "b.py").write_text("count = 4\n")
+    lines = []
+
+    def ignore(names):
+        return {"count": "it is deep", "top": "it is not there"} if "depth" in names else {}
+    assert script("a.py", log=lines.append, ignore=ignore) == {"rate": 2.0}
+    assert lines == ["a.py: count is ignored, it is deep", "settings: rate=2.0"]
+    assert script("b.py", "a.py", ignore=ignore) == {"count": 4, "rate": 2.0}
+    assert script("a.py", "b.py", ignore=ignore) == {"count": 4, "rate": 2.0}
+    assert script("a.py", "--count=5", ignore=ignore) == {"count": 5, "rate": 2.0}
+
+
+def test_a_file_may_be_a_pipe(script, tmp_path):
+    """As in bash: sample.py <(echo count=3)"""
+    if sys.platform == "win32":
+        pytest.skip("Windows has no named pipes in folders")
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["sh", "-c", "echo count=3 > pipe"], cwd=tmp_path):
+        assert script("pipe") == {"count": 3}
+
+
+def test_one_log_line_lists_the_changes(script, tmp_path):
+    (tmp_path / "a.py").write_text("rate = 1\ncount = 10\n")
+    lines = []
+    script("a.py", "--text=" + "x" * 1000, "--flag=False", log=lines.append)
+    assert lines == [f"settings: rate=1.0, text='{'x' * 99}, flag=False"]
+    script(log=lines.append)
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize("content, message", [
+    ("count = 'three'", "count takes a whole number, got 'three'"),
+    ("text = 3", "text takes text, got 3"),
+    ("flag = 0", "a.py: flag takes True or False, got 0"), # although 0 == False
+    ("x = 1\ncount = (", "a.py, line 2: SyntaxError"),
+    ("\n\nraise RuntimeError('no')", "a.py, line 3: RuntimeError: no"),
+    ("count = undefined", "a.py, line 1: NameError"),
+    ("def f():\n    1 / 0\nf()", "a.py, line 2: ZeroDivisionError"),
+    ("\0", "a.py"),
+    ("import sys\nsys.exit(0)", "a.py, line 2: SystemExit: 0"),
+    ("raise GeneratorExit", "a.py, line 1: GeneratorExit"),
+    ("count = 16**5000", "a.py: count takes a whole number, got an integer of 20001 bits"),
+], ids=repr)
+def test_an_error_in_a_settings_file_names_the_file_and_line(script, tmp_path, content, message):
+    (tmp_path / "a.py").write_text(content)
+    with pytest.raises(ValueError) as error:
+        script("a.py")
+    assert message in str(error.value)
+
+
+TRAINING = """
+out_dir = 'o'; eval_interval = 1; log_interval = 1; eval_iters = 1; eval_only = False; always_save_checkpoint = True
+init_from = 'resume'; wandb_log = False; wandb_project = 'p'; wandb_run_name = 'r'; dataset = 'd'; gradient_accumulation_steps = 1
+batch_size = 12; block_size = 64; n_layer = 4; n_head = 4; n_embd = 128; dropout = 0.0; bias = False; learning_rate = 1e-3
+max_iters = 1; weight_decay = 0.1; beta1 = 0.9; beta2 = 0.95; grad_clip = 1.0; decay_lr = True; warmup_iters = 1
+lr_decay_iters = 1; min_lr = 0.1; backend = 'nccl'; device = 'cpu'; dtype = 'float16'; compile = False
+import os
+num, temp = 1, 2.0 # prefixes of settings' names cause no warnings either
+def helper(): return 1
+"""
+
+
+def test_training_settings_files_cause_no_warnings(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    scope = {"__file__": str(SCRIPT), "__doc__": ""}
+    exec(SCRIPT.read_text(encoding="utf-8").split("def ")[0], scope)
+    before, lines = dict(scope), []
+    settings = override(scope, [str(tmp_path / "train.py")], log=lines.append)
+    assert len(lines) == 1 and lines[0].startswith("settings: ")
+    assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype", "batch_size"}
+    settings = override(dict(before), [str(tmp_path / "train.py")], log=lines.append, ignore=training_settings)
+    assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype"}
+
+
+def test_ctrl_c_in_a_settings_file_raises_keyboard_interrupt(script, tmp_path):
+    (tmp_path / "a.py").write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        script("a.py")
+
+
+def test_a_misspelt_setting_in_a_file_causes_a_warning(script, tmp_path, capsys):
+    (tmp_path / "a.py").write_text("conut = 3\nfor c in range(3): pass\n")
+    assert script("a.py") == {}
+    assert capsys.readouterr().out == "warning: a.py sets conut, which is not a setting; did you mean count?\n"
+
+
+def test_output_of_a_settings_file_goes_to_stderr(script, tmp_path, capsys):
+    (tmp_path / "a.py").write_text("print('hello')\ncount = 3\n")
+    script("a.py", log=lambda text: None)
+    assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_a_settings_file_may_use_torch_as_in_nanogpt(script, tmp_path):
+    (tmp_path / "a.py").write_text("def three(): return torch.ones(3).numel()\ncount = three() + int(math.sqrt(4))\n")
+    assert script("a.py") == {"count": 5}
