@@ -12,7 +12,7 @@ from sampling.sampler.sample_token import Logits, SampleFn
 class EagerGPT:
     """Runs GPT.generate_stream. With compile, torch.compile compiles GPT.forward."""
     compaction_ratio = 1.0
-    defers_finite_check = False # sample_token checks at every step
+    forbids_sync = False # sample_token checks the logits at every step
 
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device

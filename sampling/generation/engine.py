@@ -63,7 +63,7 @@ class Engine:
         num_logprobs = self.params.num_logprobs
         if num_logprobs is not None:
             num_logprobs = min(num_logprobs, self.backend.config.vocab_size)
-        return BatchSampler(self.params, self.rng, num_logprobs, check_finite=not self.backend.defers_finite_check)
+        return BatchSampler(self.params, self.rng, num_logprobs, allow_sync=not self.backend.forbids_sync)
 
     @property
     def sync_interval(self) -> int:

@@ -22,7 +22,7 @@ class PackedGPT:
     """
     device = torch.device("cpu")
     compaction_ratio = 1.0
-    defers_finite_check = False # sample_token checks at every step
+    forbids_sync = False # sample_token checks the logits at every step
 
     def __init__(self, gpt: GPT, pack_eagerly: bool = False):
         self.config = gpt.config

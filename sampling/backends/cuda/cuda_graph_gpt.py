@@ -22,7 +22,7 @@ class CUDAGraphGPT:
 
     The sample_fn of generate_stream runs inside a graph: it must not synchronise, and its tensors must stay in place.
     """
-    defers_finite_check = True
+    forbids_sync = True
 
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
