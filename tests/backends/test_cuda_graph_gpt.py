@@ -206,7 +206,7 @@ def test_a_decode_step_in_bfloat16_is_as_close_to_float32_as_autocast():
             layer.zero_()
         model(idx[:, :14], cache=cache)
         if is_static:
-            return StaticForward(model).token(idx[:, 14:], torch.tensor([14]), cache.layers, 16).float()
+            return StaticForward(model).decode_step(idx[:, 14:], torch.tensor([14]), cache.layers, 16).float()
         return model(idx[:, 14:], cache=cache)[0].float()
 
     exact = logits(make_gpt(), is_static=False)

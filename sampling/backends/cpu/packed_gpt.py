@@ -56,7 +56,7 @@ class PackedGPT:
             return self.lm_head(self.ln_f(x), num_logits_needed)
 
     def prefill(self, x: Tensor, cache: PackedCache | None) -> Tensor:
-        """Run the blocks for T tokens: (B, T, E) -> (B, E) of the last one. Appends their keys and values to the cache."""
+        """Run the blocks for T tokens: (B, T, E) -> (B, E) of the last one. Appends keys and values to the cache."""
         T, last = x.size(1), len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             q, k, v = self.split_heads(block.qkv(x))
