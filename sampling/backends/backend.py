@@ -12,7 +12,10 @@ TokenStream = Generator[Tensor, list[int] | None, None]
 
 
 class Backend(Protocol):
-    """A GPT prepared for one kind of device. All backends sample the same tokens, up to rounding, but differ in speed."""
+    """A GPT prepared for one kind of device.
+
+    All backends sample the same tokens, up to rounding; they differ in speed.
+    """
     config: GPTConfig
     device: torch.device
     # Finished rows leave a batch when at most this share of its rows is unfinished. It is below 1 if new CUDA graphs

@@ -14,7 +14,7 @@ from sampling.params import SamplingParams
 
 def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
                   pack_eagerly: bool = False) -> Backend:
-    """The fastest backend for this device. It changes gpt and may remove its layers, so use only the backend afterwards.
+    """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
     pack_eagerly: see PackedGPT.
     """

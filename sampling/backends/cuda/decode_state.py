@@ -21,7 +21,7 @@ class DecodeState:
 
     def __init__(self, forward: StaticForward, batch_size: int, capacity: int, sample_fn: SampleFn | None):
         self.forward, self.sample_fn, self.capacity = forward, sample_fn, capacity
-        self.graphs: dict[int | str, torch.cuda.CUDAGraph | None] = {} # by number of keys, or "window"
+        self.graphs: dict[int | str, torch.cuda.CUDAGraph | None] = {} # by number of attended positions, or "window"
         self.pool = None # memory that the graphs share: they never run at the same time
         model, self.device = forward.model, forward.model.lm_head.weight.device
         self.block_size = model.config.block_size
@@ -96,7 +96,7 @@ class DecodeState:
         self.token.copy_(self.sample_fn(Logits(values), self.window))
 
     def run_or_replay(self, key: int | str, step: Callable[[], None]) -> None:
-        """Run the step of this key in graphs: the first time directly, the second time captured as a graph, then replayed.
+        """Run the step of this key: the first time directly, the second time captured as a graph, then replayed.
 
         The first run creates what must not be created during a capture, such as the workspaces of cuBLAS.
         """
