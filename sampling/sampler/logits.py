@@ -64,7 +64,7 @@ def apply_temperature(logits: Tensor, temperature: float, allow_sync: bool = Tru
     Raises ValueError if a logit is NaN or infinite. If the division overflows in a row, only the largest logits of the
     row are kept, as in the limit of low temperatures. With allow_sync=False, neither is checked.
     """
-    scaled = logits / temperature
+    scaled = logits / float(temperature) # torch refuses an int of more than 64 bits
     if not allow_sync or has_finite_range(scaled):
         return scaled
     require_finite(logits)

@@ -59,6 +59,10 @@ def test_overflow_at_a_low_temperature_gives_the_limit_and_does_not_change_other
     assert torch.equal(plain, logits[1] / 1e-39)
 
 
+def test_a_temperature_may_be_a_large_int():
+    assert apply_temperature(FOUR, 10**300).tolist() == [[0, 0, 0, 0]]
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_require_finite_explains_what_may_be_wrong(bad):
     require_finite(FOUR)
