@@ -18,7 +18,7 @@ def check_settings(settings: Settings) -> None:
     require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to 10**9")
     params = dict(settings)
     if params["seed"] == "random":
-        params["seed"] = 0 # SamplingParams gets a number too, which choose_seed draws later
+        params["seed"] = 0 # in place of the number that choose_seed draws later
     check_sampling_params(params)
     require(settings, "device", lambda v: re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
             "device must be auto, cpu, cuda, cuda:N or mps")

@@ -21,7 +21,7 @@ class Backend(Protocol):
     # Finished rows leave a batch when at most this share of its rows is unfinished. It is below 1 if new CUDA graphs
     # cost more than idle rows.
     compaction_ratio: float
-    # sample_token must not synchronise; check_finite checks the logits instead.
+    # If True, sample_token must not synchronise, and check_finite checks the logits instead.
     forbids_sync: bool
 
     def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,

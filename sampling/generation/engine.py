@@ -1,8 +1,7 @@
 """Generates many samples at once. Each sample has the same tokens as if it were generated alone.
 
 The prompts of a batch may differ in length. Its rows decode in lockstep from the end of the shortest prompt; the rest
-of a longer prompt is teacher-forced while the other rows are sampled. Finished rows leave the batch when that saves
-time.
+of a longer prompt is teacher-forced while the other rows are sampled. Finished rows leave the batch if that saves time.
 """
 import logging
 from collections import deque
@@ -168,7 +167,7 @@ class Engine:
         first_step = step - len(pending) # of the pending steps, counted from 0
         for i, (row, remainder) in enumerate(zip(rows, self.sampler.prompt_remainders, strict=True)):
             sample, num_before = row.sample, row.sample.num_tokens
-            for s in range(max(0, len(remainder) - first_step), len(pending)): # the steps before read the prompt
+            for s in range(max(0, len(remainder) - first_step), len(pending)): # the steps before these read the prompt
                 if sample.finish_reason:
                     break
                 row.append(ids[i][s], *self.logprobs_of_row(logprobs[s], i, sample))
