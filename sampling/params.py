@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from sampling.validation import check_sampling_params
+from sampling.validation import as_list, check_sampling_params
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class SamplingParams:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], num_logprobs: int | None) -> "SamplingParams":
         """Take the parameters from sample.py's settings, which also have other names."""
-        names = [field.name for field in fields(cls) if field.name in settings]
-        return cls(**{name: settings[name] for name in names}, num_logprobs=num_logprobs)
+        shared = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
+        return cls(**shared, num_logprobs=num_logprobs)
 
     @property
     def stop_texts(self) -> list[str]:
         """stop as a list of texts."""
-        return self.stop if isinstance(self.stop, list) else [] if self.stop is None else [self.stop]
+        return [] if self.stop is None else as_list(self.stop)
 
 
 def choose_seed(seed: int | str, log: Callable[[str], None]) -> int:
@@ -119,15 +119,15 @@ class TextCursor:
     def __init__(self, sample: Sample):
         self.sample = sample
         self.num_read = 0 # characters
-        self.token = self.offset = 0 # of the next character: the index of its token, its position in the token's text
+        self.token_index = self.offset = 0 # of the next character: its token, its position in the token's text
 
-    def read(self) -> Iterator[tuple[str, Token]]:
-        """Yield the emittable text that was not read before, in parts: (text, its token)."""
+    def read(self) -> Iterator[tuple[str, int]]:
+        """Yield the emittable text that was not read before, in parts: (text, the index of its token)."""
         while self.num_read < self.sample.num_emittable_chars:
-            token = self.sample.tokens[self.token]
+            token = self.sample.tokens[self.token_index]
             text = token.text[self.offset:self.offset + self.sample.num_emittable_chars - self.num_read]
             if text:
-                yield text, token
+                yield text, self.token_index
             self.num_read, self.offset = self.num_read + len(text), self.offset + len(text)
             if self.offset == len(token.text):
-                self.token, self.offset = self.token + 1, 0
+                self.token_index, self.offset = self.token_index + 1, 0

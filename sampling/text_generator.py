@@ -47,7 +47,7 @@ class TextGenerator:
         if num_samples < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"num_samples and batch_size must be at least 1; got {num_samples} and {batch_size}")
         params = params or SamplingParams()
-        requests = self.requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
+        requests = self.make_requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
         longest = max((len(request.prompt_ids) for request in requests), default=0)
         batch_size = batch_size or max_batch_size(self.backend, longest + params.max_new_tokens)
         return list(self.run(requests, params, batch_size=batch_size))
@@ -58,7 +58,7 @@ class TextGenerator:
         Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it.
         """
         cursor = None
-        for sample in self.run(self.requests([prompt], 1), params or SamplingParams(), stream=True):
+        for sample in self.run(self.make_requests([prompt], 1), params or SamplingParams(), stream=True):
             cursor = cursor or TextCursor(sample)
             for text, _ in cursor.read():
                 yield text
@@ -76,12 +76,13 @@ class TextGenerator:
                 return
             yield sample
 
-    def requests(self, prompts: list[str], num_samples: int) -> list[SampleRequest]:
+    def make_requests(self, prompts: list[str], num_samples: int) -> list[SampleRequest]:
         """Make num_samples requests for each prompt."""
         if not all(prompts):
             raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
-        encoded = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts for _ in range(num_samples)]
-        return [SampleRequest(index, prompt, ids) for index, (prompt, ids) in enumerate(encoded)]
+        encoded = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts]
+        repeated = [prompt_and_ids for prompt_and_ids in encoded for _ in range(num_samples)]
+        return [SampleRequest(index, prompt, ids) for index, (prompt, ids) in enumerate(repeated)]
 
 
 def load_by_name(name: str) -> Checkpoint:

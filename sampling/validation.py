@@ -1,7 +1,7 @@
 """Checks the values of the settings."""
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,20 +16,28 @@ def check_settings(settings: Settings) -> None:
             "start is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'")
     require(settings, "seed", lambda v: v == "random" or isinstance(v, int), "seed must be a whole number, or random")
     require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to 10**9")
-    check_sampling_params({**settings, "seed": 0} if settings["seed"] == "random" else settings)
+    params = dict(settings)
+    if params["seed"] == "random":
+        params["seed"] = 0 # in place of the number that choose_seed draws later
+    check_sampling_params(params)
     require(settings, "device", lambda v: re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
             "device must be auto, cpu, cuda, cuda:N or mps")
-    require(settings, "dtype", lambda v: v in ("auto", "float32", "bfloat16", "float16"),
-            "dtype must be auto, float32, bfloat16 or float16")
+    check_dtype(settings)
     require(settings, "batch_size", lambda v: v is None or 1 <= v <= 10**5,
             "batch_size must be from 1 to 100000, or None")
     check_outputs(settings)
 
 
+def check_dtype(settings: Settings) -> None:
+    """Check the name of the dtype. Raises ValueError, which says what is allowed and what was given."""
+    require(settings, "dtype", lambda v: v in ("auto", "float32", "bfloat16", "float16"),
+            "dtype must be auto, float32, bfloat16 or float16")
+
+
 def check_sampling_params(params: Settings) -> None:
     """Check the fields of SamplingParams, by name. Raises ValueError, which says what is allowed and what was given."""
     require(params, "max_new_tokens", lambda v: is_int(v) and 0 <= v <= 10**9, "max_new_tokens must be from 0 to 10**9")
-    require(params, "temperature", lambda v: is_number(v) and 0 <= v < math.inf,
+    require(params, "temperature", lambda v: is_number(v) and 0 <= v <= sys.float_info.max,
             "temperature must be 0 (always the most likely token) or more")
     require(params, "top_k", lambda v: v is None or (is_int(v) and v >= 0),
             "top_k must be at least 1, or None or 0 for every token")
@@ -79,12 +87,12 @@ def brief_repr(value: Any) -> str:
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value is a whole number. bool is a subclass of int, but no number."""
+    """Whether a value is an int. bool is a subclass of int, but True and False are refused."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a whole number or a float."""
+    """Whether a value is an int or a float."""
     return is_int(value) or isinstance(value, float)
 
 

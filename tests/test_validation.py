@@ -13,7 +13,7 @@ VALID = {
     "start": ["\n", "FILE:x", "None"],
     "num_samples": [1, 10**9],
     "max_new_tokens": [0, 1, 10**9],
-    "temperature": [0.0, 1e-30, 1e30],
+    "temperature": [0.0, 1e-30, 1e30, 10**300],
     "top_k": [None, 0, 1, 10**9],
     "top_p": [None, 1e-9, 1.0],
     "min_p": [None, 0.0, 1.0],
@@ -65,6 +65,11 @@ def test_a_long_value_is_shortened_in_the_error():
     with pytest.raises(ValueError) as error:
         check_settings(DEFAULTS | {"device": "x" * 10**6})
     assert len(str(error.value)) < 200
+
+
+def test_a_temperature_that_no_float_can_hold_is_refused():
+    with pytest.raises(ValueError, match="temperature must be 0"):
+        check_settings(DEFAULTS | {"temperature": 10**400})
 
 
 def test_a_number_too_long_to_print_is_refused_like_others():

@@ -12,14 +12,17 @@ TokenStream = Generator[Tensor, list[int] | None, None]
 
 
 class Backend(Protocol):
-    """A GPT prepared for one kind of device. All backends sample the same tokens; they differ in speed."""
+    """A GPT prepared for one kind of device.
+
+    All backends sample the same tokens, up to rounding; they differ in speed.
+    """
     config: GPTConfig
     device: torch.device
     # Finished rows leave a batch when at most this share of its rows is unfinished. It is below 1 if new CUDA graphs
     # cost more than idle rows.
     compaction_ratio: float
-    # Whether check_finite, and not sample_token, checks the logits: a check at each step would synchronise a GPU.
-    defers_finite_check: bool
+    # If True, sample_token must not synchronise, and check_finite checks the logits instead.
+    forbids_sync: bool
 
     def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
@@ -32,7 +35,7 @@ class Backend(Protocol):
     def check_finite(self) -> None:
         """Raises ValueError if the latest stream had logits that were NaN or infinite.
 
-        Does nothing without defers_finite_check: then sample_token raises the error.
+        Does nothing without forbids_sync: then sample_token raises the error.
         """
 
     def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:

@@ -1,7 +1,8 @@
 """Chooses the device and the dtype."""
 import torch
 
-DTYPE_NAMES = "auto", "float32", "bfloat16", "float16"
+from sampling.validation import check_dtype
+
 
 def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     """The device of this name; 'auto' is CUDA, then MPS, then the CPU. Raises ValueError if it is not available.
@@ -32,8 +33,7 @@ def choose_dtype(device: torch.device, name: str) -> torch.dtype:
 
     Raises ValueError if there is no such dtype here, or if the GPU does not support it.
     """
-    if name not in DTYPE_NAMES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}; got {name!r:.100}")
+    check_dtype({"dtype": name})
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device

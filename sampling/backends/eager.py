@@ -12,7 +12,7 @@ from sampling.sampler.sample_token import Logits, SampleFn
 class EagerGPT:
     """Runs GPT.generate_stream. With compile, torch.compile compiles GPT.forward."""
     compaction_ratio = 1.0
-    defers_finite_check = False # sample_token checks at every step
+    forbids_sync = False # sample_token checks the logits at every step
 
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
@@ -32,7 +32,7 @@ class EagerGPT:
     def warm_up_compile(self, idx, max_new_tokens: int, context_shift: bool = False) -> None:
         """See Backend.warm_up_compile."""
         # The same arguments as in the later call, because a cache of another capacity would need another graph.
-        list(islice(self.generate_stream(idx, max_new_tokens, Greedy()), 3))
+        list(islice(self.generate_stream(idx, max_new_tokens, Greedy(), context_shift), 3))
         edge = self.config.block_size - 1
         if idx.size(1) <= edge < idx.size(1) + max_new_tokens:
             list(self.generate_stream(idx[:, :1].repeat(1, edge), 4, Greedy(), context_shift))

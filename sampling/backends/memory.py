@@ -16,7 +16,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.
 def max_batch_size(backend: Backend, length: int, num_processes: int = 1) -> int:
     """How many samples of length tokens to generate at once: as many as half of the free memory holds, up to a limit.
 
-    num_processes is the number of processes that share the machine's memory. Each process must have its own GPU.
+    num_processes is the number of processes that share the machine's memory. GPU memory is not divided: if processes
+    share a GPU and it runs out of memory, the engine halves its batches.
     """
     if backend.device.type == "cuda":
         free, max_rows = torch.cuda.mem_get_info(backend.device)[0], MAX_ROWS_CUDA
@@ -57,6 +58,6 @@ def disable_malloc_trim() -> None:
 
 
 def release_memory() -> None:
-    """Return the freed memory to the system that the C library kept because of disable_malloc_trim."""
+    """Return freed memory to the system. After disable_malloc_trim, the C library does not do so by itself."""
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

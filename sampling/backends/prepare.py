@@ -8,12 +8,13 @@ from torch import nn
 from model import GPT
 from sampling.backends.backend import Backend
 from sampling.backends.memory import disable_malloc_trim
+from sampling.errors import is_out_of_memory
 from sampling.params import SamplingParams
 
 
 def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
                   pack_eagerly: bool = False) -> Backend:
-    """The fastest backend for this device. It takes over gpt, which the caller must not use afterwards.
+    """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
     pack_eagerly: see PackedGPT.
     """
@@ -53,7 +54,7 @@ def warm_up_compile(backend: Backend, prompt_length: int | None, batch_sizes: It
                     log: Callable[[str], None]) -> None:
     """Compile the steps of generation for these batch sizes. prompt_length is None if unknown.
 
-    Raises ValueError if torch.compile does not work here.
+    Raises ValueError if torch.compile does not work here. Errors that mean out of memory are raised unchanged.
     """
     log("compiling ...")
     start = time.perf_counter()
@@ -63,5 +64,7 @@ def warm_up_compile(backend: Backend, prompt_length: int | None, batch_sizes: It
             idx = torch.zeros(batch_size, prompt_length, dtype=torch.long, device=backend.device)
             backend.warm_up_compile(idx, params.max_new_tokens, params.context_shift)
     except Exception as e: # a missing compiler or driver shows in many ways
+        if is_out_of_memory(e):
+            raise
         raise ValueError(f"compile=True does not work here, leave it out ({type(e).__name__}: {e!s:.300})") from None
     log(f"compiled in {time.perf_counter() - start:.1f} s")

@@ -1,4 +1,7 @@
-"""Settings of the whole process that make it faster. They must come before the import of torch."""
+"""Settings of the whole process that make it faster.
+
+shorten_spinning and pause_garbage_collection must run before torch is imported.
+"""
 import gc
 import os
 

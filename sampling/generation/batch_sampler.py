@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sampling.params import SamplingParams
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_token import Logits, num_logits_needed, sample_token
+from sampling.sampler.sample_token import Logits, TokenSampler
 
 
 class Logprobs(NamedTuple):
@@ -22,8 +22,10 @@ class BatchSampler:
     Its tensors stay in place from batch to batch of the same size, because CUDA graphs may hold them.
     """
 
-    def __init__(self, params: SamplingParams, rng: PerRowRNG, num_logprobs: int | None, check_finite: bool):
-        self.params, self.rng, self.num_logprobs, self.check_finite = params, rng, num_logprobs, check_finite
+    def __init__(self, params: SamplingParams, rng: PerRowRNG, num_logprobs: int | None, allow_sync: bool):
+        self.sample = TokenSampler(params.temperature, params.top_k, params.top_p, params.min_p,
+                                   params.repetition_penalty, noise=rng, allow_sync=allow_sync)
+        self.rng, self.num_logprobs = rng, num_logprobs
         self.forced_tokens = torch.empty(0, 1, dtype=torch.long) # (B, 1); -1: this row is sampled
         self.forced_by_step = self.forced_tokens[None] # (steps, B, 1)
         self.prompt_remainders: list[list[int]] = [] # each prompt without its first min_prompt_len tokens
@@ -33,14 +35,11 @@ class BatchSampler:
     @property
     def num_logits_needed(self) -> int | None:
         """See SampleFn.num_logits_needed. Log-probabilities need all logits."""
-        params = self.params
-        return (num_logits_needed(params.temperature, params.top_k, params.repetition_penalty)
-                if self.num_logprobs is None else None)
+        return self.sample.num_logits_needed if self.num_logprobs is None else None
 
     def prefetch(self) -> None:
         """See SampleFn.prefetch."""
-        if self.params.temperature:
-            self.rng.prefetch()
+        self.sample.prefetch()
 
     def start_batch(self, prompts: list[list[int]], rng_states: list[Tensor], device: torch.device) -> None:
         """Begin a batch of prompts. rng_states are the generator states in which their samples start."""
@@ -72,10 +71,7 @@ class BatchSampler:
 
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """See SampleFn: logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""
-        p = self.params
-        token = sample_token(logits, ids, p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty,
-                             noise=self.rng, check_finite=self.check_finite)
-        token = torch.where(self.forced_tokens < 0, token, self.forced_tokens)
+        token = torch.where(self.forced_tokens < 0, self.sample(logits, ids), self.forced_tokens)
         if self.logprobs is not None:
             logprobs = logits.values.float().log_softmax(dim=-1) # (B, V)
             found = Logprobs(logprobs.gather(1, token), *logprobs.topk(self.num_logprobs))

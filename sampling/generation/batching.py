@@ -1,7 +1,7 @@
 """Decides which samples are generated together."""
 import math
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 from sampling.params import Sample, SampleRequest
 
@@ -12,15 +12,16 @@ def next_batch(requests: Iterator[SampleRequest], size: int) -> list[SampleReque
     In any other batch, the saved samples are generated again. Then the other samples get the same logits as in the
     first run, to the last bit.
     """
-    while (batch := list(islice(requests, size))) and all(request.already_saved for request in batch):
-        pass
-    return batch
+    while True:
+        batch = list(islice(requests, size))
+        if not batch or not all(request.already_saved for request in batch):
+            return batch
 
 
 def partition(items: Sequence, num_parts: int) -> list[Sequence]:
     """Split the items into num_parts consecutive parts, whose sizes differ by at most one."""
-    ends = [len(items) * (i + 1) // num_parts for i in range(num_parts)]
-    return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    bounds = [len(items) * i // num_parts for i in range(num_parts + 1)]
+    return [items[start:end] for start, end in pairwise(bounds)]
 
 
 def visible_prompt(sample: Sample, block_size: int) -> list[int]:

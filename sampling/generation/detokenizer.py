@@ -15,8 +15,8 @@ class IncrementalDetokenizer:
     def append(self, token_id: int, logprob: float | None = None, top_logprobs: tuple = ()) -> None:
         """Append the next token, and set the finish reason if it is the last one."""
         sample, withheld = self.sample, 0
-        is_full = len(sample.tokens) + 1 == self.max_new_tokens
-        text = self.decode(token_id, is_full)
+        is_last = len(sample.tokens) + 1 == self.max_new_tokens
+        text = self.decode(token_id, is_last)
         sample.tokens.append(Token(token_id, text, logprob, top_logprobs))
         self.num_chars += len(text)
         if self.stop_checker:
@@ -24,7 +24,7 @@ class IncrementalDetokenizer:
             if surplus:
                 sample.finish_reason = "stop"
                 self.truncate(surplus)
-        if is_full and not sample.finish_reason:
+        if is_last and not sample.finish_reason:
             sample.finish_reason = "length"
         sample.num_emittable_chars = self.num_chars - (0 if sample.finish_reason else withheld)
 

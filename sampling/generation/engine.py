@@ -1,7 +1,7 @@
 """Generates many samples at once. Each sample has the same tokens as if it were generated alone.
 
 The prompts of a batch may differ in length. Its rows decode in lockstep from the end of the shortest prompt; the rest
-of a longer prompt is teacher-forced while the other rows are sampled. A finished row leaves the batch.
+of a longer prompt is teacher-forced while the other rows are sampled. Finished rows leave the batch if that saves time.
 """
 import logging
 from collections import deque
@@ -63,12 +63,12 @@ class Engine:
         num_logprobs = self.params.num_logprobs
         if num_logprobs is not None:
             num_logprobs = min(num_logprobs, self.backend.config.vocab_size)
-        return BatchSampler(self.params, self.rng, num_logprobs, check_finite=not self.backend.defers_finite_check)
+        return BatchSampler(self.params, self.rng, num_logprobs, allow_sync=not self.backend.forbids_sync)
 
     @property
     def sync_interval(self) -> int:
         """How many steps to run between copies of the tokens to the host."""
-        # Without a GPU a copy costs little. After each copy, rows with a stop text can leave the batch.
+        # Except on CUDA, a copy costs little. After each copy, rows with a stop text can leave the batch.
         every_step = self.stream or (self.params.stop_texts and self.backend.device.type != "cuda")
         return 1 if every_step else SYNC_INTERVAL
 
@@ -94,21 +94,27 @@ class Engine:
         """Generate the samples; yields whenever they have new tokens. If memory runs out, halves the batch size."""
         while samples:
             batch, samples = samples[:self.batch_size], samples[self.batch_size:]
+            ran_out = False
             try:
                 yield from self.decode_batch(batch, rng_states)
-                continue
             except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error) or len(batch) == 1:
+                ran_out = is_out_of_memory(error) and len(batch) > 1
+                if not ran_out:
                     raise
-                self.batch_size = len(batch) // 2
-                self.log(f"out of memory with {len(batch)} samples at once: going on with {self.batch_size}")
-            self.sampler = self.new_sampler() # CUDA graphs of the old sampler hold tensors that it no longer uses
-            release_memory() # not in the except clause, where the error still holds the tensors of the batch
-            unfinished = [sample for sample in batch if not sample.finish_reason] # finished samples stay
-            for sample in unfinished:
-                self.count_tokens(sample, -sample.num_tokens)
-                sample.tokens, sample.num_emittable_chars = [], 0
-            samples = unfinished + samples
+            if ran_out: # not in the except clause, where the error still holds the tensors of the batch
+                samples = self.discard_unfinished(batch) + samples
+
+    def discard_unfinished(self, batch: list[Sample]) -> list[Sample]:
+        """Halve the batch size after this batch ran out of memory. Returns its unfinished samples, without tokens."""
+        self.batch_size = len(batch) // 2
+        self.log(f"out of memory with {len(batch)} samples at once: going on with {self.batch_size}")
+        self.sampler = self.new_sampler() # CUDA graphs of the old sampler hold tensors that it no longer uses
+        release_memory()
+        unfinished = [sample for sample in batch if not sample.finish_reason]
+        for sample in unfinished:
+            self.report_tokens(sample, -sample.num_tokens)
+            sample.tokens, sample.num_emittable_chars = [], 0
+        return unfinished
 
     def decode_batch(self, samples: list[Sample], rng_states: dict[Sample, Tensor]) -> Iterator[None]:
         """Generate the samples of one batch; yields whenever they have new tokens."""
@@ -149,33 +155,35 @@ class Engine:
 
     def rows_to_keep(self, rows: list[IncrementalDetokenizer]) -> list[int] | None:
         """The indices of the unfinished rows; None: keep all rows, because too few have finished."""
-        growing = [i for i, row in enumerate(rows) if not row.sample.finish_reason]
-        is_worthwhile = len(growing) < len(rows) and len(growing) <= self.backend.compaction_ratio * len(rows)
-        return growing if is_worthwhile else None
+        unfinished = [i for i, row in enumerate(rows) if not row.sample.finish_reason]
+        is_worthwhile = len(unfinished) < len(rows) and len(unfinished) <= self.backend.compaction_ratio * len(rows)
+        return unfinished if is_worthwhile else None
 
     def flush_tokens(self, pending: list[StepOutput], step: int, rows: list[IncrementalDetokenizer]) -> None:
         """Append the tokens of the pending steps to the samples. step is the number of the last pending step."""
         self.backend.check_finite()
         ids = torch.cat([output.ids for output in pending], dim=1).tolist() # (B, steps)
         logprobs = [output.logprobs and [tensor.tolist() for tensor in output.logprobs] for output in pending]
+        first_step = step - len(pending) # of the pending steps, counted from 0
         for i, (row, remainder) in enumerate(zip(rows, self.sampler.prompt_remainders, strict=True)):
-            num_forced = max(0, len(remainder) - (step - len(pending))) # tokens that belong to the prompt
-            num_before = row.sample.num_tokens
-            for token_id, step_logprobs in zip(ids[i][num_forced:], logprobs[num_forced:], strict=True):
-                if row.sample.finish_reason:
+            sample, num_before = row.sample, row.sample.num_tokens
+            for s in range(max(0, len(remainder) - first_step), len(pending)): # the steps before these read the prompt
+                if sample.finish_reason:
                     break
-                row.append(token_id, *(self.logprobs_of_row(step_logprobs, i, row.sample) if step_logprobs else ()))
-            self.count_tokens(row.sample, row.sample.num_tokens - num_before)
+                row.append(ids[i][s], *self.logprobs_of_row(logprobs[s], i, sample))
+            self.report_tokens(sample, sample.num_tokens - num_before)
 
-    def logprobs_of_row(self, step_logprobs: list[list], i: int,
-                        sample: Sample) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """Token.logprob and Token.top_logprobs of row i. step_logprobs are the tensors of Logprobs as lists."""
-        (logprob,), values, top_ids = (values[i] for values in step_logprobs)
+    def logprobs_of_row(self, step_logprobs: list[list] | None, i: int,
+                        sample: Sample) -> tuple[float | None, tuple[tuple[str, float], ...]]:
+        """Token.logprob and Token.top_logprobs of row i. step_logprobs: the tensors of Logprobs as lists, if any."""
+        if step_logprobs is None:
+            return None, ()
+        sampled, top, top_ids = step_logprobs
         before = sample.request.prompt_ids[-1:] # some tokenizers leave out the space before the first word of a text
-        texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids]
-        return logprob, tuple(zip(texts, values, strict=True))
+        texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids[i]]
+        return sampled[i][0], tuple(zip(texts, top[i], strict=True))
 
-    def count_tokens(self, sample: Sample, num_tokens: int) -> None:
-        """Report new tokens, unless the sample is already saved."""
+    def report_tokens(self, sample: Sample, num_tokens: int) -> None:
+        """Tell on_tokens the number of new tokens, unless the sample is already saved."""
         if not sample.request.already_saved:
             self.on_tokens(num_tokens)

@@ -8,10 +8,13 @@ import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sampling.generation.batching import next_batch, partition
 from sampling.params import Sample, SampleRequest
+
+if TYPE_CHECKING: # the import would load torch
+    from sampling.generation.engine import Engine
 
 T = TypeVar("T")
 
@@ -55,13 +58,10 @@ class Workers:
 
     def raise_first(self, errors: list[str | None] | None) -> None:
         """End all processes if one of them has an error. errors: every rank's error on rank 0; None elsewhere."""
-        import torch.distributed as dist
-        message = [errors]
-        with lost_process_is_error():
-            dist.broadcast_object_list(message)
-        for rank, error in enumerate(message[0]):
+        for rank, error in enumerate(self.broadcast(errors)):
             if error is not None:
                 if not self.is_main: # wait until rank 0 has shown the error: torchrun kills rank 0 when another ends
+                    import torch.distributed as dist
                     with suppress(RuntimeError):
                         dist.barrier()
                     os._exit(1)
@@ -69,7 +69,13 @@ class Workers:
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank."""
-        return value if self.world_size == 1 else self.scatter([value] * self.world_size if self.is_main else None)
+        if self.world_size == 1:
+            return value
+        import torch.distributed as dist
+        values = [value]
+        with lost_process_is_error():
+            dist.broadcast_object_list(values)
+        return values[0]
 
     def scatter(self, shares: list[T] | None) -> T:
         """Return this rank's item of rank 0's list."""
@@ -91,11 +97,12 @@ class Workers:
         """The sizes of this rank's batches in a run of num_samples; None: the number is unknown."""
         if num_samples is None:
             return {batch_size}
-        of_all = self.world_size * batch_size
-        rest = partition(range(num_samples % of_all), self.world_size)[self.rank]
-        return {size for size in (batch_size if num_samples >= of_all else 0, len(rest)) if size}
+        global_batch_size = self.world_size * batch_size
+        num_full_batches, num_left = divmod(num_samples, global_batch_size)
+        share = partition(range(num_left), self.world_size)[self.rank]
+        return {batch_size if num_full_batches else 0, len(share)} - {0}
 
-    def imap(self, engine, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
+    def imap(self, engine: "Engine", requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Generate all requests. Rank 0 yields the samples in order; other ranks yield nothing."""
         if self.world_size == 1:
             yield from engine.generate(requests)
@@ -116,9 +123,10 @@ class Workers:
                         yield sample
                     elif sample.finish_reason:
                         samples.append(sample)
-            for sample in (sample for part in self.gather(samples) or [] for sample in part):
-                engine.on_tokens(sample.num_tokens)
-                yield sample
+            for part in self.gather(samples) or []: # None on the other ranks
+                for sample in part:
+                    engine.on_tokens(sample.num_tokens)
+                    yield sample
 
 
 @contextmanager

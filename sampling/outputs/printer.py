@@ -38,10 +38,11 @@ class Printer:
         if self.cursor is None:
             self.cursor = TextCursor(sample)
             parts += [self._safe(self.tokenizer.decode(sample.request.prompt_ids))] if shows_prompt else []
-        for text, token in self.cursor.read():
-            shows_prob = self.show_probs and self.has_colors and token.logprob is not None
-            logprob = char_logprob(sample.tokens, self.cursor.token) if shows_prob else 0.0
-            parts.append(colorize(self._safe(text), logprob))
+        for text, i in self.cursor.read():
+            safe_text = self._safe(text)
+            if self.show_probs and self.has_colors and sample.tokens[i].logprob is not None:
+                safe_text = colorize(safe_text, char_logprob(sample.tokens, i))
+            parts.append(safe_text)
         if sample.finish_reason is not None:
             parts.append(f"\n{RULE}\n")
             self.reset()

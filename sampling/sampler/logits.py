@@ -58,14 +58,14 @@ def apply_min_p(logits: Tensor, min_p: float | None) -> Tensor:
     return logits.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
 
 
-def apply_temperature(logits: Tensor, temperature: float, check_finite: bool) -> Tensor:
+def apply_temperature(logits: Tensor, temperature: float, allow_sync: bool = True) -> Tensor:
     """Divide logits (B, V) by a temperature above 0.
 
-    With check_finite, raises ValueError if a logit is NaN or infinite. If the division overflows in a row, only the
-    largest logits of the row are kept, as in the limit of low temperatures.
+    Raises ValueError if a logit is NaN or infinite. If the division overflows in a row, only the largest logits of the
+    row are kept, as in the limit of low temperatures. With allow_sync=False, neither is checked.
     """
-    scaled = logits / temperature
-    if not check_finite or has_finite_range(scaled):
+    scaled = logits / float(temperature) # torch refuses an int of more than 64 bits
+    if not allow_sync or has_finite_range(scaled):
         return scaled
     require_finite(logits)
     limit = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)

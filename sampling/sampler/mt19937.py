@@ -47,8 +47,9 @@ def advance_mt19937(generator: torch.Generator, count: int) -> None:
         num_blocks, count = divmod(count - rest_of_block, NUM_WORDS)
         twister = jump_ahead(twister, num_blocks)
     twister.random_raw(count, output=False)
-    fields[WORDS], position = twister.state["state"].values()
-    fields[NUM_LEFT], fields[NEXT] = NUM_WORDS + 1 - position, position
+    end = twister.state["state"]
+    fields[WORDS] = end["key"]
+    fields[NUM_LEFT], fields[NEXT] = NUM_WORDS + 1 - end["pos"], end["pos"]
     generator.set_state(state)
 
 

@@ -4,8 +4,6 @@ nanoGPT samples its texts one after another from one random stream. Sample k sta
 k * max_new_tokens * V exponential numbers into the stream. PerRowRNG gives each row of a batch its own generator at
 its own place in that stream. So a batch gets the same tokens as samples that are generated one after another.
 """
-from __future__ import annotations
-
 from functools import cache
 
 import torch
@@ -25,11 +23,11 @@ class PerRowRNG:
     def __init__(self, seed: int, device: torch.device | str = "cpu", num_init_draws: int = 0,
                  draws_per_sample: int = 0, vocab_size: int = 0):
         device = torch.device(device)
-        self.stream = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
+        self.run_generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
         if device.type != "cuda": # nanoGPT initialises its model on the CPU
-            advance_mt19937(self.stream, num_init_draws)
+            advance_mt19937(self.run_generator, num_init_draws)
         self.draws_per_sample, self.vocab_size = draws_per_sample, vocab_size
-        self.index = 0 # self.stream is at the start of this sample
+        self.index = 0 # self.run_generator is at the start of this sample
         self.generators: list[torch.Generator] = [] # one per row
         self.states: list[Tensor] = [] # where the sample of each row starts
         self.numbers: Tensor | None = None # (B, V): the latest draw of each row
@@ -37,23 +35,22 @@ class PerRowRNG:
 
     def state_for_sample(self, index: int) -> Tensor:
         """The generator state in which sample number index of the run starts. Indices must not decrease."""
-        advance_exponential(self.stream, (index - self.index) * self.draws_per_sample, self.vocab_size)
+        advance_exponential(self.run_generator, (index - self.index) * self.draws_per_sample, self.vocab_size)
         self.index = index
-        return self.stream.get_state()
+        return self.run_generator.get_state()
 
-    def set_rows(self, states: list[Tensor]) -> PerRowRNG:
-        """Begin a batch whose rows start in these states. Returns self.
+    def set_rows(self, states: list[Tensor]) -> None:
+        """Begin a batch whose rows start in these states.
 
         While the number of rows stays the same, their memory stays in place: a CUDA graph may hold it.
         """
         if len(states) != len(self.generators):
-            self.generators = [torch.Generator(self.stream.device) for _ in states]
+            self.generators = [torch.Generator(self.run_generator.device) for _ in states]
             dtype = torch.float64 if self.draws_uniforms() else torch.float32
-            self.numbers = torch.empty(len(states), self.vocab_size, dtype=dtype, device=self.stream.device)
+            self.numbers = torch.empty(len(states), self.vocab_size, dtype=dtype, device=self.run_generator.device)
         self.states, self.is_prefetched = list(states), False
         for row in range(len(states)):
             self.restart(row)
-        return self
 
     def restart(self, row: int) -> None:
         """Reset the generator of this row to the start of its sample."""
@@ -66,7 +63,7 @@ class PerRowRNG:
 
     def draws_uniforms(self) -> bool:
         """Whether self.numbers holds uniform numbers, of which only the needed ones are made exponential."""
-        return self.stream.device.type == "cpu" and exponential_is_from_uniform()
+        return self.run_generator.device.type == "cpu" and exponential_is_from_uniform()
 
     def prefetch(self) -> None:
         """Draw the numbers that the next __call__ returns.

@@ -21,7 +21,7 @@ from sampling.sampler.logits import (
 )
 from sampling.sampler.per_row_rng import PerRowRNG
 
-MIN_UNCHECKED_TEMPERATURE = 1e-30 # below it, float32 logits may overflow, and a check would synchronise a GPU
+MIN_TEMPERATURE_WITHOUT_SYNC = 1e-30 # below it, float32 logits may overflow, and a check would synchronise a GPU
 
 
 class Logits(NamedTuple):
@@ -60,14 +60,14 @@ def exponential_noise(shape: tuple[int, int], ids: Tensor | None, device: torch.
 
 def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: int | None = None,
                  top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0, *,
-                 noise: Noise, check_finite: bool = True) -> Tensor:
+                 noise: Noise, allow_sync: bool = True) -> Tensor:
     """Logits and the ids (B, S) of the text so far -> the next ids (B, 1). The logits are not modified.
 
     The settings apply in this order, as in transformers: repetition_penalty; temperature (0 takes the most likely
     token and draws no noise); top_k with all ties (None or 0: every token); top_p; min_p.
 
-    Raises ValueError if a logit is NaN or infinite. check_finite=False skips this check, and all other operations that
-    would synchronise a GPU. Temperatures below 1e-30 then count as 0.
+    Raises ValueError if a logit is NaN or infinite. allow_sync=False does nothing that would synchronise a GPU: logits
+    are not checked, top_k keeps all V columns, and temperatures below 1e-30 count as 0.
     """
     values, shape = logits.values.float(), logits.values.shape
     candidates = None # (B, K) the ids of the columns of values; None: values still has all V columns
@@ -76,13 +76,13 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
     if logits.candidate_ids is not None:
         values = values[:, logits.candidate_ids] # (B, V) -> (B, K)
         candidates = logits.candidate_ids.expand(len(values), -1) # (K,) -> (B, K)
-    if temperature == 0 or (not check_finite and temperature < MIN_UNCHECKED_TEMPERATURE):
-        if check_finite:
+    if temperature == 0 or (not allow_sync and temperature < MIN_TEMPERATURE_WITHOUT_SYNC):
+        if allow_sync:
             require_finite(values)
         return argmax_id(values, candidates)
-    values = apply_temperature(values, temperature, check_finite)
+    values = apply_temperature(values, temperature, allow_sync)
     if top_k and top_k < values.size(-1):
-        if check_finite:
+        if allow_sync:
             values, kept = top_k_with_ties(values, top_k) # (B, V) -> (B, K)
             candidates = kept if candidates is None else candidates.gather(1, kept)
         else:
@@ -97,28 +97,27 @@ def argmax_id(scores: Tensor, candidates: Tensor | None) -> Tensor:
     return best if candidates is None else candidates.gather(1, best)
 
 
-def num_logits_needed(temperature: float, top_k: int | None, repetition_penalty: float) -> int | None:
-    """How many of the largest logits sample_token needs with these settings; None or 0: all."""
-    if repetition_penalty != 1:
-        return None # the penalty may make a small logit the largest
-    return 1 if temperature == 0 else top_k
-
-
 @dataclass(frozen=True)
 class TokenSampler:
-    """A SampleFn that calls sample_token with fixed settings."""
+    """A SampleFn that calls sample_token with fixed settings. Raises ValueError if top_k is negative."""
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
     noise: Noise = exponential_noise
-    check_finite: bool = True
+    allow_sync: bool = True
+
+    def __post_init__(self):
+        if self.top_k is not None and self.top_k < 0:
+            raise ValueError(f"top_k must be at least 1, or None or 0 for every token; got {self.top_k}")
 
     @property
     def num_logits_needed(self) -> int | None:
         """See SampleFn.num_logits_needed."""
-        return num_logits_needed(self.temperature, self.top_k, self.repetition_penalty)
+        if self.repetition_penalty != 1:
+            return None # the penalty may make a small logit the largest
+        return 1 if self.temperature == 0 else self.top_k
 
     def prefetch(self) -> None:
         """See SampleFn.prefetch. torch's global generator needs no prefetch: CUDA graphs support it."""
@@ -128,4 +127,4 @@ class TokenSampler:
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """See SampleFn."""
         return sample_token(logits, ids, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
-                            noise=self.noise, check_finite=self.check_finite)
+                            noise=self.noise, allow_sync=self.allow_sync)

@@ -203,4 +203,4 @@ def test_pack_eagerly_frees_each_block_before_it_packs_the_next(processor, monke
     packed = PackedGPT(model, pack_eagerly=True)
     assert num_alive[:12] == [3] * 4 + [2] * 4 + [1] * 4, "4 layers a block"
     assert all(storage.expired() for block in plain for storage in block)
-    assert packed.lm_head.linear.weight.is_mkldnn
+    assert packed.lm_head.linear.packed.is_mkldnn

@@ -32,8 +32,8 @@ def test_a_layer_is_packed_eagerly_or_for_many_rows_or_for_repeated_row_counts(u
         x, residual = torch.randn(n, width), torch.randn(n, NARROW)
         torch.testing.assert_close(layer(x, residual=residual), F.linear(x, weight, bias) + residual, atol=1e-4, rtol=1e-4)
         is_packed = packing_use is not None and use >= packing_use
-        assert layer.weight.is_mkldnn == is_packed
-        assert (layer.plain_weight is None) == (is_packed and width >= NARROW), "a packed layer frees the unpacked weight"
+        assert (layer.packed is not None) == is_packed
+        assert (layer.weight is None) == (is_packed and width >= NARROW), "a packed layer frees the unpacked weight"
 
 
 @pytest.mark.parametrize("cpuinfo, expected", [("vendor_id\t: GenuineIntel\n", True), ("vendor_id\t: AuthenticAMD\n", False), (None, False)])

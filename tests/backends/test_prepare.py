@@ -37,7 +37,7 @@ def generate(backend, max_new_tokens):
 def test_a_cpu_gets_packed_gpt(pack_eagerly, trim_calls):
     backend = prepare_model(make_gpt(), CPU, torch.float32, pack_eagerly=pack_eagerly)
     assert isinstance(backend, PackedGPT) and backend.device == CPU
-    assert backend.blocks[0].c_attn.weight.is_mkldnn == pack_eagerly
+    assert (backend.blocks[0].c_attn.packed is not None) == pack_eagerly
     assert torch.equal(generate(backend, 20), make_gpt().generate(IDX, 20, temperature=0))
     assert trim_calls == ["disable_malloc_trim"]
 
@@ -102,3 +102,13 @@ def test_the_error_of_a_failing_compiler_says_what_to_do():
     backend = SimpleNamespace(config=make_gpt().config, device=CPU, warm_up_compile=warm_up)
     with pytest.raises(ValueError, match=r"^compile=True does not work here, leave it out \(RuntimeError: no C\+\+ compiler\)$"):
         warm_up_compile(backend, 5, [1], SamplingParams(), print)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")], ids=repr)
+def test_out_of_memory_while_compiling_is_not_reported_as_a_failing_compiler(error):
+    def warm_up(idx, max_new_tokens, context_shift):
+        raise error
+    backend = SimpleNamespace(config=make_gpt().config, device=CPU, warm_up_compile=warm_up)
+    with pytest.raises(type(error)) as raised:
+        warm_up_compile(backend, 5, [1], SamplingParams(), print)
+    assert raised.value is error

@@ -36,10 +36,12 @@ def test_the_next_call_returns_the_prefetched_numbers():
     state = rng.state_for_sample(0)
     rng.set_rows([state])
     expected = [rng(shape, None, "cpu").tolist() for _ in range(2)]
-    rng.set_rows([state]).prefetch()
+    rng.set_rows([state])
+    rng.prefetch()
     assert [rng(shape, None, "cpu").tolist() for _ in range(2)] == expected
     rng.prefetch()
-    assert rng.set_rows([state])(shape, None, "cpu").tolist() == expected[0], "a new batch discards prefetched numbers"
+    rng.set_rows([state])
+    assert rng(shape, None, "cpu").tolist() == expected[0], "a new batch discards prefetched numbers"
 
 
 @pytest.mark.parametrize("temperature, prefetches", [(1.0, True), (0, False)])
@@ -72,8 +74,10 @@ def test_a_batch_of_the_same_size_reuses_memory():
     """CUDA graphs may refer to it."""
     rng = PerRowRNG(7, draws_per_sample=3, vocab_size=50)
     states = [rng.state_for_sample(index) for index in range(4)]
-    numbers, generators = rng.set_rows(states[:2]).numbers, rng.generators
-    assert rng.set_rows(states[2:]).numbers is numbers and rng.generators is generators
+    rng.set_rows(states[:2])
+    numbers, generators = rng.numbers, rng.generators
+    rng.set_rows(states[2:])
+    assert rng.numbers is numbers and rng.generators is generators
 
 
 @pytest.mark.cuda

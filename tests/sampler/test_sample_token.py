@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from sampling.sampler.sample_token import Logits, TokenSampler, exponential_noise, num_logits_needed, sample_token
+from sampling.sampler.sample_token import Logits, TokenSampler, exponential_noise, sample_token
 
 FIVE = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]])
 
@@ -25,9 +25,9 @@ def test_probabilities_are_the_softmax_of_logits_over_temperature():
 
 @pytest.mark.parametrize("top_k, kept", [(1, [1, 3]), (2, [1, 3]), (3, [1, 2, 3]), (5, [0, 1, 2, 3, 4]), (99, [0, 1, 2, 3, 4]),
                                          (None, [0, 1, 2, 3, 4]), (0, [0, 1, 2, 3, 4])])
-@pytest.mark.parametrize("check_finite", [True, False])
-def test_top_k_keeps_the_k_most_likely_tokens_and_ties_with_the_kth(top_k, kept, check_finite):
-    found = frequencies(FIVE, top_k=top_k, check_finite=check_finite)
+@pytest.mark.parametrize("allow_sync", [True, False])
+def test_top_k_keeps_the_k_most_likely_tokens_and_ties_with_the_kth(top_k, kept, allow_sync):
+    found = frequencies(FIVE, top_k=top_k, allow_sync=allow_sync)
     assert found.nonzero().flatten().tolist() == kept
     masked = torch.full_like(FIVE, -torch.inf)
     masked[:, kept] = FIVE[:, kept]
@@ -56,9 +56,9 @@ def test_temperature_0_takes_the_most_likely_token_and_draws_no_random_numbers()
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-300])
-@pytest.mark.parametrize("check_finite", [True, False])
-def test_a_tiny_temperature_is_greedy_and_does_not_overflow(temperature, check_finite):
-    assert sample(torch.tensor([[1.0, 900.0, -3.0]]), temperature, check_finite=check_finite).item() == 1
+@pytest.mark.parametrize("allow_sync", [True, False])
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow(temperature, allow_sync):
+    assert sample(torch.tensor([[1.0, 900.0, -3.0]]), temperature, allow_sync=allow_sync).item() == 1
 
 
 def test_float32_overflow_in_one_row_does_not_change_other_rows():
@@ -109,9 +109,14 @@ def test_other_settings_need_all_logits(settings):
     assert not TokenSampler(**settings).num_logits_needed
 
 
-def test_num_logits_needed_depends_on_temperature_top_k_and_repetition_penalty():
-    assert num_logits_needed(0, 20, 1.0) == 1
-    assert num_logits_needed(0.8, 20, 1.0) == 20
+def test_num_logits_needed_depends_on_temperature_and_top_k():
+    assert TokenSampler(0, 20).num_logits_needed == 1
+    assert TokenSampler(0.8, 20).num_logits_needed == 20
+
+
+def test_a_negative_top_k_is_refused():
+    with pytest.raises(ValueError, match="top_k must be at least 1, or None or 0 for every token; got -1"):
+        TokenSampler(top_k=-1)
 
 
 def test_a_token_sampler_applies_every_setting():

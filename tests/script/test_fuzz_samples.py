@@ -86,7 +86,7 @@ def test_sample_token_returns_a_token_that_the_reference_allows(data):
     for row, token in enumerate(tokens.flatten().tolist()):
         assert token in possible_tokens(logits[row], seen[row], q[row].double().numpy(), **sampling)
     if sampling["temperature"] == 0 or (sampling["temperature"] >= 1e-3 and np.abs(logits).max() < 1e5): # as on a GPU
-        unchecked = sample_token(Logits(given_logits), torch.tensor(seen), **sampling, noise=noise, check_finite=False)
+        unchecked = sample_token(Logits(given_logits), torch.tensor(seen), **sampling, noise=noise, allow_sync=False)
         for row, token in enumerate(unchecked.flatten().tolist()):
             assert token in possible_tokens(logits[row], seen[row], q[row].double().numpy(), **sampling)
 

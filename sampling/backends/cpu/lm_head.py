@@ -38,24 +38,28 @@ class ShortlistLMHead:
     def __call__(self, x: Tensor, k: int | None = None) -> Logits:
         """(B, E) -> Logits (B, V). Only the k largest logits, and those that tie with the k-th, need to be exact;
         None: all."""
-        if k and 0 < k <= self.max_shortlist and len(x) == 1 and self.ready and self.worth_trying(k):
-            self.approximation = self.approximation or Bfloat16Approximation(self.weight)
-            logits, shortlist = self.approximation.shortlist(x, k)
-            if k <= len(shortlist) <= self.max_shortlist:
-                self.budget = min(self.budget + 0.5, FAILURE_BUDGET)
-                logits[:, shortlist] = exact_logits(x, self.weight, shortlist)
-                return Logits(logits, shortlist)
-            self.budget -= 1
+        logits = None
+        if self.ready and len(x) == 1 and k and 0 < k <= self.max_shortlist:
+            logits = self.try_shortlist(x, k)
         self.ready = True
-        return Logits(self.linear(x))
+        return logits or Logits(self.linear(x))
 
-    def worth_trying(self, k: int) -> bool:
-        """Whether any failure budget is left for this k."""
+    def try_shortlist(self, x: Tensor, k: int) -> Logits | None:
+        """The Logits of __call__, exact for a shortlist. None if it is too long, or if this k has no budget left."""
         if self.k != k:
             self.k, self.budget = k, FAILURE_BUDGET
         if self.budget <= 0:
+            return None
+        self.approximation = self.approximation or Bfloat16Approximation(self.weight)
+        logits, shortlist = self.approximation.shortlist(x, k)
+        if k <= len(shortlist) <= self.max_shortlist:
+            self.budget = min(self.budget + 0.5, FAILURE_BUDGET)
+            logits[:, shortlist] = exact_logits(x, self.weight, shortlist)
+            return Logits(logits, shortlist)
+        self.budget -= 1
+        if self.budget <= 0:
             self.approximation = None # frees its memory
-        return self.budget > 0
+        return None
 
 
 class Bfloat16Approximation:

@@ -22,7 +22,7 @@ class PackedGPT:
     """
     device = torch.device("cpu")
     compaction_ratio = 1.0
-    defers_finite_check = False # sample_token checks at every step
+    forbids_sync = False # sample_token checks the logits at every step
 
     def __init__(self, gpt: GPT, pack_eagerly: bool = False):
         self.config = gpt.config
@@ -56,7 +56,7 @@ class PackedGPT:
             return self.lm_head(self.ln_f(x), num_logits_needed)
 
     def prefill(self, x: Tensor, cache: PackedCache | None) -> Tensor:
-        """Run the blocks for T tokens: (B, T, E) -> (B, E) of the last one. The cache gets their keys and values."""
+        """Run the blocks for T tokens: (B, T, E) -> (B, E) of the last one. Appends keys and values to the cache."""
         T, last = x.size(1), len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             q, k, v = self.split_heads(block.qkv(x))

@@ -46,6 +46,7 @@ def is_intel_cpu() -> bool:
 def is_supported(dtype: torch.dtype = torch.float32) -> bool:
     """Whether torch and the processor support the packed operators for this dtype. They are private to Inductor."""
     try:
+        # With fewer rows, so narrow a layer would use its plain weight, and not the operators.
         x = torch.ones(pack_thresholds(dtype).min_rows_narrow, 16, dtype=dtype)
         layer = PackedLinear(torch.ones(16, 16, dtype=dtype), pack_eagerly=True)
         layer(layer(x, gelu="tanh"), residual=x)
@@ -62,38 +63,45 @@ class PackedLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack_eagerly: bool = False):
-        self.weight, self.bias = weight.detach(), bias
-        self.plain_weight: Tensor | None = self.weight # None when only the packed weight is used
+        self.weight: Tensor | None = weight.detach() # None once only the packed weight is used
+        self.packed: Tensor | None = None # the weight in oneDNN's layout
+        self.bias, self.dtype = bias, weight.dtype
         self.thresholds = pack_thresholds(weight.dtype)
-        self.previous_rows = 0
+        self.previous_rows = 0 # of the latest product before packing
         if pack_eagerly:
             self.pack()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, gelu: str | None = None) -> Tensor:
         """(..., in) -> (..., out). The residual has the shape of the result."""
-        x = x.to(self.weight.dtype)
-        if self.plain_weight is not None and self.use_unpacked(x.numel() // x.size(-1)):
-            y = F.linear(x, self.plain_weight, self.bias)
+        x = x.to(self.dtype)
+        if self.packed is None:
+            rows = num_rows(x)
+            if self.should_pack(rows):
+                self.pack()
+            self.previous_rows = rows
+        if self.packed is None or (self.weight is not None and num_rows(x) < self.thresholds.min_rows_narrow):
+            y = F.linear(x, self.weight, self.bias)
             y = F.gelu(y, approximate=gelu) if gelu else y
             return y if residual is None else residual + y
         if residual is not None and residual.dtype == x.dtype:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
-        y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "gelu" if gelu else "none", [], gelu or "")
+            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
+        y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "gelu" if gelu else "none", [], gelu or "")
         return y if residual is None else residual + y # a float32 residual with bfloat16 layers, as under autocast
 
-    def use_unpacked(self, rows: int) -> bool:
-        """Whether the plain weight is faster for this product. If the packed weight is faster, packs it now."""
-        repeated, self.previous_rows = rows == self.previous_rows, rows
-        if self.weight is self.plain_weight: # not packed yet
-            if rows < (self.thresholds.min_rows_repeated if repeated else self.thresholds.min_rows_once):
-                return True
-            self.pack()
-        return self.plain_weight is not None and rows < self.thresholds.min_rows_narrow
+    def should_pack(self, rows: int) -> bool:
+        """Whether it saves time to pack the weight before a product with this many rows."""
+        is_repeated = rows == self.previous_rows
+        return rows >= (self.thresholds.min_rows_repeated if is_repeated else self.thresholds.min_rows_once)
 
     def pack(self) -> None:
         """Convert the weight to oneDNN's layout. A narrow layer also keeps the plain weight."""
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-        if min(self.plain_weight.shape) >= NARROW:
-            self.plain_weight = None
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        if min(self.weight.shape) >= NARROW:
+            self.weight = None
         elif self.thresholds is INTEL:
-            self.plain_weight = self.plain_weight.T.contiguous().T # the layout that MKL reads fastest
+            self.weight = self.weight.T.contiguous().T # the layout that MKL reads fastest
+
+
+def num_rows(x: Tensor) -> int:
+    """The number of rows of x (..., in)."""
+    return x.numel() // x.size(-1)

@@ -2,8 +2,8 @@
 
 A step of a small model is a hundred kernels of a few microseconds each, and launching them one by one takes longer
 than running them. A CUDA graph launches all of them at once. Sampling is part of the graph, so the GPU does not wait
-for the CPU. Only the kernels that draw random numbers are launched outside the graph. Tests on a CPU also run the steps
-without graphs.
+for the CPU. Only the kernels of PerRowRNG and a few small copies are launched outside the graph. Tests on a CPU also
+run the steps without graphs.
 """
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class CUDAGraphGPT:
 
     The sample_fn of generate_stream runs inside a graph: it must not synchronise, and its tensors must stay in place.
     """
-    defers_finite_check = True
+    forbids_sync = True
 
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
@@ -36,7 +36,7 @@ class CUDAGraphGPT:
     def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
         """See Backend.generate_stream. Raises ValueError at the end if logits were NaN or infinite."""
-        if max_new_tokens == 0 or idx.size(1) == 0:
+        if max_new_tokens == 0 or idx.size(1) == 0: # yields nothing, or raises ValueError
             yield from self.model.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
             return
         state = self.take_state(len(idx), idx.size(1) + max_new_tokens, sample_fn)
@@ -76,9 +76,9 @@ class CUDAGraphGPT:
         length = idx.size(1) + max_new_tokens
         state = self.take_state(len(idx), length, sample_fn=None) # nothing is sampled
         for num_keys in sorted({state.num_keys(seq_len) for seq_len in range(1, min(length, state.capacity) + 1)}):
-            self.forward.token(state.token, state.position, state.cache.layers, num_keys)
+            self.forward.decode_step(state.token, state.position, state.cache.layers, num_keys)
         if length > self.config.block_size and not context_shift:
-            self.forward.window(state.window)
+            self.forward.forward_window(state.window)
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""

@@ -9,7 +9,8 @@ from model import KVCache, linear_dtype, window_length
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.sampler.sample_token import Logits, SampleFn
 
-BUCKET = 128 # each step attends to a multiple of this number of cached positions; each multiple has its own graph
+# Each step attends to a multiple of this number of cached positions, or to all. Each number has its own graph.
+BUCKET = 128
 
 
 class DecodeState:
@@ -20,7 +21,7 @@ class DecodeState:
 
     def __init__(self, forward: StaticForward, batch_size: int, capacity: int, sample_fn: SampleFn | None):
         self.forward, self.sample_fn, self.capacity = forward, sample_fn, capacity
-        self.graphs: dict[int | str, torch.cuda.CUDAGraph | None] = {} # by number of keys, or "window"
+        self.graphs: dict[int | str, torch.cuda.CUDAGraph | None] = {} # by number of attended positions, or "window"
         self.pool = None # memory that the graphs share: they never run at the same time
         model, self.device = forward.model, forward.model.lm_head.weight.device
         self.block_size = model.config.block_size
@@ -78,7 +79,7 @@ class DecodeState:
         """Read the latest token, which attends to the first num_keys positions, and sample the next one."""
         self.position.add_(1)
         self.window.index_copy_(1, self.position, self.token)
-        self.sample(self.forward.token(self.token, self.position, self.cache.layers, num_keys))
+        self.sample(self.forward.decode_step(self.token, self.position, self.cache.layers, num_keys))
 
     def slide_window(self) -> None:
         """Move the window by one token, read all of it and sample the next token.
@@ -86,7 +87,7 @@ class DecodeState:
         Positions are learned and absolute: when the window moves, all keys and values change.
         """
         self.window.copy_(torch.cat([self.window[:, 1:], self.token], dim=1))
-        self.sample(self.forward.window(self.window))
+        self.sample(self.forward.forward_window(self.window))
 
     def sample(self, logits: Tensor) -> None:
         """Sample the next token of each row from logits (B or 1, 1, V), and store it in token."""
@@ -94,22 +95,22 @@ class DecodeState:
         self.logits_sum.add_(values.sum())
         self.token.copy_(self.sample_fn(Logits(values), self.window))
 
-    def run_or_replay(self, name: int | str, step: Callable[[], None]) -> None:
-        """Run the step of this name: the first time directly, the second time captured as a graph, then replayed.
+    def run_or_replay(self, key: int | str, step: Callable[[], None]) -> None:
+        """Run the step of this key: the first time directly, the second time captured as a graph, then replayed.
 
         The first run creates what must not be created during a capture, such as the workspaces of cuBLAS.
         """
-        if not self.uses_graphs or name not in self.graphs:
-            self.graphs[name] = None
+        if not self.uses_graphs or key not in self.graphs:
+            self.graphs[key] = None
             step()
             return
         with torch.cuda.device(self.device):
-            if self.graphs[name] is None:
+            if self.graphs[key] is None:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool):
                     step()
-                self.graphs[name], self.pool = graph, graph.pool()
-            self.graphs[name].replay()
+                self.graphs[key], self.pool = graph, graph.pool()
+            self.graphs[key].replay()
 
 
 def cache_capacity(num_tokens: int, block_size: int) -> int:

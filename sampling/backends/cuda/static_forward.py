@@ -20,7 +20,7 @@ class StaticForward:
         self.block_step = torch.compile(block_step, dynamic=False) if compile else block_step
         self.model_forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
 
-    def token(self, token: Tensor, position: Tensor, layers: list[Tensor], num_keys: int) -> Tensor:
+    def decode_step(self, token: Tensor, position: Tensor, layers: list[Tensor], num_keys: int) -> Tensor:
         """Read one token (B, 1) at the position (1,), attending to the first num_keys positions of KVCache.layers.
 
         Writes the token's keys and values into the layers. Returns logits (B, 1, V).
@@ -33,9 +33,9 @@ class StaticForward:
             x = self.block_step(block, x, layer, position, mask, num_keys)
         return self.model.lm_head(transformer.ln_f(x)) # (B, 1, E) -> (B, 1, V)
 
-    def window(self, window: Tensor) -> Tensor:
+    def forward_window(self, idx: Tensor) -> Tensor:
         """Read (B, T) ids without a cache. Returns the logits (B, 1, V) of the last position."""
-        return self.model_forward(window)[0]
+        return self.model_forward(idx)[0]
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:
