@@ -17,7 +17,7 @@ REQUESTS = [SampleRequest(index, Prompt(text, id), []) for index, (text, id) in 
 
 def write_file(path, requests=REQUESTS, settings=SETTINGS):
     """Write a finished file of these requests. Return its bytes."""
-    with closing(JsonlWriter(path, CHECKPOINT_ID, settings)) as writer:
+    with closing(JsonlWriter(path, LineFormat(CHECKPOINT_ID, settings))) as writer:
         for request in writer.resume(requests):
             if not request.already_saved:
                 writer.write(replace(finished_sample(0, "", [make_token("x\n", 0.5)]), request=request))
@@ -69,20 +69,8 @@ def test_a_removed_file_is_an_error(tmp_path):
     writer.close()
 
 
-<<<<<<< HEAD
 # ---- resuming
 
-def write_file(path, requests=REQUESTS, settings=SETTINGS):
-    """Write a finished file of these requests. Return its bytes."""
-    with closing(JsonlWriter(path, LineFormat(CHECKPOINT_ID, settings))) as writer:
-        for request in writer.resume(requests):
-            if not request.already_saved:
-                writer.write(replace(finished_sample(0, "", [make_token("x\n", 0.5)]), request=request))
-    return path.read_bytes()
-
-
-=======
->>>>>>> wt_c
 def test_a_file_truncated_anywhere_is_resumed(tmp_path):
     requests = [REQUESTS[1], REQUESTS[3]] # with a character of two bytes, and a lone surrogate
     whole = write_file(tmp_path / "whole.jsonl", requests)
