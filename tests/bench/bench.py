@@ -91,7 +91,7 @@ def count(samples):
     return f"{samples} sample{'s' * (samples > 1)}"
 
 
-def one_offs(folder, device):
+def whole_processes(folder, device):
     """The processes that are timed as a whole: (row, name, command)."""
     demo, checkpoint = f"--out_dir={PROJECT / 'out-shakespeare-char'}", folder / "124M checkpoint"
     row = "124M checkpoint with optimizer state, to the first token"
@@ -119,17 +119,17 @@ def main():
         make_models(folder, ["124M", "10.6M", "0.8M"] if options.device == "cpu" else ["124M", "XL", "10.6M"])
         all_cases = cpu_cases if options.device == "cpu" else cuda_cases
         cases, limits = [case for case in all_cases(folder, options.quick) if options.only in case.row], []
-        singles = [(row, name, command, []) for row, name, command in one_offs(folder, options.device)
+        processes = [(row, name, command, []) for row, name, command in whole_processes(folder, options.device)
                    if options.only in row]
         for i in range(rounds):
             print(f"round {i + 1} of {rounds}", file=sys.stderr, flush=True)
             for case in cases:
                 case.run()
-            for *_, command, measured in singles:
+            for *_, command, measured in processes:
                 measured.append(timed(command))
             printed = subprocess.run(contender("limits", folder, options.device), check=True, capture_output=True, text=True)
             limits.append([float(number) for number in printed.stdout.split()])
-        table = report(cases, [(row, name, measured) for row, name, _, measured in singles], limits, rounds, options.device)
+        table = report(cases, [(row, name, measured) for row, name, _, measured in processes], limits, rounds, options.device)
     print(table)
     if not (options.quick or options.only):
         suffix = options.suffix or ("" if options.device == "cpu" else f"-{options.device}")

@@ -7,7 +7,7 @@ from contenders import SHAPES
 from measure import machine
 
 
-def report(cases, singles, limits, rounds, device):
+def report(cases, processes, limits, rounds, device):
     """All results in Markdown."""
     limits = [statistics.median(values) for values in zip(*limits, strict=True)]
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ctranslate2") if find_spec(name))
@@ -18,9 +18,9 @@ def report(cases, singles, limits, rounds, device):
     for case in cases:
         ratio = f"{case.rate() / plain[case.row]:.1f}" if case.row in plain else ""
         lines.append(f"| {case.row} | {case.name} | {case.rate():,.0f} | {ratio} | {share_of_limit(case, *limits)} |")
-    if singles:
+    if processes:
         lines += ["", "| whole process | | seconds | peak memory |", "|---|---|---:|---:|"]
-    for row, name, measured in singles:
+    for row, name, measured in processes:
         seconds, memory = (statistics.median(values) for values in zip(*measured, strict=True))
         lines.append(f"| {row} | {name} | {seconds:.2f} | {memory:,.0f} MB |")
     return "\n".join(lines) + "\n"
