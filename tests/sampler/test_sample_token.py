@@ -166,10 +166,20 @@ def test_float16_logits_do_not_overflow_at_a_low_temperature(temperature, value)
 
 
 def test_what_nanogpt_does_not_have_is_computed_in_float32():
-    logits, ids = HALF_LOGITS.bfloat16(), torch.arange(20).expand(256, 20)
+    logits, ids = HALF_LOGITS.bfloat16(), torch.arange(1000).expand(256, 1000)
     for settings in dict(repetition_penalty=1.3), dict(top_p=0.9), dict(min_p=0.1):
         found = []
         for values in logits, logits.float():
             torch.manual_seed(1)
             found.append(sample_token(Logits(values), ids, **settings, noise=exponential_noise, allow_sync=False, in_own_dtype=True))
         assert torch.equal(*found), settings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_in_their_own_dtype_logits_are_never_read_by_the_host(dtype):
+    """A CUDA graph cannot hold such a read. Tensors on the meta device have no values, so a read raises."""
+    def noise(shape, ids, device):
+        return torch.empty(shape, device=device)
+    logits, ids = torch.empty(2, 50, dtype=dtype, device="meta"), torch.zeros(2, 3, dtype=torch.long, device="meta")
+    tokens = sample_token(Logits(logits), ids, 0.8, 20, 0.9, 0.1, 1.2, noise=noise, allow_sync=False, in_own_dtype=True)
+    assert tokens.shape == (2, 1) and tokens.is_meta
