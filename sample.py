@@ -44,6 +44,7 @@ seed: int | str = 1337 # the same seed gives the same samples; random: a new see
 device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
 dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float16, on CUDA; float32 elsewhere
 compile = False # run torch.compile first: on a GPU it takes a minute and gains speed; on a CPU it gains nothing
+cuda_graphs = True # on a GPU: launch all kernels of a step at once, if that works; False is slower, with the same text
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
@@ -100,14 +101,15 @@ def main(settings):
     total, longest = workers.broadcast((total, longest))
     log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
     # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
-    model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly=bool(out_file))
+    model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly=bool(out_file), cuda_graphs=cuda_graphs,
+                          log=log)
     resume_garbage_collection()
 
     with torch.no_grad(), torch.autocast(torch_device.type, ptdtype, enabled=ptdtype != torch.float32):
         printer = Printer(tokenizer, show_probs)
         progress = Progress(total and total - outputs.num_saved, max_new_tokens)
         engine = Engine(model, tokenizer, params, checkpoint.num_init_draws, log=log, on_tokens=progress.add_tokens,
-                        stream=is_tty(sys.stdout) and out_file != "-")
+                        stream=is_tty(sys.stdout) and out_file != "-", is_huggingface=checkpoint.is_huggingface)
         if interactive:
             from sampling.repl import run_repl
             return run_repl(engine, printer, start)

@@ -2,7 +2,8 @@
 import re
 
 OUT_OF_MEMORY = re.compile(
-    "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive|ALLOC_FAILED")
+    "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
+    "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED") # cuBLAS reports the latter if there is no memory for its workspace
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

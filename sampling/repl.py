@@ -115,7 +115,8 @@ class Session:
     def print_sample(self, request: SampleRequest, shows_prompt: bool = True) -> None:
         """Generate a sample, and stream it to the terminal. Ctrl-C ends it."""
         self.next_index, self.shows_prompt = request.index + 1, shows_prompt
-        for sample in replace(self.engine).generate([request]): # the random stream of a new engine begins at the seed
+        # The same engine for every prompt: its CUDA graphs are kept, and the next sample follows in its random stream.
+        for sample in self.engine.generate([request]):
             self.last = sample
             self.printer.update(sample, shows_prompt)
             if self.interrupts:

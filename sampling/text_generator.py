@@ -26,17 +26,19 @@ class TextGenerator:
     tokenizer: Tokenizer
     dtype: torch.dtype
     num_init_draws: int
+    is_huggingface: bool
 
     @classmethod
-    def load(cls, name: str, device: str = "auto", dtype: str = "auto", compile: bool = False) -> "TextGenerator":
+    def load(cls, name: str, device: str = "auto", dtype: str = "auto", compile: bool = False,
+             cuda_graphs: bool = True) -> "TextGenerator":
         """See sampling.load."""
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(torch_device, dtype)
         checkpoint = load_by_name(name)
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, logging.getLogger(__name__).warning)
-        backend = prepare_model(gpt, torch_device, torch_dtype, compile)
-        return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws)
+        backend = prepare_model(gpt, torch_device, torch_dtype, compile, cuda_graphs=cuda_graphs)
+        return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws, checkpoint.is_huggingface)
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None) -> list[Sample]:
@@ -66,7 +68,8 @@ class TextGenerator:
     def run(self, requests: list[SampleRequest], params: SamplingParams, batch_size: int = 1,
             stream: bool = False) -> Iterator[Sample]:
         """See Engine.generate. Each call starts at the seed again."""
-        engine = Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream)
+        engine = Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream,
+                        is_huggingface=self.is_huggingface)
         samples = engine.generate(requests)
         while True:
             # Only around each step: autocast must not stay on while the caller has control.

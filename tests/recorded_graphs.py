@@ -55,6 +55,8 @@ def record_graphs(monkeypatch):
         recordings.append(recording)
         return recording
     monkeypatch.setattr(DecodeState, "uses_graphs", True)
+    for name, value in dict(current_stream="stream", set_stream=None, synchronize=None, graph_pool_handle=(0, 1)).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", capture)

@@ -7,6 +7,8 @@ from sampling.errors import is_out_of_memory
 @pytest.mark.parametrize("text, expected", [
     ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
     ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+    ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
+    ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`", False),
     ("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory", True),
     ("CUDA error: an illegal memory access was encountered", False),
 ])

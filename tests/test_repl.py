@@ -10,7 +10,7 @@ import pytest
 import terminal
 from sampling.generation.engine import Engine
 from sampling.outputs.printer import Printer
-from sampling.repl import run_repl
+from sampling.repl import Session, run_repl
 from script_process import start_script
 from terminal import Terminal
 
@@ -246,3 +246,17 @@ def test_samples_of_a_failed_prompt_file_count(run_script, char_checkpoint, tmp_
     done = run_script(*arguments, stdin=f"LINES:{tmp_path / 'prompts.txt'}\nThe \n".encode())
     expected = run_script(*arguments, stdin=b"The \nO\nThe \n")
     assert "error: " in done.stderr and done.stdout == expected.stdout
+
+
+def test_a_session_keeps_its_cuda_graphs(recordings, char_checkpoint, monkeypatch):
+    import sampling
+    from models import make_gpt
+    from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    generator = sampling.load(str(char_checkpoint))
+    engine = Engine(CUDAGraphGPT(make_gpt()), generator.tokenizer, sampling.SamplingParams(max_new_tokens=30))
+    session, counts = Session(engine, Printer(generator.tokenizer)), []
+    for line in "The ", "O", ":again", ":temperature=0.5", "The ", "O":
+        session.respond(line)
+        counts.append(len(recordings))
+    assert 0 < counts[0] == counts[1] == counts[2] == counts[3] < counts[4] == counts[5]

@@ -21,7 +21,7 @@ class Backend(Protocol):
     # Finished rows leave a batch when at most this share of its rows is unfinished. It is below 1 if new CUDA graphs
     # cost more than idle rows.
     compaction_ratio: float
-    # If True, sample_token must not synchronise, and check_finite checks the logits instead.
+    # If True, sample_token must not synchronise, and logits_are_finite tells what it would check.
     forbids_sync: bool
 
     def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
@@ -32,11 +32,14 @@ class Backend(Protocol):
         context_shift drops the older half of a full window, instead of reading the whole window again for every token.
         """
 
-    def check_finite(self) -> None:
-        """Raises ValueError if the latest stream had logits that were NaN or infinite.
+    def logits_are_finite(self) -> Tensor | None:
+        """Whether all logits of the latest stream were finite: a tensor of one bool, on the device.
 
-        Does nothing without forbids_sync: then sample_token raises the error.
+        None without forbids_sync: then sample_token raises the error.
         """
+
+    def release_memory(self) -> None:
+        """Free what is kept for the next stream, such as CUDA graphs."""
 
     def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:
         """Run the steps of such a call of generate_stream, so that torch.compile compiles them now."""

@@ -26,8 +26,11 @@ class EagerGPT:
         """See Backend.generate_stream."""
         return self.model.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
 
-    def check_finite(self) -> None:
-        """Does nothing: sample_token has checked every step."""
+    def logits_are_finite(self) -> None:
+        """None: sample_token has checked every step."""
+
+    def release_memory(self) -> None:
+        """Does nothing: nothing is kept between streams."""
 
     def warm_up_compile(self, idx, max_new_tokens: int, context_shift: bool = False) -> None:
         """See Backend.warm_up_compile."""
@@ -49,6 +52,9 @@ class Greedy:
 
     def prefetch(self) -> None:
         """Does nothing: no random numbers are needed."""
+
+    def repeat_noise(self) -> None:
+        """Does nothing, for the same reason."""
 
     def __call__(self, logits: Logits, ids):
         return logits.values.argmax(dim=-1, keepdim=True)

@@ -58,6 +58,11 @@ def disable_malloc_trim() -> None:
 
 
 def release_memory() -> None:
-    """Return freed memory to the system. After disable_malloc_trim, the C library does not do so by itself."""
+    """Return freed memory to the GPU and the system.
+
+    After disable_malloc_trim, the C library does not do so by itself.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

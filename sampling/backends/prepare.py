@@ -1,4 +1,5 @@
 """Chooses the backend for a GPT, and prepares both."""
+import logging
 import time
 from collections.abc import Callable, Iterable
 
@@ -11,19 +12,28 @@ from sampling.backends.memory import disable_malloc_trim
 from sampling.errors import is_out_of_memory
 from sampling.params import SamplingParams
 
+warn = logging.getLogger(__name__).warning # for messages, unless the caller shows them itself
+
 
 def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
-                  pack_eagerly: bool = False) -> Backend:
+                  pack_eagerly: bool = False, cuda_graphs: bool = True,
+                  log: Callable[[str], None] = warn) -> Backend:
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
-    pack_eagerly: see PackedGPT.
+    pack_eagerly: see PackedGPT. cuda_graphs, log: see CUDAGraphGPT.
     """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
     cast_linears(gpt, dtype).to(device)
     if device.type == "cuda":
         from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
-        torch.set_float32_matmul_precision("high") # TF32, as in nanoGPT
+        from sampling.backends.cuda.padded_head import PaddedHead, needs_padding
+        # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
+        torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
-        return CUDAGraphGPT(gpt, compile)
+        if needs_padding(gpt.lm_head):
+            gpt.lm_head = PaddedHead(gpt.lm_head)
+        return CUDAGraphGPT(gpt, compile, cuda_graphs, log)
     backend = packed_or_eager(gpt, device, dtype, compile, pack_eagerly)
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap

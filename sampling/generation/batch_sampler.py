@@ -22,9 +22,10 @@ class BatchSampler:
     Its tensors stay in place from batch to batch of the same size, because CUDA graphs may hold them.
     """
 
-    def __init__(self, params: SamplingParams, rng: PerRowRNG, num_logprobs: int | None, allow_sync: bool):
+    def __init__(self, params: SamplingParams, rng: PerRowRNG, num_logprobs: int | None, allow_sync: bool,
+                 in_own_dtype: bool = False):
         self.sample = TokenSampler(params.temperature, params.top_k, params.top_p, params.min_p,
-                                   params.repetition_penalty, noise=rng, allow_sync=allow_sync)
+                                   params.repetition_penalty, rng, allow_sync, in_own_dtype)
         self.rng, self.num_logprobs = rng, num_logprobs
         self.forced_tokens = torch.empty(0, 1, dtype=torch.long) # (B, 1); -1: this row is sampled
         self.forced_by_step = self.forced_tokens[None] # (steps, B, 1)
@@ -40,6 +41,10 @@ class BatchSampler:
     def prefetch(self) -> None:
         """See SampleFn.prefetch."""
         self.sample.prefetch()
+
+    def repeat_noise(self) -> None:
+        """See SampleFn.repeat_noise."""
+        self.sample.repeat_noise()
 
     def start_batch(self, prompts: list[list[int]], rng_states: list[Tensor], device: torch.device) -> None:
         """Begin a batch of prompts. rng_states are the generator states in which their samples start."""

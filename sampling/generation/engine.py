@@ -19,11 +19,11 @@ from sampling.errors import is_out_of_memory
 from sampling.generation.batch_sampler import BatchSampler, Logprobs
 from sampling.generation.batching import group_by_length, next_batch, visible_prompt
 from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.flush_schedule import MAX_STEPS, FlushSchedule
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Sample, SampleRequest, SamplingParams
+from sampling.sampler.logits import NOT_FINITE
 from sampling.sampler.per_row_rng import PerRowRNG
-
-SYNC_INTERVAL = 16 # steps between copies of the tokens to the host when not streaming: each copy synchronises the GPU
 
 
 class StepOutput(NamedTuple):
@@ -36,7 +36,7 @@ class StepOutput(NamedTuple):
 class Engine:
     """Turns requests into samples.
 
-    num_init_draws: Checkpoint.num_init_draws.
+    num_init_draws, is_huggingface: those of the Checkpoint.
     batch_size: how many samples to generate at once.
     stream: whether to yield samples before they are finished.
     log: gets messages for the user.
@@ -50,6 +50,7 @@ class Engine:
     stream: bool = False
     log: Callable[[str], None] = logging.getLogger(__name__).warning
     on_tokens: Callable[[int], None] = lambda num_tokens: None
+    is_huggingface: bool = False
     rng: PerRowRNG = field(init=False)
     sampler: BatchSampler = field(init=False)
 
@@ -63,14 +64,16 @@ class Engine:
         num_logprobs = self.params.num_logprobs
         if num_logprobs is not None:
             num_logprobs = min(num_logprobs, self.backend.config.vocab_size)
-        return BatchSampler(self.params, self.rng, num_logprobs, allow_sync=not self.backend.forbids_sync)
+        # On CUDA, nanoGPT computes in the dtype of the logits. On other devices it has no autocast: they are float32.
+        in_own_dtype = self.backend.device.type == "cuda" and not self.is_huggingface
+        return BatchSampler(self.params, self.rng, num_logprobs, not self.backend.forbids_sync, in_own_dtype)
 
     @property
     def sync_interval(self) -> int:
-        """How many steps to run between copies of the tokens to the host."""
+        """How many steps to run, at most, between copies of the tokens to the host."""
         # Except on CUDA, a copy costs little. After each copy, rows with a stop text can leave the batch.
-        every_step = self.stream or (self.params.stop_texts and self.backend.device.type != "cuda")
-        return 1 if every_step else SYNC_INTERVAL
+        copies_every_step = self.backend.device.type != "cuda" and (self.stream or self.params.stop_texts)
+        return 1 if copies_every_step else MAX_STEPS
 
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Yield the finished samples in order, except those that are already saved.
@@ -109,6 +112,7 @@ class Engine:
         self.batch_size = len(batch) // 2
         self.log(f"out of memory with {len(batch)} samples at once: going on with {self.batch_size}")
         self.sampler = self.new_sampler() # CUDA graphs of the old sampler hold tensors that it no longer uses
+        self.backend.release_memory()
         release_memory()
         unfinished = [sample for sample in batch if not sample.finish_reason]
         for sample in unfinished:
@@ -125,14 +129,15 @@ class Engine:
             return
         rows = [IncrementalDetokenizer(sample, self.tokenizer, self.params) for sample in samples]
         stream, last_steps = self.start_stream(samples, rng_states)
-        sync_interval, pending = self.sync_interval, []
+        schedule, pending = FlushSchedule(self.sync_interval, self.stream), []
         selected = None # the rows to keep; None: all
         for step in range(1, max(last_steps) + 1):
             self.sampler.start_step(step - 1)
             pending.append(StepOutput(stream.send(selected), self.sampler.copy_logprobs()))
             selected = None
-            if step in last_steps or len(pending) == sync_interval:
+            if step in last_steps or len(pending) >= schedule.num_steps:
                 self.flush_tokens(pending, step, rows)
+                schedule.record_copy(len(pending))
                 pending = []
                 yield
                 selected = self.rows_to_keep(rows)
@@ -161,9 +166,14 @@ class Engine:
 
     def flush_tokens(self, pending: list[StepOutput], step: int, rows: list[IncrementalDetokenizer]) -> None:
         """Append the tokens of the pending steps to the samples. step is the number of the last pending step."""
-        self.backend.check_finite()
-        ids = torch.cat([output.ids for output in pending], dim=1).tolist() # (B, steps)
-        logprobs = [output.logprobs and [tensor.tolist() for tensor in output.logprobs] for output in pending]
+        ids = torch.cat([output.ids for output in pending], dim=1) # (B, steps)
+        is_finite = self.backend.logits_are_finite()
+        if is_finite is not None: # as one more column, because each copy to the host waits for the GPU
+            ids = torch.cat([ids, is_finite.to(ids).expand(len(ids), 1)], dim=1)
+        ids = ids.tolist()
+        if is_finite is not None and not ids[0][-1]:
+            raise ValueError(NOT_FINITE)
+        logprobs = copy_to_host([output.logprobs for output in pending])
         first_step = step - len(pending) # of the pending steps, counted from 0
         for i, (row, remainder) in enumerate(zip(rows, self.sampler.prompt_remainders, strict=True)):
             sample, num_before = row.sample, row.sample.num_tokens
@@ -187,3 +197,11 @@ class Engine:
         """Tell on_tokens the number of new tokens, unless the sample is already saved."""
         if not sample.request.already_saved:
             self.on_tokens(num_tokens)
+
+
+def copy_to_host(logprobs: list[Logprobs | None]) -> list[list[list] | None]:
+    """The tensors of each step as lists. All steps are copied together, because each copy waits for the GPU."""
+    if logprobs[0] is None:
+        return logprobs
+    stacked = [torch.stack(tensors).tolist() for tensors in zip(*logprobs, strict=True)]
+    return [list(step) for step in zip(*stacked, strict=True)]

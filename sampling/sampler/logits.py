@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 NUM_EXTRA_FOR_TIES = 64 # bfloat16 logits nearly always tie with the k-th largest: the first topk has room for ties
+NOT_FINITE = ("the model's logits are NaN or infinite: the checkpoint may be damaged, its training may have diverged, "
+              "or dtype=float16 overflows (try dtype=bfloat16 or float32)")
 
 
 def apply_repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
@@ -21,7 +23,8 @@ def apply_repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Ten
 
 def apply_top_k(logits: Tensor, k: int) -> Tensor:
     """Set the logits (B, V) below the k-th largest of their row to -inf. Ties with the k-th stay."""
-    return logits.masked_fill(logits < logits.topk(k).values[:, -1:], -torch.inf)
+    kth = logits.topk(k, sorted=False).values.amin(dim=-1, keepdim=True) # (B, 1); sorting them takes a GPU longer
+    return logits.masked_fill(logits < kth, -torch.inf)
 
 
 def top_k_with_ties(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -72,6 +75,17 @@ def apply_temperature(logits: Tensor, temperature: float, allow_sync: bool = Tru
     return torch.where(scaled.isfinite().all(dim=-1, keepdim=True), scaled, limit)
 
 
+def apply_temperature_as_nanogpt(logits: Tensor, temperature: float) -> Tensor:
+    """Divide logits (B, V) by a temperature above 0 in their own dtype, as nanoGPT does under autocast.
+
+    float16 can overflow, and then nanoGPT fails. Here, such logits are divided in float32.
+    """
+    scaled = logits / float(temperature)
+    if logits.dtype != torch.float16:
+        return scaled
+    return torch.where(scaled.isfinite(), scaled.float(), logits.float() / float(temperature))
+
+
 def has_finite_range(logits: Tensor) -> bool:
     """Whether all logits and their largest difference are finite. Takes a single pass over the logits."""
     low, high = logits.aminmax()
@@ -81,5 +95,4 @@ def has_finite_range(logits: Tensor) -> bool:
 def require_finite(logits: Tensor) -> None:
     """Raises ValueError if a logit is NaN or infinite."""
     if not logits.isfinite().all():
-        raise ValueError("the model's logits are NaN or infinite: the checkpoint may be damaged, its training may have "
-                         "diverged, or dtype=float16 overflows (try dtype=bfloat16 or float32)")
+        raise ValueError(NOT_FINITE)

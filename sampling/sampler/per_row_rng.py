@@ -75,6 +75,10 @@ class PerRowRNG:
             draw(row, generator=generator)
         self.is_prefetched = True
 
+    def repeat(self) -> None:
+        """Let the next __call__ return the numbers of the latest one again."""
+        self.is_prefetched = True
+
     def __call__(self, shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
         """The rows' next exponential numbers (B, V), or those of ids (B, K). shape must be (rows, vocab_size)."""
         if not self.is_prefetched:

@@ -14,6 +14,7 @@ from sampling.sampler.logits import (
     apply_min_p,
     apply_repetition_penalty,
     apply_temperature,
+    apply_temperature_as_nanogpt,
     apply_top_k,
     apply_top_p,
     require_finite,
@@ -47,6 +48,9 @@ class SampleFn(Protocol):
     def prefetch(self) -> None:
         """Draw the random numbers of the next __call__, before a CUDA graph that holds __call__ runs."""
 
+    def repeat_noise(self) -> None:
+        """Let the next __call__ use the same random numbers as the latest one. Needs PerRowRNG."""
+
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """Logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""
 
@@ -60,7 +64,7 @@ def exponential_noise(shape: tuple[int, int], ids: Tensor | None, device: torch.
 
 def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: int | None = None,
                  top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0, *,
-                 noise: Noise, allow_sync: bool = True) -> Tensor:
+                 noise: Noise, allow_sync: bool = True, in_own_dtype: bool = False) -> Tensor:
     """Logits and the ids (B, S) of the text so far -> the next ids (B, 1). The logits are not modified.
 
     The settings apply in this order, as in transformers: repetition_penalty; temperature (0 takes the most likely
@@ -68,11 +72,13 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
 
     Raises ValueError if a logit is NaN or infinite. allow_sync=False does nothing that would synchronise a GPU: logits
     are not checked, top_k keeps all V columns, and temperatures below 1e-30 count as 0.
+    in_own_dtype=True, without allow_sync, applies temperature and top_k in the dtype of the logits, as nanoGPT does
+    under autocast. All else is computed in float32.
     """
-    values, shape = logits.values.float(), logits.values.shape
+    values, shape = logits.values if in_own_dtype else logits.values.float(), logits.values.shape
     candidates = None # (B, K) the ids of the columns of values; None: values still has all V columns
     if repetition_penalty != 1:
-        values = apply_repetition_penalty(values, ids, repetition_penalty)
+        values = apply_repetition_penalty(values.float(), ids, repetition_penalty)
     if logits.candidate_ids is not None:
         values = values[:, logits.candidate_ids] # (B, V) -> (B, K)
         candidates = logits.candidate_ids.expand(len(values), -1) # (K,) -> (B, K)
@@ -80,14 +86,17 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
         if allow_sync:
             require_finite(values)
         return argmax_id(values, candidates)
-    values = apply_temperature(values, temperature, allow_sync)
+    if in_own_dtype:
+        values = apply_temperature_as_nanogpt(values, temperature)
+    else:
+        values = apply_temperature(values, temperature, allow_sync)
     if top_k and top_k < values.size(-1):
         if allow_sync:
             values, kept = top_k_with_ties(values, top_k) # (B, V) -> (B, K)
             candidates = kept if candidates is None else candidates.gather(1, kept)
         else:
             values = apply_top_k(values, top_k)
-    values = apply_min_p(apply_top_p(values, top_p), min_p)
+    values = apply_min_p(apply_top_p(values.float(), top_p), min_p)
     return argmax_id(values.softmax(dim=-1) / noise(shape, candidates, values.device), candidates)
 
 
@@ -107,6 +116,7 @@ class TokenSampler:
     repetition_penalty: float = 1.0
     noise: Noise = exponential_noise
     allow_sync: bool = True
+    in_own_dtype: bool = False
 
     def __post_init__(self):
         if self.top_k is not None and self.top_k < 0:
@@ -124,7 +134,12 @@ class TokenSampler:
         if self.temperature and isinstance(self.noise, PerRowRNG):
             self.noise.prefetch()
 
+    def repeat_noise(self) -> None:
+        """See SampleFn.repeat_noise."""
+        if self.temperature and isinstance(self.noise, PerRowRNG):
+            self.noise.repeat()
+
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """See SampleFn."""
         return sample_token(logits, ids, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
-                            noise=self.noise, allow_sync=self.allow_sync)
+                            noise=self.noise, allow_sync=self.allow_sync, in_own_dtype=self.in_own_dtype)

@@ -6,9 +6,10 @@ from cases import cases
 from model import GPT, KVCache, linear_dtype
 from models import make_gpt
 from oracles import reference_generate
-from sampling.backends.cuda import decode_state
+from sampling.backends.cuda import decode_state, static_forward
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
-from sampling.backends.cuda.decode_state import DecodeState
+from sampling.backends.cuda.decode_state import WINDOW, DecodeState
+from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.backends.prepare import cast_linears
 from sampling.generation.batch_sampler import BatchSampler
@@ -163,10 +164,9 @@ def test_nan_in_one_stream_does_not_affect_the_next():
     gpt, good, bad = CUDAGraphGPT(model), torch.tensor([[1, 2, 3]]), torch.tensor([[1, 5, 3]])
     with pytest.raises(ValueError, match="NaN or infinite"):
         generate(gpt, bad, 4)
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        gpt.check_finite()
+    assert not gpt.logits_are_finite()
     assert torch.equal(generate(gpt, good, 1), model.generate(good, 1, 0))
-    gpt.check_finite()
+    assert gpt.logits_are_finite()
 
 
 def test_a_batch_does_not_see_the_cache_of_the_previous_batch():
@@ -185,14 +185,13 @@ def test_nan_logits_raise_at_the_end_of_a_stream(max_new_tokens, context_shift):
         generate(CUDAGraphGPT(model), random_prompt(3), max_new_tokens, context_shift=context_shift)
 
 
-def test_check_finite_finds_nan_logits_while_the_stream_runs():
+def test_logits_are_finite_finds_nan_logits_while_the_stream_runs():
     model = make_gpt()
     with torch.no_grad():
         model.lm_head.weight[7] = torch.nan
     gpt = CUDAGraphGPT(model)
     next(gpt.generate_stream(random_prompt(3), 9, GREEDY))
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        gpt.check_finite()
+    assert not gpt.logits_are_finite()
 
 
 @torch.no_grad()
@@ -225,11 +224,20 @@ def test_a_decode_step_never_synchronises_the_gpu(settings, num_logprobs, monkey
     sampler = BatchSampler(SamplingParams(**settings), exponential_noise, num_logprobs, allow_sync=False)
     sampler.forced_tokens = torch.empty(2, 1, dtype=torch.long, device="meta")
     sampler.logprobs = sampler.new_logprobs(2, torch.device("meta"))
-    state = DecodeState(StaticForward(make_gpt().to("meta")), 2, 16, sampler)
-    state.decode_step(8)
-    state.slide_window()
+    state = DecodeState(StaticForward(make_gpt().to("meta")), SelfCheck(print), 2, 16, sampler)
+    state.step(8)
+    state.step(WINDOW)
     with pytest.raises(RuntimeError, match="meta"):
         state.logits_sum.item()
+
+
+@pytest.mark.parametrize("num_keys", [4, 16])
+def test_product_attention_equals_masked_attention(num_keys):
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn(3, 2, length, 12, generator=generator) for length in (1, num_keys, num_keys))
+    mask = torch.zeros(1, num_keys).masked_fill(torch.arange(num_keys) > 2, -torch.inf)
+    expected = static_forward.masked_attention(q, keys, values, mask)
+    torch.testing.assert_close(static_forward.product_attention(q, keys, values, mask), expected)
 
 
 @pytest.mark.slow # test_eager.py compiles in the quick run

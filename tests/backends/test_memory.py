@@ -88,3 +88,12 @@ def test_without_glibc_nothing_happens(missing, monkeypatch):
     monkeypatch.setattr(memory.ctypes, "CDLL", no_library)
     disable_malloc_trim()
     release_memory()
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_released_memory_includes_that_of_a_gpu_in_use(has_gpu, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    release_memory()
+    assert calls == ["empty_cache"] * has_gpu

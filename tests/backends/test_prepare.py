@@ -4,12 +4,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from model import GPT
 from models import make_gpt
 from oracles import reference_generate
 from sampling.backends import prepare
 from sampling.backends.cpu import packed_linear
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.cpu.packed_linear import is_supported
+from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import cast_linears, prepare_model, warm_up_compile
 from sampling.params import SamplingParams
@@ -112,3 +114,40 @@ def test_out_of_memory_while_compiling_is_not_reported_as_a_failing_compiler(err
     with pytest.raises(type(error)) as raised:
         warm_up_compile(backend, 5, [1], SamplingParams(), print)
     assert raised.value is error
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch):
+    """Let prepare_model work for a GPU on a CPU. Returns the calls that would change the state of torch."""
+    calls = []
+    monkeypatch.setattr(GPT, "to", lambda gpt, device: calls.append(("to", device)) or gpt)
+    for target, name in (torch.cuda, "set_device"), (torch, "set_float32_matmul_precision"), (torch.backends.cuda, "enable_cudnn_sdp"):
+        monkeypatch.setattr(target, name, lambda value, name=name: calls.append((name, value)))
+    return calls
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_gpu_gets_cuda_graph_gpt(cuda_graphs, simulated_gpu):
+    messages, gpu = [], torch.device("cuda", 1)
+    backend = prepare_model(make_gpt(), gpu, torch.float32, cuda_graphs=cuda_graphs, log=messages.append)
+    assert isinstance(backend, CUDAGraphGPT) and backend.checks.use_graphs == cuda_graphs
+    backend.checks.log("hello")
+    assert messages == ["hello"]
+    assert simulated_gpu[:2] == [("set_device", gpu), ("to", gpu)], "nothing is allocated on another GPU"
+    assert ("set_float32_matmul_precision", "highest") in simulated_gpu, "with TF32, another batch size could change a token"
+
+
+def test_without_a_number_the_current_gpu_is_used(simulated_gpu):
+    prepare_model(make_gpt(), torch.device("cuda"), torch.float32)
+    assert simulated_gpu[0] == ("to", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype, vocab_size, rows", [(torch.bfloat16, 61, 64), (torch.float16, 130, 192), (torch.bfloat16, 128, 128), (torch.float32, 61, 61)], ids=str)
+def test_in_half_precision_a_gpu_gets_a_padded_head(dtype, vocab_size, rows, simulated_gpu):
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        plain = cast_linears(make_gpt(vocab_size=vocab_size), dtype)
+        backend = prepare_model(make_gpt(vocab_size=vocab_size), torch.device("cuda"), dtype)
+        assert backend.model.lm_head.weight.shape == (rows, 24)
+        torch.testing.assert_close(backend.model(IDX)[0], plain(IDX)[0])
+        sampler = TokenSampler(temperature=0, allow_sync=False)
+        assert torch.cat(list(backend.generate_stream(IDX, 20, sampler)), dim=1).max() < vocab_size

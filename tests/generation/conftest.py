@@ -8,7 +8,8 @@ from sampling.backends.cpu import lm_head
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import packed_or_eager
-from sampling.generation.engine import SYNC_INTERVAL, Engine
+from sampling.generation.engine import Engine
+from sampling.generation.flush_schedule import MAX_STEPS
 from sampling.inputs.char_tokenizer import CharTokenizer
 
 
@@ -24,7 +25,7 @@ class GPULikeEngine(Engine):
 
     @property
     def sync_interval(self):
-        return 1 if self.stream else SYNC_INTERVAL
+        return MAX_STEPS
 
 
 @pytest.fixture

@@ -163,8 +163,9 @@ def test_the_repetition_penalty_in_a_batch_equals_the_penalty_alone(tokenizer, m
 
 @each_backend
 def test_at_temperature_0_no_random_numbers_are_drawn(tokenizer, make_engine, monkeypatch):
+    engine = make_engine(make_gpt(), tokenizer, replace(PARAMS, temperature=0))
     monkeypatch.setattr(PerRowRNG, "prefetch", None)
-    assert len(generate(make_engine(make_gpt(), tokenizer, replace(PARAMS, temperature=0)), make_requests(tokenizer, PROMPTS))) == 8
+    assert len(generate(engine, make_requests(tokenizer, PROMPTS))) == 8
 
 
 @pytest.mark.cuda

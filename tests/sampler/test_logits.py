@@ -44,6 +44,17 @@ def test_top_k_with_ties_keeps_what_top_k_keeps(k, num_values):
     assert torch.equal(torch.full_like(logits, -torch.inf).scatter(1, ids, values), filters.apply_top_k(logits, k))
 
 
+def test_top_k_does_not_rely_on_an_order_that_it_does_not_ask_for(monkeypatch):
+    """On a CPU, topk(sorted=False) still puts the k-th largest last."""
+    topk = torch.Tensor.topk
+
+    def reversed_unless_sorted(logits, k, sorted=True):
+        found = topk(logits, k)
+        return found if sorted else torch.return_types.topk([tensor.flip(-1) for tensor in found])
+    monkeypatch.setattr(torch.Tensor, "topk", reversed_unless_sorted)
+    assert kept_ids(filters.apply_top_k(FOUR, 2)) == [0, 1]
+
+
 def test_overflow_at_a_low_temperature_gives_the_limit_and_does_not_change_other_rows():
     logits = torch.tensor([[1.0, 9.0, 9.0], [1e-40, 0.0, 0.0]])
     cold, plain = filters.apply_temperature(logits, 1e-39)

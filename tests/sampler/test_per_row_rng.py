@@ -91,3 +91,12 @@ def test_rows_on_cuda_sample_the_same_tokens_as_multinomial(top_k):
     rng = PerRowRNG(11, "cuda", num_init_draws=123, draws_per_sample=20, vocab_size=50304)
     rng.set_rows([rng.state_for_sample(index) for index in range(3)])
     assert torch.equal(torch.cat([sample(scaled[:, i], 1.0, top_k, rng) for i in range(20)], dim=1), expected)
+
+
+@pytest.mark.parametrize("temperature, repeats", [(1.0, True), (0, False)])
+def test_noise_can_be_repeated(temperature, repeats):
+    rng, shape = PerRowRNG(7, draws_per_sample=3, vocab_size=50), (1, 50)
+    rng.set_rows([rng.state_for_sample(0)])
+    first = rng(shape, None, "cpu").tolist()
+    TokenSampler(temperature, noise=rng).repeat_noise()
+    assert (rng(shape, None, "cpu").tolist() == first) == repeats

@@ -130,3 +130,56 @@ def test_a_token_sampler_applies_every_setting():
         torch.manual_seed(3)
         fewer = TokenSampler(**{name: value for name, value in settings.items() if name != left_out})(logits, ids)
         assert not torch.equal(fewer, plain), left_out
+
+
+def nanogpt_tokens(logits, temperature, top_k):
+    """nanoGPT's own operations. Under autocast on CUDA, softmax computes in float32."""
+    logits = logits / temperature
+    if top_k is not None:
+        v, _ = torch.topk(logits, min(top_k, logits.size(-1)))
+        logits[logits < v[:, [-1]]] = -float("Inf")
+    return torch.multinomial(torch.softmax(logits, dim=-1, dtype=torch.float32), num_samples=1)
+
+
+HALF_LOGITS = torch.randn(256, 1000, generator=torch.Generator().manual_seed(4)).mul(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("temperature, top_k", [(0.8, 200), (0.8, None), (0.3, 5), (1.7, 2000)])
+def test_in_their_own_dtype_logits_give_nanogpts_tokens(temperature, top_k, dtype):
+    logits, others = HALF_LOGITS.to(dtype), 0
+    for seed in range(10):
+        torch.manual_seed(seed)
+        expected = nanogpt_tokens(logits, temperature, top_k)
+        torch.manual_seed(seed)
+        assert torch.equal(sample(logits, temperature, top_k, allow_sync=False, in_own_dtype=True), expected)
+        torch.manual_seed(seed)
+        others += (sample(logits, temperature, top_k, allow_sync=False) != expected).sum().item()
+    assert others == 0 if dtype == torch.float32 else others > 0 or dtype == torch.float16, "division in float32 gives other tokens"
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-20])
+@pytest.mark.parametrize("value", [50.0, -50.0])
+def test_float16_logits_do_not_overflow_at_a_low_temperature(temperature, value):
+    logits = torch.tensor([[value, value + 1, value - 1]], dtype=torch.float16)
+    assert sample(logits, temperature, 2, allow_sync=False, in_own_dtype=True).item() == 1
+
+
+def test_what_nanogpt_does_not_have_is_computed_in_float32():
+    logits, ids = HALF_LOGITS.bfloat16(), torch.arange(1000).expand(256, 1000)
+    for settings in dict(repetition_penalty=1.3), dict(top_p=0.9), dict(min_p=0.1):
+        found = []
+        for values in logits, logits.float():
+            torch.manual_seed(1)
+            found.append(sample_token(Logits(values), ids, **settings, noise=exponential_noise, allow_sync=False, in_own_dtype=True))
+        assert torch.equal(*found), settings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_in_their_own_dtype_logits_are_never_read_by_the_host(dtype):
+    """A CUDA graph cannot hold such a read. Tensors on the meta device have no values, so a read raises."""
+    def noise(shape, ids, device):
+        return torch.empty(shape, device=device)
+    logits, ids = torch.empty(2, 50, dtype=dtype, device="meta"), torch.zeros(2, 3, dtype=torch.long, device="meta")
+    tokens = sample_token(Logits(logits), ids, 0.8, 20, 0.9, 0.1, 1.2, noise=noise, allow_sync=False, in_own_dtype=True)
+    assert tokens.shape == (2, 1) and tokens.is_meta

@@ -89,8 +89,11 @@ class PackedGPT:
         """(B, T, 3 * E) -> queries, keys and values of every head: three of (B, H, T, D)."""
         return qkv.unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4).unbind()
 
-    def check_finite(self) -> None:
-        """Does nothing: sample_token has checked every step."""
+    def logits_are_finite(self) -> None:
+        """None: sample_token has checked every step."""
+
+    def release_memory(self) -> None:
+        """Does nothing: nothing is kept between streams."""
 
     def warm_up_compile(self, idx, max_new_tokens: int, context_shift: bool = False) -> None:
         """Does nothing: PackedGPT is not compiled."""

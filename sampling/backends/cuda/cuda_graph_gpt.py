@@ -2,33 +2,43 @@
 
 A step of a small model is a hundred kernels of a few microseconds each, and launching them one by one takes longer
 than running them. A CUDA graph launches all of them at once. Sampling is part of the graph, so the GPU does not wait
-for the CPU. Only the kernels of PerRowRNG and a few small copies are launched outside the graph. Tests on a CPU also
-run the steps without graphs.
+for the CPU. Only the kernels of PerRowRNG and a few small copies are launched outside the graph. SelfCheck compares
+all this with the plain model while the run begins. Tests on a CPU also run the steps without graphs.
 """
+import logging
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from model import GPT
 from sampling.backends.backend import TokenStream
 from sampling.backends.cuda.decode_state import DecodeState, cache_capacity
+from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.sampler.logits import require_finite
 from sampling.sampler.sample_token import SampleFn
+
+warn = logging.getLogger(__name__).warning # for messages, unless the caller shows them itself
 
 
 class CUDAGraphGPT:
     """Generates the same tokens as its GPT. With compile, torch.compile fuses the kernels of the graphs.
 
     The sample_fn of generate_stream runs inside a graph: it must not synchronise, and its tensors must stay in place.
+    cuda_graphs=False launches the kernels one by one. log gets messages for the user.
     """
     forbids_sync = True
 
-    def __init__(self, model: GPT, compile: bool = False):
+    def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True,
+                 log: Callable[[str], None] = warn):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         self.is_compiled, self.forward = compile, StaticForward(model, compile)
         # An idle row costs a GPU little, new graphs cost much, and compiled ones most.
         self.compaction_ratio = 0.0 if compile else 0.5
+        self.checks = SelfCheck(log, use_graphs=cuda_graphs)
+        self.checks.check_stream(self.device, self.config.vocab_size)
         self.state: DecodeState | None = None # the state of the latest stream, after its end, for the next stream
         self.logits_sum = torch.zeros((), dtype=torch.float32) # of the latest stream
 
@@ -54,9 +64,9 @@ class CUDAGraphGPT:
         require_finite(state.logits_sum)
         self.state = state # only here: a stream that failed or was abandoned may leave an inconsistent state
 
-    def check_finite(self) -> None:
-        """See Backend.check_finite."""
-        require_finite(self.logits_sum)
+    def logits_are_finite(self) -> Tensor:
+        """See Backend.logits_are_finite."""
+        return self.logits_sum.isfinite()
 
     def take_state(self, batch_size: int, length: int, sample_fn: SampleFn | None) -> DecodeState:
         """A DecodeState for a batch of length tokens. Reuses that of the latest stream, with its graphs, if it fits."""
@@ -66,9 +76,13 @@ class CUDAGraphGPT:
         state, self.state = self.state, None # no other stream may use it at the same time
         if state is None or not state.fits(batch_size, capacity, sample_fn):
             state = None # frees its memory before the new one takes more
-            state = DecodeState(self.forward, batch_size, capacity, sample_fn)
+            state = DecodeState(self.forward, self.checks, batch_size, capacity, sample_fn)
         self.logits_sum = state.logits_sum
         return state
+
+    def release_memory(self) -> None:
+        """See Backend.release_memory."""
+        self.state = None
 
     @torch.no_grad()
     def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:

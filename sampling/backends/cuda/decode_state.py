@@ -1,31 +1,32 @@
 """The tensors of a batch that CUDA graphs read and write, and the graphs of its steps."""
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from model import KVCache, linear_dtype, window_length
+from sampling.backends.cuda.self_check import SelfCheck, capture_graph
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.sampler.sample_token import Logits, SampleFn
 
 # Each step attends to a multiple of this number of cached positions, or to all. Each number has its own graph.
 BUCKET = 128
+WINDOW = "window" # the key of the step that moves a full window
 
 
 class DecodeState:
     """A batch of B rows. Its tensors stay in place: a graph reads and writes the memory that it was captured with.
 
     prefill starts the batch, and each advance samples one more token. The latest tokens are in token (B, 1).
+    The key of a step is the number of positions that it attends to, or WINDOW. Each key has its own graph.
     """
 
-    def __init__(self, forward: StaticForward, batch_size: int, capacity: int, sample_fn: SampleFn | None):
-        self.forward, self.sample_fn, self.capacity = forward, sample_fn, capacity
-        self.graphs: dict[int | str, torch.cuda.CUDAGraph | None] = {} # by number of attended positions, or "window"
-        self.pool = None # memory that the graphs share: they never run at the same time
+    def __init__(self, forward: StaticForward, checks: SelfCheck, batch_size: int, capacity: int,
+                 sample_fn: SampleFn | None):
+        self.forward, self.checks, self.sample_fn, self.capacity = forward, checks, sample_fn, capacity
+        self.graphs: dict[int | str, torch.cuda.CUDAGraph | None] = {} # by key
+        self.pool: tuple[int, int] | None = None # memory that the graphs share: they never run at the same time
         model, self.device = forward.model, forward.model.lm_head.weight.device
-        self.block_size = model.config.block_size
-        self.cache = KVCache(model.config, batch_size, capacity, self.device, linear_dtype(model))
+        self.block_size, self.dtype = model.config.block_size, linear_dtype(model)
+        self.cache = KVCache(model.config, batch_size, capacity, self.device, self.dtype)
         for layer in self.cache.layers:
             layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=self.device)
@@ -37,7 +38,7 @@ class DecodeState:
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether steps run as CUDA graphs. On a CPU they run directly, which only tests use."""
+        """Whether steps run as CUDA graphs, if checks allow it. On a CPU they run directly, which only tests use."""
         return self.device.type == "cuda"
 
     def fits(self, batch_size: int, capacity: int, sample_fn: SampleFn | None) -> bool:
@@ -68,49 +69,104 @@ class DecodeState:
         seq_len = self.cache.seq_len
         length = window_length(seq_len + 1, self.block_size, context_shift)
         if length > seq_len: # the cache has room for the token
-            self.cache.seq_len, num_keys = length, self.num_keys(length)
-            self.run_or_replay(num_keys, partial(self.decode_step, num_keys))
+            self.cache.seq_len = length
+            self.run_or_replay(self.num_keys(length))
         elif length < self.block_size:
             self.prefill(torch.cat([self.window, self.token], dim=1)[:, -length:]) # (B, length)
         else:
-            self.run_or_replay("window", self.slide_window)
+            self.run_or_replay(WINDOW)
 
-    def decode_step(self, num_keys: int) -> None:
-        """Read the latest token, which attends to the first num_keys positions, and sample the next one."""
-        self.position.add_(1)
-        self.window.index_copy_(1, self.position, self.token)
-        self.sample(self.forward.decode_step(self.token, self.position, self.cache.layers, num_keys))
+    def step(self, key: int | str) -> Tensor:
+        """Read the latest token and sample the next one. Returns the logits (B, V). Does nothing that synchronises."""
+        self.append_token(key)
+        return self.sample(self.logits(key))
 
-    def slide_window(self) -> None:
-        """Move the window by one token, read all of it and sample the next token.
+    def append_token(self, key: int | str) -> None:
+        """Write the latest token into the window."""
+        if key == WINDOW:
+            self.window.copy_(torch.cat([self.window[:, 1:], self.token], dim=1))
+        else:
+            self.position.add_(1)
+            self.window.index_copy_(1, self.position, self.token)
 
-        Positions are learned and absolute: when the window moves, all keys and values change.
+    def logits(self, key: int | str) -> Tensor:
+        """The logits (B, 1, V) after the latest token, which is in the window already.
+
+        When the window moves, the model reads all of it: positions are learned and absolute, so all keys and values
+        change.
         """
-        self.window.copy_(torch.cat([self.window[:, 1:], self.token], dim=1))
-        self.sample(self.forward.forward_window(self.window))
+        if not self.checks.use_static_forward:
+            return self.plain_logits(key)
+        if key == WINDOW:
+            return self.forward.forward_window(self.window)
+        return self.forward.decode_step(self.token, self.position, self.cache.layers, key)
 
-    def sample(self, logits: Tensor) -> None:
-        """Sample the next token of each row from logits (B or 1, 1, V), and store it in token."""
-        values = logits[:, -1].float().expand(len(self.token), -1) # (B or 1, 1, V) -> (B, V)
-        self.logits_sum.add_(values.sum())
+    def plain_logits(self, key: int | str) -> Tensor:
+        """The same logits (B, 1, V), from the plain model."""
+        if key == WINDOW:
+            return self.forward.model(self.window)[0]
+        self.cache.seq_len -= 1 # advance has counted the token, and the model counts it too
+        return self.forward.model(self.token, cache=self.cache)[0]
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """Sample the next token of each row from logits (B or 1, 1, V), and store it in token. Returns (B, V)."""
+        values = logits[:, -1].expand(len(self.token), -1) # (B or 1, 1, V) -> (B, V)
+        self.logits_sum.add_(values.sum(dtype=torch.float32))
         self.token.copy_(self.sample_fn(Logits(values), self.window))
+        return values
 
-    def run_or_replay(self, key: int | str, step: Callable[[], None]) -> None:
+    def run_or_replay(self, key: int | str) -> None:
         """Run the step of this key: the first time directly, the second time captured as a graph, then replayed.
 
         The first run creates what must not be created during a capture, such as the workspaces of cuBLAS.
         """
-        if not self.uses_graphs or key not in self.graphs:
+        if not self.uses_graphs or not self.checks.use_graphs or key not in self.graphs:
             self.graphs[key] = None
-            step()
+            self.run(key)
             return
         with torch.cuda.device(self.device):
             if self.graphs[key] is None:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
-                    step()
-                self.graphs[key], self.pool = graph, graph.pool()
-            self.graphs[key].replay()
+                self.capture(key)
+            else:
+                self.graphs[key].replay()
+
+    def run(self, key: int | str) -> None:
+        """Run a step directly. If the batch size or key is new, compare row 0 with a forward pass without a cache."""
+        self.append_token(key)
+        logits, shape = self.logits(key), (len(self.token), key)
+        if self.checks.use_static_forward and shape not in self.checks.checked_shapes:
+            expected = self.forward.model(self.window[:1, :self.cache.seq_len])[0]
+            if not self.checks.check_logits(shape, logits[:1], expected, self.dtype):
+                self.graphs, self.pool = {}, None
+                logits = self.plain_logits(key)
+        self.sample(logits)
+
+    def capture(self, key: int | str) -> None:
+        """Capture the step of this key as a graph, replay it, and run the step directly from the same tensors.
+
+        The direct result counts. The graph is kept if its tokens and logits are equal to it.
+        """
+        tensors = self.position, self.window, self.token, self.logits_sum
+        before, graph = [tensor.clone() for tensor in tensors], None
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        try:
+            graph, logits = capture_graph(lambda: self.step(key), self.pool, self.device)
+            graph.replay()
+            found = self.token.clone(), logits.nan_to_num() # NaN is not equal to NaN
+            torch.cuda.synchronize(self.device) # raises the errors of the replay
+        except Exception as error: # a driver, an operator or too little memory: each has its own
+            self.checks.graphs_failed(error, self.device)
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
+        self.sample_fn.repeat_noise()
+        logits = self.step(key)
+        if not self.checks.use_graphs:
+            self.graphs, self.pool = {}, None
+        elif torch.equal(found[0], self.token) and torch.equal(found[1], logits.nan_to_num()):
+            self.graphs[key] = graph
+        else:
+            self.graphs, self.pool = {}, None
+            self.checks.disable_graphs("a replayed step computed other logits than the step itself")
 
 
 def cache_capacity(num_tokens: int, block_size: int) -> int:

@@ -1,0 +1,300 @@
+"""CUDAGraphGPT checks itself on the user's GPU: if something does not work there, the samples stay the same.
+
+Most tests run on a CPU with recorded graphs, in which they break one thing.
+"""
+import pytest
+import torch
+
+from models import make_gpt
+from recorded_graphs import Recording
+from sampling.backends.cuda import decode_state
+from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
+from sampling.backends.cuda.self_check import draws_like_multinomial, logits_error
+from sampling.backends.cuda.static_forward import StaticForward
+from sampling.backends.prepare import cast_linears
+from sampling.sampler.per_row_rng import PerRowRNG
+from sampling.sampler.sample_token import TokenSampler
+
+CPU, STEPS = torch.device("cpu"), 30
+PROMPT = torch.randint(61, (1, 5), generator=torch.Generator().manual_seed(0))
+OTHER_LOGITS = "a replayed step computed other logits than the step itself"
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(decode_state, "BUCKET", 4)
+
+
+def make_backend(device="cpu", **settings):
+    """A CUDAGraphGPT with messages, the list of the lines that it logs."""
+    messages = []
+    gpt = CUDAGraphGPT(make_gpt().to(device), log=messages.append, **settings)
+    gpt.messages = messages
+    return gpt
+
+
+def generate(gpt, rows=3, context_shift=False, **sampling):
+    """The token ids of the first samples of seed 5, and the same from the plain model."""
+    rng = PerRowRNG(5, gpt.device, draws_per_sample=STEPS, vocab_size=61)
+    states, idx = [rng.state_for_sample(index) for index in range(rows)], PROMPT.to(gpt.device)
+    rng.set_rows(states)
+    sampler = TokenSampler(**sampling, noise=rng, allow_sync=False)
+    found = torch.cat(list(gpt.generate_stream(idx.expand(rows, -1), STEPS, sampler, context_shift)), dim=1).tolist()
+    expected = []
+    for state in states:
+        rng.set_rows([state])
+        expected += make_gpt().to(gpt.device).generate(idx, STEPS, context_shift=context_shift, noise=rng, **sampling)[:, 5:].tolist()
+    return found, expected
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_where_everything_works_nothing_is_said(cuda_graphs, recordings):
+    gpt = make_backend(cuda_graphs=cuda_graphs)
+    found, expected = generate(gpt, top_k=20)
+    assert found == expected and gpt.messages == [] and bool(recordings) == cuda_graphs
+    assert gpt.checks.use_static_forward and gpt.checks.use_graphs == cuda_graphs
+    assert any(gpt.state.graphs.values()) == cuda_graphs
+
+
+def test_each_batch_size_and_number_of_keys_is_checked_once(monkeypatch):
+    gpt, shapes = make_backend(), []
+    check_logits = gpt.checks.check_logits
+    monkeypatch.setattr(gpt.checks, "check_logits", lambda shape, *logits: shapes.append(shape) or check_logits(shape, *logits))
+    for rows in 3, 2, 3:
+        generate(gpt, rows)
+    assert shapes == [(rows, key) for rows in (3, 2) for key in (8, 12, 16, "window")]
+
+
+def test_logits_that_are_not_finite_are_not_reported_as_a_wrong_fast_path(recordings):
+    gpt = make_backend()
+    with torch.no_grad():
+        gpt.model.lm_head.weight[7] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        generate(gpt)
+    assert gpt.messages == []
+
+
+# ---- the random stream
+
+@pytest.mark.parametrize("vocab_size", [1, 61, 50304])
+def test_the_random_stream_is_that_of_multinomial(vocab_size):
+    assert draws_like_multinomial(CPU, vocab_size)
+
+
+def draw_too_much(rng, prefetch):
+    prefetch(rng)
+    torch.empty(3).uniform_(generator=rng.generators[1])
+
+
+def draw_other_numbers(rng, prefetch):
+    prefetch(rng)
+    rng.numbers.copy_(rng.numbers.flip(1))
+
+
+@pytest.mark.parametrize("draw", [draw_too_much, draw_other_numbers])
+def test_other_random_numbers_are_reported(draw, monkeypatch):
+    prefetch = PerRowRNG.prefetch
+    monkeypatch.setattr(PerRowRNG, "prefetch", lambda rng: draw(rng, prefetch))
+    gpt = make_backend()
+    assert gpt.messages == ["the random numbers are not those of torch.multinomial here: the samples are good, but not the ones "
+                            "that nanoGPT generates with this seed"]
+    assert gpt.checks.use_graphs and gpt.checks.use_static_forward
+
+
+def test_a_wrong_skip_is_reported(monkeypatch):
+    state_for_sample = PerRowRNG.state_for_sample
+    monkeypatch.setattr(PerRowRNG, "state_for_sample", lambda rng, index: state_for_sample(rng, 2 * index))
+    assert not draws_like_multinomial(CPU, 61)
+
+
+# ---- the logits of a step
+
+def test_logits_error_is_relative_to_the_standard_deviation_and_ignores_a_constant():
+    expected, noise = torch.randn(2, 1, 1000, generator=torch.Generator().manual_seed(1)).mul(7)
+    assert logits_error(expected + 3, expected) < 1e-6
+    assert logits_error(expected + 0.1 * noise, expected) == pytest.approx(0.1, rel=0.1)
+    assert logits_error(noise, expected) > 1
+    assert logits_error(torch.ones(1, 1), torch.ones(1, 1)) == 0
+
+
+def attend_to_wrong_keys(monkeypatch, first_key):
+    """From this number of keys on, StaticForward attends to keys that are not those of the tokens."""
+    decode_step = StaticForward.decode_step
+
+    def wrong(self, token, position, layers, num_keys):
+        if num_keys >= first_key:
+            layers = [layer.roll(1, dims=3) for layer in layers]
+        return decode_step(self, token, position, layers, num_keys)
+    monkeypatch.setattr(StaticForward, "decode_step", wrong)
+
+
+@pytest.mark.parametrize("context_shift", [False, True])
+@pytest.mark.parametrize("first_key", [8, 12])
+def test_wrong_logits_never_reach_the_text(first_key, context_shift, recordings, monkeypatch):
+    attend_to_wrong_keys(monkeypatch, first_key)
+    gpt = make_backend()
+    for rows in 3, 2:
+        found, expected = generate(gpt, rows, context_shift, top_k=20)
+        assert found == expected
+    message, = gpt.messages
+    assert message.startswith("the fast path for GPUs computes other logits than the plain model here") and "a batch of 3" in message
+    assert not any(gpt.state.graphs.values())
+
+
+def test_a_wrong_compiled_window_never_reaches_the_text(monkeypatch):
+    forward_window = StaticForward.forward_window
+    monkeypatch.setattr(StaticForward, "forward_window", lambda self, idx: forward_window(self, idx.flip(1)))
+    gpt = make_backend()
+    found, expected = generate(gpt)
+    assert found == expected and len(gpt.messages) == 1
+
+
+# ---- CUDA graphs
+
+replay = Recording.replay
+
+
+def replay_nothing(recording):
+    """Stands in for Recording.replay."""
+
+
+def replay_without_the_last_write(recording):
+    recording.calls.pop() # copies the new tokens to DecodeState.token
+    replay(recording)
+
+
+@pytest.mark.parametrize("wrong_replay", [replay_nothing, replay_without_the_last_write])
+def test_a_graph_that_computes_something_else_never_reaches_the_text(wrong_replay, recordings, monkeypatch):
+    monkeypatch.setattr(Recording, "replay", wrong_replay)
+    gpt = make_backend()
+    for _ in range(2):
+        found, expected = generate(gpt, top_k=20)
+        assert found == expected
+    assert gpt.messages == [f"CUDA graphs do not work here ({OTHER_LOGITS}): going on without them, slower"]
+    assert len(recordings) == 1 and not any(gpt.state.graphs.values())
+
+
+class FailingCapture:
+    """A torch.cuda.graph that fails when it begins, when a step runs, or when it ends. As in torch, its own stream then stays current."""
+    current, closed = "stream", []
+
+    def __init__(self, fails_at):
+        self.fails_at = fails_at
+
+    def __call__(self, graph, pool):
+        return self
+
+    def __enter__(self):
+        FailingCapture.current = "capture stream"
+        if self.fails_at == "begin":
+            raise RuntimeError("no graphs here\nCUDA kernel errors might be reported later")
+
+    def __exit__(self, *error):
+        raise RuntimeError("no graphs here" if self.fails_at == "end" else "operation failed due to a previous error during capture")
+
+
+@pytest.fixture(params=["begin", "step", "end"])
+def failing_capture(request, recordings, monkeypatch):
+    """No step can be captured."""
+    FailingCapture.current, FailingCapture.closed = "stream", []
+    monkeypatch.setattr(torch.cuda, "graph", FailingCapture(request.param))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FailingCapture.current)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(FailingCapture, "current", stream))
+    for name in "_cuda_endAllocateToPool", "_cuda_releasePool":
+        monkeypatch.setattr(torch._C, name, lambda device, pool, name=name: FailingCapture.closed.append((name, pool)), raising=False)
+    noise = PerRowRNG.__call__
+
+    def noise_outside_captures(*arguments):
+        if FailingCapture.current != "stream" and request.param == "step":
+            raise RuntimeError("no graphs here")
+        return noise(*arguments)
+    monkeypatch.setattr(PerRowRNG, "__call__", noise_outside_captures)
+
+
+@pytest.mark.parametrize("context_shift", [False, True])
+@pytest.mark.usefixtures("failing_capture")
+def test_without_graphs_the_samples_are_the_same(context_shift):
+    gpt = make_backend()
+    for _ in range(2):
+        found, expected = generate(gpt, context_shift=context_shift, top_k=20)
+        assert found == expected
+    assert gpt.messages == ["CUDA graphs do not work here (RuntimeError: no graphs here): going on without them, slower"]
+    assert FailingCapture.current == "stream"
+    assert FailingCapture.closed == [("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1))]
+
+
+@pytest.mark.usefixtures("failing_capture")
+def test_a_pool_that_is_closed_already_is_not_released_twice(monkeypatch):
+    def end(device, pool):
+        raise RuntimeError("not currently recording to this pool")
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    found, expected = generate(make_backend())
+    assert found == expected and FailingCapture.closed == []
+
+
+@pytest.mark.parametrize("fails_in", ["capture", "replay"])
+def test_a_gpu_that_cannot_continue_gives_an_error_that_says_what_to_do(fails_in, recordings, monkeypatch):
+    def lost(*_, **options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
+    if fails_in == "capture":
+        monkeypatch.setattr(torch.cuda, "graph", lost)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(ValueError, match=r"^a CUDA graph failed, .* run it again with --cuda_graphs=False "
+                                         r"\(RuntimeError: CUDA error: an illegal memory access was encountered\)$"):
+        generate(make_backend())
+
+
+# ---- on a GPU
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+class TestCuda:
+    @pytest.mark.parametrize("vocab_size", [61, 50304])
+    def test_the_random_stream_is_that_of_multinomial(self, vocab_size):
+        assert draws_like_multinomial(torch.device("cuda", 0), vocab_size)
+
+    @pytest.mark.parametrize("cuda_graphs", [True, False])
+    def test_where_everything_works_nothing_is_said(self, cuda_graphs):
+        gpt = make_backend("cuda", cuda_graphs=cuda_graphs)
+        found, expected = generate(gpt, top_k=20)
+        assert found == expected and gpt.messages == []
+        assert gpt.checks.use_static_forward and any(gpt.state.graphs.values()) == cuda_graphs
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    def test_the_checks_pass_in_each_dtype(self, dtype):
+        messages, idx = [], PROMPT.cuda()
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            gpt = CUDAGraphGPT(cast_linears(make_gpt(), dtype).cuda(), log=messages.append)
+            list(gpt.generate_stream(idx.expand(3, -1), STEPS, TokenSampler(temperature=0, allow_sync=False)))
+        assert messages == [] and any(gpt.state.graphs.values())
+
+    def test_wrong_logits_never_reach_the_text(self, monkeypatch):
+        attend_to_wrong_keys(monkeypatch, 12)
+        gpt = make_backend("cuda")
+        found, expected = generate(gpt, top_k=20)
+        assert found == expected and len(gpt.messages) == 1
+
+    def test_a_graph_that_computes_something_else_never_reaches_the_text(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay_nothing)
+        gpt = make_backend("cuda")
+        found, expected = generate(gpt, top_k=20)
+        assert found == expected and gpt.messages == [f"CUDA graphs do not work here ({OTHER_LOGITS}): going on without them, slower"]
+
+    def test_a_step_that_cannot_be_captured_runs_without_graphs(self, monkeypatch):
+        noise = PerRowRNG.__call__
+
+        def synchronise(self, *arguments):
+            q = noise(self, *arguments)
+            assert q.sum().item() > 0 # a capture refuses to synchronise
+            return q
+        monkeypatch.setattr(PerRowRNG, "__call__", synchronise)
+        gpt, stream = make_backend("cuda"), torch.cuda.current_stream()
+        found, expected = generate(gpt, top_k=20)
+        assert found == expected
+        message, = gpt.messages
+        assert message.startswith("CUDA graphs do not work here (") and message.endswith("): going on without them, slower")
+        assert torch.cuda.current_stream() == stream
+        monkeypatch.undo()
+        other = make_backend("cuda") # a failed capture leaves nothing open that would disturb the next one
+        found, expected = generate(other, top_k=20)
+        assert found == expected and other.messages == [] and any(other.state.graphs.values())
