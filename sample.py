@@ -45,6 +45,7 @@ device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else t
 dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float16, on CUDA; float32 elsewhere
 compile = False # run torch.compile first: on a GPU it takes a minute and gains speed; on a CPU it gains nothing
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
+exact = False # sample with nanoGPT's own operations: on a GPU its very text in any dtype; slower, one sample at a time
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go
@@ -100,7 +101,7 @@ def main(settings):
     total, longest = workers.broadcast((total, longest))
     log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
     # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
-    model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly=bool(out_file))
+    model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly=bool(out_file), exact=exact)
     resume_garbage_collection()
 
     with torch.no_grad(), torch.autocast(torch_device.type, ptdtype, enabled=ptdtype != torch.float32):

@@ -13,12 +13,14 @@ from sampling.params import SamplingParams
 
 
 def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
-                  pack_eagerly: bool = False) -> Backend:
+                  pack_eagerly: bool = False, exact: bool = False) -> Backend:
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
-    pack_eagerly: see PackedGPT.
+    pack_eagerly: see PackedGPT. exact: see ExactGPT. Raises ValueError if this device has no exact backend.
     """
     cast_linears(gpt, dtype).to(device)
+    if exact:
+        return prepare_exact(gpt, device)
     if device.type == "cuda":
         from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
         torch.set_float32_matmul_precision("high") # TF32, as in nanoGPT
@@ -28,6 +30,19 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: b
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
     return backend
+
+
+def prepare_exact(gpt: GPT, device: torch.device) -> Backend:
+    """ExactGPT, with the settings of torch that nanoGPT uses. Raises ValueError except on CUDA and a CPU."""
+    from sampling.backends.exact import ExactGPT
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high") # TF32
+        torch.backends.cuda.enable_cudnn_sdp(True) # the default, which the normal backend changes
+    elif device.type == "cpu":
+        disable_malloc_trim()
+    else: # the random numbers would be the CPU's
+        raise ValueError(f"exact=True needs CUDA or a CPU; got device={device.type}")
+    return ExactGPT(gpt)
 
 
 def packed_or_eager(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool, pack_eagerly: bool) -> Backend:

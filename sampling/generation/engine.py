@@ -22,6 +22,7 @@ from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Sample, SampleRequest, SamplingParams
 from sampling.sampler.per_row_rng import PerRowRNG
+from sampling.validation import check_exact
 
 SYNC_INTERVAL = 16 # steps between copies of the tokens to the host when not streaming: each copy synchronises the GPU
 
@@ -34,7 +35,7 @@ class StepOutput(NamedTuple):
 
 @dataclass
 class Engine:
-    """Turns requests into samples.
+    """Turns requests into samples. Raises ValueError if the backend is exact and params asks for what nanoGPT lacks.
 
     num_init_draws: Checkpoint.num_init_draws.
     batch_size: how many samples to generate at once.
@@ -54,6 +55,8 @@ class Engine:
     sampler: BatchSampler = field(init=False)
 
     def __post_init__(self):
+        if self.backend.is_exact:
+            check_exact({**vars(self.params), "batch_size": self.batch_size})
         self.rng = PerRowRNG(self.params.seed, self.backend.device, self.num_init_draws,
                              draws_per_sample=self.params.max_new_tokens, vocab_size=self.backend.config.vocab_size)
         self.sampler = self.new_sampler()
@@ -63,7 +66,8 @@ class Engine:
         num_logprobs = self.params.num_logprobs
         if num_logprobs is not None:
             num_logprobs = min(num_logprobs, self.backend.config.vocab_size)
-        return BatchSampler(self.params, self.rng, num_logprobs, allow_sync=not self.backend.forbids_sync)
+        return BatchSampler(self.params, self.rng, num_logprobs, allow_sync=not self.backend.forbids_sync,
+                            is_exact=self.backend.is_exact)
 
     @property
     def sync_interval(self) -> int:

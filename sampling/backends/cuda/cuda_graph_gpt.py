@@ -22,6 +22,7 @@ class CUDAGraphGPT:
 
     The sample_fn of generate_stream runs inside a graph: it must not synchronise, and its tensors must stay in place.
     """
+    is_exact = False
     forbids_sync = True
 
     def __init__(self, model: GPT, compile: bool = False):
