@@ -8,6 +8,8 @@ from models import make_gpt
 from oracles import nanogpt_generate, nanogpt_logits, nanogpt_token, reference_generate
 from sampling.backends.exact import ExactGPT
 from sampling.backends.prepare import cast_linears, prepare_model
+from sampling.generation.engine import Engine
+from sampling.params import SamplingParams
 from sampling.sampler.nanogpt_sampler import NanoGPTSampler
 from sampling.sampler.per_row_rng import PerRowRNG
 from sampling.sampler.sample_token import Logits
@@ -87,7 +89,7 @@ def test_float32_samples_equal_the_normal_reference():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_is_sampled_in_the_dtype_of_the_logits(dtype):
     """These logits are so large that dividing them rounds visibly, and makes some of them equal."""
-    logits = (100 + 4 * torch.randn(200, 61, generator=torch.Generator().manual_seed(0))).to(dtype)
+    logits = (400 + 4 * torch.randn(200, 61, generator=torch.Generator().manual_seed(0))).to(dtype)
     rng = PerRowRNG(SEED, draws_per_sample=1, vocab_size=61)
     rng.set_rows([rng.state_for_sample(0)])
     sampler = NanoGPTSampler(0.7, 5, rng)
@@ -97,6 +99,11 @@ def test_a_token_is_sampled_in_the_dtype_of_the_logits(dtype):
     if dtype != torch.float32:
         torch.manual_seed(SEED)
         assert found != [nanogpt_token(row[None].float(), 0.7, 5).item() for row in logits], "the test cannot tell the dtypes apart"
+
+
+def test_the_engine_samples_with_nanogpts_operations():
+    engine = Engine(make_exact(torch.bfloat16), None, SamplingParams(temperature=0.7, top_k=5))
+    assert engine.sampler.sample == NanoGPTSampler(0.7, 5, engine.rng)
 
 
 def test_every_model_gets_nanogpts_gelu():
