@@ -46,6 +46,7 @@ dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float1
 compile = False # run torch.compile first: on a GPU it takes a minute and gains speed; on a CPU it gains nothing
 cuda_graphs = True # on a GPU: launch all kernels of a step at once, if that works; False is slower, with the same text
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
+exact = False # sample with nanoGPT's own operations: on a GPU its very text in any dtype; slower, one sample at a time
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go
@@ -102,7 +103,7 @@ def main(settings):
     log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
     # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
     model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly=bool(out_file), cuda_graphs=cuda_graphs,
-                          log=log)
+                          exact=exact, log=log)
     resume_garbage_collection()
 
     with torch.no_grad(), torch.autocast(torch_device.type, ptdtype, enabled=ptdtype != torch.float32):

@@ -19,12 +19,12 @@ __all__ = ["Sample", "SamplingParams", "Token", "load"]
 
 
 def load(name: str, device: str = "auto", dtype: str = "auto", compile: bool = False,
-         cuda_graphs: bool = True) -> "TextGenerator":
+         cuda_graphs: bool = True, exact: bool = False) -> "TextGenerator":
     """Load a model and its tokenizer.
 
     name: a folder with a ckpt.pt, or the file itself; otherwise the Hugging Face id ("gpt2", "user/model") or the
-    folder of a GPT-2 model. device, dtype, compile and cuda_graphs mean the same as in sample.py.
+    folder of a GPT-2 model. The other arguments mean the same as in sample.py.
     Raises FileNotFoundError, OSError or ValueError if there is no such model, or if it cannot be used here.
     """
     from sampling.text_generator import TextGenerator
-    return TextGenerator.load(name, device, dtype, compile, cuda_graphs)
+    return TextGenerator.load(name, device, dtype, compile, cuda_graphs, exact)

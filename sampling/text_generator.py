@@ -30,14 +30,16 @@ class TextGenerator:
 
     @classmethod
     def load(cls, name: str, device: str = "auto", dtype: str = "auto", compile: bool = False,
-             cuda_graphs: bool = True) -> "TextGenerator":
+             cuda_graphs: bool = True, exact: bool = False) -> "TextGenerator":
         """See sampling.load."""
+        if exact and compile:
+            raise ValueError("exact=True does only what nanoGPT does: leave out compile=True, or exact")
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(torch_device, dtype)
         checkpoint = load_by_name(name)
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, logging.getLogger(__name__).warning)
-        backend = prepare_model(gpt, torch_device, torch_dtype, compile, cuda_graphs=cuda_graphs)
+        backend = prepare_model(gpt, torch_device, torch_dtype, compile, cuda_graphs=cuda_graphs, exact=exact)
         return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws, checkpoint.is_huggingface)
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,

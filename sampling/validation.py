@@ -25,6 +25,8 @@ def check_settings(settings: Settings) -> None:
     check_dtype(settings)
     require(settings, "batch_size", lambda v: v is None or 1 <= v <= 10**5,
             "batch_size must be from 1 to 100000, or None")
+    if settings["exact"]:
+        check_exact(settings)
     check_outputs(settings)
 
 
@@ -53,6 +55,18 @@ def check_sampling_params(params: Settings) -> None:
     if "num_logprobs" in params: # not a setting
         require(params, "num_logprobs", lambda v: v is None or (is_int(v) and v >= 0),
                 "num_logprobs must be at least 0, or None for no log-probabilities")
+
+
+def check_exact(settings: Settings) -> None:
+    """Check settings or fields of SamplingParams for exact=True. Raises ValueError for what nanoGPT cannot do."""
+    allowed = {"top_p": (None, 1), "min_p": (None, 0), "repetition_penalty": (1,), "context_shift": (False,),
+               "batch_size": (None, 1), "compile": (False,)}
+    for name, values in allowed.items():
+        if name in settings and settings[name] not in values:
+            raise ValueError("exact=True does only what nanoGPT does: leave out "
+                             f"{name}={brief_repr(settings[name])}, or exact")
+    if settings["temperature"] == 0:
+        raise ValueError("exact=True does only what nanoGPT does: temperature must be above 0, or leave out exact")
 
 
 def check_outputs(settings: Settings) -> None:

@@ -50,3 +50,15 @@ def test_what_cannot_be_loaded_raises_value_error(settings, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError):
         sampling.load(**{"name": str(PROJECT / "out-shakespeare-char"), **settings})
+
+
+def test_exact_samples_are_the_same_in_float32_and_need_a_batch_of_one(generator):
+    exact = sampling.load(str(PROJECT / "out-shakespeare-char"), device="cpu", exact=True)
+    expected = [sample.text for sample in generator.generate("ROMEO:", PARAMS, num_samples=2)]
+    assert [sample.text for sample in exact.generate("ROMEO:", PARAMS, num_samples=2)] == expected
+    with pytest.raises(ValueError, match="leave out batch_size=2, or exact"):
+        exact.generate("ROMEO:", PARAMS, batch_size=2)
+    with pytest.raises(ValueError, match=r"leave out top_p=0\.5, or exact"):
+        exact.generate("ROMEO:", sampling.SamplingParams(top_p=0.5))
+    with pytest.raises(ValueError, match="leave out compile=True, or exact"):
+        sampling.load(str(PROJECT / "out-shakespeare-char"), device="cpu", exact=True, compile=True)

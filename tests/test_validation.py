@@ -90,6 +90,20 @@ def test_logprobs_need_an_out_file():
     check_settings(DEFAULTS | {"logprobs": 0, "out_file": "a"})
 
 
+@pytest.mark.parametrize("changes", [
+    dict(top_p=0.9), dict(min_p=0.1), dict(repetition_penalty=1.1), dict(context_shift=True), dict(batch_size=2), dict(compile=True), dict(temperature=0.0)], ids=str)
+def test_exact_refuses_what_nanogpt_does_not_have(changes):
+    (name, value), = changes.items()
+    with pytest.raises(ValueError, match="exact=True does only what nanoGPT does: ") as error:
+        check_settings(DEFAULTS | {"exact": True} | changes)
+    assert f"leave out {name}={value}, or exact" in str(error.value) or name == "temperature" in str(error.value)
+    check_settings(DEFAULTS | changes)
+
+
+def test_exact_accepts_values_that_change_nothing():
+    check_settings(DEFAULTS | dict(exact=True, top_p=1.0, min_p=0.0, repetition_penalty=1.0, batch_size=1, top_k=None, stop="a", temperature=1e-3))
+
+
 @pytest.mark.parametrize("name", ["out_file", "html_file"])
 def test_an_interactive_session_accepts_no_output_file(name):
     with pytest.raises(ValueError, match="leave out_file and html_file out"):

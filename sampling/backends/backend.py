@@ -14,7 +14,8 @@ TokenStream = Generator[Tensor, list[int] | None, None]
 class Backend(Protocol):
     """A GPT prepared for one kind of device.
 
-    All backends sample the same tokens, up to rounding; they differ in speed.
+    All backends sample the same tokens, up to rounding, except that ExactGPT uses the exact GELU for every model. They
+    differ in speed.
     """
     config: GPTConfig
     device: torch.device
@@ -23,6 +24,8 @@ class Backend(Protocol):
     compaction_ratio: float
     # If True, sample_token must not synchronise, and logits_are_finite tells what it would check.
     forbids_sync: bool
+    # Whether each sample must be generated alone, with nanoGPT's own operations.
+    is_exact: bool
 
     def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:

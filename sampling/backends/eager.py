@@ -11,6 +11,7 @@ from sampling.sampler.sample_token import Logits, SampleFn
 
 class EagerGPT:
     """Runs GPT.generate_stream. With compile, torch.compile compiles GPT.forward."""
+    is_exact = False
     compaction_ratio = 1.0
     forbids_sync = False # sample_token checks the logits at every step
 

@@ -15,10 +15,13 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.
 
 def max_batch_size(backend: Backend, length: int, num_processes: int = 1) -> int:
     """How many samples of length tokens to generate at once: as many as half of the free memory holds, up to a limit.
+    One if the backend is exact.
 
     num_processes is the number of processes that share the machine's memory. GPU memory is not divided: if processes
     share a GPU and it runs out of memory, the engine halves its batches.
     """
+    if backend.is_exact:
+        return 1
     if backend.device.type == "cuda":
         free, max_rows = torch.cuda.mem_get_info(backend.device)[0], MAX_ROWS_CUDA
     else:

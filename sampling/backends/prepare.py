@@ -16,15 +16,18 @@ warn = logging.getLogger(__name__).warning # for messages, unless the caller sho
 
 
 def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
-                  pack_eagerly: bool = False, cuda_graphs: bool = True,
+                  pack_eagerly: bool = False, cuda_graphs: bool = True, exact: bool = False,
                   log: Callable[[str], None] = warn) -> Backend:
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
-    pack_eagerly: see PackedGPT. cuda_graphs, log: see CUDAGraphGPT.
+    pack_eagerly: see PackedGPT. cuda_graphs, log: see CUDAGraphGPT. exact: see ExactGPT.
+    Raises ValueError if exact is True and this device has no exact backend.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
     cast_linears(gpt, dtype).to(device)
+    if exact:
+        return prepare_exact(gpt, device, cuda_graphs, log)
     if device.type == "cuda":
         from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
         from sampling.backends.cuda.padded_head import PaddedHead, needs_padding
@@ -38,6 +41,19 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: b
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
     return backend
+
+
+def prepare_exact(gpt: GPT, device: torch.device, cuda_graphs: bool, log: Callable[[str], None]) -> Backend:
+    """ExactGPT, with the settings of torch that nanoGPT uses. Raises ValueError except on CUDA and a CPU."""
+    from sampling.backends.exact import ExactGPT
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high") # TF32
+        torch.backends.cuda.enable_cudnn_sdp(True) # the default, which the normal backend changes
+    elif device.type == "cpu":
+        disable_malloc_trim()
+    else: # the random numbers would be the CPU's
+        raise ValueError(f"exact=True needs CUDA or a CPU; got device={device.type}")
+    return ExactGPT(gpt, cuda_graphs, log)
 
 
 def packed_or_eager(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool, pack_eagerly: bool) -> Backend:

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from sampling.params import SamplingParams
+from sampling.sampler.nanogpt_sampler import NanoGPTSampler
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_token import Logits, TokenSampler
+from sampling.sampler.sample_token import Logits, SampleFn, TokenSampler
 
 
 class Logprobs(NamedTuple):
@@ -23,9 +24,12 @@ class BatchSampler:
     """
 
     def __init__(self, params: SamplingParams, rng: PerRowRNG, num_logprobs: int | None, allow_sync: bool,
-                 in_own_dtype: bool = False):
-        self.sample = TokenSampler(params.temperature, params.top_k, params.top_p, params.min_p,
-                                   params.repetition_penalty, rng, allow_sync, in_own_dtype)
+                 in_own_dtype: bool = False, is_exact: bool = False):
+        if is_exact:
+            self.sample: SampleFn = NanoGPTSampler(params.temperature, params.top_k, rng)
+        else:
+            self.sample = TokenSampler(params.temperature, params.top_k, params.top_p, params.min_p,
+                                       params.repetition_penalty, rng, allow_sync, in_own_dtype)
         self.rng, self.num_logprobs = rng, num_logprobs
         self.forced_tokens = torch.empty(0, 1, dtype=torch.long) # (B, 1); -1: this row is sampled
         self.forced_by_step = self.forced_tokens[None] # (steps, B, 1)

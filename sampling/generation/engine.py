@@ -24,6 +24,7 @@ from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Sample, SampleRequest, SamplingParams
 from sampling.sampler.logits import NOT_FINITE
 from sampling.sampler.per_row_rng import PerRowRNG
+from sampling.validation import check_exact
 
 
 class StepOutput(NamedTuple):
@@ -34,7 +35,7 @@ class StepOutput(NamedTuple):
 
 @dataclass
 class Engine:
-    """Turns requests into samples.
+    """Turns requests into samples. Raises ValueError if the backend is exact and params asks for what nanoGPT lacks.
 
     num_init_draws, is_huggingface: those of the Checkpoint.
     batch_size: how many samples to generate at once.
@@ -55,6 +56,8 @@ class Engine:
     sampler: BatchSampler = field(init=False)
 
     def __post_init__(self):
+        if self.backend.is_exact:
+            check_exact({**vars(self.params), "batch_size": self.batch_size})
         self.rng = PerRowRNG(self.params.seed, self.backend.device, self.num_init_draws,
                              draws_per_sample=self.params.max_new_tokens, vocab_size=self.backend.config.vocab_size)
         self.sampler = self.new_sampler()
@@ -66,7 +69,8 @@ class Engine:
             num_logprobs = min(num_logprobs, self.backend.config.vocab_size)
         # On CUDA, nanoGPT computes in the dtype of the logits. On other devices it has no autocast: they are float32.
         in_own_dtype = self.backend.device.type == "cuda" and not self.is_huggingface
-        return BatchSampler(self.params, self.rng, num_logprobs, not self.backend.forbids_sync, in_own_dtype)
+        return BatchSampler(self.params, self.rng, num_logprobs, not self.backend.forbids_sync, in_own_dtype,
+                            self.backend.is_exact)
 
     @property
     def sync_interval(self) -> int:

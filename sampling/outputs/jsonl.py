@@ -18,7 +18,7 @@ VERSION_1_FIELDS = {"sample", "tokens", "ended", "logprob"}
 
 # The settings that decide the text of a sample, besides its prompt and the weights.
 REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-                        "stop", "seed", "compile", "context_shift")
+                        "stop", "seed", "compile", "context_shift", "exact")
 
 CheckpointId = dict[str, str | None]
 
@@ -136,6 +136,8 @@ def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtyp
     found = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
     if parse_start(settings["start"])[0] not in MULTI_KINDS:
         del found["num_samples"] # a longer run of one prompt may continue the file of a shorter run
+    if not found["exact"]:
+        del found["exact"] # files of earlier versions do not have it
     return {
         **found,
         "top_k": found["top_k"] or None,

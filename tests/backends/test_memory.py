@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("num_processes, bytes_per_sample, expected", [(1, 100, 5), (2, 100, 2), (1, 1, 64), (1, 10**6, 1)])
 def test_a_batch_uses_at_most_half_of_the_free_memory(num_processes, bytes_per_sample, expected, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    backend = SimpleNamespace(device=CPU, bytes_per_sample=lambda length: bytes_per_sample)
+    backend = SimpleNamespace(device=CPU, is_exact=False, bytes_per_sample=lambda length: bytes_per_sample)
     assert max_batch_size(backend, 9, num_processes) == expected
 
 
@@ -29,7 +29,7 @@ def test_a_batch_uses_at_most_half_of_the_free_memory(num_processes, bytes_per_s
 def test_on_a_gpu_the_batch_size_depends_on_gpu_memory(bytes_per_sample, expected, monkeypatch):
     asked, gpu = [], torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (1000, 9999))
-    backend = SimpleNamespace(device=gpu, bytes_per_sample=lambda length: bytes_per_sample)
+    backend = SimpleNamespace(device=gpu, is_exact=False, bytes_per_sample=lambda length: bytes_per_sample)
     assert max_batch_size(backend, 9, num_processes=2) == expected and asked == [gpu]
 
 

@@ -48,7 +48,7 @@ def test_the_error_names_missing_files(tmp_path, monkeypatch):
         assert name in str(error.value)
 
 
-def test_the_error_explains_that_the_cache_cannot_be_written(tiktoken_cache, tmp_path, monkeypatch):
+def test_the_error_explains_that_the_cache_cannot_be_written(tiktoken_cache, needs_gpt2_encoding, tmp_path, monkeypatch):
     """The encoding can be downloaded, but not saved."""
     import tiktoken.load
     from tiktoken.registry import ENCODINGS

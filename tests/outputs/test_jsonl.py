@@ -40,11 +40,13 @@ def test_other_fields_of_jsonl_prompts_are_passed_on(tmp_path):
 
 def test_equivalent_settings_are_equal():
     settings = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0,
-                    stop="e", seed=1, compile=False, context_shift=False)
+                    stop="e", seed=1, compile=False, context_shift=False, exact=False)
     found = reproducibility_settings(settings, "cuda", "bfloat16")
     assert found == reproducibility_settings({**settings, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": ["e"]}, "cuda", "bfloat16")
     assert found["device"] == "cuda" and found["dtype"] == "bfloat16" and found["stop"] == ["e"]
     assert reproducibility_settings({**settings, "stop": None}, "cpu", "float32")["stop"] == []
+    # Files of earlier versions, which lack "exact", can still be resumed.
+    assert "exact" not in found and reproducibility_settings({**settings, "exact": True}, "cpu", "float32")["exact"] is True
     # With one prompt, a later run may add samples to the file. With several prompts, num_samples must stay the same.
     assert "num_samples" not in found
     assert reproducibility_settings({**settings, "start": "LINES:a"}, "cpu", "float32")["num_samples"] == 2

@@ -11,7 +11,7 @@ def scratch(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gpt2(tiktoken_cache):
+def gpt2(tiktoken_cache, needs_gpt2_encoding):
     """GPT-2's encoding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))

@@ -116,7 +116,7 @@ def test_top_k_none_0_and_the_vocabulary_size_keep_all_tokens(run_script, char_c
     assert off[0] == off[1] == off[2] != run_script(*run, "--top_k=2").stdout
 
 
-def test_a_checkpoint_without_a_vocabulary_uses_gpt2s_encoding(run_script, tmp_path):
+def test_a_checkpoint_without_a_vocabulary_uses_gpt2s_encoding(needs_gpt2_encoding, run_script, tmp_path):
     save_checkpoint(tmp_path, make_gpt(vocab_size=50304), meta=False)
     done = run_script(f"--out_dir={tmp_path}", "--start=Hi<|endoftext|>", "--num_samples=2", "--max_new_tokens=8")
     assert done.returncode == 0 and done.stdout.count("Hi<|endoftext|>") == 2

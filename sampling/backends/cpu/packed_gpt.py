@@ -21,6 +21,7 @@ class PackedGPT:
     logits depend on when that happens.
     """
     device = torch.device("cpu")
+    is_exact = False
     compaction_ratio = 1.0
     forbids_sync = False # sample_token checks the logits at every step
 

@@ -29,6 +29,7 @@ class CUDAGraphGPT:
     The sample_fn of generate_stream runs inside a graph: it must not synchronise, and its tensors must stay in place.
     cuda_graphs=False launches the kernels one by one. log gets messages for the user.
     """
+    is_exact = False
     forbids_sync = True
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True,

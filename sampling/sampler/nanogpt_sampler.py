@@ -1,0 +1,43 @@
+"""NanoGPTSampler: nanoGPT's own operations on the logits, in the dtype of the logits."""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sampling.sampler.logits import apply_top_k, require_finite
+from sampling.sampler.per_row_rng import PerRowRNG
+from sampling.sampler.sample_token import Logits
+
+
+@dataclass(frozen=True)
+class NanoGPTSampler:
+    """A SampleFn that samples as nanoGPT does, with torch.multinomial and the generator of each row.
+
+    TokenSampler does the same in float32. In bfloat16, two divided logits are equal more often, which changes tokens.
+    """
+    temperature: float
+    top_k: int | None
+    rng: PerRowRNG
+
+    @property
+    def num_logits_needed(self) -> None:
+        """See SampleFn.num_logits_needed."""
+        return None
+
+    def prefetch(self) -> None:
+        """Does nothing: torch.multinomial draws the random numbers."""
+
+    def repeat_noise(self) -> None:
+        """Does nothing: the graphs of ExactGPT do not sample."""
+
+    def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
+        """See SampleFn. Raises ValueError if a logit is NaN or infinite, or if the temperature makes it so."""
+        values = logits.values / float(self.temperature) # torch refuses an int of more than 64 bits
+        if not values.isfinite().all(): # multinomial's own check can end all use of the GPU
+            require_finite(logits.values)
+            raise ValueError(f"temperature={self.temperature} is too low for exact=True: the logits overflow")
+        if self.top_k:
+            values = apply_top_k(values, min(self.top_k, values.size(-1)))
+        probs = values.softmax(dim=-1) # (B, V)
+        rows = zip(probs.split(1), self.rng.generators, strict=True)
+        return torch.cat([torch.multinomial(row, num_samples=1, generator=generator) for row, generator in rows])
