@@ -56,7 +56,7 @@ def test_streaming_shows_the_same_text_however_rarely_tokens_are_copied(tokenize
 @pytest.mark.parametrize("device, is_huggingface, expected", [("cuda", False, True), ("cuda", True, False), ("cpu", False, False), ("mps", False, False)])
 def test_only_on_cuda_and_for_a_checkpoint_the_sampler_computes_in_the_dtype_of_the_logits(tokenizer, make_engine, device, is_huggingface, expected):
     engine = make_engine(make_gpt(), tokenizer, is_huggingface=is_huggingface)
-    engine.backend = SimpleNamespace(device=torch.device(device), config=engine.backend.config, forbids_sync=device == "cuda")
+    engine.backend = SimpleNamespace(device=torch.device(device), config=engine.backend.config, is_exact=False, forbids_sync=device == "cuda")
     assert engine.new_sampler().sample.in_own_dtype == expected
 
 
