@@ -62,6 +62,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_without_trimming_freed_memory_causes_no_page_faults():
     def faults(trimming):
@@ -69,6 +70,7 @@ def test_without_trimming_freed_memory_causes_no_page_faults():
     assert faults("disabled") < 100 < faults("enabled")
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_loading_does_not_fragment_the_heap(char_checkpoint, tmp_path):
     def peak(folder): # a shell starts it, because a process inherits the peak memory of its parent

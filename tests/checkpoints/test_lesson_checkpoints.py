@@ -76,6 +76,7 @@ def test_the_lessons_file(lesson, tmp_path):
     assert same_model(path, model)
 
 
+@pytest.mark.slow
 def test_a_file_whose_config_is_of_main(tmp_path):
     model = tanh_gpt()
     torch.save(model.state_dict(), tmp_path / "weights")

@@ -36,6 +36,7 @@ def test_optimizer_state_is_never_read(tmp_path):
     assert peak_of_loading(path) < 50
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are released on Linux only")
 def test_copying_tensors_keeps_only_one_copy_in_memory(tmp_path):

@@ -131,6 +131,7 @@ def test_older_files_of_other_classes_are_refused(main, class_name, tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_large_tokenizer_is_read(tmp_path):
     """One of 250,000 tokens, with indents as save_pretrained writes it."""
     vocab = {f"token{i}": i for i in range(250_000)}

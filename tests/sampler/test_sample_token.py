@@ -145,7 +145,7 @@ HALF_LOGITS = torch.randn(256, 1000, generator=torch.Generator().manual_seed(4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("temperature, top_k", [(0.8, 200), (0.8, None), (0.3, 5), (1.7, 2000)])
+@pytest.mark.parametrize("temperature, top_k", [(0.8, 200), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0.8, None), (0.3, 5), (1.7, 2000)])])
 def test_in_their_own_dtype_logits_give_nanogpts_tokens(temperature, top_k, dtype):
     logits, others = HALF_LOGITS.to(dtype), 0
     for seed in range(10):

@@ -93,7 +93,7 @@ BAD = { # arguments, exit status, a part of the error line
 SLOW = {"no-value", "no-number", "negative-tokens", "infinite-temperature", "nan-temperature", "negative-top_k", "no-batch", "huge-seed", "unknown-dtype",
         "top_p-0", "min_p-2", "penalty-0", "penalty-nan", "stop-is-a-number", "huge-numbers", "huge-length", "huge-batch", "empty-stop", "no-out_file",
         "no-html_file", "absent-second-device", "nan-weights-greedy", "empty-lines", "latin-lines", "no-lines-file", "nan-in-a-file", "nul-in-out_file",
-        "folder-as-prompt", "no-checkpoint-in-folder"}
+        "folder-as-prompt", "no-checkpoint-in-folder", "stop-of-numbers", "nul-in-a-path", "json-without-a-prompt", "line-with-an-unknown-character", "interactive-saving", "out_file-is-a-folder", "nan-as-an-id"}
 
 
 @pytest.fixture(scope="module")

@@ -71,10 +71,10 @@ def test_a_random_seed_is_the_same_for_all_processes(torchrun, run_script, folde
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--temprature=1"], "did you mean temperature?"),
+    pytest.param(["--temprature=1"], "did you mean temperature?", marks=slow),
     pytest.param(["--out_dir=nowhere"], "there is no checkpoint at nowhere", marks=slow),
     pytest.param(["--start=LINES:nothing.txt"], "cannot read the prompt file", marks=slow),
-    (["--start=¡"], "the prompt has characters"),
+    pytest.param(["--start=¡"], "the prompt has characters", marks=slow),
     pytest.param(["--interactive"], "interactive=True", marks=slow),
     (["--out_file=prompts.txt"], "prompts.txt, line 1: not"), # only rank 0 finds it
 ], ids=str)

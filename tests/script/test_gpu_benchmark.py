@@ -39,6 +39,7 @@ def check_lines(lines, sections):
     assert cells["float32 batches of 1 and 10, highest"]["samples_equal"] == "10 of 10"
 
 
+@pytest.mark.slow
 def test_every_section_runs_without_a_gpu():
     lines = measure("--skip=script")
     check_lines(lines, ["machine", "checks", "timings", "kernels"])

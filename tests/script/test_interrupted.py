@@ -121,7 +121,7 @@ def wait(process, folder, num_saved, moment):
 
 
 @QUICK_AND_SLOW
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -15, marks=pytest.mark.slow), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(new_folder, uninterrupted, separate, number, status):
     """Each run resumes the previous one. The slow case has twenty moments: ten after the start of a separate process, ten while a fork samples."""
     rng, interrupted = random.Random(int(number)), []
@@ -154,6 +154,7 @@ def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(new_folder,
     assert len(interrupted) >= (5 if separate else 1)
 
 
+@pytest.mark.slow
 @QUICK_AND_SLOW
 def test_stdout_may_be_closed_after_any_number_of_bytes(new_folder, uninterrupted, separate):
     """head closes it like this."""
@@ -237,6 +238,7 @@ def test_an_out_file_that_cannot_be_written_is_an_error_before_the_first_sample(
     assert process.returncode == 1 and printed == b"" and last.startswith(b"error: ") and message in last
 
 
+@pytest.mark.slow
 @QUICK_AND_SLOW
 def test_files_may_be_renamed_during_a_run(new_folder, uninterrupted, separate):
     """The run continues with what it has already read, or ends with one error line before its first sample."""

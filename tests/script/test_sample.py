@@ -77,14 +77,14 @@ def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint
 
 @pytest.mark.parametrize("arguments, prompt", [
     (["--start=123"], "123"),
-    (["--start=a=b"], "a=b"),
+    pytest.param(["--start=a=b"], "a=b", marks=pytest.mark.slow),
     (['--start="\\n"'], "\n"),
-    (["--start", "two words"], "two words"),
-    (["--temperature=1"], "\n"),
+    pytest.param(["--start", "two words"], "two words", marks=pytest.mark.slow),
+    pytest.param(["--temperature=1"], "\n", marks=pytest.mark.slow),
     (["--temperature=0"], "\n"),
     (["--top_k=None"], "\n"),
-    (["--top_k=0"], "\n"),
-    (["--top-k", "5"], "\n"),
+    pytest.param(["--top_k=0"], "\n", marks=pytest.mark.slow),
+    pytest.param(["--top-k", "5"], "\n", marks=pytest.mark.slow),
     (["--seed=-1"], "\n"),
     (["--context_shift", "--start=A"], "A"),
     (["--dtype=bfloat16"], "\n"),
@@ -92,7 +92,7 @@ def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint
     (["--start=FILE:prompt.txt"], "Zürich\nis"),
     (["--start=FILE:-"], "piped"),
     (["one.py", "--num_samples=1"], "one"),
-    (["one.py", "two.py"], "two"),
+    pytest.param(["one.py", "two.py"], "two", marks=pytest.mark.slow),
     (["config/greedy.py"], "\n"),
 ], ids=str)
 def test_valid_settings_run(run_script, tmp_path, arguments, prompt):

@@ -53,7 +53,7 @@ def test_the_script_runs_from_any_folder_and_through_a_symbolic_link(run_script,
     assert (done.returncode, done.stdout) == (0, here.stdout), done.stderr
 
 
-@pytest.mark.parametrize("run", [pytest.param("checkpoint", marks=pytest.mark.slow), "gpt2", "prompts-and-files", pytest.param("session", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("run", [pytest.param("checkpoint", marks=pytest.mark.slow), pytest.param("gpt2", marks=pytest.mark.slow), "prompts-and-files", pytest.param("session", marks=pytest.mark.slow)])
 def test_a_separate_process_prints_the_same_as_a_fork(run_script, char_checkpoint, gpt2_folder, tmp_path, run):
     """Most tests run forks of the fork server (script_process.py). One run of each kind shows that the output is the same."""
     arguments, stdin = {

@@ -39,7 +39,7 @@ def test_ctrl_c_ends_the_run_after_a_complete_sample(char_checkpoint, separate):
     assert (printed + rest).endswith(f"\n{RULE}\n".encode())
 
 
-@pytest.mark.parametrize("streams", [{}, {"stdout": False}, {"stderr": False}], ids=str)
+@pytest.mark.parametrize("streams", [{}, *(pytest.param(case, marks=pytest.mark.slow) for case in [{"stdout": False}, {"stderr": False}])], ids=str)
 def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, streams):
     pytest.importorskip("pty")
     screen = Terminal([f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=1000000", "--context_shift", "--device=cpu"], tiktoken_cache, **streams)
