@@ -75,7 +75,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
 
 def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], files: Mapping[str, str]) -> None:
     """Raises ValueError if the values are not valid. The message names the settings file that has them."""
-    def error_of(values: dict[str, Any]) -> str | None: # None if the values are valid
+    def error_of(values: dict[str, Any]) -> str | None:
+        """What is wrong with the values; None if they are valid."""
         try:
             return validate(values)
         except ValueError as error:
@@ -93,9 +94,7 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     with open(path, encoding="utf-8") as f:
         source = f.read()
     lines, settings, group = source.splitlines(), {}, ""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef):
-            break
+    for node in takewhile(lambda node: not isinstance(node, ast.FunctionDef), ast.parse(source).body):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             default, is_annotated = ast.literal_eval(node.value), isinstance(node, ast.AnnAssign)
             target = node.target if is_annotated else node.targets[0]

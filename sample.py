@@ -60,10 +60,7 @@ interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model and its tokenizer; then generate, save and show samples.
-
-    settings: the global variables above by name, for functions that need many of them.
-    """
+    """Load the model and its tokenizer; then generate, save and show samples. settings: the globals above, by name."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from model import GPT
@@ -85,17 +82,14 @@ def main(settings):
         prompts = PromptSource(start, settings) if workers.is_main and not interactive else None
         torch_device = choose_device(device, workers.local_rank)
         ptdtype = choose_dtype(torch_device, dtype)
-        if init_from == 'resume':
-            checkpoint = load_checkpoint(out_dir, with_crc32=bool(out_file))
-        else:
-            checkpoint = load_gpt2(init_from, with_crc32=bool(out_file))
+        load, source = (load_checkpoint, out_dir) if init_from == 'resume' else (load_gpt2, init_from)
+        checkpoint = load(source, with_crc32=bool(out_file))
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, log) # its own, or GPT-2's encoding
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
-        requests, outputs = [], Outputs() # of rank 0
-        total, longest = None, None # the number of samples, and of tokens in the longest prompt; None: unknown
+        requests, outputs, total, longest = [], Outputs(), None, None
         if prompts:
-            total, longest = prompts.count_and_max_len(tokenizer, num_samples)
+            total, longest = prompts.count_and_max_len(tokenizer, num_samples) # None for standard input
             outputs = open_outputs(settings, checkpoint, torch_device.type, dtype_name(ptdtype))
             requests = outputs.resume(prompts.requests(tokenizer, num_samples))
             requests = log_cropped(requests, tokenizer, gpt.config.block_size, log)
