@@ -3,9 +3,13 @@
     pip install -r requirements.txt -r tests/bench/requirements.txt
     python tests/bench/bench.py [--device=cuda] [--rounds=N] [--quick] [--only=TEXT] [--suffix=TEXT]
 
+llama.cpp takes part if llama-cpp-python is installed (its compilation takes minutes) and LLAMA_CPP names the folder of
+llama.cpp's sources, which have the converter for models.
+
 Writes RESULTS.md and chart.svg beside this file, with a suffix if one is given; for a GPU it is -cuda.
 """
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +30,7 @@ def cpu_cases(folder, quick):
             Case(row, "Hugging Face", other("transformers", gpt2, samples), (8, 136), samples),
             Case(row, "CTranslate2 float32", other("ctranslate2", gpt2, samples), lengths, samples),
             Case(row, "CTranslate2 int8", other("int8", gpt2, samples), lengths, samples),
+            *llama_cases(row, gpt2, samples, lengths),
             Case(row, "sample.py float32", sample_py(f"--init_from={gpt2}", samples), lengths, samples),
             Case(row, "sample.py bfloat16", sample_py(f"--init_from={gpt2}", samples, dtype="bfloat16"), lengths, samples),
         ]
@@ -56,6 +61,14 @@ def cpu_cases(folder, quick):
         Case(row, "sample.py float32", sample_py(f"--out_dir={small}", 10), (0, 500), 10),
     ]
     return found
+
+
+def llama_cases(row, folder, samples, lengths):
+    """llama.cpp, if it is installed. Its Python package generates one sample at a time."""
+    if "LLAMA_CPP" not in os.environ or samples > 1:
+        return []
+    return [Case(row, "llama.cpp float32", other("llama", folder, 1), lengths, 1),
+            Case(row, "llama.cpp Q8_0", other("llama q8", folder, 1), lengths, 1)]
 
 
 def cuda_cases(folder, quick):

