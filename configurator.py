@@ -247,7 +247,8 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
             log(f"warning: {path} sets {name}, which is not a setting{hint}")
     changes = {name: names[name] for name in settings if name in names and differ(names[name], scope[name])}
     if not (changes or others or mentioned & settings.keys()):
-        log(f"warning: {path} sets nothing; a settings file is Python, such as: {next(iter(settings))} = ...")
+        name, setting = next(iter(settings.items()))
+        log(f"warning: {path} sets nothing; a settings file is Python, such as: {name} = {setting.default!r}")
     for name, why in ignore(others).items():
         if name in changes:
             del changes[name]

@@ -98,7 +98,7 @@ class Session:
             elif line:
                 self.print_samples(parse("start", line, ["str"]))
         except ValueError as error:
-            log(f"error: {SETTING_FLAG.sub(':', str(error))}")
+            log_for_session(f"error: {error}")
         self.printer.reset()
 
     def print_samples(self, start: str) -> None:
@@ -129,6 +129,8 @@ class Session:
                     "again": self.sample_again, "continue": self.continue_last}
         if command in commands:
             commands[command]()
+        elif command.split()[:1] and command.split()[0] in commands:
+            raise ValueError(f":{command.split()[0]} takes no value")
         else:
             name, _, text = command.replace("=", " ", 1).partition(" ")
             self.change_setting(name.replace("-", "_"), text.strip())
@@ -146,7 +148,7 @@ class Session:
         if not text and REPL_TYPES[name] != ["bool"]:
             raise ValueError(f"--{name} needs a value: --{name}=...")
         is_random = name == "seed" and text == "random"
-        value = choose_seed(text, log) if is_random else parse(name, text or "True", REPL_TYPES[name])
+        value = choose_seed(text, log_for_session) if is_random else parse(name, text or "True", REPL_TYPES[name])
         changes = {name: value}
         if name == "show_probs":
             self.printer.set_show_probs(value)
@@ -177,6 +179,11 @@ class Session:
         return self.last
 
 
+def log_for_session(text: str) -> None:
+    """Log a message that names settings as --seed=1: in a session, it is :seed=1."""
+    log(SETTING_FLAG.sub(":", text))
+
+
 def show_help() -> None:
     """Show the help."""
     log(HELP)
@@ -191,7 +198,9 @@ def input_line() -> str:
     """Read a line. A user at a terminal sees "> " first, on standard error if standard output is not a terminal."""
     if is_tty(sys.stdin) and not is_tty(sys.stdout) and is_tty(sys.stderr):
         print("> ", end="", file=sys.stderr, flush=True)
-    line = input("> " if is_tty_session() else "")
+    line = input("> " if is_tty_session() else "").removesuffix("\r") # a file may have the line ends of Windows
+    if line.find("\n") == len(line) - 1: # a single line, pasted with its newline
+        line = line.removesuffix("\n")
     if "\n" in line: # the history file holds one entry per line
         replace_last_history_item(repr(line))
     return line

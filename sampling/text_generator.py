@@ -59,10 +59,12 @@ class TextGenerator:
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one sample in parts, while it is generated.
 
-        Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it.
+        Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it; TypeError if it is no text.
         """
+        if not isinstance(prompt, str):
+            raise TypeError(f"stream takes one prompt, a text; got {prompt!r:.100}")
         cursor = None
-        for sample in self.run(self.make_requests([prompt], 1), params or SamplingParams(), stream=True):
+        for sample in self.run(self.make_requests([prompt], num_samples=1), params or SamplingParams(), stream=True):
             cursor = cursor or TextCursor(sample)
             for text, _ in cursor.read():
                 yield text

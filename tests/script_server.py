@@ -69,7 +69,8 @@ def become(request, fds):
 def reopen(fd, stream):
     """Open a standard stream as Python does, with the encoding of the server's stream."""
     line_buffering = fd == 2 or os.isatty(fd)
-    return open(fd, "w" if fd else "r", line_buffering if line_buffering and fd else -1, stream.encoding, stream.errors, closefd=False)
+    buffering = line_buffering if line_buffering and fd else -1
+    return open(fd, "w" if fd else "r", buffering, stream.encoding, stream.errors, newline="\n", closefd=False)
 
 
 def enter_session(new_session, closed):

@@ -8,6 +8,7 @@ import time
 import pytest
 
 import terminal
+from sampling import repl
 from sampling.generation.engine import Engine
 from sampling.outputs.printer import Printer
 from sampling.repl import Session, run_repl
@@ -91,7 +92,8 @@ def test_commands_change_the_settings(session, run_script, char_checkpoint):
     pytest.param('""', "error: ", marks=pytest.mark.slow),
     (":help", "Ctrl-D ends the session"), (":continue", "error: there is no sample yet"),
     pytest.param(":again", "error: there is no sample yet", marks=pytest.mark.slow),
-    (":x", "put a prompt that begins with a colon in quotes"),
+    (":x", "put a prompt that begins with a colon in quotes"), (":again 3", "error: :again takes no value"),
+    (":seed=random", "drawn at random; :seed="),
 ], ids=str)
 def test_the_session_continues_after_an_error(session, typed, message):
     session.type(typed + "\n")
@@ -237,6 +239,18 @@ def test_a_session_reads_lines_from_a_pipe(run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=b'The \n\n:top_k=5\n"\\n"\n:nothing\n')
     assert done.returncode == 0 and done.stdout.count(RULE) == 2 and done.stdout.startswith("The ")
     assert "> " not in done.stdout and "error: a session has no setting nothing" in done.stderr
+
+
+def test_a_session_reads_windows_lines_from_a_pipe(run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=b"The \r\n:quit\r\nO\r\n")
+    assert done.stdout.count(RULE) == 1 and done.stdout.startswith("The ") and "error" not in done.stderr
+
+
+@pytest.mark.parametrize("pasted, line", [("The\n", "The"), ("The\nO\n", "The\nO\n"), ("\n", "")], ids=repr)
+def test_a_pasted_line_may_have_its_newline(pasted, line, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda prompt: pasted)
+    monkeypatch.setattr(repl, "replace_last_history_item", lambda line: None)
+    assert repl.input_line() == line
 
 
 def test_samples_of_a_failed_prompt_file_count(run_script, char_checkpoint, tmp_path):

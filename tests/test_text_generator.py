@@ -24,6 +24,11 @@ def test_streamed_text_is_the_text_of_the_sample(generator):
     assert "".join(generator.stream("ROMEO:", PARAMS)) == generator.generate("ROMEO:", PARAMS)[0].text
 
 
+def test_a_stream_takes_one_prompt(generator):
+    with pytest.raises(TypeError, match="stream takes one prompt, a text; got"):
+        next(generator.stream(["A", "B"], PARAMS))
+
+
 def test_prompts_may_be_any_iterable(generator):
     assert [sample.prompt.text for sample in generator.generate(iter(["A", "B"]), PARAMS, num_samples=2)] == ["A", "A", "B", "B"]
 

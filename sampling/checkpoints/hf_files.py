@@ -38,12 +38,15 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict:
     """The object in a JSON file. Raises ValueError if the file holds anything else, or more than max_bytes."""
     try:
         if path.stat().st_size > max_bytes:
-            raise ValueError(f"it has more than {max_bytes} bytes")
+            raise ValueError(f"it has more than {max_bytes >> 20} MiB; without indentation it may be small enough: "
+                             "load it with Python's json, and save it with indent=None")
         text = path.read_text(encoding="utf-8")
         # An empty list takes 2 bytes in the file, and about 60 bytes in memory.
         if text.count(",") > max_bytes // 16 or text.count("[") + text.count("{") > max_bytes // 32:
             raise ValueError(f"it has more than {max_bytes // 16} values, or {max_bytes // 32} lists and objects")
         content = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"cannot read {path}: it is damaged, or not JSON ({e}); copy it again") from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"cannot read {path}: {first_sentence(e)}") from None
     if not isinstance(content, dict):

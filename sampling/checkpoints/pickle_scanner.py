@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sampling.checkpoints.errors import ForbiddenNameError, RejectedFileError, require
+from sampling.checkpoints.errors import ForbiddenNameError, RejectedFileError, first_sentence, require
 
 # Valid files stay below these limits: a checkpoint of 12 layers with its optimizer needs a fortieth of MAX_STEPS,
 # a vocabulary of all Unicode characters needs two thirds.
@@ -72,7 +72,7 @@ def check_pickle(pickled: bytes, allowed_names: Collection[str] = (), max_steps:
         raise
     except (LookupError, ValueError, TypeError, AttributeError) as e:
         require(len(pickled) <= MAX_BYTES, f"its pickle has more than {MAX_BYTES} bytes")
-        raise ValueError(f"its pickle is damaged: {e}") from None
+        raise ValueError(f"its pickle is damaged: {first_sentence(e)}") from None
     return CheckedPickle(stream.tell(), frozenset(scanner.config_names))
 
 

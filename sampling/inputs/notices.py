@@ -12,11 +12,17 @@ def warn_about_stop_texts(stop_texts: list[str], tokenizer: Tokenizer, log: Log)
     """Log a warning for each stop text that cannot end a sample, or probably will not."""
     for text in stop_texts:
         if "\\n" in text:
-            log(f"warning: the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, pass "
-                f"--stop='\"{text:.100}\"'")
+            log(f"warning: the stop text {text!r:.100} has a backslash and the letter n; {how_to_write(text)}")
         elif not can_produce(tokenizer, text):
             log(f"warning: the stop text {text!r:.100} cannot end a sample: {tokenizer.source} never produces "
                 "this text")
+
+
+def how_to_write(text: str) -> str:
+    """How to write the stop text that a user probably means by this text."""
+    if text.startswith(('["', "['")):
+        return "a list needs quotes around each text, such as [\"\\n\\n\", \"KING\"]"
+    return f"if you mean a newline, write it in quotes: \"{text:.100}\", and in a shell --stop='\"{text:.100}\"'"
 
 
 def can_produce(tokenizer: Tokenizer, text: str) -> bool:
@@ -37,7 +43,9 @@ def log_cropped(requests: Iterable[SampleRequest], tokenizer: Tokenizer, block_s
         if num_tokens > block_size and not (is_logged or request.already_saved):
             is_logged = True
             visible = tokenizer.decode(request.prompt_ids[-block_size:])
-            where = f"{request.prompt.location}: " if request.prompt.location else ""
+            where, others = f"{request.prompt.location}: ", f"; of later prompts too, it sees at most {block_size}"
+            if not request.prompt.location: # the only prompt
+                where = others = ""
             log(f"{where}the prompt has {num_tokens} tokens, but the model sees only the last {block_size}, which "
-                f"begin with {visible[:40]!r}")
+                f"begin with {visible[:40]!r}{others}")
         yield request

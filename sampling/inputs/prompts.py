@@ -109,11 +109,13 @@ def read_prompts(start: str) -> Iterator[Prompt]:
         is_empty = False
         yield prompt
     if is_empty:
-        raise ValueError(f"the prompt file {path} is empty, but a sample needs a prompt")
+        raise ValueError(f"{file_name(path)} is empty, but a sample needs a prompt")
 
 
 def read_file(kind: str, path: str) -> Iterator[Prompt]:
     """Yield the prompts of a file, which may be empty. Raises ValueError as read_prompts does."""
+    if not path:
+        raise ValueError(f"{kind}: needs the path of a file after the colon, or - for standard input")
     if "\0" in path:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: the path has a null byte")
     number = 0
@@ -126,13 +128,18 @@ def read_file(kind: str, path: str) -> Iterator[Prompt]:
                 return
             for number, line in enumerate(file, 1):
                 if line := line.rstrip("\n"):
-                    location = f"{path}, line {number}"
+                    location = f"{'standard input' if path == '-' else path}, line {number}"
                     yield parse_json_line(line, location) if kind == "JSONL" else Prompt(line, location=location)
     except UnicodeDecodeError as error:
-        where = "" if kind == "FILE" else f" after line {number}"
-        raise ValueError(f"the prompt file {path} is not UTF-8{where}: {error.reason}") from None
+        where = f" after line {number}" if number else ""
+        raise ValueError(f"{file_name(path)} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}") from None
+
+
+def file_name(path: str) -> str:
+    """What an error message calls the file of prompts."""
+    return "standard input" if path == "-" else f"the prompt file {path}"
 
 
 def parse_json_line(line: str, location: str) -> Prompt:

@@ -81,8 +81,8 @@ class HtmlWriter:
         if not num_saved:
             can_restart = num_saved == 0 and head.startswith(begin) and self.has_only_samples()
             if begin and not can_restart:
-                raise ValueError(f"{self.path} exists already, and nothing is overwritten: move it, or give html_file "
-                                 "another name")
+                raise ValueError(f"{self.path} exists already, and nothing is overwritten: give html_file another "
+                                 "name, or replace it with --overwrite")
             return 0
         num_found = 0
         for line in self.file if begin == head else (): # line by line, because a page can be large

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from sampling.inputs.prompts import MULTI_KINDS, RESULT_FIELDS, JsonPrompt, parse_start
-from sampling.outputs.console import is_tty, sanitize
+from sampling.outputs.console import is_tty, log_replacements, sanitize
 from sampling.outputs.output_file import append, check_not_removed, open_output
 from sampling.params import Sample, SampleRequest, Token
 from sampling.validation import as_list
@@ -55,6 +55,7 @@ class JsonlPrinter:
         """Print a finished sample."""
         line = self.format.line(sample).decode()
         print(sanitize(line) if is_tty(sys.stdout) else line, end="", flush=True)
+        log_replacements()
 
     def close(self) -> None:
         """Do nothing: every line is already flushed."""
@@ -84,7 +85,7 @@ class JsonlWriter:
             request = next(requests, None)
             if request is None:
                 raise ValueError(f"{self.path} holds {self.num_saved} samples, more than this run generates: give "
-                                 "out_file another name")
+                                 "out_file another name, or replace it with --overwrite")
             has_newline = line.endswith(b"\n")
             if not has_newline and self.is_truncated(line, request):
                 self.file.truncate(end)
@@ -116,8 +117,12 @@ class JsonlWriter:
         where = f"{self.path}, line {request.index + 1}"
         for name, saved, wanted in self.compare(parse_record(line, where), request):
             if saved != wanted:
-                raise ValueError(f"{where}, is from another run: {name} is {saved!r:.100} there, and {wanted!r:.100} "
-                                 "here; give out_file another name, or run with the settings of the file")
+                difference = f"{name} is {saved!r:.100} there, and {wanted!r:.100} here"
+                if name == "num_samples" and None in (saved, wanted): # only a run of many prompts saves it
+                    runs = ["one prompt" if value is None else "a file of many prompts" for value in (saved, wanted)]
+                    difference = f"that run had {runs[0]}, and this one has {runs[1]}"
+                raise ValueError(f"{where}, is from another run: {difference}; give out_file another name, run with "
+                                 "the settings of the file, or replace it with --overwrite")
 
     def compare(self, record: Mapping[str, Any], request: SampleRequest) -> Iterator[tuple[str, Any, Any]]:
         """Yield everything that must be equal in a saved sample of this run: (name, saved value, this run's value)."""

@@ -79,7 +79,7 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
     from sampling.outputs.html import HtmlWriter
     from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter, LineFormat, reproducibility_settings
     from sampling.outputs.output_file import open_output
-    check_not_prompts(settings)
+    check_not_inputs(settings, checkpoint.path)
     overwrite = settings["overwrite"]
     paths = [settings[name] for name in ("out_file", "html_file") if settings[name] not in (None, "-")]
     for path in paths if overwrite else []:
@@ -100,11 +100,17 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
     return Outputs(jsonl, html, jsonl_printer)
 
 
-def check_not_prompts(settings: dict[str, Any]) -> None:
-    """Raise ValueError if out_file or html_file is the file of prompts."""
+def check_not_inputs(settings: dict[str, Any], checkpoint_path: str) -> None:
+    """Raise ValueError if out_file or html_file is the file of prompts, or the checkpoint."""
     kind, prompts = parse_start(settings["start"])
+    inputs = {"checkpoint": checkpoint_path} | ({} if kind == "TEXT" else {"prompt file": prompts})
     for name in "out_file", "html_file":
-        path = settings[name]
-        if kind != "TEXT" and path and "-" not in (path, prompts) and os.path.exists(path) \
-                and os.path.exists(prompts) and os.path.samefile(path, prompts):
-            raise ValueError(f"{name} is the prompt file, {prompts}: give {name} another name")
+        for what, path in inputs.items():
+            if is_same_file(settings[name], path):
+                raise ValueError(f"{name} is the {what}, {path}: give {name} another name")
+
+
+def is_same_file(path: str | None, other: str) -> bool:
+    """Whether both are paths of the same file. None and - are no paths."""
+    return (path is not None and "-" not in (path, other) and os.path.exists(path) and os.path.exists(other)
+            and os.path.samefile(path, other))

@@ -39,6 +39,11 @@ def test_a_stop_text_with_a_backslash_n_gets_one_warning(chars, gpt2_encoding):
         assert line.startswith("warning: the stop text '\\\\n\\\\n' has a backslash") and """--stop='"\\n\\n"'""" in line
 
 
+def test_a_stop_text_that_looks_like_a_list_gets_its_own_advice(chars):
+    line, = warnings_of(['["\\n", KING]'], chars)
+    assert line.endswith(r'a list needs quotes around each text, such as ["\n\n", "KING"]')
+
+
 def test_gpt2s_encoding_can_produce_all_text(gpt2_encoding):
     stop_texts = ["\n\n", " the", "<|endoftext|>", "é", "\N{GRINNING FACE}", "\x00", "  "]
     assert warnings_of(stop_texts, GPT2Tokenizer()) == []
@@ -80,7 +85,8 @@ def test_the_first_prompt_that_is_too_long_is_logged(chars):
         found.append(each)
         assert len(lines) == (each.index >= 2)
     assert found == requests
-    assert lines == ["a.txt, line 3: the prompt has 20 tokens, but the model sees only the last 16, which begin with 'deeeeeeeeeeeeeee'"]
+    assert lines == ["a.txt, line 3: the prompt has 20 tokens, but the model sees only the last 16, which begin with 'deeeeeeeeeeeeeee'"
+                     "; of later prompts too, it sees at most 16"]
 
 
 def test_a_prompt_as_long_as_the_window_is_not_cropped(chars):

@@ -85,8 +85,9 @@ def test_the_error_names_a_line_that_is_not_a_prompt(tmp_path, line):
     ("JSONL:a\0b", "cannot read the prompt file 'a\\x00b': the path has a null byte"),
     ("FILE:empty", "the prompt file empty is empty"),
     ("LINES:newlines", "the prompt file newlines is empty"),
-    ("FILE:latin", "the prompt file latin is not UTF-8: "),
-    ("LINES:latin", "the prompt file latin is not UTF-8 after line 0: "),
+    ("FILE:latin", "the prompt file latin is not UTF-8 (invalid continuation byte): save it as UTF-8"),
+    ("LINES:latin", "the prompt file latin is not UTF-8 (invalid continuation byte): save it as UTF-8"),
+    ("JSONL:", "JSONL: needs the path of a file after the colon, or - for standard input"),
 ], ids=str)
 def test_the_error_names_a_file_without_prompts(tmp_path, monkeypatch, start, message):
     monkeypatch.chdir(tmp_path)
@@ -96,6 +97,13 @@ def test_the_error_names_a_file_without_prompts(tmp_path, monkeypatch, start, me
     with pytest.raises(ValueError) as error:
         PromptSource(start)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"", "standard input is empty"), (b"\xe9\n", "standard input is not UTF-8"), (b"[]\n", "standard input, line 1: every line must be an object")], ids=repr)
+def test_the_error_names_standard_input(content, message, run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", "--start=JSONL:-", stdin=content)
+    assert done.returncode == 1 and f"error: {message}" in done.stderr
 
 
 def test_prompts_are_counted_and_checked_before_sampling(tmp_path, abc):

@@ -63,6 +63,14 @@ def test_files_that_cannot_be_read_are_named(name, message, tmp_path):
     assert str(tmp_path / name) in str(error.value) and message in str(error.value)
 
 
+@pytest.mark.parametrize("content, message", [(b"{}" + b" " * 2**24, "it has more than 16 MiB; without indentation it may be small enough"),
+                                              (b'{"model": ', "it is damaged, or not JSON")], ids=["large", "truncated"])
+def test_a_file_that_cannot_be_parsed_gets_advice(content, message, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^cannot read {tmp_path}/tokenizer.json: {message}"):
+        HFTokenizer(find_tokenizer(tmp_path), 10)
+
+
 @pytest.mark.parametrize("settings", [AUTO_MAP, {"tokenizer_class": "ByT5Tokenizer"}], ids=["code", "class"])
 def test_settings_that_ask_for_a_tokenizer_without_files_are_refused(settings, tmp_path):
     write(tmp_path, tokenizer_config=settings)

@@ -83,7 +83,7 @@ def test_a_page_may_have_no_samples(tmp_path):
 
 
 @pytest.mark.parametrize("existing, num_saved, message", [
-    (lambda page: b"mine", 0, "exists already, and nothing is overwritten: move it, or give html_file another name"),
+    (lambda page: b"mine", 0, "exists already, and nothing is overwritten: give html_file another name, or replace it with --overwrite"),
     (lambda page: page, 0, "exists already"),
     (lambda page: page.partition(b"</main>")[0].replace(b"out-letters", b"out-lettres"), 0, "exists already"),
     (lambda page: page.partition(b"</main>")[0].replace(b'"sample-1"', b'"sample-7"'), 0, "exists already"),

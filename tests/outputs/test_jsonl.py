@@ -102,6 +102,7 @@ def test_a_whole_line_counts_without_its_newline(tmp_path):
 @pytest.mark.parametrize("change, message", [
     (lambda line: line | {"settings": {"seed": 2, "stop": []}}, "line 2, is from another run: seed is 2 there, and 1 here"),
     (lambda line: line | {"settings": {"seed": 1, "stop": [], "new": 5}}, "new is 5 there, and None here"),
+    (lambda line: line | {"settings": {"num_samples": 2, "seed": 1, "stop": []}}, "that run had a file of many prompts, and this one has one prompt"),
     (lambda line: line | {"settings": {}}, "seed is None there, and 1 here"),
     (lambda line: line | {"settings": 3}, "line 2: not written by sample.py; nothing is overwritten"),
     (lambda line: line | {"settings": "ab"}, "not written by sample.py"),
@@ -115,7 +116,7 @@ def test_a_whole_line_counts_without_its_newline(tmp_path):
     (lambda line: line | {"version": 3}, "another version of sample.py wrote this file"),
     (lambda line: [line], "not written by sample.py"),
     (lambda line: 10**400, "not written by sample.py"),
-], ids=["seed", "new-setting", "no-settings", "number-as-settings", "text-as-settings", "checkpoint", "no-checksum", "no-checkpoint", "index", "prompt", "id",
+], ids=["seed", "new-setting", "many-prompts", "no-settings", "number-as-settings", "text-as-settings", "checkpoint", "no-checksum", "no-checkpoint", "index", "prompt", "id",
         "version-1", "version-3", "list", "number"])
 @pytest.mark.parametrize("newline", ["\n", ""], ids=["whole", "no-newline"])
 def test_any_other_line_is_refused_and_stays_unchanged(tmp_path, change, message, newline):
@@ -133,7 +134,7 @@ def test_any_other_line_is_refused_and_stays_unchanged(tmp_path, change, message
 def test_a_file_with_more_samples_than_the_run_is_refused(tmp_path):
     whole = write_file(tmp_path / "a.jsonl")
     writer = JsonlWriter(tmp_path / "a.jsonl", LineFormat(CHECKPOINT_ID, SETTINGS))
-    with pytest.raises(ValueError, match="holds 4 samples, more than this run generates"):
+    with pytest.raises(ValueError, match=r"holds 4 samples, more than this run generates: .* or replace it with --overwrite"):
         list(writer.resume(iter(REQUESTS[:3])))
     writer.close()
     assert (tmp_path / "a.jsonl").read_bytes() == whole

@@ -150,6 +150,30 @@ def test_the_prompt_file_is_refused_by_name(tmp_path, monkeypatch, name):
     assert (tmp_path / "p.jsonl").read_text() == '{"prompt": "O"}\n'
 
 
+@pytest.mark.parametrize("name", ["out_file", "html_file"])
+def test_the_checkpoint_is_never_overwritten(tmp_path, name):
+    (tmp_path / "ckpt.pt").write_bytes(b"weights")
+    checkpoint = Checkpoint(str(tmp_path / "ckpt.pt"), {}, {}, 3, crc32="00000000")
+    with pytest.raises(ValueError, match=rf"^{name} is the checkpoint, .*ckpt.pt: give {name} another name$"):
+        open_outputs({**SETTINGS, "overwrite": True, name: f"{tmp_path}/./ckpt.pt"}, checkpoint, "cpu", "float32")
+    assert (tmp_path / "ckpt.pt").read_bytes() == b"weights"
+
+
+def test_a_run_of_many_prompts_does_not_resume_a_run_of_one(tmp_path):
+    run(tmp_path, 2, html_file=False)
+    (tmp_path / "p.txt").write_text("O\n")
+    outputs = open_outputs({**SETTINGS, "start": f"LINES:{tmp_path}/p.txt", "out_file": f"{tmp_path}/a.jsonl"}, CHECKPOINT, "cpu", "float32")
+    with closing(outputs), pytest.raises(ValueError, match="that run had one prompt, and this one has a file of many prompts"):
+        list(outputs.resume(iter(REQUESTS)))
+
+
+def test_what_a_terminal_cannot_show_of_the_lines_of_json_is_said(monkeypatch):
+    told = []
+    monkeypatch.setattr("sampling.outputs.jsonl.log_replacements", lambda: told.append(True))
+    open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32").write(finished_sample(0, "O", [make_token("x", 0.5)]))
+    assert told
+
+
 def test_a_page_alone_is_not_resumed(tmp_path):
     run(tmp_path, 2, out_file=False)
     with pytest.raises(ValueError, match="exists already"):

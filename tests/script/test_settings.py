@@ -30,7 +30,7 @@ def test_a_session_takes_a_list_of_stop_texts(run_script, char_checkpoint):
 
 
 @pytest.mark.parametrize("stop, warning", [
-    ("\\n\\n", r"""warning: the stop text '\\n\\n' has a backslash and the letter n; if you mean a newline, pass --stop='"\n\n"'"""),
+    ("\\n\\n", r"""warning: the stop text '\\n\\n' has a backslash and the letter n; if you mean a newline, write it in quotes: "\n\n", and in a shell --stop='"\n\n"'"""),
     ("<|endoftext|>", "meta.pkl never produces this text"),
 ], ids=str)
 def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoint, stop, warning):
@@ -52,8 +52,8 @@ def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_check
     prompt = "A prompt that is longer than the window of the model"
     (tmp_path / "prompt.txt").write_text(prompt)
     done = run_script(f"--out_dir={char_checkpoint}", *FAST, start.format(prompt), cwd=tmp_path, stdin=prompt.encode())
-    location = "-, line 1: " if "LINES" in start else ""
-    assert f"{location}the prompt has 52 tokens, but the model sees only the last 16, which begin with {prompt[-16:]!r}\n" in done.stderr
+    location, others = ("standard input, line 1: ", "; of later prompts too, it sees at most 16") if "LINES" in start else ("", "")
+    assert f"{location}the prompt has 52 tokens, but the model sees only the last 16, which begin with {prompt[-16:]!r}{others}\n" in done.stderr
     assert done.returncode == 0 and done.stdout.startswith(prompt)
     assert "sees only" not in run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start={prompt[:16]}").stderr
 
@@ -61,7 +61,7 @@ def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_check
 def test_a_settings_file_that_sets_nothing_gets_a_warning(run_script, char_checkpoint, tmp_path):
     (tmp_path / "a.yaml").write_text("temperature: 0.5\ntop_k: 5\n")
     done = run_script(f"--out_dir={char_checkpoint}", *FAST, "a.yaml", cwd=tmp_path)
-    assert done.returncode == 0 and "warning: a.yaml sets nothing; a settings file is Python, such as: init_from = ...\n" in done.stderr
+    assert done.returncode == 0 and "warning: a.yaml sets nothing; a settings file is Python, such as: init_from = 'resume'\n" in done.stderr
 
 
 @pytest.mark.parametrize("arguments, message", [

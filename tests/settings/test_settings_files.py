@@ -64,7 +64,7 @@ def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
     (tmp_path / "a.py").write_text(content)
     lines = []
     assert script("a.py", log=lines.append) == {}
-    assert lines == ["warning: a.py sets nothing; a settings file is Python, such as: text = ..."]
+    assert lines == ["warning: a.py sets nothing; a settings file is Python, such as: text = '\\n'"]
 
 
 @pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "def helper(): pass", "import os", "for count in [10]: pass",
