@@ -94,7 +94,8 @@ def main(text_file):
                 torch.save({
                     "model": half.state_dict(), "model_args": dict(shape, vocab_size=len(chars)), "iter_num": step + 1,
                     "best_val_loss": best,
-                    "config": dict(shape, dataset="shakespeare_char", batch_size=batch_size, learning_rate=learning_rate["AdamW"]),
+                    "config": dict(shape, dataset="shakespeare_char", batch_size=batch_size,
+                                   learning_rate=learning_rate["AdamW"]),
                 }, here / "ckpt.pt")
 
 
