@@ -4,6 +4,7 @@ Most tests run on a CPU with recorded graphs, in which they break one thing.
 """
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import make_gpt
 from recorded_graphs import Recording
@@ -174,18 +175,28 @@ def test_a_graph_that_computes_something_else_never_reaches_the_text(wrong_repla
     assert len(recordings) == 1 and not any(gpt.state.graphs.values())
 
 
+def test_an_empty_graph_never_passes_for_a_good_one(recordings, monkeypatch):
+    """On another stream than that of the capture, the step runs at once, and the graph stays empty."""
+    monkeypatch.setattr(Recording, "replay", replay_nothing)
+    monkeypatch.setattr(Recording, "__exit__", TorchDispatchMode.__exit__) # keeps what the step wrote
+    gpt = make_backend()
+    found, expected = generate(gpt, top_k=20)
+    assert found == expected and gpt.messages == [f"CUDA graphs do not work here ({OTHER_LOGITS}): going on without them, slower"]
+
+
 class FailingCapture:
-    """A torch.cuda.graph that fails when it begins, when a step runs, or when it ends. As in torch, its own stream then stays current."""
+    """A torch.cuda.graph that fails when it begins, when a step runs, or when it ends. As in torch, its stream then stays current."""
     current, closed = "stream", []
 
     def __init__(self, fails_at):
         self.fails_at = fails_at
 
-    def __call__(self, graph, pool):
+    def __call__(self, graph, pool, stream):
+        self.stream = stream
         return self
 
     def __enter__(self):
-        FailingCapture.current = "capture stream"
+        FailingCapture.current = self.stream
         if self.fails_at == "begin":
             raise RuntimeError("no graphs here\nCUDA kernel errors might be reported later")
 
@@ -193,15 +204,30 @@ class FailingCapture:
         raise RuntimeError("no graphs here" if self.fails_at == "end" else "operation failed due to a previous error during capture")
 
 
+class DefaultGenerators:
+    """torch.cuda.default_generators, whose states count as captured."""
+    restored = ()
+
+    def __getitem__(self, index):
+        return self
+
+    def clone_state(self):
+        return "a copy of the state"
+
+    def graphsafe_set_state(self, state):
+        DefaultGenerators.restored += (state,)
+
+
 @pytest.fixture(params=["begin", "step", "end"])
 def failing_capture(request, recordings, monkeypatch):
     """No step can be captured."""
-    FailingCapture.current, FailingCapture.closed = "stream", []
+    FailingCapture.current, FailingCapture.closed, DefaultGenerators.restored = "stream", [], ()
     monkeypatch.setattr(torch.cuda, "graph", FailingCapture(request.param))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FailingCapture.current)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(FailingCapture, "current", stream))
     for name in "_cuda_endAllocateToPool", "_cuda_releasePool":
         monkeypatch.setattr(torch._C, name, lambda device, pool, name=name: FailingCapture.closed.append((name, pool)), raising=False)
+    monkeypatch.setattr(torch.cuda, "default_generators", DefaultGenerators())
     noise = PerRowRNG.__call__
 
     def noise_outside_captures(*arguments):
@@ -221,6 +247,17 @@ def test_without_graphs_the_samples_are_the_same(context_shift):
     assert gpt.messages == ["CUDA graphs do not work here (RuntimeError: no graphs here): going on without them, slower"]
     assert FailingCapture.current == "stream"
     assert FailingCapture.closed == [("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1))]
+    assert DefaultGenerators.restored == ("a copy of the state",)
+
+
+@pytest.mark.parametrize("failing_capture", ["end"], indirect=True)
+def test_ctrl_c_in_a_capture_leaves_torch_usable(failing_capture, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(FailingCapture, "__exit__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(make_backend())
+    assert FailingCapture.current == "stream" and FailingCapture.closed and DefaultGenerators.restored
 
 
 @pytest.mark.usefixtures("failing_capture")
@@ -294,6 +331,7 @@ class TestCuda:
         message, = gpt.messages
         assert message.startswith("CUDA graphs do not work here (") and message.endswith("): going on without them, slower")
         assert torch.cuda.current_stream() == stream
+        assert torch.rand(3, device="cuda").isfinite().all(), "the default generator can be used again"
         monkeypatch.undo()
         other = make_backend("cuda") # a failed capture leaves nothing open that would disturb the next one
         found, expected = generate(other, top_k=20)
