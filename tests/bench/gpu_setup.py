@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -188,7 +188,8 @@ class Report:
             result = {"error": f"{type(error).__name__}: {error!s:.300}"}
         self.write(name, **result, took=round(time.perf_counter() - begin, 2))
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError): # if the GPU is lost for this process, the runs of the script can still work
+                torch.cuda.empty_cache()
 
     def write(self, name: str, **result) -> None:
         """Print one line."""

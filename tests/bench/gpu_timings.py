@@ -48,7 +48,7 @@ def timing_cells(scale: Scale, limits: dict) -> Iterator:
                 yield name("1 sample", "ours, attention as products"), partial(time_product_attention, ours), 15
                 yield name("1 sample", "ours, head not padded"), partial(time_plain_head, ours), 15
             if dtype == "bfloat16" or model == small:
-                yield name("5 samples", "exact"), partial(time_exact, *where, loops), 35
+                yield name("4 samples", "exact"), partial(time_exact, *where, loops), 35
             if dtype == "bfloat16" and has_transformers:
                 for samples in scale.samples:
                     yield name(named(samples), "Hugging Face"), partial(time_hf, scale, model, samples, loops), 30
@@ -121,7 +121,7 @@ def time_exact(scale: Scale, model: str, dtype: str, loops: dict) -> dict:
     """exact=True: one sample after another. The second one captures graphs, the later ones replay them."""
     engine = make_engine(scale, scale.shapes[model], DTYPES[dtype], 1, scale.new_tokens, exact=True)
     reset_peak(scale)
-    times = [seconds(partial(run_engine, engine, DTYPES[dtype], 1, PROMPT, i), scale.device) for i in range(5)]
+    times = [seconds(partial(run_engine, engine, DTYPES[dtype], 1, PROMPT, i), scale.device) for i in range(4)]
     return {**rate(1, scale.new_tokens, min(times[2:]), loops.get((model, dtype))), "peak_gb": peak_gb(scale),
             "seconds_of_each_sample": [round(took, 3) for took in times]}
 
