@@ -263,3 +263,17 @@ class TestCuda:
             expected = nanogpt_logits(make_gpt(**shape).cuda(), window)
             for _ in range(3): # directly, captured, replayed
                 assert torch.equal(gpt.next_logits(window), expected)
+
+    def test_a_capture_that_fails_changes_no_text_and_leaves_torch_usable(self, monkeypatch):
+        forward = ExactGPT.forward
+
+        def synchronise(self, idx):
+            logits = forward(self, idx)
+            assert logits.isfinite().all().item() # a capture refuses to synchronise
+            return logits
+        monkeypatch.setattr(ExactGPT, "forward", synchronise)
+        messages, stream = [], torch.cuda.current_stream()
+        gpt = prepare_model(make_gpt(), torch.device("cuda"), torch.bfloat16, exact=True, log=messages.append)
+        found = exact_samples(gpt, torch.bfloat16, 3, 20)
+        assert found == expected_samples(torch.bfloat16, 3, 20, "cuda"), "this also draws from the default generator"
+        assert len(messages) == 1 and not gpt.graphs and torch.cuda.current_stream() == stream

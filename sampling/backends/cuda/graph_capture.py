@@ -20,10 +20,10 @@ def capture_graph(step: Callable[[], Tensor], pool: tuple[int, int],
             result = step()
     except BaseException: # Ctrl-C too
         torch.cuda.set_stream(stream)
-        with suppress(RuntimeError, AttributeError): # a RuntimeError means that the pool is closed already
+        with suppress(Exception): # torch raises RuntimeError if the pool is closed already
             torch._C._cuda_endAllocateToPool(device.index, pool)
             torch._C._cuda_releasePool(device.index, pool)
-        with suppress(RuntimeError, AttributeError, IndexError):
+        with suppress(Exception): # the error of the capture matters more
             generator = torch.cuda.default_generators[device.index]
             generator.graphsafe_set_state(generator.clone_state()) # a copy is not in the middle of a capture
         raise
