@@ -2,6 +2,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +28,7 @@ class TextGenerator:
     dtype: torch.dtype
     num_init_draws: int
     is_huggingface: bool
-    idle_engines: list[Engine] = field(default_factory=list, init=False, repr=False) # that of the latest call, or none
+    idle_engines: list[Engine] = field(default_factory=list, init=False, repr=False, compare=False) # at most one
 
     @classmethod
     def load(cls, name: str, device: str = "auto", dtype: str = "auto", compile: bool = False,
@@ -87,9 +88,8 @@ class TextGenerator:
 
         Two calls may be interleaved, so they never share an engine.
         """
-        engines = self.idle_engines.copy()
-        self.idle_engines.clear()
-        for engine in engines:
+        with suppress(IndexError):
+            engine = self.idle_engines.pop()
             if (engine.params, engine.batch_size, engine.stream) == (params, batch_size, stream):
                 engine.rewind()
                 return engine

@@ -46,10 +46,11 @@ def test_the_default_dtype_of_the_caller_does_not_matter(generator):
 
 def test_interleaved_and_abandoned_streams_do_not_disturb_each_other(generator):
     prompts = "ROMEO:", "A", "ROMEO:"
-    expected = [generator.generate(prompt, PARAMS)[0].text for prompt in prompts]
-    next(generator.stream("B", PARAMS))
+    expected = ["".join(generator.stream(prompt, PARAMS)) for prompt in prompts]
     parts = zip_longest(*(generator.stream(prompt, PARAMS) for prompt in prompts), fillvalue="")
     assert ["".join(texts) for texts in zip(*parts, strict=True)] == expected
+    next(generator.stream("B", PARAMS))
+    assert "".join(generator.stream(prompts[0], PARAMS)) == expected[0]
 
 
 def test_calls_with_the_same_parameters_share_cuda_graphs(recordings, generator):
