@@ -2,7 +2,8 @@
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,6 +28,7 @@ class TextGenerator:
     dtype: torch.dtype
     num_init_draws: int
     is_huggingface: bool
+    idle_engines: list[Engine] = field(default_factory=list, init=False, repr=False, compare=False) # at most one
 
     @classmethod
     def load(cls, name: str, device: str = "auto", dtype: str = "auto", compile: bool = False,
@@ -72,16 +74,29 @@ class TextGenerator:
     def run(self, requests: list[SampleRequest], params: SamplingParams, batch_size: int = 1,
             stream: bool = False) -> Iterator[Sample]:
         """See Engine.generate. Each call starts at the seed again."""
-        engine = Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream,
-                        is_huggingface=self.is_huggingface)
+        engine = self.take_engine(params, batch_size, stream)
         samples = engine.generate(requests)
         while True:
             # Only around each step: autocast must not stay on while the caller has control.
             with torch.autocast(self.backend.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 sample = next(samples, None)
             if sample is None:
+                self.idle_engines[:] = [engine] # only here: an abandoned call may leave an inconsistent state
                 return
             yield sample
+
+    def take_engine(self, params: SamplingParams, batch_size: int, stream: bool) -> Engine:
+        """An engine at the start of its random stream: that of the latest call if it fits, because it has CUDA graphs.
+
+        Two calls may be interleaved, so they never share an engine.
+        """
+        with suppress(IndexError):
+            engine = self.idle_engines.pop()
+            if (engine.params, engine.batch_size, engine.stream) == (params, batch_size, stream):
+                engine.rewind()
+                return engine
+        return Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream,
+                      is_huggingface=self.is_huggingface)
 
     def make_requests(self, prompts: list[str], num_samples: int) -> list[SampleRequest]:
         """Make num_samples requests for each prompt."""

@@ -42,20 +42,16 @@ class Recording(TorchDispatchMode):
                 if isinstance(tensor, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
                     tensor.copy_(value)
 
-    def pool(self):
-        """The graph's memory pool; a CPU has none."""
-        return None
-
 
 def record_graphs(monkeypatch):
     """Let CUDAGraphGPT run on a CPU, with Recordings instead of CUDA graphs. Return the list that collects them."""
     recordings = []
 
-    def capture(recording, pool):
+    def capture(recording, pool, stream):
         recordings.append(recording)
         return recording
     monkeypatch.setattr(DecodeState, "uses_graphs", True)
-    for name, value in dict(current_stream="stream", set_stream=None, synchronize=None, graph_pool_handle=(0, 1)).items():
+    for name, value in dict(current_stream="stream", set_stream=None, synchronize=None, graph_pool_handle=(0, 1), Stream="capture stream").items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)

@@ -1,9 +1,14 @@
 """The public API: load a model, generate text from text."""
+from dataclasses import replace
+from itertools import zip_longest
+
 import pytest
 import torch
 
 import sampling
+from models import make_gpt
 from project import PROJECT
+from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 
 PARAMS = sampling.SamplingParams(max_new_tokens=12, temperature=0.9, stop="zzz")
 
@@ -42,6 +47,26 @@ def test_the_default_dtype_of_the_caller_does_not_matter(generator):
         assert reloaded.generate("ROMEO:", PARAMS)[0].text == expected
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_interleaved_and_abandoned_streams_do_not_disturb_each_other(generator):
+    prompts = "ROMEO:", "A", "ROMEO:"
+    expected = ["".join(generator.stream(prompt, PARAMS)) for prompt in prompts]
+    parts = zip_longest(*(generator.stream(prompt, PARAMS) for prompt in prompts), fillvalue="")
+    assert ["".join(texts) for texts in zip(*parts, strict=True)] == expected
+    next(generator.stream("B", PARAMS))
+    assert "".join(generator.stream(prompts[0], PARAMS)) == expected[0]
+
+
+def test_calls_with_the_same_parameters_share_cuda_graphs(recordings, generator):
+    graphed, counts = replace(generator, backend=CUDAGraphGPT(make_gpt())), []
+    calls = [(PARAMS, 2), (PARAMS, 2), (replace(PARAMS, temperature=0.5), 2), (PARAMS, 2)]
+    for params, num_samples in calls:
+        found = graphed.generate("The ", params, num_samples, batch_size=2)
+        fresh = replace(generator, backend=CUDAGraphGPT(make_gpt(), cuda_graphs=False)).generate("The ", params, num_samples)
+        assert [sample.text for sample in found] == [sample.text for sample in fresh]
+        counts.append(len(recordings))
+    assert 0 < counts[0] == counts[1] < counts[2] < counts[3]
 
 
 @pytest.mark.parametrize("arguments", [dict(num_samples=0), dict(batch_size=0), dict(prompts=""), dict(prompts=["A", ""])], ids=str)

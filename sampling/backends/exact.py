@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from model import GPT
 from sampling.backends.backend import TokenStream
+from sampling.backends.cuda.graph_capture import capture_graph
+from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.sampler.sample_token import Logits, SampleFn
 
@@ -28,14 +30,14 @@ class ExactGPT:
     forbids_sync = False # the sampler checks the logits at every step
 
     def __init__(self, model: GPT, cuda_graphs: bool = True, log: Callable[[str], None] = warn):
-        self.model, self.config, self.device, self.log = model, model.config, model.lm_head.weight.device, log
+        self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         for module in model.modules():
             if isinstance(module, nn.GELU):
                 module.approximate = "none" # nanoGPT has only this form
-        self.uses_graphs = cuda_graphs and self.device.type == "cuda"
+        self.checks = SelfCheck(log, use_graphs=cuda_graphs and self.device.type == "cuda")
         self.lengths: set[int] = set() # of all windows so far
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {} # by length; None: it gave other logits
-        self.pool = None # memory that the graphs share: they never run at the same time
+        self.pool: tuple[int, int] | None = None # memory that the graphs share: they never run at the same time
         # The graphs read window and write logits.
         self.window = torch.zeros(1, self.config.block_size, dtype=torch.long, device=self.device)
         self.logits: Tensor | None = None # (1, V)
@@ -67,7 +69,7 @@ class ExactGPT:
             graph.replay()
             return self.logits
         logits = self.forward(window)
-        if self.uses_graphs and T in self.lengths and T not in self.graphs:
+        if self.checks.use_graphs and T in self.lengths and T not in self.graphs:
             self.graphs[T] = self.try_capture(window, logits)
         self.lengths.add(T)
         return logits
@@ -82,30 +84,32 @@ class ExactGPT:
         return self.model.lm_head(last)[:, -1] # (1, 1, V) -> (1, V)
 
     def try_capture(self, window: Tensor, logits: Tensor) -> torch.cuda.CUDAGraph | None:
-        """A CUDA graph for windows of this length. None if graphs fail here, or if its logits differ in any bit."""
+        """A CUDA graph for windows of this length. None if graphs fail here, or if its logits differ in any bit.
+
+        Raises ValueError if the GPU cannot go on in this process.
+        """
         if self.logits is None:
             self.logits = torch.empty_like(logits)
+        graph = None
         try:
-            return self.capture(window, logits)
-        except RuntimeError as error:
-            self.uses_graphs = False
-            reason = str(error).partition("\n")[0]
-            self.log(f"CUDA graphs do not work here ({reason:.200}): going on without them, slower")
-        return None
+            with torch.cuda.device(self.device):
+                graph = self.capture(window, logits)
+        except Exception as error: # a driver, an operator or too little memory: each has its own
+            self.checks.graphs_failed(error, self.device)
+            self.release_memory()
+        if not any(self.graphs.values()): # torch closes the pool of a graph that is not kept
+            self.pool = self.pool if graph else None
+        return graph
 
     def capture(self, window: Tensor, logits: Tensor) -> torch.cuda.CUDAGraph | None:
-        """The graph of try_capture. Raises RuntimeError if it cannot be captured."""
+        """The graph of try_capture. Raises the error of a capture or replay that fails."""
         T = window.size(1)
         self.window[:, :T] = window
-        graph = torch.cuda.CUDAGraph()
-        # If a capture fails, torch.cuda.graph does not restore the stream: the outer context does.
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
-            with torch.cuda.graph(graph, pool=self.pool):
-                self.logits.copy_(self.forward(self.window[:, :T]))
-            self.pool = graph.pool()
-            self.logits.fill_(torch.nan) # so that the replay must write all of them
-            graph.replay()
-            return graph if torch.equal(self.logits, logits) else None
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph, _ = capture_graph(lambda: self.logits.copy_(self.forward(self.window[:, :T])), self.pool, self.device)
+        self.logits.fill_(torch.nan) # so that the replay must write all of them
+        graph.replay()
+        return graph if torch.equal(self.logits, logits) else None
 
     def logits_are_finite(self) -> None:
         """None: the sampler has checked every step."""

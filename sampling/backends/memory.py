@@ -8,7 +8,7 @@ import torch
 from model import GPTConfig
 from sampling.backends.backend import Backend
 
-# Larger batches gain nothing. On a GPU, the random numbers of each row need a kernel of their own.
+# Larger batches gain nothing on a CPU. On a GPU this is a guess: the random numbers of each row need a kernel.
 MAX_ROWS_CPU, MAX_ROWS_CUDA = 64, 128
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.h numbers them
 

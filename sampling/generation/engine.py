@@ -72,6 +72,10 @@ class Engine:
         return BatchSampler(self.params, self.rng, num_logprobs, not self.backend.forbids_sync, in_own_dtype,
                             self.backend.is_exact)
 
+    def rewind(self) -> None:
+        """Let the next generate start at the seed again. Otherwise its samples follow those of the last one."""
+        self.rng.rewind()
+
     @property
     def sync_interval(self) -> int:
         """How many steps to run, at most, between copies of the tokens to the host."""

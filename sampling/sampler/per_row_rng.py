@@ -26,6 +26,7 @@ class PerRowRNG:
         self.run_generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
         if device.type != "cuda": # nanoGPT initialises its model on the CPU
             advance_mt19937(self.run_generator, num_init_draws)
+        self.start_state = self.run_generator.get_state() # of sample 0
         self.draws_per_sample, self.vocab_size = draws_per_sample, vocab_size
         self.index = 0 # self.run_generator is at the start of this sample
         self.generators: list[torch.Generator] = [] # one per row
@@ -34,10 +35,15 @@ class PerRowRNG:
         self.is_prefetched = False # whether self.numbers is the next draw
 
     def state_for_sample(self, index: int) -> Tensor:
-        """The generator state in which sample number index of the run starts. Indices must not decrease."""
+        """The generator state in which sample number index starts. Until rewind, indices must not decrease."""
         advance_exponential(self.run_generator, (index - self.index) * self.draws_per_sample, self.vocab_size)
         self.index = index
         return self.run_generator.get_state()
+
+    def rewind(self) -> None:
+        """Go back to sample 0, for another run with the same seed."""
+        self.run_generator.set_state(self.start_state)
+        self.index = 0
 
     def set_rows(self, states: list[Tensor]) -> None:
         """Begin a batch whose rows start in these states.

@@ -1,11 +1,10 @@
 """ExactGPT generates nanoGPT's text in every dtype. Its CUDA graphs are recorded on a CPU."""
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from models import make_gpt
 from oracles import nanogpt_generate, nanogpt_logits, nanogpt_token, reference_generate
+from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.exact import ExactGPT
 from sampling.backends.prepare import cast_linears, prepare_model
 from sampling.generation.engine import Engine
@@ -48,14 +47,12 @@ def exact_samples(gpt, dtype, num_samples, max_new_tokens):
 
 
 @pytest.fixture
-def make_graphed(recordings, monkeypatch):
-    """make_graphed(dtype) -> an ExactGPT on a CPU that uses Recordings as CUDA graphs."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-
+def make_graphed(recordings):
+    """make_graphed(dtype) -> an ExactGPT on a CPU that uses Recordings as CUDA graphs. Its messages are in gpt.messages."""
     def make(dtype):
         gpt = make_exact(dtype)
-        gpt.uses_graphs = True
+        gpt.messages = []
+        gpt.checks = SelfCheck(gpt.messages.append)
         return gpt
     return make
 
@@ -180,15 +177,68 @@ def test_a_replay_that_writes_nothing_is_not_used(make_graphed, monkeypatch):
     assert gpt.graphs and set(gpt.graphs.values()) == {None}
 
 
-def test_a_failing_capture_is_one_message_and_the_samples_stay_the_same(make_graphed, monkeypatch):
-    gpt, messages = make_graphed(torch.bfloat16), []
-    gpt.log = messages.append
+class FailingCapture:
+    """A torch.cuda.graph that cannot end the third capture and leaves its stream current, as torch does."""
+    current, num_captures, closed = "stream", 0, []
 
-    def fail(graph, pool):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
-    monkeypatch.setattr(torch.cuda, "graph", fail)
+    def __init__(self, recording, pool, stream):
+        self.recording, self.stream = recording, stream
+
+    def __enter__(self):
+        FailingCapture.num_captures, FailingCapture.current = FailingCapture.num_captures + 1, self.stream
+        self.recording.__enter__()
+
+    def __exit__(self, *error):
+        self.recording.__exit__(*error)
+        if FailingCapture.num_captures == 3:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+        FailingCapture.current = "stream"
+
+
+@pytest.fixture
+def failing_capture(recordings, monkeypatch):
+    """The third capture fails."""
+    FailingCapture.current, FailingCapture.num_captures, FailingCapture.closed = "stream", 0, []
+    monkeypatch.setattr(torch.cuda, "graph", FailingCapture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FailingCapture.current)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(FailingCapture, "current", stream))
+    for name in "_cuda_endAllocateToPool", "_cuda_releasePool":
+        monkeypatch.setattr(torch._C, name, lambda device, pool, name=name: FailingCapture.closed.append((name, pool)), raising=False)
+
+
+@pytest.mark.usefixtures("failing_capture")
+def test_a_failing_capture_is_one_message_and_the_samples_stay_the_same(make_graphed):
+    gpt = make_graphed(torch.bfloat16)
     assert exact_samples(gpt, torch.bfloat16, 3, 20) == expected_samples(torch.bfloat16, 3, 20)
-    assert messages == ["CUDA graphs do not work here (operation not permitted when stream is capturing): going on without them, slower"]
+    assert gpt.messages == ["CUDA graphs do not work here (RuntimeError: operation not permitted when stream is capturing): going on without them, slower"]
+    assert FailingCapture.num_captures == 3 and FailingCapture.current == "stream"
+    assert FailingCapture.closed == [("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1))]
+    assert not any(gpt.graphs.values()) and gpt.pool is None
+
+
+def test_a_gpu_that_cannot_continue_gives_an_error_that_says_what_to_do(make_graphed, monkeypatch):
+    def lost(*_, **options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda, "graph", lost)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(ValueError, match="run it again with --cuda_graphs=False"):
+        exact_samples(make_graphed(torch.bfloat16), torch.bfloat16, 2, 5)
+
+
+def test_a_pool_without_graphs_is_not_used_again(make_graphed, monkeypatch):
+    """torch refuses a capture into a pool whose graphs are all gone, if a tensor in it remains."""
+    pools, class_ = [], torch.cuda.CUDAGraph
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: pools.append(len(pools)) or (0, len(pools)))
+    replay = class_.replay
+
+    def replay_first_wrong(recording):
+        replay(recording)
+        if len(gpt.graphs) == 0:
+            gpt.logits[0, 7] += 1
+    monkeypatch.setattr(class_, "replay", replay_first_wrong)
+    gpt = make_graphed(torch.float32)
+    assert exact_samples(gpt, torch.float32, 2, 5) == expected_samples(torch.float32, 2, 5)
+    assert len(pools) == 2 and gpt.pool == (0, 2) and [bool(graph) for graph in gpt.graphs.values()] == [False] + [True] * 4
 
 
 @pytest.mark.cuda
@@ -213,3 +263,17 @@ class TestCuda:
             expected = nanogpt_logits(make_gpt(**shape).cuda(), window)
             for _ in range(3): # directly, captured, replayed
                 assert torch.equal(gpt.next_logits(window), expected)
+
+    def test_a_capture_that_fails_changes_no_text_and_leaves_torch_usable(self, monkeypatch):
+        forward = ExactGPT.forward
+
+        def synchronise(self, idx):
+            logits = forward(self, idx)
+            assert logits.isfinite().all().item() # a capture refuses to synchronise
+            return logits
+        monkeypatch.setattr(ExactGPT, "forward", synchronise)
+        messages, stream = [], torch.cuda.current_stream()
+        gpt = prepare_model(make_gpt(), torch.device("cuda"), torch.bfloat16, exact=True, log=messages.append)
+        found = exact_samples(gpt, torch.bfloat16, 3, 20)
+        assert found == expected_samples(torch.bfloat16, 3, 20, "cuda"), "this also draws from the default generator"
+        assert len(messages) == 1 and not gpt.graphs and torch.cuda.current_stream() == stream

@@ -1,5 +1,6 @@
 """The checks of gpu.py: whether the fast paths give the right text on this GPU, with the values that show it."""
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,21 +21,25 @@ from gpu_setup import (
     Scale,
     autocast,
     make_engine,
+    make_gpu_backend,
     make_model,
     run_engine,
     set_nanogpt_flags,
 )
 from torch import Tensor
 
-from model import linear_dtype
 from oracles import nanogpt_generate
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.cuda.decode_state import DecodeState
-from sampling.backends.cuda.static_forward import StaticForward
-from sampling.backends.prepare import cast_linears
+from sampling.backends.cuda.self_check import (
+    TOLERANCE_FLOAT32,
+    TOLERANCE_HALF,
+    draws_like_multinomial,
+    logits_error,
+)
 from sampling.sampler.logits import apply_top_k
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_token import Logits
+from sampling.sampler.sample_token import Logits, TokenSampler
 
 
 def check_cells(scale: Scale):
@@ -56,32 +61,27 @@ def check_cells(scale: Scale):
 # ---- within this process
 
 def check_stream(scale: Scale, shape: dict) -> dict:
-    """Whether two calls of torch.multinomial give what PerRowRNG's numbers give, and end where a skip ends."""
-    size = shape["vocab_size"]
-    probs = torch.randn(1, size, device=scale.device).softmax(-1)
-    rng = PerRowRNG(SEED, scale.device, draws_per_sample=1, vocab_size=size)
-    states = [rng.state_for_sample(index) for index in range(3)]
-    generator = torch.Generator(rng.run_generator.device).manual_seed(SEED)
-    expected = [torch.multinomial(probs, 1, generator=generator).item() for _ in range(2)]
-    rng.set_rows(states[:2])
-    found = (probs / rng((2, size), None, scale.device)).argmax(dim=-1).tolist()
-    return {"tokens_equal": found == expected, "skip_equals_draws": torch.equal(generator.get_state(), states[2])}
+    """Whether PerRowRNG draws the numbers of torch.multinomial, and skips as many as it draws."""
+    sizes = 65, 50304, shape["vocab_size"]
+    return {"vocab_sizes": sizes, "equal": all(draws_like_multinomial(scale.device, size) for size in sizes)}
 
 
-@torch.no_grad()
 def check_arithmetic(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
-    """The first decode step against a forward pass without a cache: their difference in standard deviations."""
-    model = cast_linears(make_model(scale, shape), dtype)
-    idx = torch.randint(shape["vocab_size"], (1, shape["block_size"] // 2), device=scale.device)
-    with autocast(scale.device, dtype):
-        cache = model.new_cache(1, idx.size(1))
-        assert cache.layers[0].dtype == linear_dtype(model) == dtype
-        model(idx[:, :-1], cache=cache)
-        position = torch.tensor([idx.size(1) - 1], device=scale.device)
-        step = StaticForward(model).decode_step(idx[:, -1:], position, cache.layers, idx.size(1)).float()
-        whole = model(idx)[0].float()
-    return {"difference": f"{((step - whole).std() / whole.std()).item():.2e}",
-            "limit": 0.005 if dtype == torch.float32 else 0.05}
+    """SelfCheck's errors: the logits of a step against a forward pass without a cache, for each number of keys."""
+    errors, messages = {}, []
+    gpt = make_gpu_backend(scale, shape, dtype, messages.append)
+    check_logits = gpt.checks.check_logits
+
+    def record(step, found, expected, dtype):
+        errors[f"{step[1]}"] = f"{logits_error(found, expected):.2e}"
+        return check_logits(step, found, expected, dtype)
+    sampler = TokenSampler(temperature=0, allow_sync=False)
+    with patch.object(gpt.checks, "check_logits", record), autocast(scale.device, dtype):
+        for length in 3, shape["block_size"] - scale.checked_tokens // 2: # inside the window, and past it
+            idx = torch.tensor([make_prompt(shape, length)] * 4, device=scale.device)
+            list(gpt.generate_stream(idx, scale.checked_tokens, sampler))
+    return {"errors": errors, "limit": TOLERANCE_FLOAT32 if dtype == torch.float32 else TOLERANCE_HALF,
+            "messages": messages}
 
 
 def check_graphs(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
@@ -125,11 +125,10 @@ class Divided:
 
 def check_default(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
     """The first token at which the default path leaves nanoGPT's loop, with each kind of division."""
-    new_tokens, found = scale.checked_tokens, {}
+    new_tokens, messages, found = scale.checked_tokens, [], {}
     expected = loop_samples(scale, shape, dtype, [1, 2, 3], 4, new_tokens)
     for name in dict.fromkeys(["float32", str(dtype).removeprefix("torch.")]):
-        torch.backends.cuda.enable_cudnn_sdp(False) # as prepare_model does
-        gpt = CUDAGraphGPT(cast_linears(make_model(scale, shape), dtype))
+        gpt = make_gpu_backend(scale, shape, dtype, messages.append)
         rng = PerRowRNG(SEED, scale.device, draws_per_sample=new_tokens, vocab_size=shape["vocab_size"])
         rng.set_rows([rng.state_for_sample(index) for index in range(4)])
         idx = torch.tensor([[1, 2, 3]] * 4, device=scale.device)
@@ -137,7 +136,7 @@ def check_default(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
             tokens = torch.cat(list(gpt.generate_stream(idx, new_tokens, Divided(DTYPES[name], rng))), dim=1)
         pairs = zip(tokens.tolist(), expected, strict=True)
         found[f"first_differences_{name}_division"] = [first_difference([a], [b]) for a, b in pairs]
-    return found
+    return {**found, "messages": messages}
 
 
 def check_batches(scale: Scale, shape: dict, precision: str) -> dict:
@@ -204,58 +203,82 @@ def first_difference(found: list[list[int]], expected: list[list[int]]) -> int |
 
 def script_cells(scale: Scale) -> Iterator:
     """Yield the checks of sample.py, with the demo. Each value is the standard output or a file of a run."""
-    prompts = "\n".join(["A", "ROMEO:", "What is it that you say to me, my lord?", "The "])
     ragged = ["--start=LINES:prompts.txt", "--dtype=float32"]
     runs = { # name: the flags of runs that should print the same
         "default, twice": [[], []],
-        "exact, twice": [["--exact"], ["--exact"]],
-        "stop, twice": [["--stop=e"], ["--stop=e"]],
         "ragged prompts in batches of 8 and 1, float32": [[*ragged, "--batch_size=8"], [*ragged, "--batch_size=1"]],
+        "stop, twice": [["--stop=e"], ["--stop=e"]],
+        "exact, with CUDA graphs and without": [["--exact"], ["--exact", "--cuda_graphs=False"]],
     }
     for name, flags in runs.items():
-        yield f"script: {name}", partial(compare_runs, scale, flags, prompts), 40
-    yield "script: out_file and html_file, resumed", partial(check_resumed, scale), 40
+        yield f"script: {name}", partial(compare_runs, scale, flags), 30
     yield "script: two processes on one GPU", partial(check_torchrun, scale), 40
+    yield "script: out_file and html_file, resumed", partial(check_resumed, scale), 40
     if scale.compiles:
-        yield "script: compile", partial(compare_runs, scale, [["--compile"]], prompts), 100
+        yield "script: compile", partial(compare_runs, scale, [["--compile"]]), 100
 
 
-def run_script(scale: Scale, folder: Path, flags: list[str], launcher: tuple = ()) -> str:
-    """Run sample.py with the demo. Returns its standard output. Raises RuntimeError if it fails."""
-    command = [sys.executable, *launcher, str(PROJECT / "sample.py"), f"--out_dir={PROJECT / 'out-shakespeare-char'}",
-               f"--device={scale.device.type}", "--num_samples=4", f"--max_new_tokens={scale.checked_tokens}", *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(flags)}: {done.stderr[-200:]}")
-    return done.stdout
+def script(scale: Scale, *flags: str, launcher: tuple = ()) -> list[str]:
+    """The command that runs sample.py with the demo."""
+    return [sys.executable, *launcher, str(PROJECT / "sample.py"), f"--out_dir={PROJECT / 'out-shakespeare-char'}",
+            f"--device={scale.device.type}", "--num_samples=4", f"--max_new_tokens={scale.checked_tokens}", *flags]
 
 
-def compare_runs(scale: Scale, runs: list[list[str]], prompts: str) -> dict:
-    """Whether runs with these flags print the same."""
+def run_together(folder: Path, *commands: list[str]) -> list[tuple[str, str]]:
+    """Run commands at the same time. Returns the standard output and error of each. Raises RuntimeError if one fails.
+
+    At the end none of their processes is left, also if the time is up.
+    """
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    processes, printed = [], []
+    try:
+        for command in commands:
+            processes.append(subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                              text=True, env=env, start_new_session=True))
+        for process in processes:
+            printed.append(process.communicate())
+            if process.returncode:
+                raise RuntimeError(f"{' '.join(process.args[-3:])}: {printed[-1][1][-200:]}")
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            with process: # closes its pipes
+                pass
+    return printed
+
+
+def compare_runs(scale: Scale, runs: list[list[str]]) -> dict:
+    """Whether runs with these flags print the same, and what they say about the fast path."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "prompts.txt").write_text(prompts)
-        printed = [run_script(scale, Path(folder), flags) for flags in runs]
-    equal = {"equal": all(a == b for a, b in pairwise(printed))} if len(printed) > 1 else {}
-    return {"characters": len(printed[0]), **equal}
+        (Path(folder) / "prompts.txt").write_text("A\nROMEO:\nWhat is it that you say to me, my lord?\nThe ")
+        printed = run_together(Path(folder), *(script(scale, *flags) for flags in runs))
+    equal = {"equal": all(a[0] == b[0] for a, b in pairwise(printed))} if len(printed) > 1 else {}
+    return {"characters": len(printed[0][0]), **equal, "messages": notices(printed)}
+
+
+def notices(printed: list[tuple[str, str]]) -> list[str]:
+    """The lines on standard error that say that something does not work here."""
+    return [line[:200] for _, messages in printed for line in messages.splitlines() if "going on" in line or "not those of" in line]
 
 
 def check_resumed(scale: Scale) -> dict:
     """Whether a run that lost its last samples writes the same files again."""
     with tempfile.TemporaryDirectory() as folder:
         jsonl, page = Path(folder) / "a.jsonl", Path(folder) / "a.html"
-        flags = [f"--out_file={jsonl}", f"--html_file={page}", "--batch_size=4"]
-        run_script(scale, Path(folder), flags)
+        command = script(scale, f"--out_file={jsonl}", f"--html_file={page}", "--batch_size=4")
+        run_together(Path(folder), command)
         whole = jsonl.read_bytes(), page.read_bytes()
         jsonl.write_bytes(b"".join(whole[0].splitlines(keepends=True)[:2]))
-        run_script(scale, Path(folder), flags)
+        run_together(Path(folder), command)
         return {"jsonl_equal": jsonl.read_bytes() == whole[0], "html_equal": page.read_bytes() == whole[1]}
 
 
 def check_torchrun(scale: Scale) -> dict:
     """Whether two processes, which share the device, print what one process prints in batches of the same size."""
     flags = ["--batch_size=2", "--dtype=float32"]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    # The address: a machine without a network may not know its own name.
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2")
     with tempfile.TemporaryDirectory() as folder:
-        alone, shared = run_script(scale, Path(folder), flags), run_script(scale, Path(folder), flags, launcher)
-    return {"equal": alone == shared, "characters": len(shared)}
+        alone, shared = run_together(Path(folder), script(scale, *flags), script(scale, *flags, launcher=launcher))
+    return {"equal": alone[0] == shared[0], "characters": len(shared[0]), "messages": notices([alone, shared])}

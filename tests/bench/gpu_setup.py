@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -15,7 +15,8 @@ from measure import PROJECT
 sys.path.insert(0, str(PROJECT / "tests")) # contenders has added PROJECT
 
 from model import GPT, GPTConfig
-from sampling.backends.prepare import prepare_model
+from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
+from sampling.backends.prepare import cast_linears, prepare_model
 from sampling.generation.engine import Engine
 from sampling.params import Prompt, SampleRequest, SamplingParams
 from sampling.sampler.logits import apply_top_k
@@ -35,7 +36,7 @@ class Scale:
     new_tokens: int = 256
     checked_tokens: int = 60 # of the samples that are compared
     matrix: int = 8192 # rows of the matrices of the machine's rates
-    read: int = 2**30 # bytes, to measure how fast memory is read
+    read: int = 2**32 # bytes, to measure how fast memory is read
     compiles: bool = True
 
 
@@ -80,6 +81,14 @@ def make_engine(scale: Scale, shape: dict, dtype: torch.dtype, batch_size: int, 
     backend = prepare_model(make_model(scale, shape), scale.device, dtype, **how)
     params = SamplingParams(new_tokens, TEMPERATURE, min(TOP_K, shape["vocab_size"]), seed=SEED)
     return Engine(backend, IdTokenizer(), params, batch_size=batch_size, stream=stream)
+
+
+def make_gpu_backend(scale: Scale, shape: dict, dtype: torch.dtype, log: Callable[[str], None]) -> CUDAGraphGPT:
+    """The backend that sample.py would choose on a GPU, also without one."""
+    backend = prepare_model(make_model(scale, shape), scale.device, dtype, log=log)
+    if isinstance(backend, CUDAGraphGPT):
+        return backend
+    return CUDAGraphGPT(cast_linears(make_model(scale, shape), dtype), log=log)
 
 
 def run_engine(engine: Engine, dtype: torch.dtype, num_samples: int, prompt: list[int],
@@ -139,11 +148,11 @@ class TimeIsUp(BaseException):
 
 @contextmanager
 def time_limit(limit: float):
-    """Raise TimeIsUp if the block takes longer."""
+    """Raise TimeIsUp if the block takes longer, and again every 5 seconds: Python ignores errors in some callbacks."""
     def stop(*_):
         raise TimeIsUp
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    signal.setitimer(signal.ITIMER_REAL, limit, 5)
     try:
         yield
     finally:
@@ -179,7 +188,8 @@ class Report:
             result = {"error": f"{type(error).__name__}: {error!s:.300}"}
         self.write(name, **result, took=round(time.perf_counter() - begin, 2))
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError): # if the GPU is lost for this process, the runs of the script can still work
+                torch.cuda.empty_cache()
 
     def write(self, name: str, **result) -> None:
         """Print one line."""

@@ -1,8 +1,10 @@
 """The timings of gpu.py: sample.py, nanoGPT's loop, and Hugging Face's generate, with the same random models."""
+import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import torch
 from gpu_setup import (
@@ -19,10 +21,11 @@ from gpu_setup import (
     set_nanogpt_flags,
 )
 
+from sampling.backends.cuda import padded_head, static_forward
 from sampling.backends.prepare import warm_up_compile
 
 PROMPT = [1]
-LOOP_SECONDS = 6 # nanoGPT's loop stops after this time: its rate is known by then
+LOOP_SECONDS = 5 # nanoGPT's loop stops after this time: its rate is known by then
 
 
 def timing_cells(scale: Scale, limits: dict) -> Iterator:
@@ -31,29 +34,32 @@ def timing_cells(scale: Scale, limits: dict) -> Iterator:
     limits: the rates of the machine, if they are known.
     """
     loops = {} # (model, dtype) -> tokens/s of nanoGPT's loop
+    has_transformers = find_spec("transformers") is not None
+    small, *_ = scale.shapes
     for dtype in "bfloat16", "float32":
         for model in scale.shapes:
-            where = scale, model, dtype
-            yield f"{model}, 1 sample, {dtype}, nanoGPT's loop", partial(time_loop, *where, loops), 15
+            where, name = (scale, model, dtype), f"{model}, {{}}, {dtype}, {{}}".format
+            ours = partial(time_ours, *where, limits, loops)
+            yield name("1 sample", "nanoGPT's loop"), partial(time_loop, *where, loops), 20
             for samples in scale.samples:
-                ours = partial(time_ours, *where, samples, limits, loops)
-                yield f"{model}, {named(samples)}, {dtype}, ours", ours, 25
-            streaming = partial(time_ours, *where, 1, limits, loops, stream=True)
-            yield f"{model}, 1 sample, {dtype}, streaming", streaming, 15
-            yield f"{model}, 5 samples, {dtype}, exact", partial(time_exact, *where, loops), 30
-    if find_spec("transformers"):
-        for model in scale.shapes:
-            for samples in scale.samples:
-                hugging_face = partial(time_hf, scale, model, samples, loops)
-                yield f"{model}, {named(samples)}, bfloat16, Hugging Face", hugging_face, 30
+                yield name(named(samples), "ours"), partial(ours, samples), 25
+            yield name("1 sample", "streaming"), partial(ours, 1, stream=True), 15
+            if dtype == "bfloat16": # which of these are faster decides what the backend does
+                yield name("1 sample", "ours, attention as products"), partial(time_product_attention, ours), 15
+                yield name("1 sample", "ours, head not padded"), partial(time_plain_head, ours), 15
+            if dtype == "bfloat16" or model == small:
+                yield name("4 samples", "exact"), partial(time_exact, *where, loops), 35
+            if dtype == "bfloat16" and has_transformers:
+                for samples in scale.samples:
+                    yield name(named(samples), "Hugging Face"), partial(time_hf, scale, model, samples, loops), 30
     if scale.compiles: # compilers take minutes, so they come last
         for samples in scale.samples[:2]:
-            model = next(iter(scale.shapes))
-            yield (f"{model}, {named(samples)}, bfloat16, ours compiled",
-                   partial(time_ours, scale, model, "bfloat16", samples, limits, loops, compile=True), 60)
-            if find_spec("transformers"):
-                yield (f"{model}, {named(samples)}, bfloat16, Hugging Face static and compiled",
-                       partial(time_hf, scale, model, samples, loops, cache_implementation="static"), 60)
+            name = f"{small}, {named(samples)}, bfloat16, {{}}".format
+            ours = partial(time_ours, scale, small, "bfloat16", limits, loops, samples, compile=True)
+            yield name("ours compiled"), ours, 60
+            if has_transformers:
+                static = partial(time_hf, scale, small, samples, loops, cache_implementation="static")
+                yield name("Hugging Face static and compiled"), static, 60
 
 
 def named(samples: int) -> str:
@@ -62,26 +68,28 @@ def named(samples: int) -> str:
 
 
 def time_loop(scale: Scale, model: str, dtype: str, loops: dict) -> dict:
-    """nanoGPT's own loop, one sample."""
+    """nanoGPT's own loop, one sample, after one that warmed up: cuDNN's attention prepares each length once."""
     gpt, idx = make_model(scale, scale.shapes[model]), torch.tensor([PROMPT], device=scale.device)
     set_nanogpt_flags()
+    found = []
+
+    def run():
+        end = time.perf_counter() + LOOP_SECONDS
+        found[:] = [plain_loop(gpt, idx, scale.new_tokens, lambda: time.perf_counter() < end)]
     with autocast(scale.device, DTYPES[dtype]):
-        plain_loop(gpt, idx, 3)
-        end, found = time.perf_counter() + LOOP_SECONDS, []
-        took = seconds(lambda: found.append(
-            plain_loop(gpt, idx, scale.new_tokens, lambda: time.perf_counter() < end)), scale.device)
+        first, took = seconds(run, scale.device), seconds(run, scale.device)
     tokens = found[0].size(1) - len(PROMPT)
     loops[model, dtype] = tokens / took
-    return {"tokens": tokens, **rate(1, tokens, took, None)}
+    return {"tokens": tokens, **rate(1, tokens, took, None), "first_s": round(first, 3)}
 
 
-def time_ours(scale: Scale, model: str, dtype: str, samples: int, limits: dict, loops: dict,
+def time_ours(scale: Scale, model: str, dtype: str, limits: dict, loops: dict, samples: int,
               stream: bool = False, compile: bool = False) -> dict:
     """The engine of sample.py: the first run, which also captures the graphs, and a later one."""
     shape, found = scale.shapes[model], {}
     torch_dtype = DTYPES[dtype]
-    reset_peak(scale)
     engine = make_engine(scale, shape, torch_dtype, samples, scale.new_tokens, stream, compile=compile)
+    reset_peak(scale)
     if compile:
         with autocast(scale.device, torch_dtype):
             found["compile_s"] = round(seconds(lambda: warm_up_compile(
@@ -97,11 +105,23 @@ def time_ours(scale: Scale, model: str, dtype: str, samples: int, limits: dict, 
     return found
 
 
+def time_product_attention(time_ours: Callable[[int], dict]) -> dict:
+    """One sample, with attention as two matrix products instead of one kernel with a mask."""
+    with patch.object(static_forward, "attention", static_forward.product_attention):
+        return time_ours(1)
+
+
+def time_plain_head(time_ours: Callable[[int], dict]) -> dict:
+    """One sample, with a head whose size is no multiple of 64."""
+    with patch.object(padded_head, "needs_padding", lambda head: False):
+        return time_ours(1)
+
+
 def time_exact(scale: Scale, model: str, dtype: str, loops: dict) -> dict:
     """exact=True: one sample after another. The second one captures graphs, the later ones replay them."""
-    reset_peak(scale)
     engine = make_engine(scale, scale.shapes[model], DTYPES[dtype], 1, scale.new_tokens, exact=True)
-    times = [seconds(partial(run_engine, engine, DTYPES[dtype], 1, PROMPT, i), scale.device) for i in range(5)]
+    reset_peak(scale)
+    times = [seconds(partial(run_engine, engine, DTYPES[dtype], 1, PROMPT, i), scale.device) for i in range(4)]
     return {**rate(1, scale.new_tokens, min(times[2:]), loops.get((model, dtype))), "peak_gb": peak_gb(scale),
             "seconds_of_each_sample": [round(took, 3) for took in times]}
 
@@ -113,17 +133,18 @@ def time_hf(scale: Scale, model: str, samples: int, loops: dict, **how) -> dict:
     set_nanogpt_flags() # the defaults of Hugging Face too, except for TF32
     sizes = {"n_positions": shape["block_size"], "bos_token_id": None, "eos_token_id": None,
              **{name: shape[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}}
-    reset_peak(scale)
     with scale.device:
         gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).to(torch.bfloat16).eval()
+    reset_peak(scale)
     idx = torch.tensor([PROMPT] * samples, device=scale.device)
 
-    def run():
+    def run(new_tokens):
         gpt.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=TEMPERATURE, top_k=TOP_K,
-                     eos_token_id=None, pad_token_id=0, max_new_tokens=scale.new_tokens, **how)
-    first, took = seconds(run, scale.device), seconds(run, scale.device)
+                     eos_token_id=None, pad_token_id=0, max_new_tokens=new_tokens, **how)
+    warm_up = scale.new_tokens if how else 8 # a static cache of another length would be compiled again
+    first, took = (seconds(partial(run, tokens), scale.device) for tokens in (warm_up, scale.new_tokens))
     return {**rate(samples, scale.new_tokens, took, loops.get((model, "bfloat16"))),
-            "cold_start_s": round(first - took, 3), "peak_gb": peak_gb(scale)}
+            "warm_up_s": round(first, 3), "peak_gb": peak_gb(scale)}
 
 
 def rate(samples: int, tokens: int, took: float, loop: float | None) -> dict:
@@ -142,6 +163,7 @@ def bytes_a_step(shape: dict, dtype: torch.dtype, samples: int, new_tokens: int)
 
 def reset_peak(scale: Scale) -> None:
     """Measure the peak of memory from here."""
+    gc.collect() # what earlier cells left must not count
     if scale.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(scale.device)

@@ -70,6 +70,15 @@ def test_dropping_and_restarting_rows_does_not_change_other_rows():
     assert torch.equal(rest, torch.stack([alone[0][4:, 0], alone[2][:6, 0]]))
 
 
+@pytest.mark.parametrize("known_cpu", [True, False], ids=["uniform_", "exponential_"])
+def test_rewind_goes_back_to_the_first_sample(known_cpu, monkeypatch):
+    monkeypatch.setattr(per_row_rng, "exponential_is_from_uniform", lambda: known_cpu and exponential_is_from_uniform())
+    rng = PerRowRNG(7, num_init_draws=99, draws_per_sample=3, vocab_size=50)
+    expected = [rng.state_for_sample(index).tolist() for index in (0, 1, 4)]
+    rng.rewind()
+    assert [rng.state_for_sample(index).tolist() for index in (0, 1, 4)] == expected
+
+
 def test_a_batch_of_the_same_size_reuses_memory():
     """CUDA graphs may refer to it."""
     rng = PerRowRNG(7, draws_per_sample=3, vocab_size=50)

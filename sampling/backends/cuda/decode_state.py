@@ -3,7 +3,8 @@ import torch
 from torch import Tensor
 
 from model import KVCache, linear_dtype, window_length
-from sampling.backends.cuda.self_check import SelfCheck, capture_graph
+from sampling.backends.cuda.graph_capture import capture_graph
+from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.sampler.sample_token import Logits, SampleFn
 
@@ -151,6 +152,7 @@ class DecodeState:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         try:
             graph, logits = capture_graph(lambda: self.step(key), self.pool, self.device)
+            logits.fill_(torch.nan) # so that the replay must write all of them
             graph.replay()
             found = self.token.clone(), logits.nan_to_num() # NaN is not equal to NaN
             torch.cuda.synchronize(self.device) # raises the errors of the replay

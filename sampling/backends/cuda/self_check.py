@@ -3,7 +3,6 @@
 If a check fails, the run goes on in a slower way that does not need what failed, and a line tells the user.
 """
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -84,22 +83,3 @@ def logits_error(found: Tensor, expected: Tensor) -> float:
     found, expected = found.float().flatten(), expected.float().flatten()
     difference = (found - expected).std(correction=0)
     return (difference / expected.std(correction=0).clamp(min=1e-30)).item()
-
-
-def capture_graph(step: Callable[[], Tensor], pool: tuple[int, int],
-                  device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Capture a step as a CUDA graph with this memory pool. Returns the graph, and what step returned.
-
-    If the capture fails, this restores the stream, closes the pool and raises the error.
-    """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            result = step()
-    except Exception:
-        torch.cuda.set_stream(stream) # torch.cuda.graph leaves its own stream current if it cannot end the capture
-        with suppress(RuntimeError, AttributeError): # a RuntimeError means that the pool is closed already
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            torch._C._cuda_releasePool(device.index, pool)
-        raise
-    return graph, result
