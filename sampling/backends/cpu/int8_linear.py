@@ -37,11 +37,12 @@ class Int8Rows(NamedTuple):
 def round_rows(weight: Tensor) -> Int8Rows:
     """Round a weight (out, in) of any floating point dtype to 8 bits.
 
-    If the weight is mapped from a file, its memory is released part by part: it is never all in memory.
+    The memory of a weight that is mapped from a file is released part by part, so that it is never all in memory.
     """
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
     pages, size = pages_of([weight]), max(1, MAX_WEIGHTS // weight.size(1))
-    parts = zip(weight.detach().split(size), values.split(size), scales.split(size), strict=True)
+    weight = weight.detach().contiguous() # Hugging Face's are transposed: each part would read all pages again
+    parts = zip(weight.split(size), values.split(size), scales.split(size), strict=True)
     for part, part_values, part_scales in parts:
         part = part.float()
         part_scales.copy_(part.abs().amax(dim=1)).div_(MAX_WEIGHT).add_(TINY)
@@ -81,24 +82,20 @@ class Int8Linear:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         digits, scale = split_digits(x, self.max_digit)
         high, low = self.product(digits).view(2, len(x), -1).unbind()
-        y = torch.add(low, high, alpha=2 * self.max_digit)
+        y = torch.add(high, low, alpha=1 / (2 * self.max_digit))
         return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
 
 
 def split_digits(x: Tensor, max_digit: int) -> tuple[Tensor, Tensor]:
-    """Round each row of x (N, in) to a scale times (2 * max_digit * high + low).
+    """Split each row of x (N, in) into a scale times (high + low / (2 * max_digit)).
 
-    Returns the digits as float32 (2 * N, in), first high, then low, and the scales (N, 1). Digits are from -max_digit
-    to max_digit. High digits are whole numbers; a Product rounds the low ones.
+    Returns the digits (2 * N, in), first high, then low, and the scales (N, 1). Digits are from -max_digit to
+    max_digit. High digits are whole numbers; a Product rounds the low ones.
     """
-    base = 2 * max_digit
-    scale = torch.add(TINY, x.abs().amax(-1, keepdim=True), alpha=1 / (max_digit * base))
-    digits = x.new_empty(2, *x.shape)
-    high, low = digits.unbind()
+    scale = torch.add(TINY, x.abs().amax(-1, keepdim=True), alpha=1 / max_digit)
     x = x / scale
-    torch.mul(x, 1 / base, out=high).round_()
-    torch.sub(x, high, alpha=base, out=low)
-    return digits.flatten(0, 1), scale
+    high = x.round()
+    return torch.cat((high, x.sub_(high).mul_(2 * max_digit))), scale
 
 
 # ---- the products

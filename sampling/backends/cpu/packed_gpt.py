@@ -57,7 +57,7 @@ class PackedGPT:
         """An empty cache for next_logits."""
         return PackedCache(self.config, batch_size, capacity)
 
-    @torch.no_grad()
+    @torch.inference_mode() # has a little less overhead than no_grad
     def next_logits(self, idx: Tensor, cache: PackedCache | None, num_logits_needed: int | None = None) -> Logits:
         """See GPT.next_logits. Raises ValueError if there are more than block_size tokens."""
         T, start = idx.size(1), 0 if cache is None else cache.seq_len
