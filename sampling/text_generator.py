@@ -9,7 +9,7 @@ import torch
 
 from model import GPT
 from sampling.backends.backend import Backend
-from sampling.backends.devices import choose_device, choose_dtype
+from sampling.backends.devices import autocast, choose_device, choose_dtype
 from sampling.backends.memory import max_batch_size
 from sampling.backends.prepare import prepare_model
 from sampling.checkpoints.checkpoint import Checkpoint
@@ -18,6 +18,7 @@ from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.generation.engine import Engine
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor
+from sampling.validation import check_dtype
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class TextGenerator:
         """See sampling.load."""
         if exact and compile:
             raise ValueError("exact=True does only what nanoGPT does: leave out compile=True, or exact")
+        check_dtype({"dtype": dtype, "compile": compile, "exact": exact})
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(torch_device, dtype)
-        checkpoint = load_by_name(name)
+        checkpoint = load_by_name(name, copy_weights=torch_dtype != torch.int8)
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, logging.getLogger(__name__).warning)
         backend = prepare_model(gpt, torch_device, torch_dtype, compile, cuda_graphs=cuda_graphs, exact=exact)
@@ -78,7 +80,7 @@ class TextGenerator:
         samples = engine.generate(requests)
         while True:
             # Only around each step: autocast must not stay on while the caller has control.
-            with torch.autocast(self.backend.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            with autocast(self.backend.device, self.dtype):
                 sample = next(samples, None)
             if sample is None:
                 self.idle_engines[:] = [engine] # only here: an abandoned call may leave an inconsistent state
@@ -107,8 +109,11 @@ class TextGenerator:
         return [SampleRequest(index, prompt, ids) for index, (prompt, ids) in enumerate(repeated)]
 
 
-def load_by_name(name: str) -> Checkpoint:
-    """Load the ckpt.pt at this path or in this folder; otherwise GPT-2, by Hugging Face id or folder."""
+def load_by_name(name: str, copy_weights: bool = True) -> Checkpoint:
+    """Load the ckpt.pt at this path or in this folder; otherwise GPT-2, by Hugging Face id or folder.
+
+    copy_weights: see copy_tensors.
+    """
     if os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt")):
-        return load_checkpoint(name)
-    return load_gpt2(name)
+        return load_checkpoint(name, copy_weights=copy_weights)
+    return load_gpt2(name, copy_weights=copy_weights)
