@@ -33,6 +33,16 @@ def cpu_cases(folder, quick):
             *llama_cases(row, gpt2, samples, lengths),
             Case(row, "sample.py float32", sample_py(f"--init_from={gpt2}", samples), lengths, samples),
             Case(row, "sample.py bfloat16", sample_py(f"--init_from={gpt2}", samples, dtype="bfloat16"), lengths, samples),
+            Case(row, "sample.py int8", sample_py(f"--init_from={gpt2}", samples, dtype="int8"), lengths, samples),
+        ]
+        if samples == 1:
+            found.append(draft_case(row, gpt2, lengths))
+    if not quick:
+        row, source, lengths = "774M, 1 sample", folder / "774M", (8, 72)
+        found += [
+            Case(row, "sample.py float32", sample_py(f"--init_from={source}", 1), lengths, 1),
+            Case(row, "sample.py int8", sample_py(f"--init_from={source}", 1, dtype="int8"), lengths, 1),
+            draft_case(row, source, lengths),
         ]
     row = "124M, 1 sample, a core busy"
     found += [
@@ -61,6 +71,11 @@ def cpu_cases(folder, quick):
         Case(row, "sample.py float32", sample_py(f"--out_dir={small}", 10), (0, 500), 10),
     ]
     return found
+
+
+def draft_case(row, folder, lengths):
+    """sample.py in float32, with an int8 copy of the model as its draft."""
+    return Case(row, "sample.py draft=int8", sample_py(f"--init_from={folder}", 1, more=["--draft=int8"]), lengths, 1)
 
 
 def llama_cases(row, folder, samples, lengths):
@@ -129,7 +144,7 @@ def main():
     rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        make_models(folder, ["124M", "10.6M", "0.8M"] if options.device == "cpu" else ["124M", "XL", "10.6M"])
+        make_models(folder, ["124M", "774M", "10.6M", "0.8M"] if options.device == "cpu" else ["124M", "XL", "10.6M"])
         all_cases = cpu_cases if options.device == "cpu" else cuda_cases
         cases, limits = [case for case in all_cases(folder, options.quick) if options.only in case.row], []
         processes = [(row, name, command, []) for row, name, command in whole_processes(folder, options.device)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 SHAPES = {
     "124M": dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, bias=True),
+    "774M": dict(n_layer=36, n_head=20, n_embd=1280, block_size=1024, vocab_size=50257, bias=True),
     "XL": dict(n_layer=48, n_head=25, n_embd=1600, block_size=1024, vocab_size=50257, bias=True), # only on a GPU
     "10.6M": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65, bias=False),
     "0.8M": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65, bias=False),
@@ -112,7 +113,7 @@ def make_models(folder, *names):
         at.mkdir()
         if shape["vocab_size"] > 65:
             save_transformers(at, shape)
-            if name == "XL":
+            if name != "124M":
                 continue
             at = folder / "124M checkpoint"
             at.mkdir()
@@ -145,6 +146,8 @@ def save_transformers(folder, shape):
         (folder / "merges.txt").write_text("#version: 0.2\n")
         special = dict.fromkeys(["unk_token", "bos_token", "eos_token"], "a")
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **special}))
+    if shape["n_layer"] > 12:
+        return # the other programs are compared with smaller models
     converter = Path(sys.executable).with_name("ct2-transformers-converter")
     if converter.exists():
         subprocess.run([converter, "--model", folder, "--output_dir", folder / "ctranslate2"], check=True, capture_output=True)

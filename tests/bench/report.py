@@ -28,9 +28,9 @@ def report(cases, processes, limits, rounds, device):
 
 def share_of_limit(case, bandwidth, float32, bfloat16):
     """The rate of sample.py as a percentage of the machine's limit. At each step, memory or arithmetic is the limit."""
-    if not case.name.startswith("sample.py") or "context_shift" in case.name or case.busy:
+    if not case.name.startswith("sample.py") or "=" in case.name or "context_shift" in case.name or case.busy:
         return ""
-    size, rate = (2, bfloat16) if "bfloat16" in case.name else (4, float32)
+    size, rate = {"bfloat16": (2, bfloat16), "int8": (1, bfloat16)}.get(case.name.split()[1], (4, float32))
     shape = SHAPES[case.row.split(",")[0]]
     layers, width, window = shape["n_layer"], shape["n_embd"], shape["block_size"]
     block, head = 12 * width**2, shape["vocab_size"] * width # weights
