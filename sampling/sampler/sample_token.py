@@ -51,6 +51,12 @@ class SampleFn(Protocol):
     def repeat_noise(self) -> None:
         """Let the next __call__ use the same random numbers as the latest one. Needs PerRowRNG."""
 
+    def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
+        """The ids (1, 1) that __call__ would return for these arguments, `ahead` calls after the next one.
+
+        It draws those random numbers now, and __call__ uses them later. Needs PerRowRNG, and a batch of one row.
+        """
+
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """Logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""
 
@@ -139,7 +145,15 @@ class TokenSampler:
         if self.temperature and isinstance(self.noise, PerRowRNG):
             self.noise.repeat()
 
+    def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
+        """See SampleFn."""
+        return self.sample(logits, ids, lambda *arguments: self.noise.peek(ahead, *arguments))
+
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """See SampleFn."""
+        return self.sample(logits, ids, self.noise)
+
+    def sample(self, logits: Logits, ids: Tensor, noise: Noise) -> Tensor:
+        """Sample with these random numbers."""
         return sample_token(logits, ids, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
-                            noise=self.noise, allow_sync=self.allow_sync, in_own_dtype=self.in_own_dtype)
+                            noise=noise, allow_sync=self.allow_sync, in_own_dtype=self.in_own_dtype)

@@ -46,29 +46,33 @@ class PackedGPT:
         return PackedCache(self.config, batch_size, capacity)
 
     @torch.no_grad()
-    def next_logits(self, idx: Tensor, cache: PackedCache | None, num_logits_needed: int | None = None) -> Logits:
-        """See GPT.next_logits. Raises ValueError if there are more than block_size tokens."""
+    def next_logits(self, idx: Tensor, cache: PackedCache | None, num_logits_needed: int | None = None,
+                    num_positions: int = 1) -> Logits:
+        """See CausalLM.next_logits. Raises ValueError if there are more than block_size tokens."""
         T, start = idx.size(1), 0 if cache is None else cache.seq_len
         if start + T > self.config.block_size:
             raise ValueError(f"cannot read {start + T} tokens: block_size is {self.config.block_size}")
         with torch.autocast("cpu", enabled=False): # the layers cast their inputs themselves
             x = F.embedding(idx, self.wte) + self.wpe[start:start + T] # (B, T, E)
-            x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache)
+            x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache, num_positions)
             return self.lm_head(self.ln_f(x), num_logits_needed)
 
-    def prefill(self, x: Tensor, cache: PackedCache | None) -> Tensor:
-        """Run the blocks for T tokens: (B, T, E) -> (B, E) of the last one. Appends keys and values to the cache."""
+    def prefill(self, x: Tensor, cache: PackedCache | None, num_positions: int) -> Tensor:
+        """Run the blocks for T tokens: (B, T, E) -> (B * num_positions, E), those of the last num_positions tokens.
+
+        Appends keys and values to the cache.
+        """
         T, last = x.size(1), len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             q, k, v = self.split_heads(block.qkv(x))
             if cache is not None:
                 k, v = cache.append(i, k, v)
-            if i == last: # from here on, only the last position is needed
-                q, x = q[:, :, -1:], x[:, -1:].contiguous()
+            if i == last: # from here on, only the last positions are needed
+                q, x = q[:, :, -num_positions:], x[:, -num_positions:].contiguous()
             x = block.post_attention(x, causal_attention(q, k, v))
         if cache is not None:
             cache.seq_len += T
-        return x[:, -1]
+        return x.flatten(0, 1)
 
     def decode_step(self, x: Tensor, cache: PackedCache) -> Tensor:
         """Run the blocks for one more token of each row: (B, E) -> (B, E)."""
