@@ -18,6 +18,7 @@ from sampling.generation.engine import Engine
 from sampling.generation.speculation import DraftLength, SpeculativeBackend
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.params import SamplingParams
+from sampling.sampler.sample_token import Logits
 
 PARAMS = SamplingParams(max_new_tokens=28, temperature=0.9, top_k=30, seed=3)
 SHAPE = dict(block_size=32, n_embd=24, n_layer=2)
@@ -36,6 +37,14 @@ class CountingGPT(EagerGPT):
     def next_logits(self, *arguments):
         self.num_passes += 1
         return super().next_logits(*arguments)
+
+
+class SometimesWrongGPT(CountingGPT):
+    """A right draft, except that its logits are wrong in every fifth pass."""
+
+    def next_logits(self, *arguments):
+        logits = super().next_logits(*arguments)
+        return logits if self.num_passes % 5 else Logits(-logits.values)
 
 
 def add_noise(model, std):
@@ -129,6 +138,16 @@ def test_a_right_draft_saves_passes(tokenizer):
     run(backend, tokenizer, num_samples=1)
     assert backend.num_accepted == backend.num_proposed >= 20
     assert backend.target.num_passes <= 28 / 4
+
+
+def test_after_a_refused_token_a_right_draft_is_right_again(tokenizer, monkeypatch):
+    rounds, record = [], DraftLength.record
+    monkeypatch.setattr(DraftLength, "record", lambda self, k, accepted: rounds.append((k, accepted)) or record(self, k, accepted))
+    backend = speculative()
+    backend.draft = SometimesWrongGPT(make_gpt(**SHAPE))
+    run(backend, tokenizer)
+    num_refused = sum(accepted < k for k, accepted in rounds)
+    assert 3 <= num_refused <= backend.draft.num_passes // 5 and backend.num_accepted > 2 * num_refused
 
 
 def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):
