@@ -73,7 +73,7 @@ class SpeculativeBackend:
         while True:
             k = proposals.size(1)
             unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
-            logits = self.target.next_logits(unread, cache, None if k else sample_fn.num_logits_needed, k + 1)
+            logits = self.target.next_logits(unread, cache, sample_fn.num_logits_needed, k + 1)
             for i, row in enumerate(logits.values.split(1)):
                 token = sample_fn(Logits(row, logits.candidate_ids), ids)
                 if (yield token) == []:
