@@ -42,7 +42,8 @@ seed: int | str = 1337 # the same seed gives the same samples; random: a new see
 
 # How the model runs
 device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
-dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float16, on CUDA; float32 elsewhere
+dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float16, on CUDA; float32 elsewhere;
+               # 'int8', on a CPU: weights of 8 bits, for speed and a quarter of the memory; it changes the text
 compile = False # run torch.compile first: on a GPU it takes a minute and gains speed; on a CPU it gains nothing
 cuda_graphs = True # on a GPU: launch all kernels of a step at once, if that works; False is slower, with the same text
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
@@ -67,7 +68,7 @@ def main(settings):
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from model import GPT
-    from sampling.backends.devices import choose_device, choose_dtype, dtype_name
+    from sampling.backends.devices import autocast, choose_device, choose_dtype, dtype_name
     from sampling.backends.draft import prepare_draft
     from sampling.backends.memory import max_batch_size, peak_memory
     from sampling.backends.prepare import prepare_model, warm_up_compile
@@ -88,7 +89,7 @@ def main(settings):
         torch_device = choose_device(device, workers.local_rank)
         ptdtype = choose_dtype(torch_device, dtype)
         load, source = (load_checkpoint, out_dir) if init_from == 'resume' else (load_gpt2, init_from)
-        checkpoint = load(source, with_crc32=bool(out_file))
+        checkpoint = load(source, with_crc32=bool(out_file), copy_weights=ptdtype != torch.int8)
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, log) # its own, or GPT-2's encoding
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
@@ -109,7 +110,7 @@ def main(settings):
         model = SpeculativeBackend(model, prepared_draft, log)
     resume_garbage_collection()
 
-    with torch.no_grad(), torch.autocast(torch_device.type, ptdtype, enabled=ptdtype != torch.float32):
+    with torch.no_grad(), autocast(torch_device, ptdtype):
         printer = Printer(tokenizer, show_probs)
         progress = Progress(total and total - outputs.num_saved, max_new_tokens)
         engine = Engine(model, tokenizer, params, checkpoint.num_init_draws, log=log, on_tokens=progress.add_tokens,

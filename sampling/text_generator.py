@@ -7,7 +7,7 @@ import torch
 
 from model import GPT
 from sampling.backends.backend import Backend
-from sampling.backends.devices import choose_device, choose_dtype
+from sampling.backends.devices import autocast, choose_device, choose_dtype
 from sampling.backends.draft import prepare_draft
 from sampling.backends.memory import max_batch_size
 from sampling.backends.prepare import prepare_model
@@ -16,7 +16,7 @@ from sampling.generation.engine import Engine
 from sampling.generation.speculation import SpeculativeBackend
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor
-from sampling.validation import check_draft
+from sampling.validation import check_draft, check_dtype
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class TextGenerator:
         if exact and compile:
             raise ValueError("exact=True does only what nanoGPT does: leave out compile=True, or exact")
         check_draft(draft, compile, exact)
+        check_dtype({"dtype": dtype, "compile": compile, "exact": exact})
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(torch_device, dtype)
-        checkpoint = load_by_name(name)
+        checkpoint = load_by_name(name, copy_weights=torch_dtype != torch.int8)
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, logging.getLogger(__name__).warning)
         prepared_draft = prepare_draft(draft, gpt, torch_device, torch_dtype) if draft else None
@@ -80,7 +81,7 @@ class TextGenerator:
         samples = engine.generate(requests)
         while True:
             # Only around each step: autocast must not stay on while the caller has control.
-            with torch.autocast(self.backend.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            with autocast(self.backend.device, self.dtype):
                 sample = next(samples, None)
             if sample is None:
                 return

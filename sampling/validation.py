@@ -41,9 +41,12 @@ def check_draft(draft: str | None, compile: bool, exact: bool) -> None:
 
 
 def check_dtype(settings: Settings) -> None:
-    """Check the name of the dtype. Raises ValueError, which says what is allowed and what was given."""
-    require(settings, "dtype", lambda v: v in ("auto", "float32", "bfloat16", "float16"),
-            "dtype must be auto, float32, bfloat16 or float16")
+    """Check the name of the dtype, and the settings that it allows. Raises ValueError, which says what is allowed."""
+    require(settings, "dtype", lambda v: v in ("auto", "float32", "bfloat16", "float16", "int8"),
+            "dtype must be auto, float32, bfloat16, float16 or int8")
+    for name in "compile", "exact":
+        if settings["dtype"] == "int8" and settings.get(name):
+            raise ValueError(f"dtype=int8 has no {name}=True: leave out one of them")
 
 
 def check_sampling_params(params: Settings) -> None:

@@ -1,6 +1,7 @@
 """Chooses the device and the dtype."""
 import torch
 
+from sampling.backends.cpu.int8_linear import max_digit
 from sampling.validation import check_dtype
 
 
@@ -31,9 +32,13 @@ def available_devices() -> list[str]:
 def choose_dtype(device: torch.device, name: str) -> torch.dtype:
     """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
 
-    Raises ValueError if there is no such dtype here, or if the GPU does not support it.
+    Raises ValueError if there is no such dtype here, or if the device does not support it.
     """
     check_dtype({"dtype": name})
+    if name == "int8":
+        if device.type != "cpu":
+            raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
+        max_digit() # raises ValueError
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device
@@ -43,6 +48,12 @@ def choose_dtype(device: torch.device, name: str) -> torch.dtype:
             return getattr(torch, name)
         is_native = torch.cuda.is_bf16_supported(including_emulation=False) # emulation is slow
         return torch.bfloat16 if is_native else torch.float16
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """The context in which a model of this dtype runs. It turns autocast on for half precision, otherwise off."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(device.type, dtype if is_half else None, enabled=is_half)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -26,20 +26,38 @@ class Draft(NamedTuple):
 
 def prepare_draft(name: str, target: GPT, device: torch.device, dtype: torch.dtype,
                   pack_eagerly: bool = False) -> Draft:
-    """The draft for a target: the model of this name, folder or file.
+    """The draft for a target: "int8" is the target itself in 8 bits, otherwise the model of this name, folder or file.
 
     Call this before prepare_model takes the layers of the target. device, dtype: those of the target.
-    Raises ValueError or OSError if there is no such model, or if its vocabulary has another size than the target's.
+    Raises ValueError or OSError if there is no such model, or if it cannot be the draft of this target.
     """
+    draft_dtype = torch.int8 if name == "int8" else dtype
     with named_errors(f"draft={name}"):
-        gpt = GPT.from_checkpoint(load_by_name(name))
-        size, target_size = gpt.config.vocab_size, target.config.vocab_size
-        if size != target_size:
-            raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: the "
-                             "two must be equal; choose another draft, or leave it out")
-        cost = step_bytes(gpt.config, dtype.itemsize) / step_bytes(target.config, dtype.itemsize)
-        backend = prepare_model(gpt, device, dtype, pack_eagerly=pack_eagerly, is_reversible=True)
+        if name == "int8":
+            backend = prepare_int8_copy(target, device, dtype)
+        else:
+            gpt = GPT.from_checkpoint(load_by_name(name, copy_weights=dtype != torch.int8))
+            require_same_vocabulary(name, gpt.config.vocab_size, target.config.vocab_size)
+            backend = prepare_model(gpt, device, dtype, pack_eagerly=pack_eagerly, is_reversible=True)
+    cost = step_bytes(backend.config, draft_dtype.itemsize) / step_bytes(target.config, dtype.itemsize)
     return Draft(backend, cost)
+
+
+def prepare_int8_copy(target: GPT, device: torch.device, dtype: torch.dtype) -> ReversibleBackend:
+    """The target in 8 bits. Does not change the target. Raises ValueError if that is not possible or gains nothing."""
+    if device.type != "cpu":
+        raise ValueError(f"draft=int8 runs only on a CPU; got device={device}: use a smaller model as the draft")
+    if dtype == torch.int8:
+        raise ValueError("draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32")
+    from sampling.backends.cpu.packed_gpt import PackedGPT
+    return PackedGPT(target, int8=True, keep_plain=True)
+
+
+def require_same_vocabulary(name: str, size: int, target_size: int) -> None:
+    """Raises ValueError if the vocabularies of a draft and its target have different sizes."""
+    if size != target_size:
+        raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: the two "
+                         "must be equal; choose another draft, or leave it out")
 
 
 def step_bytes(config: GPTConfig, bytes_per_weight: int) -> int:

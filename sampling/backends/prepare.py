@@ -20,10 +20,13 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: b
                   is_reversible: bool = False, log: Callable[[str], None] = warn) -> Backend:
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
+    dtype may be torch.int8 on a CPU, without compile and exact.
     pack_eagerly: see PackedGPT. cuda_graphs, log: see CUDAGraphGPT. exact: see ExactGPT.
     is_reversible: whether speculative decoding needs a ReversibleBackend. On CUDA, that is slower for several samples.
-    Raises ValueError if exact is True and this device has no exact backend.
+    Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
+    if dtype == torch.int8:
+        return prepare_int8(gpt)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
     cast_linears(gpt, dtype).to(device)
@@ -42,6 +45,14 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: b
     backend = packed_or_eager(gpt, device, dtype, compile, pack_eagerly)
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
+    return backend
+
+
+def prepare_int8(gpt: GPT) -> Backend:
+    """PackedGPT in 8 bits. Raises ValueError if torch or the processor lacks the operators."""
+    from sampling.backends.cpu.packed_gpt import PackedGPT
+    backend = PackedGPT(gpt, int8=True)
+    disable_malloc_trim()
     return backend
 
 

@@ -13,7 +13,8 @@ from sampling.errors import is_out_of_memory
 class Checkpoint:
     """The content of a ckpt.pt, or of the files of a Hugging Face model. It is data only: nothing in a file was run.
 
-    The tensors are float32 copies with nanoGPT's names. Only GPT.from_checkpoint checks that they fit model_args.
+    The tensors have nanoGPT's names. They are float32 copies, unless copy_tensors kept some. Only GPT.from_checkpoint
+    checks that they fit model_args.
     """
     path: str # the file, or the folder or Hugging Face id as it was given; for messages and JSONL
     model_args: dict # GPTConfig's fields

@@ -2,6 +2,8 @@
 import os
 from pathlib import Path
 
+import torch
+
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.errors import first_sentence
 from sampling.checkpoints.hf_files import read_json, read_safetensors
@@ -30,11 +32,12 @@ PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.
 CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 
-def load_gpt2(name_or_folder: str, with_crc32: bool = False) -> Checkpoint:
+def load_gpt2(name_or_folder: str, with_crc32: bool = False, copy_weights: bool = True) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
     Reads config.json and the weights, in one file or in shards. Uses pytorch_model.bin only if there are no
-    safetensors. Raises ValueError or OSError if these files are not available, are damaged or hold another model.
+    safetensors. copy_weights: see copy_tensors.
+    Raises ValueError or OSError if these files are not available, are damaged or hold another model.
     """
     with named_errors(name_or_folder):
         folder = find_folder(name_or_folder)
@@ -47,7 +50,7 @@ def load_gpt2(name_or_folder: str, with_crc32: bool = False) -> Checkpoint:
         state_dict = rename_hf_keys(state_dict)
         if config.get("tie_word_embeddings", True) and EMBEDDING in state_dict:
             state_dict[HEAD] = state_dict[EMBEDDING]
-        model_args, state_dict = normalize_state_dict(model_args, state_dict, folder, checksums)
+        model_args, state_dict = normalize_state_dict(model_args, state_dict, folder, checksums, copy_weights)
         rescale_queries(config, model_args, state_dict)
         return Checkpoint(path=name_or_folder, model_args=model_args, state_dict=state_dict,
                           vocab_size=vocab_size_of(state_dict), folder=folder, is_huggingface=True,
@@ -177,5 +180,6 @@ def rescale_queries(config: dict, model_args: dict, state_dict: StateDict) -> No
         if not by_width:
             scale *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
         for name in "weight", "bias":
-            tensor = state_dict[f"transformer.h.{i}.attn.c_attn.{name}"]
+            key = f"transformer.h.{i}.attn.c_attn.{name}"
+            state_dict[key] = tensor = state_dict[key].to(torch.float32, copy=True) # it may be mapped from the file
             tensor[:len(tensor) // 3] *= scale

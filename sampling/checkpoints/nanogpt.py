@@ -19,9 +19,10 @@ from sampling.checkpoints.torch_files import read_torch_file
 WRAPPER_PREFIXES = "_orig_mod.", "module.", "_orig_mod." # of torch.compile and DDP, in either order
 
 
-def load_checkpoint(out_dir: str | Path, with_crc32: bool = False) -> Checkpoint:
+def load_checkpoint(out_dir: str | Path, with_crc32: bool = False, copy_weights: bool = True) -> Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
+    copy_weights: see copy_tensors.
     Raises FileNotFoundError if there is none; OSError if it cannot be opened; ValueError if it is damaged, is not
     a checkpoint, or holds anything but data.
     """
@@ -33,7 +34,7 @@ def load_checkpoint(out_dir: str | Path, with_crc32: bool = False) -> Checkpoint
         config = content.get("config") # nanoGPT: the settings of train.py; build-nanogpt: the model's sizes
         state_dict = unwrap(state_dict)
         model_args = complete_model_args(model_args, state_dict)
-        model_args, state_dict = normalize_state_dict(model_args, state_dict, path, checksums)
+        model_args, state_dict = normalize_state_dict(model_args, state_dict, path, checksums, copy_weights)
         return Checkpoint(
             path=str(path), model_args=model_args, state_dict=state_dict, vocab_size=vocab_size_of(state_dict),
             folder=path.parent, dataset=config.get("dataset") if isinstance(config, dict) else None,

@@ -12,8 +12,9 @@ from sampling.checkpoints.zip_scanner import Checksums
 
 StateDict = dict[str, Tensor]
 
-HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "transformer.wte.weight", "transformer.wpe.weight"
 MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold the causal mask; the model needs none
+ROWS_AT_ONCE = 2**12 # of a tensor whose checksum is computed
 MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a millisecond
 
 
@@ -47,9 +48,9 @@ def require_claim_fits(state_dict: StateDict, source: Path) -> None:
         raise ValueError(f"{source} has {os.path.getsize(source)} bytes but claims tensors of {claimed}")
 
 
-def normalize_state_dict(model_args: dict, state_dict: StateDict, source: Path,
-                         checksums: Checksums) -> tuple[dict, StateDict]:
-    """Drop mask buffers, find out whether the head is tied, and copy the tensors in float32.
+def normalize_state_dict(model_args: dict, state_dict: StateDict, source: Path, checksums: Checksums,
+                         copy_weights: bool = True) -> tuple[dict, StateDict]:
+    """Drop mask buffers, find out whether the head is tied, and copy the tensors as copy_tensors does.
 
     Returns model_args with tie_word_embeddings, and the copies; a tied head is one tensor under two names. Raises
     ValueError if the number of layers is wrong, or a tensor's bytes match none of the checksums.
@@ -59,7 +60,7 @@ def normalize_state_dict(model_args: dict, state_dict: StateDict, source: Path,
     is_tied = has_tied_head(state_dict)
     if is_tied:
         state_dict.pop(EMBEDDING, None)
-    copies = copy_tensors(state_dict, source, checksums)
+    copies = copy_tensors(state_dict, source, checksums, copy_weights)
     if is_tied and HEAD in copies:
         copies[EMBEDDING] = copies[HEAD]
     return {**model_args, "tie_word_embeddings": is_tied}, copies
@@ -83,15 +84,18 @@ def has_tied_head(state_dict: StateDict) -> bool:
     return head is embedding # both may be missing
 
 
-def copy_tensors(state_dict: StateDict, source: Path, checksums: Checksums) -> StateDict:
+def copy_tensors(state_dict: StateDict, source: Path, checksums: Checksums, copy_weights: bool = True) -> StateDict:
     """Copy the tensors in float32, and compare each storage with the checksums, if there are any.
 
     The tensors are copied because a training run may overwrite a mapped file. The file's pages are released after
-    each tensor, so that the model is in memory once, not twice.
+    each tensor, so that the model is in memory once, not twice. copy_weights=False keeps the weights of Linears and of
+    the token embedding as they are, possibly mapped, for a backend that converts them before anything else happens.
     """
     pages, copies, checked = pages_of(state_dict.values()), {}, set()
     for name, tensor in state_dict.items():
-        copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        copies[name] = tensor
+        if copy_weights or tensor.dim() != 2 or name == POSITIONS:
+            copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         storage = tensor.untyped_storage()
         if checksums and storage.data_ptr() not in checked:
             checked.add(storage.data_ptr())
@@ -113,11 +117,13 @@ def length_and_crc32(tensor: Tensor, copy: Tensor) -> tuple[int, int]:
 
 
 def crc32_of(state_dict: StateDict) -> str:
-    """A checksum of the weights, as eight hexadecimal digits. A tied head counts once."""
-    crc = 0
+    """A checksum of the weights in float32, as eight hexadecimal digits. A tied head counts once."""
+    crc, pages = 0, pages_of(state_dict.values())
     for name, tensor in sorted(state_dict.items()):
         if name != EMBEDDING or tensor is not state_dict.get(HEAD):
-            crc = zlib.crc32(tensor.flatten().view(torch.uint8).numpy(), crc)
+            for part in tensor.split(ROWS_AT_ONCE): # a mapped tensor is never all in memory
+                crc = zlib.crc32(part.float().flatten().view(torch.uint8).numpy(), crc)
+                release_pages(pages)
     return f"{crc:08x}"
 
 

@@ -1,4 +1,5 @@
 """The backend for CPUs: packed weights, and few operations per token."""
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -7,34 +8,43 @@ from torch.nn import functional as F
 
 from model import GPT, Block, generate_stream
 from sampling.backends.backend import TokenStream
-from sampling.backends.cpu.lm_head import ShortlistLMHead
+from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, round_rows
+from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
 from sampling.backends.cpu.packed_cache import PackedCache
-from sampling.backends.cpu.packed_linear import PackedLinear
-from sampling.backends.memory import estimate_bytes_per_sample
+from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear
+from sampling.backends.memory import estimate_bytes_per_sample, release_memory
 from sampling.sampler.sample_token import Logits, SampleFn
+
+MakeLinear = Callable[[Tensor, Tensor | None], LinearLayer] # from a weight and a bias
 
 
 class PackedGPT:
-    """Computes the logits of a GPT. It takes over the GPT's layers: afterwards, the GPT itself has no blocks or head.
+    """Computes the logits of a GPT. It takes over the GPT's layers: afterwards, the GPT itself has no layers.
 
     pack_eagerly: pack all layers now. Otherwise each layer is packed when packing saves time, and the last bits of the
     logits depend on when that happens.
+    int8: round the weights to 8 bits, now. Raises ValueError if this is not possible here.
+    keep_plain: with int8, leave the GPT as it is, for another backend.
     """
     device = torch.device("cpu")
     is_exact = False
     compaction_ratio = 1.0
     forbids_sync = False # sample_token checks the logits at every step
 
-    def __init__(self, gpt: GPT, pack_eagerly: bool = False):
+    def __init__(self, gpt: GPT, pack_eagerly: bool = False, int8: bool = False, keep_plain: bool = False):
         self.config = gpt.config
-        self.wte, self.wpe = gpt.transformer.wte.weight.detach(), gpt.transformer.wpe.weight.detach()
-        plain = gpt.transformer.h
-        # pop frees each plain block: with pack_eagerly, before the next one is packed.
-        self.blocks = [PackedBlock(plain.pop(0), pack_eagerly) for _ in range(len(plain))]
-        self.ln_f = layer_norm(gpt.transformer.ln_f)
+        self.wpe, self.ln_f = gpt.transformer.wpe.weight.detach(), layer_norm(gpt.transformer.ln_f)
+        wte, head = gpt.transformer.wte.weight.detach(), gpt.lm_head.weight.detach()
         is_tied = gpt.lm_head.weight is gpt.transformer.wte.weight
-        self.lm_head = ShortlistLMHead(gpt.lm_head.weight, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
-        del gpt.lm_head # otherwise, an untied head would stay in memory after it is packed
+        if not keep_plain:
+            del gpt.lm_head, gpt.transformer.wte # otherwise, weights would stay in memory after they are packed
+        if int8: # the head first: packing needs a second copy of a layer, and the head is the largest one
+            rows, linear = round_rows(head), int8_linear
+            self.lm_head, self.embed = FullLMHead(Int8Linear(rows)), Int8Embedding(rows if is_tied else round_rows(wte))
+        else:
+            linear, self.embed = partial(PackedLinear, pack_eagerly=pack_eagerly), partial(F.embedding, weight=wte)
+            self.lm_head = ShortlistLMHead(head, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
+        self.blocks = [PackedBlock(block, linear) for block in blocks_of(gpt, keep_plain)]
 
     def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
@@ -53,7 +63,7 @@ class PackedGPT:
         if start + T > self.config.block_size:
             raise ValueError(f"cannot read {start + T} tokens: block_size is {self.config.block_size}")
         with torch.autocast("cpu", enabled=False): # the layers cast their inputs themselves
-            x = F.embedding(idx, self.wte) + self.wpe[start:start + T] # (B, T, E)
+            x = self.embed(idx) + self.wpe[start:start + T] # (B, T, E)
             x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache, num_positions)
             return self.lm_head(self.ln_f(x), num_logits_needed)
 
@@ -111,11 +121,11 @@ class PackedGPT:
 class PackedBlock:
     """The layers of a model.Block, packed."""
 
-    def __init__(self, block: Block, pack_eagerly: bool = False):
+    def __init__(self, block: Block, linear: MakeLinear):
         self.ln_1, self.ln_2 = layer_norm(block.ln_1), layer_norm(block.ln_2)
         layers = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
         self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
-            PackedLinear(layer.weight, layer.bias, pack_eagerly) for layer in layers)
+            linear(layer.weight, layer.bias) for layer in layers)
         self.gelu = block.mlp.gelu.approximate
 
     def qkv(self, x: Tensor) -> Tensor:
@@ -126,6 +136,20 @@ class PackedBlock:
         """The residual stream x after the result y of attention and after the MLP: (..., E) each."""
         x = self.attn_c_proj(y, residual=x)
         return self.mlp_c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), residual=x)
+
+
+def blocks_of(gpt: GPT, keep_plain: bool) -> Iterator[Block]:
+    """Yield the blocks. Without keep_plain, the GPT drops each one, so that its memory is free before the next one."""
+    blocks = gpt.transformer.h
+    for i in range(len(blocks)):
+        yield blocks[i] if keep_plain else blocks.pop(0)
+
+
+def int8_linear(weight: Tensor, bias: Tensor | None) -> Int8Linear:
+    """An Int8Linear with this weight, rounded. Returns the memory that this needed to the system."""
+    layer = Int8Linear(round_rows(weight), bias)
+    release_memory()
+    return layer
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

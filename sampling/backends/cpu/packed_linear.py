@@ -8,7 +8,7 @@ import math
 import platform
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,13 @@ from torch.nn import functional as F
 
 # A layer with fewer inputs or outputs is narrow: one oneDNN call takes 10 to 100 us, more than its product of few rows.
 NARROW = 256
+
+
+class LinearLayer(Protocol):
+    """A Linear that can also apply GELU ("none" or "tanh", as in F.gelu) or add a residual."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, gelu: str | None = None) -> Tensor:
+        """(..., in) -> (..., out). The residual has the shape of the result."""
 
 
 class PackThresholds(NamedTuple):
@@ -56,7 +63,7 @@ def is_supported(dtype: torch.dtype = torch.float32) -> bool:
 
 
 class PackedLinear:
-    """A Linear that can also apply GELU ("none" or "tanh", as in F.gelu) or add a residual, in one pass.
+    """A LinearLayer, which also applies GELU or adds a residual in one pass.
 
     It packs its weight when that saves time, so that the first token does not wait. With pack_eagerly, it packs now.
     It is not a Module, because hooks and attribute look-ups of Modules take a tenth of a small model's step.
@@ -72,7 +79,7 @@ class PackedLinear:
             self.pack()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, gelu: str | None = None) -> Tensor:
-        """(..., in) -> (..., out). The residual has the shape of the result."""
+        """See LinearLayer."""
         x = x.to(self.dtype)
         if self.packed is None:
             rows = num_rows(x)
