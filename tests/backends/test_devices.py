@@ -73,3 +73,10 @@ def test_choose_dtype_on_a_gpu(native, emulated, name, expected, monkeypatch):
 def test_auto_dtype_is_float32_on_cpu_and_mps(device):
     assert choose_dtype(torch.device(device), "auto") == torch.float32
     assert choose_dtype(torch.device(device), "bfloat16") == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps"])
+def test_int8_needs_a_cpu(device):
+    with pytest.raises(ValueError, match=f"^dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu$"):
+        choose_dtype(torch.device(device), "int8")
+

@@ -22,7 +22,7 @@ from sampling.checkpoints.mapped_memory import pages_of, release_pages
 MAX_WEIGHT = 127 # weights are whole numbers from -127 to 127
 MAX_WEIGHTS = 2**17 # rounded at once, so that little memory is needed and left behind
 MAX_ACTIVATIONS = 2**20 # split into digits at once: more do not stay in the processor's cache
-TINY = torch.tensor(2.0**-100) # added to scales, so that a row of zeros is not divided by zero
+TINY = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales, so that a row of zeros is not divided by zero
 
 # Whole numbers (N, in) as float32 -> their products with a weight, times its scales: (N, out), float32
 Product = Callable[[Tensor], Tensor]
@@ -80,7 +80,7 @@ class Int8Linear:
     def multiply(self, x: Tensor) -> Tensor:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         digits, scale = split_digits(x, self.max_digit)
-        high, low = self.product(digits).chunk(2)
+        high, low = self.product(digits).view(2, len(x), -1).unbind()
         y = torch.add(low, high, alpha=2 * self.max_digit)
         return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
 
@@ -92,9 +92,8 @@ def split_digits(x: Tensor, max_digit: int) -> tuple[Tensor, Tensor]:
     to max_digit. High digits are whole numbers; a Product rounds the low ones.
     """
     base = 2 * max_digit
-    largest = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True) # the largest absolute value of each row
-    scale = torch.add(TINY, largest, alpha=1 / (max_digit * base))
-    digits = torch.empty(2, *x.shape)
+    scale = torch.add(TINY, x.abs().amax(-1, keepdim=True), alpha=1 / (max_digit * base))
+    digits = x.new_empty(2, *x.shape)
     high, low = digits.unbind()
     x = x / scale
     torch.mul(x, 1 / base, out=high).round_()
@@ -141,11 +140,11 @@ def max_digit() -> int:
     """
     signs = torch.ones(16, 64, dtype=torch.int8)
     signs[::2] = -1
-    rows = Int8Rows(MAX_WEIGHT * signs, torch.ones(16))
+    rows = Int8Rows(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32))
     make = fbgemm_product if is_intel_cpu() else onednn_product
     try:
         for digit in 127, 63:
-            digits = torch.full((3, 64), float(digit))
+            digits = torch.full((3, 64), digit, dtype=torch.float32)
             digits[1] *= -1
             if torch.equal(make(rows, digit)(digits), digits @ rows.values.T.float()):
                 return digit

@@ -38,13 +38,15 @@ class PackedGPT:
         is_tied = gpt.lm_head.weight is gpt.transformer.wte.weight
         if not keep_plain:
             del gpt.lm_head, gpt.transformer.wte # otherwise, weights would stay in memory after they are packed
+        blocks = blocks_of(gpt, keep_plain)
         if int8: # the head first: packing needs a second copy of a layer, and the head is the largest one
-            rows, linear = round_rows(head), int8_linear
+            rows = round_rows(head)
             self.lm_head, self.embed = FullLMHead(Int8Linear(rows)), Int8Embedding(rows if is_tied else round_rows(wte))
+            self.blocks = [PackedBlock(block, int8_linear) for block in blocks]
         else:
-            linear, self.embed = partial(PackedLinear, pack_eagerly=pack_eagerly), partial(F.embedding, weight=wte)
+            self.embed = partial(F.embedding, weight=wte)
+            self.blocks = [PackedBlock(block, partial(PackedLinear, pack_eagerly=pack_eagerly)) for block in blocks]
             self.lm_head = ShortlistLMHead(head, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
-        self.blocks = [PackedBlock(block, linear) for block in blocks_of(gpt, keep_plain)]
 
     def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:

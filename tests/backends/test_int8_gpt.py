@@ -1,0 +1,135 @@
+"""PackedGPT with int8: the model with rounded weights, in which no row changes another."""
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cases import cases
+from model import GPT
+from models import make_gpt
+from project import PROJECT
+from sampling.backends.cpu import int8_linear
+from sampling.backends.cpu.int8_linear import max_digit, round_rows
+from sampling.backends.cpu.packed_gpt import PackedGPT
+from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.sampler.sample_token import TokenSampler
+
+try:
+    max_digit()
+except ValueError:
+    pytest.skip("this torch, or this processor, lacks the operators", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("all_threads")
+
+WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
+
+
+@pytest.fixture(params=["Intel", "AMD"])
+def processor(request, monkeypatch):
+    """Use the operators of this processor."""
+    monkeypatch.setattr(int8_linear, "is_intel_cpu", lambda: request.param == "Intel")
+    max_digit.cache_clear()
+    yield request.param
+    max_digit.cache_clear()
+
+
+def random_prompt(length, rows):
+    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def with_rounded_weights(gpt):
+    """A copy of the GPT whose Linears and token embedding have the values of 8 bits, in float32."""
+    gpt = copy.deepcopy(gpt)
+    for module in gpt.modules():
+        if isinstance(module, nn.Linear) or module is gpt.transformer.wte:
+            rows = round_rows(module.weight)
+            module.weight = nn.Parameter(rows.values * rows.scales[:, None])
+    return gpt
+
+
+def all_logits(model, idx, prefill=1):
+    """Logits (B, T - prefill + 1, V): of the last position of the first tokens, then of each of the others."""
+    cache = model.new_cache(len(idx), idx.size(1))
+    parts = [idx[:, :prefill], *(idx[:, i:i + 1] for i in range(prefill, idx.size(1)))]
+    return torch.stack([model.next_logits(part, cache).values for part in parts], dim=1)
+
+
+@pytest.mark.parametrize("tied, gelu, prefill", cases([True, False], ["none", "tanh"], [1, 9, 14], quick=lambda tied, gelu, prefill: tied == (gelu == "tanh")))
+def test_it_is_the_model_with_rounded_weights(processor, tied, gelu, prefill):
+    model, idx = make_gpt(**WIDE, tie_word_embeddings=tied, gelu=gelu), random_prompt(14, 3)
+    expected = with_rounded_weights(model)(idx, idx)[0][:, prefill - 1:]
+    found = all_logits(PackedGPT(model, int8=True), idx, prefill)
+    assert (found - expected).abs().max() < 3e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("context_shift", [False, True])
+def test_it_generates_past_block_size(processor, context_shift):
+    model, idx = make_gpt(), random_prompt(5, 3) # block_size is 16
+    expected = with_rounded_weights(model).generate(idx, 40, temperature=0, context_shift=context_shift)
+    sampler = TokenSampler(temperature=0)
+    assert torch.equal(torch.cat([idx, *PackedGPT(model, int8=True).generate_stream(idx, 40, sampler, context_shift)], dim=1), expected)
+
+
+@pytest.mark.parametrize("prefill", [1, 33])
+def test_a_row_has_the_same_logits_alone_and_in_a_batch(processor, prefill):
+    backend, idx = PackedGPT(make_gpt(**WIDE), int8=True), random_prompt(45, 7)
+    together = all_logits(backend, idx, prefill)
+    for row in 0, 6:
+        assert torch.equal(all_logits(backend, idx[row:row + 1], prefill)[0], together[row])
+    assert torch.equal(all_logits(backend, idx[2:5], prefill), together[2:5])
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_a_window_has_the_same_logits_alone_and_in_a_batch(processor, length):
+    backend, idx = PackedGPT(make_gpt(**WIDE), int8=True), random_prompt(length, 7)
+    together = backend.next_logits(idx, None).values
+    assert all(torch.equal(backend.next_logits(idx[row:row + 1], None).values[0], together[row]) for row in range(7))
+
+
+def test_large_channels_do_not_change_the_logits_more_than_rounded_weights_do(processor):
+    """Two channels a hundred times the others, as in GPT-2, at the input of every layer."""
+    model, idx = make_gpt(**WIDE), random_prompt(30, 4)
+    with torch.no_grad():
+        for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
+            norm.weight[[3, 77]] *= 100
+        exact, rounded = model(idx, idx)[0], with_rounded_weights(model)(idx, idx)[0]
+    found = all_logits(PackedGPT(model, int8=True), idx)
+    assert (found - exact).abs().mean() < 2 * (rounded - exact).abs().mean()
+
+
+def test_the_demo_predicts_nearly_as_well_as_in_float32(processor):
+    """On text that it sampled itself, in nats a character: the Kullback-Leibler divergence of float32 and int8."""
+    gpt = GPT.from_checkpoint(load_checkpoint(PROJECT / "out-shakespeare-char"))
+    int8, float32 = PackedGPT(gpt, int8=True, keep_plain=True), PackedGPT(gpt)
+    torch.manual_seed(0)
+    start = torch.zeros(8, 1, dtype=torch.long) # newlines
+    idx = torch.cat([start, *float32.generate_stream(start, 200, TokenSampler(temperature=1.0))], dim=1)
+    log_p, log_q = (all_logits(backend, idx).log_softmax(dim=-1) for backend in (float32, int8))
+    divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
+    assert 0 < divergence < 0.002, "with 8 bits for the inputs too, it is four times the measured 0.0007"
+
+
+def test_keep_plain_leaves_the_gpt_to_another_backend():
+    model, idx = make_gpt(**WIDE), random_prompt(10, 2)
+    with torch.no_grad():
+        expected = model(idx)[0][:, -1]
+    int8 = PackedGPT(model, int8=True, keep_plain=True)
+    torch.testing.assert_close(PackedGPT(model).next_logits(idx, None).values, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(int8.next_logits(idx, None).values, PackedGPT(make_gpt(**WIDE), int8=True).next_logits(idx, None).values)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plain_weights_are_freed_layer_by_layer(tied, monkeypatch):
+    model, num_alive = make_gpt(**WIDE, tie_word_embeddings=tied), []
+    weights = [StorageWeakRef(p.untyped_storage()) for name, p in model.named_parameters() if p.dim() > 1 and "wpe" not in name]
+    blocks = [StorageWeakRef(block.mlp.c_proj.weight.untyped_storage()) for block in model.transformer.h]
+    make = int8_linear.make_product
+
+    def count_blocks_and_make(rows):
+        num_alive.append(sum(not block.expired() for block in blocks))
+        return make(rows)
+    monkeypatch.setattr(int8_linear, "make_product", count_blocks_and_make)
+    backend = PackedGPT(model, int8=True)
+    assert num_alive == [3] + [3] * 4 + [2] * 4 + [1] * 4, "the head, and 4 layers a block"
+    assert all(weight.expired() for weight in weights) and backend.next_logits(random_prompt(3, 2), None).values.isfinite().all()
