@@ -50,7 +50,7 @@ def prepare_int8_copy(target: GPT, device: torch.device, dtype: torch.dtype) -> 
     if dtype == torch.int8:
         raise ValueError("draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32")
     from sampling.backends.cpu.packed_gpt import PackedGPT
-    return PackedGPT(target, int8=True, keep_plain=True)
+    return PackedGPT(target, int8=True, keep_plain=True, coarse=True)
 
 
 def require_same_vocabulary(name: str, size: int, target_size: int) -> None:
