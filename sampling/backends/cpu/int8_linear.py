@@ -37,11 +37,12 @@ class Int8Rows(NamedTuple):
 def round_rows(weight: Tensor) -> Int8Rows:
     """Round a weight (out, in) of any floating point dtype to 8 bits.
 
-    If the weight is mapped from a file, its memory is released part by part: it is never all in memory.
+    The memory of a weight that is mapped from a file is released part by part, so that it is never all in memory.
     """
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
     pages, size = pages_of([weight]), max(1, MAX_WEIGHTS // weight.size(1))
-    parts = zip(weight.detach().split(size), values.split(size), scales.split(size), strict=True)
+    weight = weight.detach().contiguous() # Hugging Face's are transposed: each part would read all pages again
+    parts = zip(weight.split(size), values.split(size), scales.split(size), strict=True)
     for part, part_values, part_scales in parts:
         part = part.float()
         part_scales.copy_(part.abs().amax(dim=1)).div_(MAX_WEIGHT).add_(TINY)
@@ -81,42 +82,42 @@ class Int8Linear:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         digits, scale = split_digits(x, self.max_digit)
         high, low = self.product(digits).view(2, len(x), -1).unbind()
-        y = torch.add(low, high, alpha=2 * self.max_digit)
+        y = torch.add(high, low, alpha=1 / (2 * self.max_digit))
         return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
 
 
 def split_digits(x: Tensor, max_digit: int) -> tuple[Tensor, Tensor]:
-    """Round each row of x (N, in) to a scale times (2 * max_digit * high + low).
+    """Split each row of x (N, in) into a scale times (high + low / (2 * max_digit)).
 
-    Returns the digits as float32 (2 * N, in), first high, then low, and the scales (N, 1). Digits are from -max_digit
-    to max_digit. High digits are whole numbers; a Product rounds the low ones.
+    Returns the digits (2 * N, in), first high, then low, and the scales (N, 1). Digits are from -max_digit to
+    max_digit. High digits are whole numbers; a Product rounds the low ones.
     """
-    base = 2 * max_digit
-    scale = torch.add(TINY, x.abs().amax(-1, keepdim=True), alpha=1 / (max_digit * base))
-    digits = x.new_empty(2, *x.shape)
-    high, low = digits.unbind()
+    scale = torch.add(TINY, x.abs().amax(-1, keepdim=True), alpha=1 / max_digit)
     x = x / scale
-    torch.mul(x, 1 / base, out=high).round_()
-    torch.sub(x, high, alpha=base, out=low)
-    return digits.flatten(0, 1), scale
+    high = x.round()
+    return torch.cat((high, x.sub_(high).mul_(2 * max_digit))), scale
 
 
 # ---- the products
 
 def make_product(rows: Int8Rows) -> Product:
     """The Product with these weights. The choice depends only on the processor, so that a machine repeats its text."""
-    return fbgemm_product(rows, max_digit()) if is_intel_cpu() else onednn_product(rows, max_digit())
+    return FBGEMMProduct(rows, max_digit()) if is_intel_cpu() else onednn_product(rows, max_digit())
 
 
-def fbgemm_product(rows: Int8Rows, max_digit: int) -> Product:
+class FBGEMMProduct:
     """The Product of FBGEMM. Raises AttributeError or RuntimeError if torch lacks it."""
-    zero_point, zero_points = max_digit + 1, torch.zeros(len(rows.scales), dtype=torch.long)
-    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore") # torch plans to remove these operators; then max_digit raises the error
-        weight = torch._make_per_channel_quantized_tensor(rows.values, rows.scales.double(), zero_points, 0)
-        packed = torch.ops.quantized.linear_prepack(weight, None)
-    return lambda digits: multiply(digits, 1.0, zero_point, packed)
+
+    def __init__(self, rows: Int8Rows, max_digit: int):
+        self.zero_point, zero_points = max_digit + 1, torch.zeros(len(rows.scales), dtype=torch.long)
+        self.multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore") # torch plans to remove these operators; then max_digit raises the error
+            weight = torch._make_per_channel_quantized_tensor(rows.values, rows.scales.double(), zero_points, 0)
+            self.packed = torch.ops.quantized.linear_prepack(weight, None)
+
+    def __call__(self, digits: Tensor) -> Tensor:
+        return self.multiply(digits, 1.0, self.zero_point, self.packed)
 
 
 def onednn_product(rows: Int8Rows, max_digit: int) -> Product:
@@ -141,7 +142,7 @@ def max_digit() -> int:
     signs = torch.ones(16, 64, dtype=torch.int8)
     signs[::2] = -1
     rows = Int8Rows(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32))
-    make = fbgemm_product if is_intel_cpu() else onednn_product
+    make = FBGEMMProduct if is_intel_cpu() else onednn_product
     try:
         for digit in 127, 63:
             digits = torch.full((3, 64), digit, dtype=torch.float32)

@@ -60,7 +60,7 @@ class PackedGPT:
         """An empty cache for next_logits."""
         return PackedCache(self.config, batch_size, capacity)
 
-    @torch.no_grad()
+    @torch.inference_mode() # has a little less overhead than no_grad
     def next_logits(self, idx: Tensor, cache: PackedCache | None, num_logits_needed: int | None = None,
                     num_positions: int = 1) -> Logits:
         """See CausalLM.next_logits. Raises ValueError if there are more than block_size tokens."""
