@@ -8,7 +8,7 @@ from sampling.backends.cpu import int8_linear
 from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, Int8Rows, max_digit, round_rows
 
 pytestmark = [pytest.mark.usefixtures("all_threads")]
-KERNELS = "fbgemm_product", "onednn_product"
+KERNELS = "FBGEMMProduct", "onednn_product"
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def fresh_check():
 @pytest.fixture
 def kernel(request, monkeypatch):
     """Let Int8Linear use this kernel. Skips the test if it does not work here."""
-    monkeypatch.setattr(int8_linear, "is_intel_cpu", lambda: request.param == "fbgemm_product")
+    monkeypatch.setattr(int8_linear, "is_intel_cpu", lambda: request.param == "FBGEMMProduct")
     try:
         max_digit()
     except ValueError:

@@ -10,7 +10,7 @@ from model import GPT
 from models import make_gpt
 from project import PROJECT
 from sampling.backends.cpu import lm_head
-from sampling.backends.draft import Draft
+from sampling.backends.draft import Draft, prepare_draft
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import packed_or_eager
 from sampling.checkpoints.nanogpt import load_checkpoint
@@ -143,9 +143,9 @@ def test_a_right_draft_saves_passes(tokenizer):
 def test_after_a_refused_token_a_right_draft_is_right_again(tokenizer, monkeypatch):
     rounds, record = [], DraftLength.record
     monkeypatch.setattr(DraftLength, "record", lambda self, k, accepted: rounds.append((k, accepted)) or record(self, k, accepted))
-    backend = speculative()
+    backend = speculative(cost=0.02)
     backend.draft = SometimesWrongGPT(make_gpt(**SHAPE))
-    run(backend, tokenizer)
+    run(backend, tokenizer, num_samples=4)
     num_refused = sum(accepted < k for k, accepted in rounds)
     assert 3 <= num_refused <= backend.draft.num_passes // 5 and backend.num_accepted > 2 * num_refused
 
@@ -221,3 +221,13 @@ def test_a_draft_that_is_off_stays_off():
     length = DraftLength(0.35)
     assert record(length, 6, 0) == 0
     assert record(length, 100, 1) == 0
+
+
+def test_a_model_in_8_bits_is_a_good_draft_of_itself():
+    def load():
+        return GPT.from_checkpoint(load_checkpoint(DEMO))
+    params, tokenizer, model = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl"), load()
+    draft = prepare_draft("int8", model, torch.device("cpu"), torch.float32)
+    backend = SpeculativeBackend(prepare(model, "packed"), draft._replace(relative_cost=0.1))
+    assert_same(run(backend, tokenizer, params, num_samples=1), run(prepare(load(), "packed"), tokenizer, params, num_samples=1))
+    assert backend.num_accepted > 0.8 * backend.num_proposed > 60
