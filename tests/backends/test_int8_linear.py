@@ -52,13 +52,14 @@ def test_weights_are_rounded_to_a_scale_of_their_row(dtype, monkeypatch):
 
 @pytest.mark.parametrize("kernel, digit", cases(KERNELS, [127, 63], quick=lambda kernel, digit: True), indirect=["kernel"])
 @pytest.mark.parametrize("num_rows", [1, 2, 40])
-def test_the_products_of_digits_are_exact(kernel, digit, num_rows):
+def test_the_products_round_digits_and_are_exact(kernel, digit, num_rows):
     rows = Int8Rows(torch.randint(-127, 128, (70, 100), dtype=torch.int8), normal(70).abs())
     digits = torch.randint(-digit, digit + 1, (num_rows, 100)).float()
     digits[0], rows.values[0], rows.values[1] = digit, 127, -127 # the largest sums
     product = int8_linear.FBGEMMProduct if int8_linear.is_intel_cpu() else int8_linear.onednn_product
     expected = (digits.double() @ rows.values.double().T * rows.scales.double()).float()
-    torch.testing.assert_close(product(rows, digit)(digits), expected, rtol=2e-7, atol=0)
+    for shift in -0.4, 0, 0.4:
+        torch.testing.assert_close(product(rows, digit)(digits + shift), expected, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("kernel, shape, bias, gelu, residual", cases(

@@ -1,7 +1,7 @@
 """Linear layers with weights in 8 bits, which a CPU reads in a quarter of the time.
 
 Each row of a weight has a scale of its own. Each row of activations too, and it becomes two digits of 8 bits: the rows
-of both digits share one product, which takes hardly longer than one digit, because it waits for the weights. So
+of both digits share one product. For few rows, it takes hardly longer than one digit: it waits for the weights. So
 activations have 16 bits, and the weights alone decide the error, even if a few channels are a hundred times larger than
 the others. No row changes the result of another.
 
