@@ -163,11 +163,11 @@ class GPT(nn.Module):
         """The number of parameters. A shared weight counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, idx, targets=None, cache: KVCache | None = None):
+    def forward(self, idx, targets=None, cache: KVCache | None = None, num_positions: int = 1):
         """Run the model on token ids (B, T), which follow the tokens in the cache, if any. Returns (logits, loss).
 
         With targets (B, T; -1 is ignored): logits (B, T, V) and the mean cross-entropy in nats.
-        Without targets: logits (B, 1, V) of the last position, as generation needs no others, and None.
+        Without targets: logits (B, num_positions, V) of the last positions, and None. Generation needs only the last.
         Raises ValueError if there are more than block_size tokens.
         """
         start = 0 if cache is None else cache.seq_len
@@ -181,7 +181,7 @@ class GPT(nn.Module):
         if cache is not None:
             cache.seq_len = end
         if targets is None:
-            return self.lm_head(self.transformer.ln_f(x[:, -1:])), None
+            return self.lm_head(self.transformer.ln_f(x[:, -num_positions:])), None
         logits = self.lm_head(self.transformer.ln_f(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
@@ -204,9 +204,10 @@ class GPT(nn.Module):
         """An empty KVCache for forward."""
         return KVCache(self.config, batch_size, capacity, self.lm_head.weight.device, linear_dtype(self))
 
-    def next_logits(self, idx, cache: KVCache | None, num_logits_needed: int | None = None) -> Logits:
-        """The logits (B, V) of the last position. Computes all of them, and ignores num_logits_needed."""
-        return Logits(self(idx, cache=cache)[0][:, -1])
+    def next_logits(self, idx, cache: KVCache | None, num_logits_needed: int | None = None,
+                    num_positions: int = 1) -> Logits:
+        """See CausalLM.next_logits. Computes all logits, and ignores num_logits_needed."""
+        return Logits(self(idx, cache=cache, num_positions=num_positions)[0].flatten(0, 1)) # (B, n, V) -> (B * n, V)
 
     @classmethod
     def from_state_dict(cls, model_args: dict, state_dict: dict[str, Tensor]) -> "GPT":
@@ -259,8 +260,11 @@ class CausalLM(Protocol):
     def new_cache(self, batch_size: int, capacity: int):
         """An empty cache with room for capacity positions in each of batch_size rows."""
 
-    def next_logits(self, idx: Tensor, cache, num_logits_needed: int | None) -> Logits:
-        """The logits (B, V) after the tokens idx (B, T), which follow those in the cache."""
+    def next_logits(self, idx: Tensor, cache, num_logits_needed: int | None = None, num_positions: int = 1) -> Logits:
+        """The logits (B * num_positions, V) after each of the last num_positions tokens of idx (B, T).
+
+        idx follows the tokens in the cache. num_logits_needed is that of SampleFn.
+        """
 
 
 @torch.no_grad()

@@ -48,6 +48,9 @@ compile = False # run torch.compile first: takes a minute; may gain speed on a G
 cuda_graphs = True # on a GPU: launch all kernels of a step at once, if that works; False is slower, with the same text
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
 exact = False # sample with nanoGPT's own operations: on a GPU its very text in any dtype; slower, one sample at a time
+draft: str | None = None # a second model proposes tokens, and the model checks several at once: the same text sooner,
+                         # for one sample at a time; int8: the model itself in 8 bits; otherwise the name, folder or
+                         # file of a smaller model with the same vocabulary
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go
@@ -66,11 +69,13 @@ def main(settings):
 
     from model import GPT
     from sampling.backends.devices import autocast, choose_device, choose_dtype, dtype_name
+    from sampling.backends.draft import prepare_draft
     from sampling.backends.memory import max_batch_size, peak_memory
     from sampling.backends.prepare import prepare_model, warm_up_compile
     from sampling.checkpoints.huggingface import load_gpt2
     from sampling.checkpoints.nanogpt import load_checkpoint
     from sampling.generation.engine import Engine
+    from sampling.generation.speculation import SpeculativeBackend
     from sampling.inputs.notices import log_cropped, warn_about_stop_texts
     from sampling.inputs.tokenizer import load_tokenizer
 
@@ -94,11 +99,15 @@ def main(settings):
             outputs = open_outputs(settings, checkpoint, torch_device.type, dtype_name(ptdtype))
             requests = outputs.resume(prompts.requests(tokenizer, num_samples))
             requests = log_cropped(requests, tokenizer, gpt.config.block_size, log)
+        # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
+        pack_eagerly = bool(out_file)
+        prepared_draft = prepare_draft(draft, gpt, torch_device, ptdtype, pack_eagerly) if draft else None
     total, longest = workers.broadcast((total, longest))
     log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
-    # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
-    model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly=bool(out_file), cuda_graphs=cuda_graphs,
-                          exact=exact, log=log)
+    model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly, cuda_graphs, exact,
+                          is_reversible=bool(draft), log=log)
+    if prepared_draft:
+        model = SpeculativeBackend(model, prepared_draft, log)
     resume_garbage_collection()
 
     with torch.no_grad(), autocast(torch_device, ptdtype):
@@ -108,19 +117,22 @@ def main(settings):
                         stream=is_tty(sys.stdout) and out_file != "-", is_huggingface=checkpoint.is_huggingface)
         if interactive:
             from sampling.repl import run_repl
-            return run_repl(engine, printer, start)
-        length = (longest or model.config.block_size) + max_new_tokens
-        engine.batch_size = batch_size or max_batch_size(model, length, workers.local_world_size)
-        if compile:
-            warm_up_compile(model, longest, workers.batch_sizes(total, engine.batch_size), params, log)
-        for sample in workers.imap(engine, requests): # in order; while streaming, also unfinished ones
-            if sample.finish_reason:
-                outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
-                progress.add_sample(sample)
-            if not outputs.uses_stdout:
-                printer.update(sample)
+            run_repl(engine, printer, start)
+        else:
+            length = (longest or model.config.block_size) + max_new_tokens
+            engine.batch_size = batch_size or max_batch_size(model, length, workers.local_world_size)
+            if compile:
+                warm_up_compile(model, longest, workers.batch_sizes(total, engine.batch_size), params, log)
+            for sample in workers.imap(engine, requests): # in order; while streaming, also unfinished ones
+                if sample.finish_reason:
+                    outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
+                    progress.add_sample(sample)
+                if not outputs.uses_stdout:
+                    printer.update(sample)
     outputs.close()
     progress.close(peak_memory(torch_device))
+    if prepared_draft:
+        log(model.summary())
 
 
 if __name__ == '__main__':

@@ -19,7 +19,7 @@ __all__ = ["Sample", "SamplingParams", "Token", "load"]
 
 
 def load(name: str, device: str = "auto", dtype: str = "auto", compile: bool = False,
-         cuda_graphs: bool = True, exact: bool = False) -> "TextGenerator":
+         cuda_graphs: bool = True, exact: bool = False, draft: str | None = None) -> "TextGenerator":
     """Load a model and its tokenizer.
 
     name: a folder with a ckpt.pt, or the file itself; otherwise the Hugging Face id ("gpt2", "user/model") or the
@@ -27,4 +27,4 @@ def load(name: str, device: str = "auto", dtype: str = "auto", compile: bool = F
     Raises FileNotFoundError, OSError or ValueError if there is no such model, or if it cannot be used here.
     """
     from sampling.text_generator import TextGenerator
-    return TextGenerator.load(name, device, dtype, compile, cuda_graphs, exact)
+    return TextGenerator.load(name, device, dtype, compile, cuda_graphs, exact, draft)

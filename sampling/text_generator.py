@@ -1,6 +1,5 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,15 +9,15 @@ import torch
 from model import GPT
 from sampling.backends.backend import Backend
 from sampling.backends.devices import autocast, choose_device, choose_dtype
+from sampling.backends.draft import prepare_draft
 from sampling.backends.memory import max_batch_size
 from sampling.backends.prepare import prepare_model
-from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.checkpoints.huggingface import load_gpt2
-from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.checkpoints.by_name import load_by_name
 from sampling.generation.engine import Engine
+from sampling.generation.speculation import SpeculativeBackend
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor
-from sampling.validation import check_dtype
+from sampling.validation import check_draft, check_dtype
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,22 @@ class TextGenerator:
 
     @classmethod
     def load(cls, name: str, device: str = "auto", dtype: str = "auto", compile: bool = False,
-             cuda_graphs: bool = True, exact: bool = False) -> "TextGenerator":
+             cuda_graphs: bool = True, exact: bool = False, draft: str | None = None) -> "TextGenerator":
         """See sampling.load."""
         if exact and compile:
             raise ValueError("exact=True does only what nanoGPT does: leave out compile=True, or exact")
+        check_draft(draft, compile, exact)
         check_dtype({"dtype": dtype, "compile": compile, "exact": exact})
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(torch_device, dtype)
         checkpoint = load_by_name(name, copy_weights=torch_dtype != torch.int8)
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, logging.getLogger(__name__).warning)
-        backend = prepare_model(gpt, torch_device, torch_dtype, compile, cuda_graphs=cuda_graphs, exact=exact)
+        prepared_draft = prepare_draft(draft, gpt, torch_device, torch_dtype) if draft else None
+        backend = prepare_model(gpt, torch_device, torch_dtype, compile, cuda_graphs=cuda_graphs, exact=exact,
+                                is_reversible=bool(draft))
+        if prepared_draft:
+            backend = SpeculativeBackend(backend, prepared_draft)
         return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws, checkpoint.is_huggingface)
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
@@ -107,13 +111,3 @@ class TextGenerator:
         encoded = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts]
         repeated = [prompt_and_ids for prompt_and_ids in encoded for _ in range(num_samples)]
         return [SampleRequest(index, prompt, ids) for index, (prompt, ids) in enumerate(repeated)]
-
-
-def load_by_name(name: str, copy_weights: bool = True) -> Checkpoint:
-    """Load the ckpt.pt at this path or in this folder; otherwise GPT-2, by Hugging Face id or folder.
-
-    copy_weights: see copy_tensors.
-    """
-    if os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt")):
-        return load_checkpoint(name, copy_weights=copy_weights)
-    return load_gpt2(name, copy_weights=copy_weights)

@@ -25,9 +25,19 @@ def check_settings(settings: Settings) -> None:
     check_dtype(settings)
     require(settings, "batch_size", lambda v: v is None or 1 <= v <= 10**5,
             "batch_size must be from 1 to 100000, or None")
+    require(settings, "draft", lambda v: v is None or (v and "\0" not in v),
+            "draft must be int8, the name, folder or file of a model, or None")
+    check_draft(settings["draft"], settings["compile"], settings["exact"])
     if settings["exact"]:
         check_exact(settings)
     check_outputs(settings)
+
+
+def check_draft(draft: str | None, compile: bool, exact: bool) -> None:
+    """Check which settings a draft allows. Raises ValueError, which says what is not possible with it."""
+    for name, value in {"compile": compile, "exact": exact}.items():
+        if draft and value:
+            raise ValueError(f"draft does not work with {name}=True: leave out {name}, or draft={brief_repr(draft)}")
 
 
 def check_dtype(settings: Settings) -> None:

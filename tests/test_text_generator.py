@@ -82,6 +82,17 @@ def test_what_cannot_be_loaded_raises_value_error(settings, monkeypatch):
         sampling.load(**{"name": str(PROJECT / "out-shakespeare-char"), **settings})
 
 
+def test_samples_with_a_draft_are_the_same(generator):
+    name = str(PROJECT / "out-shakespeare-char")
+    expected = [sample.text for sample in generator.generate("ROMEO:", PARAMS, num_samples=2)]
+    gpt = sampling.load(name, device="cpu", draft=name)
+    gpt.backend.draft_cost = 0.1 # this draft costs as much as the model, and would not be used
+    assert [sample.text for sample in gpt.generate("ROMEO:", PARAMS, num_samples=2, batch_size=1)] == expected
+    assert "".join(gpt.stream("ROMEO:", PARAMS)) == expected[0] and gpt.backend.num_accepted > 10
+    with pytest.raises(ValueError, match="draft does not work with exact=True"):
+        sampling.load(name, device="cpu", draft=name, exact=True)
+
+
 def test_exact_samples_are_the_same_in_float32_and_need_a_batch_of_one(generator):
     exact = sampling.load(str(PROJECT / "out-shakespeare-char"), device="cpu", exact=True)
     expected = [sample.text for sample in generator.generate("ROMEO:", PARAMS, num_samples=2)]

@@ -23,6 +23,7 @@ VALID = {
     "device": ["auto", "cpu", "mps", "cuda", "cuda:0", "cuda:12"],
     "dtype": ["auto", "float32", "bfloat16", "float16", "int8"],
     "batch_size": [None, 1, 10**5],
+    "draft": [None, "int8", "gpt2", "some/folder"],
     "out_file": [None, "a.jsonl", "-"],
     "html_file": [None, "a.html"],
 }
@@ -42,6 +43,7 @@ INVALID = {
     "device": (["", "tpu", "cuda:", "cuda:x", "cuda:1 "], "device must be auto"),
     "dtype": (["", "int4", "torch.float32"], "dtype must be auto"),
     "batch_size": ([0, -1, 10**5 + 1], "batch_size must be from 1"),
+    "draft": (["", "a\0b"], "draft must be int8, the name, folder or file of a model, or None"),
     "out_file": (["", "a\0b"], "out_file must be the path"),
     "html_file": (["", "a\0b", "-"], "html_file must be the path"),
     "logprobs": ([-1, 1001], "logprobs must be from 0"),
@@ -98,6 +100,12 @@ def test_exact_refuses_what_nanogpt_does_not_have(changes):
         check_settings(DEFAULTS | {"exact": True} | changes)
     assert f"leave out {name}={value}, or exact" in str(error.value) or name == "temperature" in str(error.value)
     check_settings(DEFAULTS | changes)
+
+
+@pytest.mark.parametrize("name", ["exact", "compile"])
+def test_a_draft_excludes_exact_and_compile(name):
+    with pytest.raises(ValueError, match=f"draft does not work with {name}=True: leave out {name}, or draft='gpt2'"):
+        check_settings(DEFAULTS | {"draft": "gpt2", name: True})
 
 
 def test_exact_accepts_values_that_change_nothing():

@@ -3,7 +3,7 @@ from itertools import islice
 
 import torch
 
-from model import GPT
+from model import GPT, KVCache
 from sampling.backends.backend import TokenStream
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.sampler.sample_token import Logits, SampleFn
@@ -26,6 +26,15 @@ class EagerGPT:
                         context_shift: bool = False) -> TokenStream:
         """See Backend.generate_stream."""
         return self.model.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
+
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+        """See CausalLM."""
+        return self.model.new_cache(batch_size, capacity)
+
+    def next_logits(self, idx, cache: KVCache | None, num_logits_needed: int | None = None,
+                    num_positions: int = 1) -> Logits:
+        """See CausalLM."""
+        return self.model.next_logits(idx, cache, num_logits_needed, num_positions)
 
     def logits_are_finite(self) -> None:
         """None: sample_token has checked every step."""
@@ -56,6 +65,10 @@ class Greedy:
 
     def repeat_noise(self) -> None:
         """Does nothing, for the same reason."""
+
+    def propose(self, logits: Logits, ids, ahead: int):
+        """See SampleFn."""
+        return self(logits, ids)
 
     def __call__(self, logits: Logits, ids):
         return logits.values.argmax(dim=-1, keepdim=True)

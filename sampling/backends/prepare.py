@@ -17,11 +17,12 @@ warn = logging.getLogger(__name__).warning # for messages, unless the caller sho
 
 def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
                   pack_eagerly: bool = False, cuda_graphs: bool = True, exact: bool = False,
-                  log: Callable[[str], None] = warn) -> Backend:
+                  is_reversible: bool = False, log: Callable[[str], None] = warn) -> Backend:
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
     dtype may be torch.int8 on a CPU, without compile and exact.
     pack_eagerly: see PackedGPT. cuda_graphs, log: see CUDAGraphGPT. exact: see ExactGPT.
+    is_reversible: whether speculative decoding needs a ReversibleBackend. On CUDA, that is slower for several samples.
     Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
     if dtype == torch.int8:
@@ -39,7 +40,8 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: b
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
         if needs_padding(gpt.lm_head):
             gpt.lm_head = PaddedHead(gpt.lm_head)
-        return CUDAGraphGPT(gpt, compile, cuda_graphs, log)
+        if not is_reversible:
+            return CUDAGraphGPT(gpt, compile, cuda_graphs, log)
     backend = packed_or_eager(gpt, device, dtype, compile, pack_eagerly)
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap

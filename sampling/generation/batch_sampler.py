@@ -50,6 +50,10 @@ class BatchSampler:
         """See SampleFn.repeat_noise."""
         self.sample.repeat_noise()
 
+    def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
+        """See SampleFn. No token may be left to teacher-force, as in a batch of one row."""
+        return self.sample.propose(logits, ids, ahead)
+
     def start_batch(self, prompts: list[list[int]], rng_states: list[Tensor], device: torch.device) -> None:
         """Begin a batch of prompts. rng_states are the generator states in which their samples start."""
         self.rng.set_rows(rng_states)

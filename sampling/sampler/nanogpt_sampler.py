@@ -30,6 +30,10 @@ class NanoGPTSampler:
     def repeat_noise(self) -> None:
         """Does nothing: the graphs of ExactGPT do not sample."""
 
+    def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
+        """Raises NotImplementedError: exact=True has no draft."""
+        raise NotImplementedError
+
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """See SampleFn. Raises ValueError if a logit is NaN or infinite, or if the temperature makes it so."""
         values = logits.values / float(self.temperature) # torch refuses an int of more than 64 bits

@@ -4,6 +4,7 @@ nanoGPT samples its texts one after another from one random stream. Sample k sta
 k * max_new_tokens * V exponential numbers into the stream. PerRowRNG gives each row of a batch its own generator at
 its own place in that stream. So a batch gets the same tokens as samples that are generated one after another.
 """
+from collections import deque
 from functools import cache
 
 import torch
@@ -33,6 +34,7 @@ class PerRowRNG:
         self.states: list[Tensor] = [] # where the sample of each row starts
         self.numbers: Tensor | None = None # (B, V): the latest draw of each row
         self.is_prefetched = False # whether self.numbers is the next draw
+        self.lookahead: deque[Tensor] = deque() # the draws after that, (1, V) each, as far as peek has drawn them
 
     def state_for_sample(self, index: int) -> Tensor:
         """The generator state in which sample number index starts. Until rewind, indices must not decrease."""
@@ -61,6 +63,7 @@ class PerRowRNG:
     def restart(self, row: int) -> None:
         """Reset the generator of this row to the start of its sample."""
         self.generators[row].set_state(self.states[row])
+        self.lookahead.clear()
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only."""
@@ -76,10 +79,17 @@ class PerRowRNG:
 
         A CUDA graph may hold __call__, but prefetch should stay outside, because every generator in a graph costs time.
         """
-        draw = torch.Tensor.uniform_ if self.draws_uniforms() else torch.Tensor.exponential_
-        for row, generator in zip(self.numbers, self.generators, strict=True):
-            draw(row, generator=generator)
+        if self.lookahead:
+            self.numbers.copy_(self.lookahead.popleft())
+        else:
+            self.draw(self.numbers)
         self.is_prefetched = True
+
+    def draw(self, numbers: Tensor) -> None:
+        """Fill numbers (B, V) from the generators of the rows."""
+        draw = torch.Tensor.uniform_ if self.draws_uniforms() else torch.Tensor.exponential_
+        for row, generator in zip(numbers, self.generators, strict=True):
+            draw(row, generator=generator)
 
     def repeat(self) -> None:
         """Let the next __call__ return the numbers of the latest one again."""
@@ -90,7 +100,25 @@ class PerRowRNG:
         if not self.is_prefetched:
             self.prefetch()
         self.is_prefetched = False
-        q = self.numbers if ids is None else self.numbers.gather(1, ids.to(self.numbers.device)) # (B, V) -> (B, K)
+        return self.exponentials(self.numbers, ids, device)
+
+    def peek(self, ahead: int, shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
+        """What __call__ will return `ahead` calls after the next one. The batch must have one row.
+
+        Each number is drawn once: __call__ takes the numbers that peek has drawn.
+        """
+        if self.is_prefetched: # self.numbers is the first of the upcoming draws
+            if ahead == 0:
+                return self.exponentials(self.numbers, ids, device)
+            ahead -= 1
+        while len(self.lookahead) <= ahead:
+            self.lookahead.append(torch.empty_like(self.numbers))
+            self.draw(self.lookahead[-1])
+        return self.exponentials(self.lookahead[ahead], ids, device)
+
+    def exponentials(self, numbers: Tensor, ids: Tensor | None, device: torch.device) -> Tensor:
+        """The exponential numbers (B, V) of a draw, or those of ids (B, K)."""
+        q = numbers if ids is None else numbers.gather(1, ids.to(numbers.device)) # (B, V) -> (B, K)
         if self.draws_uniforms():
             q = -torch.log1p(-q).float()
         return q.to(device)

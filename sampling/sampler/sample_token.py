@@ -51,6 +51,12 @@ class SampleFn(Protocol):
     def repeat_noise(self) -> None:
         """Let the next __call__ use the same random numbers as the latest one. Needs PerRowRNG."""
 
+    def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
+        """The ids (1, 1) that __call__ would return for these arguments, `ahead` calls after the next one.
+
+        It draws those random numbers now, and __call__ uses them later. Needs PerRowRNG, and a batch of one row.
+        """
+
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """Logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""
 
@@ -72,8 +78,8 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
 
     Raises ValueError if a logit is NaN or infinite. allow_sync=False does nothing that would synchronise a GPU: logits
     are not checked, top_k keeps all V columns, and temperatures below 1e-30 count as 0.
-    in_own_dtype=True, without allow_sync, applies temperature and top_k in the dtype of the logits, as nanoGPT does
-    under autocast. All else is computed in float32.
+    in_own_dtype=True applies temperature and top_k in the dtype of the logits, as nanoGPT does under autocast, and
+    also takes temperatures below 1e-30 as 0. All else is computed in float32.
     """
     values, shape = logits.values if in_own_dtype else logits.values.float(), logits.values.shape
     candidates = None # (B, K) the ids of the columns of values; None: values still has all V columns
@@ -82,11 +88,13 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
     if logits.candidate_ids is not None:
         values = values[:, logits.candidate_ids] # (B, V) -> (B, K)
         candidates = logits.candidate_ids.expand(len(values), -1) # (K,) -> (B, K)
-    if temperature == 0 or (not allow_sync and temperature < MIN_TEMPERATURE_WITHOUT_SYNC):
+    if temperature == 0 or ((in_own_dtype or not allow_sync) and temperature < MIN_TEMPERATURE_WITHOUT_SYNC):
         if allow_sync:
             require_finite(values)
         return argmax_id(values, candidates)
     if in_own_dtype:
+        if allow_sync:
+            require_finite(values)
         values = apply_temperature_as_nanogpt(values, temperature)
     else:
         values = apply_temperature(values, temperature, allow_sync)
@@ -139,7 +147,15 @@ class TokenSampler:
         if self.temperature and isinstance(self.noise, PerRowRNG):
             self.noise.repeat()
 
+    def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
+        """See SampleFn."""
+        return self.sample(logits, ids, lambda *arguments: self.noise.peek(ahead, *arguments))
+
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """See SampleFn."""
+        return self.sample(logits, ids, self.noise)
+
+    def sample(self, logits: Logits, ids: Tensor, noise: Noise) -> Tensor:
+        """Sample with these random numbers."""
         return sample_token(logits, ids, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
-                            noise=self.noise, allow_sync=self.allow_sync, in_own_dtype=self.in_own_dtype)
+                            noise=noise, allow_sync=self.allow_sync, in_own_dtype=self.in_own_dtype)

@@ -70,6 +70,27 @@ def test_a_cache_may_be_filled_in_any_parts(parts, processor):
         assert_near(found, last_logits(plain, idx[:, :num_cached]))
 
 
+@pytest.mark.parametrize("processor", PROCESSORS, indirect=True)
+def test_a_pass_may_give_the_logits_of_several_positions(processor):
+    plain, packed, idx = make_gpt(**WIDE), PackedGPT(make_gpt(**WIDE)), random_prompt(14, 2)
+    cache = packed.new_cache(2, 16)
+    packed.next_logits(idx[:, :6], cache)
+    expected = torch.cat([last_logits(plain, idx[:, :end]) for end in range(10, 15)], dim=1).view(10, -1)
+    assert_near(packed.next_logits(idx[:, 6:], cache, num_positions=5).values, expected)
+    assert_near(packed.next_logits(idx, None, num_positions=5).values, expected)
+    assert_near(plain.next_logits(idx, None, num_positions=5).values.detach(), expected)
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, indirect=True)
+def test_passes_can_be_undone(processor):
+    packed, idx = PackedGPT(make_gpt(**WIDE)), random_prompt(14, 1)
+    cache, other = packed.new_cache(1, 16), packed.new_cache(1, 16)
+    packed.next_logits(idx[:, :6], cache)
+    packed.next_logits(idx[:, :4].flip(1), cache, num_positions=4)
+    cache.seq_len = 6
+    assert_near(packed.next_logits(idx[:, 6:7], cache).values, [packed.next_logits(part, other) for part in idx[:, :7].split([6, 1], dim=1)][1].values)
+
+
 @pytest.mark.parametrize("parts", [(513,), (512, 1, 80)])
 def test_a_long_prompt_gives_the_logits_of_gpt(parts):
     shape = dict(WIDE, block_size=600)

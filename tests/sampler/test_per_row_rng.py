@@ -44,6 +44,40 @@ def test_the_next_call_returns_the_prefetched_numbers():
     assert rng(shape, None, "cpu").tolist() == expected[0], "a new batch discards prefetched numbers"
 
 
+@pytest.mark.parametrize("known_cpu", [True, False], ids=["uniform_", "exponential_"])
+def test_peeking_draws_each_number_once_and_does_not_change_the_next_calls(known_cpu, monkeypatch):
+    monkeypatch.setattr(per_row_rng, "exponential_is_from_uniform", lambda: known_cpu and exponential_is_from_uniform())
+    rng, shape, draws = PerRowRNG(7, draws_per_sample=8, vocab_size=50), (1, 50), []
+    state = rng.state_for_sample(0)
+    rng.set_rows([state])
+    expected = [rng(shape, None, "cpu").tolist() for _ in range(8)]
+    rng.set_rows([state])
+    draw = rng.draw
+    monkeypatch.setattr(rng, "draw", lambda numbers: draws.append(1) or draw(numbers))
+
+    def peek(ahead):
+        return rng.peek(ahead, shape, None, "cpu").tolist()
+    assert [peek(2), peek(0), peek(1)] == [expected[i] for i in (2, 0, 1)]
+    assert rng(shape, None, "cpu").tolist() == expected[0]
+    assert [peek(i) for i in range(4)] == expected[1:5]
+    rng.prefetch()
+    assert [peek(i) for i in range(4)] == expected[1:5], "prefetch changes nothing"
+    assert [rng(shape, None, "cpu").tolist() for _ in range(7)] == expected[1:] and len(draws) == 8
+    peek(3)
+    rng.set_rows([state])
+    assert rng(shape, None, "cpu").tolist() == expected[0], "a new batch discards these numbers"
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.5, "top_k": 9}, {"repetition_penalty": 1.5}], ids=str)
+def test_a_proposal_is_the_token_that_a_later_call_samples(settings):
+    rng = PerRowRNG(7, draws_per_sample=9, vocab_size=50)
+    rng.set_rows([rng.state_for_sample(0)])
+    sampler, ids = TokenSampler(**settings, noise=rng), torch.tensor([[3, 4]])
+    logits = torch.randn(9, 1, 50, generator=torch.Generator().manual_seed(2)).mul(3).unbind()
+    proposed = [int(sampler.propose(Logits(row), ids, ahead)) for ahead, row in enumerate(logits)]
+    assert [int(sampler(Logits(row), ids)) for row in logits] == proposed
+
+
 @pytest.mark.parametrize("temperature, prefetches", [(1.0, True), (0, False)])
 def test_a_token_sampler_prefetches_only_if_it_needs_random_numbers(temperature, prefetches):
     rng = PerRowRNG(7, draws_per_sample=3, vocab_size=50)

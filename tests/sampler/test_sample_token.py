@@ -183,3 +183,12 @@ def test_in_their_own_dtype_logits_are_never_read_by_the_host(dtype):
     logits, ids = torch.empty(2, 50, dtype=dtype, device="meta"), torch.zeros(2, 3, dtype=torch.long, device="meta")
     tokens = sample_token(Logits(logits), ids, 0.8, 20, 0.9, 0.1, 1.2, noise=noise, allow_sync=False, in_own_dtype=True)
     assert tokens.shape == (2, 1) and tokens.is_meta
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1e-35])
+def test_in_their_own_dtype_logits_are_checked_if_a_sync_is_allowed(temperature):
+    values = torch.tensor([[0.0, 3.0, -2.0, 1.0]], dtype=torch.bfloat16)
+
+    assert temperature > 0.1 or int(sample(values, temperature, 2, in_own_dtype=True)) == 1
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        sample(values * torch.inf, temperature, 2, in_own_dtype=True)

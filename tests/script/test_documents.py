@@ -63,7 +63,7 @@ def make_hub_cache(folder, names, model):
 @pytest.mark.parametrize("command", commands())
 def test_commands_run(command, run_script, gpt2_folder, tiktoken_cache, user_folder):
     """They run as written, but with short samples, small models in the hub cache, and fewer processes and samples for torchrun."""
-    names = re.findall(r"--init_from=(\S+)", command) or (["gpt2-xl"] if "config/gpt2.py" in command else [])
+    names = re.findall(r"--(?:init_from|draft)=(\S+)", command) or (["gpt2-xl"] if "config/gpt2.py" in command else [])
     make_hub_cache(user_folder / "hub", names, gpt2_folder)
     command += "" if "--help" in command else " --max_new_tokens=20"
     if command.startswith("python sample.py "):

@@ -102,18 +102,22 @@ def split_digits(x: Tensor, max_digit: int) -> tuple[Tensor, Tensor]:
 
 def make_product(rows: Int8Rows) -> Product:
     """The Product with these weights. The choice depends only on the processor, so that a machine repeats its text."""
-    return fbgemm_product(rows, max_digit()) if is_intel_cpu() else onednn_product(rows, max_digit())
+    return FBGEMMProduct(rows, max_digit()) if is_intel_cpu() else onednn_product(rows, max_digit())
 
 
-def fbgemm_product(rows: Int8Rows, max_digit: int) -> Product:
+class FBGEMMProduct:
     """The Product of FBGEMM. Raises AttributeError or RuntimeError if torch lacks it."""
-    zero_point, zero_points = max_digit + 1, torch.zeros(len(rows.scales), dtype=torch.long)
-    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore") # torch plans to remove these operators; then max_digit raises the error
-        weight = torch._make_per_channel_quantized_tensor(rows.values, rows.scales.double(), zero_points, 0)
-        packed = torch.ops.quantized.linear_prepack(weight, None)
-    return lambda digits: multiply(digits, 1.0, zero_point, packed)
+
+    def __init__(self, rows: Int8Rows, max_digit: int):
+        self.zero_point, zero_points = max_digit + 1, torch.zeros(len(rows.scales), dtype=torch.long)
+        self.multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore") # torch plans to remove these operators; then max_digit raises the error
+            weight = torch._make_per_channel_quantized_tensor(rows.values, rows.scales.double(), zero_points, 0)
+            self.packed = torch.ops.quantized.linear_prepack(weight, None)
+
+    def __call__(self, digits: Tensor) -> Tensor:
+        return self.multiply(digits, 1.0, self.zero_point, self.packed)
 
 
 def onednn_product(rows: Int8Rows, max_digit: int) -> Product:
@@ -138,7 +142,7 @@ def max_digit() -> int:
     signs = torch.ones(16, 64, dtype=torch.int8)
     signs[::2] = -1
     rows = Int8Rows(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32))
-    make = fbgemm_product if is_intel_cpu() else onednn_product
+    make = FBGEMMProduct if is_intel_cpu() else onednn_product
     try:
         for digit in 127, 63:
             digits = torch.full((3, 64), digit, dtype=torch.float32)

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from model import GPT, Block, generate_stream
 from sampling.backends.backend import TokenStream
-from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, round_rows
+from sampling.backends.cpu.coarse_int8_linear import coarse_int8_linear
+from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, Int8Rows, round_rows
 from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear
@@ -25,13 +26,15 @@ class PackedGPT:
     logits depend on when that happens.
     int8: round the weights to 8 bits, now. Raises ValueError if this is not possible here.
     keep_plain: with int8, leave the GPT as it is, for another backend.
+    coarse: with int8, round the activations of single tokens to 8 bits too, if that is quicker. A draft needs no more.
     """
     device = torch.device("cpu")
     is_exact = False
     compaction_ratio = 1.0
     forbids_sync = False # sample_token checks the logits at every step
 
-    def __init__(self, gpt: GPT, pack_eagerly: bool = False, int8: bool = False, keep_plain: bool = False):
+    def __init__(self, gpt: GPT, pack_eagerly: bool = False, int8: bool = False, keep_plain: bool = False,
+                 coarse: bool = False):
         self.config = gpt.config
         self.wpe, self.ln_f = gpt.transformer.wpe.weight.detach(), layer_norm(gpt.transformer.ln_f)
         wte, head = gpt.transformer.wte.weight.detach(), gpt.lm_head.weight.detach()
@@ -40,9 +43,9 @@ class PackedGPT:
             del gpt.lm_head, gpt.transformer.wte # otherwise, weights would stay in memory after they are packed
         blocks = blocks_of(gpt, keep_plain)
         if int8: # the head first: packing needs a second copy of a layer, and the head is the largest one
-            rows = round_rows(head)
-            self.lm_head, self.embed = FullLMHead(Int8Linear(rows)), Int8Embedding(rows if is_tied else round_rows(wte))
-            self.blocks = [PackedBlock(block, int8_linear) for block in blocks]
+            rows, make = round_rows(head), coarse_int8_linear if coarse else Int8Linear
+            self.lm_head, self.embed = FullLMHead(make(rows)), Int8Embedding(rows if is_tied else round_rows(wte))
+            self.blocks = [PackedBlock(block, partial(round_linear, make)) for block in blocks]
         else:
             self.embed = partial(F.embedding, weight=wte)
             self.blocks = [PackedBlock(block, partial(PackedLinear, pack_eagerly=pack_eagerly)) for block in blocks]
@@ -58,29 +61,33 @@ class PackedGPT:
         return PackedCache(self.config, batch_size, capacity)
 
     @torch.inference_mode() # has a little less overhead than no_grad
-    def next_logits(self, idx: Tensor, cache: PackedCache | None, num_logits_needed: int | None = None) -> Logits:
-        """See GPT.next_logits. Raises ValueError if there are more than block_size tokens."""
+    def next_logits(self, idx: Tensor, cache: PackedCache | None, num_logits_needed: int | None = None,
+                    num_positions: int = 1) -> Logits:
+        """See CausalLM.next_logits. Raises ValueError if there are more than block_size tokens."""
         T, start = idx.size(1), 0 if cache is None else cache.seq_len
         if start + T > self.config.block_size:
             raise ValueError(f"cannot read {start + T} tokens: block_size is {self.config.block_size}")
         with torch.autocast("cpu", enabled=False): # the layers cast their inputs themselves
             x = self.embed(idx) + self.wpe[start:start + T] # (B, T, E)
-            x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache)
+            x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache, num_positions)
             return self.lm_head(self.ln_f(x), num_logits_needed)
 
-    def prefill(self, x: Tensor, cache: PackedCache | None) -> Tensor:
-        """Run the blocks for T tokens: (B, T, E) -> (B, E) of the last one. Appends keys and values to the cache."""
+    def prefill(self, x: Tensor, cache: PackedCache | None, num_positions: int) -> Tensor:
+        """Run the blocks for T tokens: (B, T, E) -> (B * num_positions, E), those of the last num_positions tokens.
+
+        Appends keys and values to the cache.
+        """
         T, last = x.size(1), len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             q, k, v = self.split_heads(block.qkv(x))
             if cache is not None:
                 k, v = cache.append(i, k, v)
-            if i == last: # from here on, only the last position is needed
-                q, x = q[:, :, -1:], x[:, -1:].contiguous()
+            if i == last: # from here on, only the last positions are needed
+                q, x = q[:, :, -num_positions:], x[:, -num_positions:].contiguous()
             x = block.post_attention(x, causal_attention(q, k, v))
         if cache is not None:
             cache.seq_len += T
-        return x[:, -1]
+        return x.flatten(0, 1)
 
     def decode_step(self, x: Tensor, cache: PackedCache) -> Tensor:
         """Run the blocks for one more token of each row: (B, E) -> (B, E)."""
@@ -143,9 +150,10 @@ def blocks_of(gpt: GPT, keep_plain: bool) -> Iterator[Block]:
         yield blocks[i] if keep_plain else blocks.pop(0)
 
 
-def int8_linear(weight: Tensor, bias: Tensor | None) -> Int8Linear:
-    """An Int8Linear with this weight, rounded. Returns the memory that this needed to the system."""
-    layer = Int8Linear(round_rows(weight), bias)
+def round_linear(make: Callable[[Int8Rows, Tensor | None], Int8Linear], weight: Tensor,
+                 bias: Tensor | None) -> Int8Linear:
+    """The layer that make returns for this weight, rounded. Returns the memory that this needed to the system."""
+    layer = make(round_rows(weight), bias)
     release_memory()
     return layer
 

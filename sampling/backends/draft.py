@@ -1,0 +1,67 @@
+"""Prepares the draft: the model that proposes tokens in speculative decoding."""
+from typing import NamedTuple, Protocol
+
+import torch
+
+from model import GPT, CausalLM, GPTConfig
+from sampling.backends.backend import Backend
+from sampling.backends.prepare import prepare_model
+from sampling.checkpoints.by_name import load_by_name
+from sampling.checkpoints.checkpoint import named_errors
+
+# A step of one row takes the time to read its weights, and about the time of reading so many bytes for each layer:
+# norms, attention and the calls of all operators.
+OVERHEAD_BYTES_PER_LAYER = 10_000_000
+
+
+class ReversibleBackend(Backend, CausalLM, Protocol):
+    """A Backend that can also run single passes. Setting seq_len of its cache to a lower number undoes passes."""
+
+
+class Draft(NamedTuple):
+    """A prepared draft. relative_cost is the time of one of its steps, in steps of the target."""
+    backend: ReversibleBackend
+    relative_cost: float
+
+
+def prepare_draft(name: str, target: GPT, device: torch.device, dtype: torch.dtype,
+                  pack_eagerly: bool = False) -> Draft:
+    """The draft for a target: "int8" is the target itself in 8 bits, otherwise the model of this name, folder or file.
+
+    Call this before prepare_model takes the layers of the target. device, dtype: those of the target.
+    Raises ValueError or OSError if there is no such model, or if it cannot be the draft of this target.
+    """
+    draft_dtype = torch.int8 if name == "int8" else dtype
+    with named_errors(f"draft={name}"):
+        if name == "int8":
+            backend = prepare_int8_copy(target, device, dtype)
+        else:
+            gpt = GPT.from_checkpoint(load_by_name(name, copy_weights=dtype != torch.int8))
+            require_same_vocabulary(name, gpt.config.vocab_size, target.config.vocab_size)
+            backend = prepare_model(gpt, device, dtype, pack_eagerly=pack_eagerly, is_reversible=True)
+    cost = step_bytes(backend.config, draft_dtype.itemsize) / step_bytes(target.config, dtype.itemsize)
+    return Draft(backend, cost)
+
+
+def prepare_int8_copy(target: GPT, device: torch.device, dtype: torch.dtype) -> ReversibleBackend:
+    """The target in 8 bits. Does not change the target. Raises ValueError if that is not possible or gains nothing."""
+    if device.type != "cpu":
+        raise ValueError(f"draft=int8 runs only on a CPU; got device={device}: use a smaller model as the draft")
+    if dtype == torch.int8:
+        raise ValueError("draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32")
+    from sampling.backends.cpu.packed_gpt import PackedGPT
+    return PackedGPT(target, int8=True, keep_plain=True, coarse=True)
+
+
+def require_same_vocabulary(name: str, size: int, target_size: int) -> None:
+    """Raises ValueError if the vocabularies of a draft and its target have different sizes."""
+    if size != target_size:
+        raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: the two "
+                         "must be equal; choose another draft, or leave it out")
+
+
+def step_bytes(config: GPTConfig, bytes_per_weight: int) -> int:
+    """The time of a step of one row, as the number of bytes that a processor reads in that time."""
+    E, inner = config.n_embd, config.n_inner or 4 * config.n_embd
+    num_weights = config.n_layer * (4 * E * E + 2 * E * inner) + config.vocab_size * E
+    return num_weights * bytes_per_weight + config.n_layer * OVERHEAD_BYTES_PER_LAYER

@@ -1,0 +1,180 @@
+"""Speculative decoding that keeps the text: a draft proposes tokens, and the target decides each of them.
+
+The draft samples with the random numbers that the target will use at the same positions. So it mostly proposes the
+target's own tokens, and one pass of the target computes the logits of several positions. docs/speculation.md explains
+why the text stays the same.
+"""
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import window_length
+from sampling.backends.backend import TokenStream
+from sampling.backends.draft import Draft, ReversibleBackend
+from sampling.backends.prepare import warn
+from sampling.sampler.sample_token import Logits, SampleFn
+
+MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
+# What DraftLength assumes at first, as if it had seen so many proposals. A few rounds of a bad draft outweigh it.
+PRIOR_CHECKED, PRIOR_ACCEPTED = 8.0, 6.4
+FORGETTING = 0.95 # the weight of a round after each later round
+# The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
+PASS_COST, PASS_COST_PER_PROPOSAL = 1.2, 0.05 # GPT-2 124M and 774M in float32 on an Intel processor
+
+
+class SpeculativeBackend:
+    """The backend of the target, which samples the same tokens in less time, if the draft's proposals are good.
+
+    It works for a single sample inside the window of block_size tokens. Otherwise the target runs as without a draft.
+    log gets a message when that happens, once for each reason.
+    """
+
+    def __init__(self, target: ReversibleBackend, draft: Draft,
+                 log: Callable[[str], None] = warn):
+        self.target, self.draft, self.draft_cost, self.log = target, draft.backend, draft.relative_cost, log
+        self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
+        self.compaction_ratio, self.forbids_sync = target.compaction_ratio, target.forbids_sync
+        self.logged: set[str] = set() # the messages so far
+        self.num_proposed = self.num_accepted = 0 # of all streams
+
+    @torch.no_grad()
+    def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
+                        context_shift: bool = False) -> TokenStream:
+        """See Backend.generate_stream. sample_fn must support propose if idx has one row."""
+        block_size = self.config.block_size
+        if not self.is_useful(idx):
+            yield from self.target.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
+            return
+        self.log_limits(idx.size(1) + max_new_tokens, context_shift)
+        ids, length = idx[:, -block_size:], DraftLength(self.draft_cost)
+        while max_new_tokens:
+            num_tokens = min(max_new_tokens, block_size + 1 - ids.size(1)) # the last one is sampled from a full window
+            ids = yield from self.decode_window(ids, num_tokens, sample_fn, length)
+            max_new_tokens -= num_tokens
+            if ids is None or not max_new_tokens:
+                return
+            ids = ids[:, -window_length(ids.size(1), block_size, context_shift):]
+            if not context_shift: # the target reads the whole window again for every token
+                yield from self.target.generate_stream(ids, max_new_tokens, sample_fn)
+                return
+
+    def decode_window(self, ids: Tensor, num_tokens: int, sample_fn: SampleFn,
+                      length: "DraftLength") -> Generator[Tensor, list[int] | None, Tensor | None]:
+        """Continue ids (1, T) by num_tokens, which are at most one more than the window has room for.
+
+        Yields each token (1, 1). Returns all ids, or None if the caller ends the stream.
+        """
+        end = ids.size(1) + num_tokens
+        cache, draft_cache = (backend.new_cache(1, min(end, backend.config.block_size))
+                              for backend in (self.target, self.draft))
+        proposals = ids[:, :0] # none: the first pass reads the prompt, exactly as without a draft
+        while True:
+            k = proposals.size(1)
+            unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
+            logits = self.target.next_logits(unread, cache, sample_fn.num_logits_needed, k + 1)
+            for i, row in enumerate(logits.values.split(1)):
+                token = sample_fn(Logits(row, logits.candidate_ids), ids)
+                if (yield token) == []:
+                    return None
+                ids = torch.cat([ids, token], dim=1)
+                if i < k and token != proposals[:, i]: # the logits of the later positions follow a wrong token
+                    break
+            # i proposals were accepted. The keys and values of all tokens but the last one are right.
+            cache.seq_len = ids.size(1) - 1
+            draft_cache.seq_len = min(draft_cache.seq_len, cache.seq_len)
+            self.num_proposed, self.num_accepted = self.num_proposed + k, self.num_accepted + i
+            length.record(k, i)
+            if ids.size(1) == end:
+                return ids
+            # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
+            room = min(end, self.draft.config.block_size + 2) - ids.size(1) - 1
+            proposals = self.propose(ids, max(0, min(length.best(), room)), draft_cache, sample_fn)
+
+    def propose(self, ids: Tensor, num_proposals: int, cache: Any, sample_fn: SampleFn) -> Tensor:
+        """The tokens (1, num_proposals) that the draft samples after ids (1, T), of which cache may lack some."""
+        extended = ids
+        for ahead in range(num_proposals):
+            logits = self.draft.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
+            extended = torch.cat([extended, sample_fn.propose(logits, extended, ahead)], dim=1)
+        return extended[:, ids.size(1):]
+
+    def is_useful(self, idx: Tensor) -> bool:
+        """Whether the draft can save time with these prompts (B, T). If not, logs why."""
+        if len(idx) > 1:
+            self.log_once("the draft is off: several samples at once are faster without it; batch_size=1 turns it on")
+        elif DraftLength(self.draft_cost).best() == 0:
+            self.log_once("the draft is off: compared with the model, its steps take too long to gain time")
+        else:
+            return idx.size(1) > 0 # otherwise the target raises ValueError
+        return False
+
+    def log_limits(self, num_tokens: int, context_shift: bool) -> None:
+        """Say in advance where in a text of num_tokens the draft is off, because a message would interrupt the text."""
+        block_size, draft_block_size = self.config.block_size, self.draft.config.block_size
+        if num_tokens > draft_block_size and draft_block_size < block_size:
+            self.log_once(f"the draft works up to its own block_size, {draft_block_size} tokens with the prompt")
+        elif num_tokens > block_size and not context_shift:
+            self.log_once(f"the draft works up to block_size, {block_size} tokens with the prompt")
+
+    def log_once(self, message: str) -> None:
+        """Log a message, unless it was logged before."""
+        if message not in self.logged:
+            self.logged.add(message)
+            self.log(message)
+
+    def summary(self) -> str:
+        """How many proposals were accepted so far."""
+        if not self.num_proposed:
+            return "the draft proposed no tokens"
+        return (f"{self.num_accepted} of the {self.num_proposed} tokens that the draft proposed were accepted "
+                f"({100 * self.num_accepted / self.num_proposed:.0f} %)")
+
+    def logits_are_finite(self) -> Tensor | None:
+        """See Backend.logits_are_finite."""
+        return self.target.logits_are_finite()
+
+    def release_memory(self) -> None:
+        """See Backend.release_memory."""
+        self.target.release_memory()
+        self.draft.release_memory()
+
+    def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:
+        """Does nothing: a draft needs compile=False."""
+
+    def bytes_per_sample(self, length: int) -> int:
+        """See Backend.bytes_per_sample."""
+        return self.target.bytes_per_sample(length) + self.draft.bytes_per_sample(length)
+
+
+@dataclass
+class DraftLength:
+    """Chooses how many tokens the draft proposes in a round. It depends on counts only, and never on measured times.
+
+    relative_cost is the time of a step of the draft, in steps of the target.
+    """
+    relative_cost: float
+    num_checked: float = PRIOR_CHECKED # proposals up to the first that was refused in each round
+    num_accepted: float = PRIOR_ACCEPTED
+
+    def record(self, num_proposed: int, num_accepted: int) -> None:
+        """Count a round. Earlier rounds lose weight."""
+        if num_proposed:
+            self.num_checked = FORGETTING * self.num_checked + min(num_accepted + 1, num_proposed)
+            self.num_accepted = FORGETTING * self.num_accepted + num_accepted
+
+    def best(self) -> int:
+        """The number with the largest speedup, from 2 to 8; 0 if all are slower than no draft. Then it stays 0."""
+        k = max(range(MIN_PROPOSALS, MAX_PROPOSALS + 1), key=self.speedup)
+        return k if self.speedup(k) > 1 else 0
+
+    def speedup(self, k: int) -> float:
+        """The expected number of tokens of a round with k proposals, divided by its cost in steps of the target.
+
+        The expectation is that of Leviathan et al. (2023): 1 + a + ... + a**k, with the acceptance rate a.
+        """
+        rate = self.num_accepted / self.num_checked
+        num_tokens = (1 - rate**(k + 1)) / (1 - rate) # rate is below 1, because the prior is
+        return num_tokens / (PASS_COST + k * (PASS_COST_PER_PROPOSAL + self.relative_cost))

@@ -1,0 +1,87 @@
+"""prepare_draft loads a draft, or makes one from the model itself, and estimates what it costs."""
+import pytest
+import torch
+
+from model import GPTConfig
+from models import make_gpt, save_checkpoint
+from sampling.backends.cpu import coarse_int8_linear
+from sampling.backends.cpu.coarse_int8_linear import CoarseInt8Linear
+from sampling.backends.cpu.int8_linear import Int8Linear, round_rows
+from sampling.backends.cpu.packed_gpt import PackedGPT
+from sampling.backends.draft import prepare_draft, step_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is():
+    model, idx = make_gpt(n_embd=64), torch.tensor([[5, 9, 30, 2]])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    draft = prepare_draft("int8", model, CPU, torch.float32)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    expected = model.next_logits(idx, None).values.detach()
+    error = (draft.backend.next_logits(idx, None).values - expected).norm() / expected.norm()
+    assert 0 < error < 0.05
+
+
+def test_a_draft_from_a_file_has_the_weights_of_the_file(tmp_path):
+    other, idx = make_gpt(seed=2, n_layer=1), torch.tensor([[5, 9, 30, 2]])
+    path = save_checkpoint(tmp_path, other)
+    for name in tmp_path, path:
+        draft = prepare_draft(str(name), make_gpt(), CPU, torch.float32)
+        torch.testing.assert_close(draft.backend.next_logits(idx, None).values, other.next_logits(idx, None).values.detach())
+
+
+def test_a_draft_may_share_the_dtype_int8_with_the_model(tmp_path):
+    save_checkpoint(tmp_path, make_gpt(seed=2))
+    draft = prepare_draft(str(tmp_path), make_gpt(), CPU, torch.int8)
+    assert isinstance(draft.backend.blocks[0].c_fc, Int8Linear) and draft.relative_cost == 1
+
+
+@pytest.mark.parametrize("device, dtype, message", [
+    ("cuda", torch.bfloat16, "draft=int8 runs only on a CPU; got device=cuda: use a smaller model as the draft"),
+    ("cpu", torch.int8, "draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32"),
+], ids=str)
+def test_the_draft_int8_needs_a_cpu_and_another_dtype(device, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        prepare_draft("int8", make_gpt(), torch.device(device), dtype)
+
+
+def test_the_cost_of_a_draft_grows_with_its_weights_and_layers():
+    xl = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
+    assert 0.25 < step_bytes(xl, 1) / step_bytes(xl, 4) < 0.35
+    assert step_bytes(GPTConfig(), 4) / step_bytes(xl, 4) < 0.12
+    small = GPTConfig(n_layer=6, n_head=6, n_embd=384, vocab_size=65)
+    assert step_bytes(small, 1) / step_bytes(small, 4) > 0.6, "most of the time of a small model is not for weights"
+
+
+@pytest.mark.parametrize("is_intel, digit, is_coarse", [(True, 127, True), (True, 63, False), (False, 127, False)])
+def test_activations_are_coarse_only_where_that_is_quick_and_right(is_intel, digit, is_coarse, monkeypatch):
+    monkeypatch.setattr(coarse_int8_linear, "is_intel_cpu", lambda: is_intel)
+    monkeypatch.setattr(coarse_int8_linear, "max_digit", lambda: digit)
+    monkeypatch.setattr(coarse_int8_linear, "CoarseInt8Linear", lambda *arguments: "coarse")
+    layer = coarse_int8_linear.coarse_int8_linear(round_rows(torch.ones(16, 16)))
+    assert (layer == "coarse") == is_coarse
+
+
+@pytest.mark.skipif(not isinstance(coarse_int8_linear.coarse_int8_linear(round_rows(torch.ones(16, 16))), CoarseInt8Linear), reason="this processor has no coarse layers")
+def test_a_coarse_layer_rounds_single_rows_to_8_bits_and_reads_prompts_more_exactly():
+    generator = torch.Generator().manual_seed(1)
+    weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((96, 64), (96,), (5, 64)))
+    rows = round_rows(weight)
+    coarse, exact = CoarseInt8Linear(rows, bias), Int8Linear(rows, bias)
+    assert torch.equal(coarse(x), exact(x))
+    for num_rows in 1, 2:
+        expected = exact(x[:num_rows], gelu="tanh", residual=torch.ones(num_rows, 96))
+        error = (coarse(x[:num_rows], gelu="tanh", residual=torch.ones(num_rows, 96)) - expected).norm() / expected.norm()
+        assert 1e-4 < error < 0.02
+
+
+def test_a_coarse_gpt_keeps_its_logits_near_those_of_the_exact_one():
+    model, idx = make_gpt(n_embd=64), torch.tensor([[5, 9, 30, 2]])
+    logits = []
+    for coarse in False, True:
+        gpt = PackedGPT(model, int8=True, keep_plain=True, coarse=coarse)
+        cache = gpt.new_cache(1, 16)
+        gpt.next_logits(idx, cache)
+        logits.append(gpt.next_logits(idx[:, :1], cache).values)
+    assert (logits[1] - logits[0]).norm() < 0.1 * logits[0].norm()

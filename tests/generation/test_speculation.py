@@ -1,0 +1,233 @@
+"""With a draft, the samples are those of a run without one. The draft only decides how many passes of the model they take."""
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases import cases
+from engines import generate, make_requests, reference_token_ids
+from model import GPT
+from models import make_gpt
+from project import PROJECT
+from sampling.backends.cpu import lm_head
+from sampling.backends.draft import Draft, prepare_draft
+from sampling.backends.eager import EagerGPT
+from sampling.backends.prepare import packed_or_eager
+from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.generation.engine import Engine
+from sampling.generation.speculation import DraftLength, SpeculativeBackend
+from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.params import SamplingParams
+from sampling.sampler.sample_token import Logits
+
+PARAMS = SamplingParams(max_new_tokens=28, temperature=0.9, top_k=30, seed=3)
+SHAPE = dict(block_size=32, n_embd=24, n_layer=2)
+DEMO = PROJECT / "out-shakespeare-char"
+SETTINGS = {
+    "plain": {}, "greedy": {"temperature": 0.0}, "hot": {"temperature": 1.5, "top_k": None}, "top_p": {"top_p": 0.8}, "min_p": {"min_p": 0.1},
+    "penalty": {"repetition_penalty": 1.4}, "greedy_penalty": {"temperature": 0.0, "repetition_penalty": 3.0}, "stop": {"stop": ["O", "a"]},
+    "logprobs": {"num_logprobs": 3}, "context_shift": {"max_new_tokens": 70, "context_shift": True}, "past_the_window": {"max_new_tokens": 40},
+}
+
+
+class CountingGPT(EagerGPT):
+    """Counts its passes."""
+    num_passes = 0
+
+    def next_logits(self, *arguments):
+        self.num_passes += 1
+        return super().next_logits(*arguments)
+
+
+class SometimesWrongGPT(CountingGPT):
+    """A right draft, except that its logits are wrong in every fifth pass."""
+
+    def next_logits(self, *arguments):
+        logits = super().next_logits(*arguments)
+        return logits if self.num_passes % 5 else Logits(-logits.values)
+
+
+def add_noise(model, std):
+    """The model with noise added to its weights: an imperfect draft."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.empty_like(parameter).normal_(generator=generator), alpha=std * float(parameter.std().nan_to_num()))
+    return model
+
+
+DRAFTS = {
+    "right": lambda **shape: make_gpt(**shape),
+    "half_right": lambda **shape: add_noise(make_gpt(**shape), 0.5),
+    "wrong": lambda **shape: make_gpt(seed=2, **shape),
+}
+
+
+def prepare(model, backend):
+    return EagerGPT(model) if backend == "eager" else packed_or_eager(model, torch.device("cpu"), torch.float32, False, False)
+
+
+def speculative(draft="right", backend="eager", cost=0.05, log=lambda message: None, draft_shape=SHAPE, **shape):
+    """A SpeculativeBackend of small random models whose draft is said to cost this share of a step of the target."""
+    target = prepare(make_gpt(**{**SHAPE, **shape}), backend)
+    return SpeculativeBackend(target, Draft(prepare(DRAFTS[draft](**draft_shape), backend), cost), log)
+
+
+def run(backend, tokenizer, params=PARAMS, num_samples=2, **settings):
+    """The samples of a run, the texts of the most likely tokens, and all log-probabilities."""
+    requests = make_requests(tokenizer, ["The "], num_samples)
+    samples = generate(Engine(backend, tokenizer, params, log=lambda message: None, **settings), requests)
+    tokens = [token for sample in samples for token in sample.tokens]
+    logprobs = [[token.logprob, *(value for _, value in token.top_logprobs)] for token in tokens]
+    texts = [text for token in tokens for text, _ in token.top_logprobs]
+    return [(sample.token_ids, sample.text, sample.finish_reason) for sample in samples], texts, logprobs
+
+
+def assert_same(found, expected):
+    assert found[:2] == expected[:2]
+    if expected[2] and expected[2][0][0] is not None:
+        torch.testing.assert_close(torch.tensor(found[2]), torch.tensor(expected[2]))
+
+
+@pytest.fixture
+def shortlists(monkeypatch):
+    """Let small heads use shortlists."""
+    for name in "MIN_PARAMS", "MIN_WIDTH", "MAX_SHORTLIST_FRACTION":
+        monkeypatch.setattr(lm_head, name, 1)
+
+
+@pytest.mark.parametrize("draft, setting, kind", cases(DRAFTS, SETTINGS, ["packed", "eager"], quick=lambda draft, setting, kind: (
+    kind == "packed" and (draft == "half_right" or setting == "context_shift" or (draft, setting) == ("right", "greedy_penalty")))))
+def test_samples_are_the_same_as_without_a_draft(tokenizer, shortlists, draft, setting, kind):
+    params, backend = replace(PARAMS, **SETTINGS[setting]), speculative(draft, kind)
+    expected = run(prepare(make_gpt(**SHAPE), kind), tokenizer, params)
+    assert_same(run(backend, tokenizer, params), expected)
+    rate = backend.num_accepted / backend.num_proposed
+    assert {"right": rate > 0.98, "half_right": 0 < rate < 1, "wrong": rate < 0.5}[draft]
+
+
+@pytest.mark.parametrize("std", [0.0, 0.1, pytest.param(0.3, marks=pytest.mark.slow)])
+def test_samples_of_a_trained_model_are_the_same_as_without_a_draft(std):
+    def load():
+        return GPT.from_checkpoint(load_checkpoint(DEMO))
+    params, tokenizer = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl")
+    backend = SpeculativeBackend(prepare(load(), "packed"), Draft(prepare(add_noise(load(), std), "packed"), 0.1))
+    assert_same(run(backend, tokenizer, params, num_samples=1), run(prepare(load(), "packed"), tokenizer, params, num_samples=1))
+    assert backend.num_accepted > 20
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_streamed_samples_are_the_same(tokenizer, draft):
+    def texts(backend):
+        return [(sample.index, sample.num_tokens, sample.text) for sample in Engine(backend, tokenizer, PARAMS, stream=True).generate(
+            make_requests(tokenizer, ["O"], 2))]
+    found, expected = texts(speculative(draft)), texts(EagerGPT(make_gpt(**SHAPE)))
+    assert found[-1] == expected[-1] and found == expected
+
+
+def test_a_run_may_start_at_any_sample(tokenizer):
+    requests = make_requests(tokenizer, ["The ", "O"], 3)
+    expected = [sample.token_ids for sample in generate(Engine(speculative("half_right"), tokenizer, PARAMS), requests)]
+    found = [sample.token_ids for sample in generate(Engine(speculative("half_right"), tokenizer, PARAMS), requests[4:])]
+    assert found == expected[4:]
+
+
+def test_a_right_draft_saves_passes(tokenizer):
+    backend = speculative()
+    backend.target = CountingGPT(make_gpt(**SHAPE))
+    run(backend, tokenizer, num_samples=1)
+    assert backend.num_accepted == backend.num_proposed >= 20
+    assert backend.target.num_passes <= 28 / 4
+
+
+def test_after_a_refused_token_a_right_draft_is_right_again(tokenizer, monkeypatch):
+    rounds, record = [], DraftLength.record
+    monkeypatch.setattr(DraftLength, "record", lambda self, k, accepted: rounds.append((k, accepted)) or record(self, k, accepted))
+    backend = speculative(cost=0.02)
+    backend.draft = SometimesWrongGPT(make_gpt(**SHAPE))
+    run(backend, tokenizer, num_samples=4)
+    num_refused = sum(accepted < k for k, accepted in rounds)
+    assert 3 <= num_refused <= backend.draft.num_passes // 5 and backend.num_accepted > num_refused
+
+
+def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):
+    backend = speculative("wrong", cost=0.4)
+    backend.target, backend.draft = CountingGPT(make_gpt(**SHAPE)), CountingGPT(DRAFTS["wrong"](**SHAPE))
+    run(backend, tokenizer, replace(PARAMS, temperature=1.5), num_samples=1)
+    assert 0 < backend.num_proposed <= 20 and backend.draft.num_passes <= 20
+    assert backend.target.num_passes <= 28
+
+
+@pytest.mark.parametrize("settings, draft_shape, cost, message", [
+    ({"batch_size": 4}, SHAPE, 0.1, "the draft is off: several samples at once are faster without it; batch_size=1 turns it on"),
+    ({"params": replace(PARAMS, max_new_tokens=40)}, SHAPE, 0.1, "the draft works up to block_size, 32 tokens with the prompt"),
+    ({}, {**SHAPE, "block_size": 20}, 0.1, "the draft works up to its own block_size, 20 tokens with the prompt"),
+    ({}, SHAPE, 1.0, "the draft is off: compared with the model, its steps take too long to gain time"),
+], ids=["several samples", "past the window", "past the draft's window", "a slow draft"])
+def test_one_line_says_when_the_draft_is_off_and_the_samples_are_the_same(tokenizer, settings, draft_shape, cost, message):
+    lines = []
+    backend = speculative(log=lines.append, draft_shape=draft_shape, cost=cost)
+    found = run(backend, tokenizer, **settings)
+    assert lines == [message]
+    assert_same(found, run(EagerGPT(make_gpt(**SHAPE)), tokenizer, **settings))
+    assert (backend.num_proposed == 0) == ("is off" in message)
+
+
+def test_within_the_window_there_is_no_line(tokenizer):
+    run(speculative(log=pytest.fail), tokenizer)
+
+
+@pytest.mark.parametrize("prompt_length", [1, 15, 16, 20])
+def test_long_prompts_and_few_tokens(tokenizer, prompt_length):
+    for max_new_tokens in 1, 2, 20:
+        requests = make_requests(tokenizer, [("What is it to you? " * 2)[:prompt_length]])
+        shape = dict(block_size=16, n_layer=2, n_embd=24)
+        backend = speculative(draft_shape=shape, **shape)
+        params = replace(PARAMS, max_new_tokens=max_new_tokens)
+        assert [sample.token_ids for sample in generate(Engine(backend, tokenizer, params), requests)] == reference_token_ids(requests, max_new_tokens)
+
+
+def test_a_stream_yields_what_was_asked_for_and_ends_when_told():
+    backend = speculative()
+    engine_sampler = Engine(backend, None, PARAMS).sampler
+    with pytest.raises(ValueError, match="nothing to continue"):
+        next(backend.generate_stream(torch.zeros(1, 0, dtype=torch.long), 3, engine_sampler))
+    assert list(backend.generate_stream(torch.zeros(1, 1, dtype=torch.long), 0, engine_sampler)) == []
+
+
+def test_the_summary_counts_proposals(tokenizer):
+    backend = speculative()
+    assert backend.summary() == "the draft proposed no tokens"
+    run(backend, tokenizer)
+    n = backend.num_proposed
+    assert backend.summary() == f"{n} of the {n} tokens that the draft proposed were accepted (100 %)"
+
+
+def record(length, rounds, share):
+    """Let the target accept this share of each round's proposals, and refuse the next one."""
+    for _ in range(rounds):
+        k = length.best()
+        length.record(k, int(k * share))
+    return length.best()
+
+
+@pytest.mark.parametrize("cost, share, expected", [(0.05, 1, 8), (0.35, 1, 8), (0.35, 0, 0), (0.05, 0.5, 4), (0.1, 0, 0), (0.02, 0, 0)])
+def test_the_number_of_proposals_follows_what_is_accepted(cost, share, expected):
+    assert 2 <= DraftLength(cost).best() <= 8
+    assert record(DraftLength(cost), 40, share) == expected
+
+
+def test_a_draft_that_is_off_stays_off():
+    length = DraftLength(0.35)
+    assert record(length, 6, 0) == 0
+    assert record(length, 100, 1) == 0
+
+
+def test_a_model_in_8_bits_is_a_good_draft_of_itself():
+    def load():
+        return GPT.from_checkpoint(load_checkpoint(DEMO))
+    params, tokenizer, model = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl"), load()
+    draft = prepare_draft("int8", model, torch.device("cpu"), torch.float32)
+    backend = SpeculativeBackend(prepare(model, "packed"), draft._replace(relative_cost=0.1))
+    assert_same(run(backend, tokenizer, params, num_samples=1), run(prepare(load(), "packed"), tokenizer, params, num_samples=1))
+    assert backend.num_accepted > 0.7 * backend.num_proposed > 60
