@@ -72,8 +72,7 @@ def main(settings):
     from sampling.backends.draft import prepare_draft
     from sampling.backends.memory import max_batch_size, peak_memory
     from sampling.backends.prepare import prepare_model, warm_up_compile
-    from sampling.checkpoints.huggingface import load_gpt2
-    from sampling.checkpoints.nanogpt import load_checkpoint
+    from sampling.checkpoints.by_name import load_from_settings
     from sampling.generation.engine import Engine
     from sampling.generation.speculation import SpeculativeBackend
     from sampling.inputs.notices import log_cropped, warn_about_stop_texts
@@ -88,8 +87,7 @@ def main(settings):
         prompts = PromptSource(start, settings) if workers.is_main and not interactive else None
         torch_device = choose_device(device, workers.local_rank)
         ptdtype = choose_dtype(torch_device, dtype)
-        load, source = (load_checkpoint, out_dir) if init_from == 'resume' else (load_gpt2, init_from)
-        checkpoint = load(source, with_crc32=bool(out_file), copy_weights=ptdtype != torch.int8)
+        checkpoint = load_from_settings(init_from, out_dir, bool(out_file), copy_weights=ptdtype != torch.int8)
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, log) # its own, or GPT-2's encoding
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
@@ -123,16 +121,21 @@ def main(settings):
             engine.batch_size = batch_size or max_batch_size(model, length, workers.local_world_size)
             if compile:
                 warm_up_compile(model, longest, workers.batch_sizes(total, engine.batch_size), params, log)
-            for sample in workers.imap(engine, requests): # in order; while streaming, also unfinished ones
-                if sample.finish_reason:
-                    outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
-                    progress.add_sample(sample)
-                if not outputs.uses_stdout:
-                    printer.update(sample)
+            show_and_save(workers.imap(engine, requests), outputs, printer, progress)
     outputs.close()
     progress.close(peak_memory(torch_device))
     if prepared_draft:
         log(model.summary())
+
+
+def show_and_save(samples, outputs, printer, progress):
+    """Save each finished sample, then show it. While streaming, samples come unfinished too."""
+    for sample in samples:
+        if sample.finish_reason:
+            outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
+            progress.add_sample(sample)
+        if not outputs.uses_stdout:
+            printer.update(sample)
 
 
 if __name__ == '__main__':

@@ -17,13 +17,19 @@ def report(cases, processes, limits, rounds, device):
     plain = {case.row: case.rate() for case in cases if case.name == "plain loop"}
     for case in cases:
         ratio = f"{case.rate() / plain[case.row]:.1f}" if case.row in plain else ""
-        lines.append(f"| {case.row} | {case.name} | {case.rate():,.0f} | {ratio} | {share_of_limit(case, *limits)} |")
+        lines.append(f"| {case.row} | {case.name} | {shown_rate(case)} | {ratio} | {share_of_limit(case, *limits)} |")
     if processes:
         lines += ["", "| whole process | | seconds | peak memory |", "|---|---|---:|---:|"]
     for row, name, measured in processes:
         seconds, memory = (statistics.median(values) for values in zip(*measured, strict=True))
         lines.append(f"| {row} | {name} | {seconds:.2f} | {memory:,.0f} MB |")
     return "\n".join(lines) + "\n"
+
+
+def shown_rate(case):
+    """The rate, with a decimal if it is below ten."""
+    rate = case.rate()
+    return f"{rate:.1f}" if rate < 9.95 else f"{rate:,.0f}"
 
 
 def share_of_limit(case, bandwidth, float32, bfloat16):
