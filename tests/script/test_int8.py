@@ -26,7 +26,8 @@ def run_int8(run_script, char_checkpoint, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("arguments, params", [([], {}), (["--context_shift", "--top_k=7"], {"context_shift": True, "top_k": 7})], ids=str)
+@pytest.mark.parametrize("arguments, params", [
+    pytest.param([], {}, marks=pytest.mark.slow), (["--context_shift", "--top_k=7"], {"context_shift": True, "top_k": 7})], ids=str)
 def test_batches_change_no_sample(run_int8, char_checkpoint, arguments, params):
     """Some prompts are longer than others, and the samples are longer than block_size."""
     generator = sampling.load(str(char_checkpoint), device="cpu", dtype="int8")
@@ -51,7 +52,7 @@ def test_a_run_is_resumed_only_in_int8(run_int8, tmp_path):
     assert run_int8("--out_file=samples.jsonl", "--logprobs=2").returncode == 0 and path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("start", ["--start=A", "--interactive"])
+@pytest.mark.parametrize("start", ["--start=A", pytest.param("--interactive", marks=pytest.mark.slow)])
 def test_no_warning_of_torch_reaches_the_user(run_script, char_checkpoint, start):
     """torch warns once a process about the operators."""
     done = run_script(f"--out_dir={char_checkpoint}", "--dtype=int8", start, "--num_samples=1", "--max_new_tokens=3", stdin=b"A\n", separate=True)

@@ -121,7 +121,7 @@ def wait(process, folder, num_saved, moment):
 
 
 @QUICK_AND_SLOW
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, -15, marks=pytest.mark.slow), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("number, status", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, -15, marks=pytest.mark.slow), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(new_folder, uninterrupted, separate, number, status):
     """Each run resumes the previous one. The slow case has twenty moments: ten after the start of a separate process, ten while a fork samples."""
     rng, interrupted = random.Random(int(number)), []

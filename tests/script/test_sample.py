@@ -178,6 +178,7 @@ def test_out_of_memory_halves_the_batch(run_script, tmp_path):
     assert done.stdout == run_script(*settings, "--batch_size=16").stdout
 
 
+@pytest.mark.slow
 def test_a_prompt_of_ten_megabytes_is_printed_in_full(run_script, char_checkpoint, tmp_path):
     """The model sees only its last tokens, but the script prints all of it."""
     prompt = ("To be, or not to be: that is the question.\n" * 250_000)[-10_000_000:]
