@@ -36,6 +36,7 @@ def peak_of_loading(path, *in_int8):
     return float(done.stdout)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_optimizer_state_is_never_read(tmp_path):
     path = save_checkpoint(tmp_path, make_gpt(), optimizer={"state": torch.ones(50_000_000)}) # 200 MB

@@ -44,7 +44,8 @@ def test_gomp_spincount_limits_busy_waiting(run_script, char_checkpoint, variabl
     assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
 
 
-@pytest.mark.parametrize("sampling", [dict(top_k=200), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=str)
+@pytest.mark.parametrize("sampling", [
+    pytest.param(dict(top_k=200), marks=pytest.mark.slow), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=str)
 def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_folder, gpt2_encoding, sampling):
     tokenizer, theirs = GPT2Tokenizer(), make_transformers_gpt2()
     idx = torch.tensor([tokenizer.encode("Hello, I'm a")])
@@ -167,6 +168,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow # generation/test_engine_failures.py has the same without a process
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
 def test_out_of_memory_halves_the_batch(run_script, tmp_path):
     save_checkpoint(tmp_path, make_gpt(n_layer=4, n_embd=128, block_size=1024))
