@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ def report_and_exit(status: int, message: str) -> NoReturn:
     """Show an error as one line of limited length, and end the script."""
     line = " ".join(f"error: {message}".split())
     log(line if len(line) < 3000 else f"{line[:1500]} ... {line[-1500:]}")
+    if not _console.is_main: # torchrun ends all processes as soon as one has failed: rank 0 must show its error first
+        time.sleep(10)
     hard_exit(status)
 
 

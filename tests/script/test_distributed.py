@@ -27,13 +27,17 @@ def folder(tmp_path):
 
 @pytest.fixture
 def torchrun(folder, tiktoken_cache):
-    """torchrun(num_processes, *arguments) starts sample.py. Processes that still run at the end are killed."""
+    """torchrun(num_processes, *arguments) starts sample.py. Processes that still run at the end are killed.
+
+    If the folder has a sitecustomize.py, Python runs it first.
+    """
     started = []
 
     def start(num_processes, *arguments):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "--",
                    str(SCRIPT), *arguments]
-        env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+               "PYTHONPATH": str(folder)}
         started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                         start_new_session=True))
         return started[-1]
@@ -78,7 +82,8 @@ def test_a_random_seed_is_the_same_for_all_processes(torchrun, run_script, folde
     pytest.param(["--interactive"], "interactive=True", marks=slow),
     (["--out_file=prompts.txt"], "prompts.txt, line 1: not"), # only rank 0 finds it
 ], ids=str)
-def test_an_error_is_reported_once(torchrun, arguments, message):
+def test_an_error_is_reported_once(torchrun, folder, arguments, message):
+    (folder / "sitecustomize.py").write_text("import os, time\ntime.sleep(os.environ.get('RANK') == '0')\n") # rank 0 is last
     process = torchrun(2, *arguments)
     printed, messages = process.communicate(timeout=120)
     errors = [line for line in messages.splitlines() if line.startswith("error: ")]
