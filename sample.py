@@ -69,12 +69,10 @@ def main(settings):
 
     from model import GPT
     from sampling.backends.devices import autocast, choose_device, choose_dtype, dtype_name
-    from sampling.backends.draft import prepare_draft
-    from sampling.backends.memory import max_batch_size, peak_memory
-    from sampling.backends.prepare import prepare_model, warm_up_compile
+    from sampling.backends.memory import peak_memory
     from sampling.checkpoints.by_name import load_from_settings
     from sampling.generation.engine import Engine
-    from sampling.generation.speculation import SpeculativeBackend
+    from sampling.generation.speculation import prepare_with_draft
     from sampling.inputs.notices import log_cropped, warn_about_stop_texts
     from sampling.inputs.tokenizer import load_tokenizer
 
@@ -97,15 +95,10 @@ def main(settings):
             outputs = open_outputs(settings, checkpoint, torch_device.type, dtype_name(ptdtype))
             requests = outputs.resume(prompts.requests(tokenizer, num_samples))
             requests = log_cropped(requests, tokenizer, gpt.config.block_size, log)
+        log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
         # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
-        pack_eagerly = bool(out_file)
-        prepared_draft = prepare_draft(draft, gpt, torch_device, ptdtype, pack_eagerly) if draft else None
+        model = prepare_with_draft(draft, gpt, torch_device, ptdtype, compile, bool(out_file), cuda_graphs, exact, log)
     total, longest = workers.broadcast((total, longest))
-    log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
-    model = prepare_model(gpt, torch_device, ptdtype, compile, pack_eagerly, cuda_graphs, exact,
-                          is_reversible=bool(draft), log=log)
-    if prepared_draft:
-        model = SpeculativeBackend(model, prepared_draft, log)
     resume_garbage_collection()
 
     with torch.no_grad(), autocast(torch_device, ptdtype):
@@ -117,15 +110,22 @@ def main(settings):
             from sampling.repl import run_repl
             run_repl(engine, printer, start)
         else:
-            length = (longest or model.config.block_size) + max_new_tokens
-            engine.batch_size = batch_size or max_batch_size(model, length, workers.local_world_size)
-            if compile:
-                warm_up_compile(model, longest, workers.batch_sizes(total, engine.batch_size), params, log)
+            choose_batch_size(engine, workers, total, longest)
             show_and_save(workers.imap(engine, requests), outputs, printer, progress)
     outputs.close()
     progress.close(peak_memory(torch_device))
-    if prepared_draft:
+    if draft:
         log(model.summary())
+
+
+def choose_batch_size(engine, workers, total, longest):
+    """Set the engine's batch_size for total samples, the longest prompt of which is known. With compile, compile."""
+    from sampling.backends.memory import max_batch_size
+    from sampling.backends.prepare import warm_up_compile
+    length = (longest or engine.backend.config.block_size) + max_new_tokens
+    engine.batch_size = batch_size or max_batch_size(engine.backend, length, workers.local_world_size)
+    if compile:
+        warm_up_compile(engine.backend, longest, workers.batch_sizes(total, engine.batch_size), engine.params, log)
 
 
 def show_and_save(samples, outputs, printer, progress):

@@ -2,7 +2,7 @@
 
     python out-shakespeare-char/train.py tinyshakespeare.txt
 
-Writes ckpt.pt and meta.pkl beside this file. Takes 40 minutes on two CPU cores.
+Writes ckpt.pt and meta.pkl beside this file.
 """
 import copy
 import math
@@ -50,29 +50,45 @@ def half_precision(model):
     return copy.deepcopy(model).half().eval()
 
 
-def main(text_file):
-    """Train on the first nine tenths of the text. Save the weights with the lowest loss on the last tenth."""
-    text = Path(text_file).read_text(encoding="utf-8")
+def encode(text):
+    """The ids of the characters. Writes meta.pkl, the vocabulary. Returns the ids and the vocabulary's size."""
     chars = sorted(set(text))
     stoi = {char: i for i, char in enumerate(chars)}
-    ids = torch.tensor([stoi[char] for char in text])
-    train, val = ids[:len(ids) * 9 // 10], ids[len(ids) * 9 // 10:]
     meta = {"vocab_size": len(chars), "itos": dict(enumerate(chars)), "stoi": stoi}
     (here / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return torch.tensor([stoi[char] for char in text]), len(chars)
 
-    torch.manual_seed(1337)
-    model = GPT(GPTConfig(vocab_size=len(chars), **shape))
-    for block in model.transformer.h:
-        block.attn.dropout.p = 0.0 # with dropout, attention is slow on a CPU
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.998)) # of the weights of about 500 steps
+
+def make_optimizers(model):
+    """Muon for the matrices in the blocks, AdamW for everything else. Returns them and their schedulers."""
     matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers = [
         torch.optim.Muon(matrices, lr=learning_rate["Muon"], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=learning_rate["AdamW"], weight_decay=0.0, betas=(0.9, 0.99), fused=True),
     ]
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
+    return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
 
+
+def save(model, step, loss):
+    """Write ckpt.pt as nanoGPT's train.py does, without the optimizer's state."""
+    torch.save({
+        "model": model.state_dict(), "model_args": dict(shape, vocab_size=model.config.vocab_size), "iter_num": step,
+        "best_val_loss": loss,
+        "config": dict(shape, dataset="shakespeare_char", batch_size=batch_size, learning_rate=learning_rate["AdamW"]),
+    }, here / "ckpt.pt")
+
+
+def main(text_file):
+    """Train on the first nine tenths of the text. Save the weights with the lowest loss on the last tenth."""
+    ids, vocab_size = encode(Path(text_file).read_text(encoding="utf-8"))
+    train, val = ids[:len(ids) * 9 // 10], ids[len(ids) * 9 // 10:]
+    torch.manual_seed(1337)
+    model = GPT(GPTConfig(vocab_size=vocab_size, **shape))
+    for block in model.transformer.h:
+        block.attn.dropout.p = 0.0 # with dropout, attention is slow on a CPU
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.998)) # of the weights of about 500 steps
+    optimizers, schedulers = make_optimizers(model)
     began, best = time.time(), math.inf
     for step in range(steps):
         with torch.autocast("cpu", torch.bfloat16):
@@ -91,12 +107,7 @@ def main(text_file):
                   flush=True)
             if held_out < best:
                 best = held_out
-                torch.save({
-                    "model": half.state_dict(), "model_args": dict(shape, vocab_size=len(chars)), "iter_num": step + 1,
-                    "best_val_loss": best,
-                    "config": dict(shape, dataset="shakespeare_char", batch_size=batch_size,
-                                   learning_rate=learning_rate["AdamW"]),
-                }, here / "ckpt.pt")
+                save(half, step + 1, best)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ import torch
 from model import GPT
 from sampling.backends.backend import Backend
 from sampling.backends.devices import autocast, choose_device, choose_dtype
-from sampling.backends.draft import prepare_draft
 from sampling.backends.memory import max_batch_size
-from sampling.backends.prepare import prepare_model
 from sampling.checkpoints.by_name import load_by_name
 from sampling.generation.engine import Engine
-from sampling.generation.speculation import SpeculativeBackend
+from sampling.generation.speculation import prepare_with_draft
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor
 from sampling.validation import check_draft, check_dtype
@@ -43,11 +41,8 @@ class TextGenerator:
         checkpoint = load_by_name(name, copy_weights=torch_dtype != torch.int8)
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, logging.getLogger(__name__).warning)
-        prepared_draft = prepare_draft(draft, gpt, torch_device, torch_dtype) if draft else None
-        backend = prepare_model(gpt, torch_device, torch_dtype, compile, cuda_graphs=cuda_graphs, exact=exact,
-                                is_reversible=bool(draft))
-        if prepared_draft:
-            backend = SpeculativeBackend(backend, prepared_draft)
+        backend = prepare_with_draft(draft, gpt, torch_device, torch_dtype, compile, cuda_graphs=cuda_graphs,
+                                     exact=exact)
         return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws, checkpoint.is_huggingface)
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,

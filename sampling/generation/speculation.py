@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model import window_length
-from sampling.backends.backend import TokenStream
-from sampling.backends.draft import Draft, ReversibleBackend
-from sampling.backends.prepare import warn
+from model import GPT, window_length
+from sampling.backends.backend import Backend, TokenStream
+from sampling.backends.draft import Draft, ReversibleBackend, prepare_draft
+from sampling.backends.prepare import prepare_model, warn
 from sampling.sampler.sample_token import Logits, SampleFn
 
 MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
@@ -25,6 +25,15 @@ FORGETTING = 0.95 # the weight of a round after each later round
 PASS_COST, PASS_COST_PER_PROPOSAL = 1.2, 0.05 # GPT-2 124M and 774M in float32 on an Intel processor
 
 
+def prepare_with_draft(draft: str | None, gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
+                       pack_eagerly: bool = False, cuda_graphs: bool = True, exact: bool = False,
+                       log: Callable[[str], None] = warn) -> Backend:
+    """See prepare_model, and prepare_draft if there is a draft. Raises what they raise."""
+    prepared = prepare_draft(draft, gpt, device, dtype, pack_eagerly) if draft else None # before gpt loses its layers
+    backend = prepare_model(gpt, device, dtype, compile, pack_eagerly, cuda_graphs, exact, bool(draft), log)
+    return SpeculativeBackend(backend, prepared, log) if prepared else backend
+
+
 class SpeculativeBackend:
     """The backend of the target, which samples the same tokens in less time, if the draft's proposals are good.
 
@@ -32,8 +41,7 @@ class SpeculativeBackend:
     log gets a message when that happens, once for each reason.
     """
 
-    def __init__(self, target: ReversibleBackend, draft: Draft,
-                 log: Callable[[str], None] = warn):
+    def __init__(self, target: ReversibleBackend, draft: Draft, log: Callable[[str], None] = warn):
         self.target, self.draft, self.draft_cost, self.log = target, draft.backend, draft.relative_cost, log
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
         self.compaction_ratio, self.forbids_sync = target.compaction_ratio, target.forbids_sync

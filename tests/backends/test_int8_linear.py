@@ -8,7 +8,7 @@ from sampling.backends.cpu import int8_linear
 from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, Int8Rows, max_digit, round_rows
 
 pytestmark = [pytest.mark.usefixtures("all_threads")]
-KERNELS = "FBGEMMProduct", "onednn_product"
+KERNELS = "FBGEMMProduct", "OneDNNProduct"
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_the_products_round_digits_and_are_exact(kernel, digit, num_rows):
     rows = Int8Rows(torch.randint(-127, 128, (70, 100), dtype=torch.int8), normal(70).abs())
     digits = torch.randint(-digit, digit + 1, (num_rows, 100)).float()
     digits[0], rows.values[0], rows.values[1] = digit, 127, -127 # the largest sums
-    product = int8_linear.FBGEMMProduct if int8_linear.is_intel_cpu() else int8_linear.onednn_product
+    product = int8_linear.FBGEMMProduct if int8_linear.is_intel_cpu() else int8_linear.OneDNNProduct
     expected = (digits.double() @ rows.values.double().T * rows.scales.double()).float()
     for shift in -0.4, 0, 0.4:
         torch.testing.assert_close(product(rows, digit)(digits + shift), expected, rtol=2e-7, atol=0)

@@ -21,9 +21,16 @@ from report import draw_chart, report
 
 def cpu_cases(folder, quick):
     """All cases of the table for a CPU, in order."""
-    gpt2, large, small = (folder / name for name in ("124M", "10.6M", "0.8M"))
+    found = [*gpt2_cases(folder / "124M", (1,) if quick else (1, 10))]
+    if not quick:
+        found += gpt2_large_cases(folder / "774M")
+    return [*found, *busy_cases(folder / "124M"), *character_cases(folder / "10.6M", folder / "0.8M")]
+
+
+def gpt2_cases(gpt2, batch_sizes):
+    """GPT-2 124M, by all programs."""
     found = []
-    for samples in ((1,) if quick else (1, 10)):
+    for samples in batch_sizes:
         row, lengths = f"124M, {count(samples)}", (8, 264)
         found += [
             Case(row, "plain loop", other("plain", gpt2, 1), (4, 44), 1),
@@ -37,21 +44,33 @@ def cpu_cases(folder, quick):
         ]
         if samples == 1:
             found.append(draft_case(row, gpt2, lengths))
-    if not quick:
-        row, source, lengths = "774M, 1 sample", folder / "774M", (8, 72)
-        found += [
-            Case(row, "sample.py float32", sample_py(f"--init_from={source}", 1), lengths, 1),
-            Case(row, "sample.py int8", sample_py(f"--init_from={source}", 1, dtype="int8"), lengths, 1),
-            draft_case(row, source, lengths),
-        ]
+    return found
+
+
+def gpt2_large_cases(source):
+    """GPT-2 774M, by sample.py."""
+    row, lengths = "774M, 1 sample", (8, 72)
+    return [
+        Case(row, "sample.py float32", sample_py(f"--init_from={source}", 1), lengths, 1),
+        Case(row, "sample.py int8", sample_py(f"--init_from={source}", 1, dtype="int8"), lengths, 1),
+        draft_case(row, source, lengths),
+    ]
+
+
+def busy_cases(gpt2):
+    """GPT-2 124M, while another program uses one core."""
     row = "124M, 1 sample, a core busy"
-    found += [
+    return [
         Case(row, "Hugging Face", other("transformers", gpt2, 1), (8, 40), 1, busy=1),
         Case(row, "CTranslate2 float32", other("ctranslate2", gpt2, 1), (8, 136), 1, busy=1),
         Case(row, "sample.py float32", sample_py(f"--init_from={gpt2}", 1), (8, 136), 1, busy=1),
     ]
+
+
+def character_cases(large, small):
+    """The two character models."""
     row = "10.6M, 10 samples, inside the window"
-    found += [
+    found = [
         Case(row, "plain loop", other("plain", large, 1), (8, 248), 1),
         Case(row, "Hugging Face", other("transformers", large / "transformers", 10), (8, 248), 10),
         Case(row, "CTranslate2 float32", other("ctranslate2", large / "transformers", 10), (8, 248), 10),

@@ -58,6 +58,7 @@ class Int8Embedding:
         self.rows = rows
 
     def __call__(self, idx: Tensor) -> Tensor:
+        """See Int8Embedding."""
         return self.rows.values[idx] * self.rows.scales[idx].unsqueeze(-1)
 
 
@@ -102,7 +103,7 @@ def split_digits(x: Tensor, max_digit: int) -> tuple[Tensor, Tensor]:
 
 def make_product(rows: Int8Rows) -> Product:
     """The Product with these weights. The choice depends only on the processor, so that a machine repeats its text."""
-    return FBGEMMProduct(rows, max_digit()) if is_intel_cpu() else onednn_product(rows, max_digit())
+    return FBGEMMProduct(rows, max_digit()) if is_intel_cpu() else OneDNNProduct(rows, max_digit())
 
 
 class FBGEMMProduct:
@@ -117,20 +118,24 @@ class FBGEMMProduct:
             self.packed = torch.ops.quantized.linear_prepack(weight, None)
 
     def __call__(self, digits: Tensor) -> Tensor:
+        """See Product."""
         return self.multiply(digits, 1.0, self.zero_point, self.packed)
 
 
-def onednn_product(rows: Int8Rows, max_digit: int) -> Product:
+class OneDNNProduct:
     """The Product of oneDNN. Raises AttributeError or RuntimeError if torch lacks it."""
-    scales, zero_points = rows.scales, torch.zeros(len(rows.scales), dtype=torch.int32)
-    multiply, packed = torch.ops.onednn.qlinear_pointwise, torch.ops.onednn.qlinear_prepack(rows.values, None)
-    zero_point = max_digit + 1
 
-    def product(digits: Tensor) -> Tensor:
-        digits = digits.add(zero_point + 0.5).to(torch.uint8) # the conversion truncates, so this rounds
-        return multiply(digits, 1.0, zero_point, packed, scales, zero_points,
-                        None, 1.0, 0, torch.float32, "none", [], "") # no bias; a float32 result; no other operation
-    return product
+    def __init__(self, rows: Int8Rows, max_digit: int):
+        self.zero_point, self.scales = max_digit + 1, rows.scales
+        self.zero_points = torch.zeros(len(rows.scales), dtype=torch.int32)
+        self.multiply = torch.ops.onednn.qlinear_pointwise
+        self.packed = torch.ops.onednn.qlinear_prepack(rows.values, None)
+
+    def __call__(self, digits: Tensor) -> Tensor:
+        """See Product."""
+        digits = digits.add(self.zero_point + 0.5).to(torch.uint8) # the conversion truncates, so this rounds
+        return self.multiply(digits, 1.0, self.zero_point, self.packed, self.scales, self.zero_points,
+                             None, 1.0, 0, torch.float32, "none", [], "") # no bias; float32; no other operation
 
 
 @cache
@@ -142,7 +147,7 @@ def max_digit() -> int:
     signs = torch.ones(16, 64, dtype=torch.int8)
     signs[::2] = -1
     rows = Int8Rows(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32))
-    make = FBGEMMProduct if is_intel_cpu() else onednn_product
+    make = FBGEMMProduct if is_intel_cpu() else OneDNNProduct
     try:
         for digit in 127, 63:
             digits = torch.full((3, 64), digit, dtype=torch.float32)
