@@ -63,17 +63,26 @@ def test_activations_are_coarse_only_where_that_is_quick_and_right(is_intel, dig
     assert (layer == "coarse") == is_coarse
 
 
+def test_without_the_coarse_operators_layers_are_exact(monkeypatch):
+    def missing(*arguments):
+        raise AttributeError("no such operator")
+    monkeypatch.setattr(coarse_int8_linear, "is_intel_cpu", lambda: True)
+    monkeypatch.setattr(coarse_int8_linear, "CoarseInt8Linear", missing)
+    assert isinstance(coarse_int8_linear.coarse_int8_linear(round_rows(torch.ones(16, 16))), Int8Linear)
+
+
 @pytest.mark.skipif(not isinstance(coarse_int8_linear.coarse_int8_linear(round_rows(torch.ones(16, 16))), CoarseInt8Linear), reason="this processor has no coarse layers")
-def test_a_coarse_layer_rounds_single_rows_to_8_bits_and_reads_prompts_more_exactly():
+def test_a_coarse_layer_rounds_activations_to_8_bits_and_scales_the_rows_of_a_prompt():
     generator = torch.Generator().manual_seed(1)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((96, 64), (96,), (5, 64)))
     rows = round_rows(weight)
     coarse, exact = CoarseInt8Linear(rows, bias), Int8Linear(rows, bias)
-    assert torch.equal(coarse(x), exact(x))
-    for num_rows in 1, 2:
+    x[3] *= 1000
+    for num_rows in 1, 2, 5:
         expected = exact(x[:num_rows], gelu="tanh", residual=torch.ones(num_rows, 96))
-        error = (coarse(x[:num_rows], gelu="tanh", residual=torch.ones(num_rows, 96)) - expected).norm() / expected.norm()
-        assert 1e-4 < error < 0.02
+        found = coarse(x[:num_rows], gelu="tanh", residual=torch.ones(num_rows, 96))
+        errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert errors.min() > 1e-4 and errors.max() < 0.02
 
 
 def test_a_coarse_gpt_keeps_its_logits_near_those_of_the_exact_one():

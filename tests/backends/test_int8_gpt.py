@@ -25,15 +25,6 @@ pytestmark = pytest.mark.usefixtures("all_threads")
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
 
 
-@pytest.fixture(params=["Intel", "AMD"])
-def processor(request, monkeypatch):
-    """Use the operators of this processor."""
-    monkeypatch.setattr(int8_linear, "is_intel_cpu", lambda: request.param == "Intel")
-    max_digit.cache_clear()
-    yield request.param
-    max_digit.cache_clear()
-
-
 def random_prompt(length, rows):
     return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
 
@@ -56,7 +47,7 @@ def all_logits(model, idx, prefill=1):
 
 
 @pytest.mark.parametrize("tied, gelu, prefill", cases([True, False], ["none", "tanh"], [1, 9, 14], quick=lambda tied, gelu, prefill: tied == (gelu == "tanh")))
-def test_it_is_the_model_with_rounded_weights(processor, tied, gelu, prefill):
+def test_it_is_the_model_with_rounded_weights(tied, gelu, prefill):
     model, idx = make_gpt(**WIDE, tie_word_embeddings=tied, gelu=gelu), random_prompt(14, 3)
     expected = with_rounded_weights(model)(idx, idx)[0][:, prefill - 1:]
     found = all_logits(PackedGPT(model, int8=True), idx, prefill)
@@ -64,7 +55,7 @@ def test_it_is_the_model_with_rounded_weights(processor, tied, gelu, prefill):
 
 
 @pytest.mark.parametrize("context_shift", [False, True])
-def test_it_generates_past_block_size(processor, context_shift):
+def test_it_generates_past_block_size(context_shift):
     model, idx = make_gpt(), random_prompt(5, 3) # block_size is 16
     expected = with_rounded_weights(model).generate(idx, 40, temperature=0, context_shift=context_shift)
     sampler = TokenSampler(temperature=0)
@@ -72,7 +63,7 @@ def test_it_generates_past_block_size(processor, context_shift):
 
 
 @pytest.mark.parametrize("prefill", [1, 33])
-def test_a_row_has_the_same_logits_alone_and_in_a_batch(processor, prefill):
+def test_a_row_has_the_same_logits_alone_and_in_a_batch(prefill):
     backend, idx = PackedGPT(make_gpt(**WIDE), int8=True), random_prompt(45, 7)
     together = all_logits(backend, idx, prefill)
     for row in 0, 6:
@@ -81,13 +72,13 @@ def test_a_row_has_the_same_logits_alone_and_in_a_batch(processor, prefill):
 
 
 @pytest.mark.parametrize("length", [16, 64])
-def test_a_window_has_the_same_logits_alone_and_in_a_batch(processor, length):
+def test_a_window_has_the_same_logits_alone_and_in_a_batch(length):
     backend, idx = PackedGPT(make_gpt(**WIDE), int8=True), random_prompt(length, 7)
     together = backend.next_logits(idx, None).values
     assert all(torch.equal(backend.next_logits(idx[row:row + 1], None).values[0], together[row]) for row in range(7))
 
 
-def test_large_channels_do_not_change_the_logits_more_than_rounded_weights_do(processor):
+def test_large_channels_do_not_change_the_logits_more_than_rounded_weights_do():
     """Two channels a hundred times the others, as in GPT-2, at the input of every layer."""
     model, idx = make_gpt(**WIDE), random_prompt(30, 4)
     with torch.no_grad():
@@ -98,7 +89,7 @@ def test_large_channels_do_not_change_the_logits_more_than_rounded_weights_do(pr
     assert (found - exact).abs().mean() < 2 * (rounded - exact).abs().mean()
 
 
-def test_the_demo_predicts_nearly_as_well_as_in_float32(processor):
+def test_the_demo_predicts_nearly_as_well_as_in_float32():
     """On text that it sampled itself, in nats a character: the Kullback-Leibler divergence of float32 and int8."""
     gpt = GPT.from_checkpoint(load_checkpoint(PROJECT / "out-shakespeare-char"))
     int8, float32 = PackedGPT(gpt, int8=True, keep_plain=True), PackedGPT(gpt)
@@ -124,12 +115,12 @@ def test_the_plain_weights_are_freed_layer_by_layer(tied, monkeypatch):
     model, num_alive = make_gpt(**WIDE, tie_word_embeddings=tied), []
     weights = [StorageWeakRef(p.untyped_storage()) for name, p in model.named_parameters() if p.dim() > 1 and "wpe" not in name]
     blocks = [StorageWeakRef(block.mlp.c_proj.weight.untyped_storage()) for block in model.transformer.h]
-    make = int8_linear.make_product
+    make = int8_linear.Int8Product
 
     def count_blocks_and_make(rows):
         num_alive.append(sum(not block.expired() for block in blocks))
         return make(rows)
-    monkeypatch.setattr(int8_linear, "make_product", count_blocks_and_make)
+    monkeypatch.setattr(int8_linear, "Int8Product", count_blocks_and_make)
     backend = PackedGPT(model, int8=True)
     assert num_alive == [3] + [3] * 4 + [2] * 4 + [1] * 4, "the head, and 4 layers a block"
     assert all(weight.expired() for weight in weights) and backend.next_logits(random_prompt(3, 2), None).values.isfinite().all()

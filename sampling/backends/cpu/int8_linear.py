@@ -5,10 +5,8 @@ of both digits share one product. For few rows, it takes hardly longer than one 
 activations have 16 bits, and the weights alone decide the error, even if a few channels are a hundred times larger than
 the others. No row changes the result of another.
 
-FBGEMM multiplies on Intel processors, oneDNN on others: each is the faster one there.
+Inductor uses the same operators of oneDNN for quantized models.
 """
-import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -16,16 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sampling.backends.cpu.packed_linear import is_intel_cpu
 from sampling.checkpoints.mapped_memory import pages_of, release_pages
 
 MAX_WEIGHT = 127 # weights are whole numbers from -127 to 127
 MAX_WEIGHTS = 2**17 # rounded at once, so that little memory is needed and left behind
 MAX_ACTIVATIONS = 2**20 # split into digits at once: more do not stay in the processor's cache
-TINY = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales, so that a row of zeros is not divided by zero
-
-# Whole numbers (N, in) as float32 -> their products with a weight, times its scales: (N, out), float32
-Product = Callable[[Tensor], Tensor]
+TINY = 2.0**-100 # added to scales, so that a row of zeros is not divided by zero
 
 
 class Int8Rows(NamedTuple):
@@ -62,11 +56,25 @@ class Int8Embedding:
         return self.rows.values[idx] * self.rows.scales[idx].unsqueeze(-1)
 
 
+class Int8Product:
+    """The product with a weight in 8 bits. Raises AttributeError or RuntimeError if torch or the processor lacks it."""
+
+    def __init__(self, rows: Int8Rows):
+        self.scales, self.zero_points = rows.scales, torch.zeros(len(rows.scales), dtype=torch.int32)
+        self.multiply = torch.ops.onednn.qlinear_pointwise
+        self.packed = torch.ops.onednn.qlinear_prepack(rows.values, None)
+
+    def __call__(self, digits: Tensor, zero_point: int) -> Tensor:
+        """Digits (N, in), uint8, which stand for digits - zero_point -> their products (N, out), float32."""
+        return self.multiply(digits, 1.0, zero_point, self.packed, self.scales, self.zero_points,
+                             None, 1.0, 0, torch.float32, "none", [], "") # no bias, no other operation
+
+
 class Int8Linear:
     """A LinearLayer with a weight in 8 bits. Inputs, results, bias and residual are float32."""
 
     def __init__(self, rows: Int8Rows, bias: Tensor | None = None):
-        self.product = make_product(rows)
+        self.product = Int8Product(rows)
         self.max_digit = max_digit()
         self.bias = None if bias is None else bias.detach()
 
@@ -82,60 +90,29 @@ class Int8Linear:
     def multiply(self, x: Tensor) -> Tensor:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         digits, scale = split_digits(x, self.max_digit)
-        high, low = self.product(digits).view(2, len(x), -1).unbind()
+        high, low = self.product(digits, self.max_digit + 1).chunk(2)
         y = torch.add(high, low, alpha=1 / (2 * self.max_digit))
         return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
 
 
 def split_digits(x: Tensor, max_digit: int) -> tuple[Tensor, Tensor]:
-    """Split each row of x (N, in) into a scale times (high + low / (2 * max_digit)).
+    """Split each row of x (N, in) into scale * (high + low / (2 * max_digit)), with digits up to +-max_digit.
 
-    Returns the digits (2 * N, in), first high, then low, and the scales (N, 1). Digits are from -max_digit to
-    max_digit. High digits are whole numbers; a Product rounds the low ones.
+    Returns the digits (2 * N, in), first high, then low, with max_digit + 1 added, as uint8; and the scales (N, 1).
     """
-    scale = torch.add(TINY, x.abs().amax(-1, keepdim=True), alpha=1 / max_digit)
-    x = x / scale
-    high = x.round()
-    return torch.cat((high, x.sub_(high).mul_(2 * max_digit))), scale
+    scale = torch.add(scalar(TINY), x.abs().amax(-1, keepdim=True), alpha=1 / max_digit)
+    digits = torch.empty((2 * len(x), x.size(1)), dtype=torch.uint8)
+    high, low = digits.chunk(2)
+    x = torch.addcdiv(scalar(max_digit + 1.5), x, scale)
+    high.copy_(x) # the conversion truncates, so this rounds: a half was added
+    low.copy_(torch.add(scalar(1.5), x.frac_(), alpha=2 * max_digit))
+    return digits, scale
 
 
-# ---- the products
-
-def make_product(rows: Int8Rows) -> Product:
-    """The Product with these weights. The choice depends only on the processor, so that a machine repeats its text."""
-    return FBGEMMProduct(rows, max_digit()) if is_intel_cpu() else OneDNNProduct(rows, max_digit())
-
-
-class FBGEMMProduct:
-    """The Product of FBGEMM. Raises AttributeError or RuntimeError if torch lacks it."""
-
-    def __init__(self, rows: Int8Rows, max_digit: int):
-        self.zero_point, zero_points = max_digit + 1, torch.zeros(len(rows.scales), dtype=torch.long)
-        self.multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore") # torch plans to remove these operators; then max_digit raises the error
-            weight = torch._make_per_channel_quantized_tensor(rows.values, rows.scales.double(), zero_points, 0)
-            self.packed = torch.ops.quantized.linear_prepack(weight, None)
-
-    def __call__(self, digits: Tensor) -> Tensor:
-        """See Product."""
-        return self.multiply(digits, 1.0, self.zero_point, self.packed)
-
-
-class OneDNNProduct:
-    """The Product of oneDNN. Raises AttributeError or RuntimeError if torch lacks it."""
-
-    def __init__(self, rows: Int8Rows, max_digit: int):
-        self.zero_point, self.scales = max_digit + 1, rows.scales
-        self.zero_points = torch.zeros(len(rows.scales), dtype=torch.int32)
-        self.multiply = torch.ops.onednn.qlinear_pointwise
-        self.packed = torch.ops.onednn.qlinear_prepack(rows.values, None)
-
-    def __call__(self, digits: Tensor) -> Tensor:
-        """See Product."""
-        digits = digits.add(self.zero_point + 0.5).to(torch.uint8) # the conversion truncates, so this rounds
-        return self.multiply(digits, 1.0, self.zero_point, self.packed, self.scales, self.zero_points,
-                             None, 1.0, 0, torch.float32, "none", [], "") # no bias; float32; no other operation
+@cache
+def scalar(value: float) -> Tensor:
+    """The value as a tensor, which operators that do two operations at once require."""
+    return torch.tensor(value, dtype=torch.float32)
 
 
 @cache
@@ -146,13 +123,12 @@ def max_digit() -> int:
     """
     signs = torch.ones(16, 64, dtype=torch.int8)
     signs[::2] = -1
-    rows = Int8Rows(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32))
-    make = FBGEMMProduct if is_intel_cpu() else OneDNNProduct
     try:
+        product = Int8Product(Int8Rows(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32)))
         for digit in 127, 63:
-            digits = torch.full((3, 64), digit, dtype=torch.float32)
-            digits[1] *= -1
-            if torch.equal(make(rows, digit)(digits), digits @ rows.values.T.float()):
+            digits = torch.tensor([digit, -digit, digit], dtype=torch.float32)[:, None].expand(3, 64)
+            expected = digits @ (MAX_WEIGHT * signs).T.float()
+            if torch.equal(product((digits + digit + 1).to(torch.uint8), digit + 1), expected):
                 return digit
     except (AttributeError, RuntimeError): # the operators are missing
         pass
