@@ -18,7 +18,7 @@ from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors,
 from sampling.outputs.outputs import Outputs, num_logprobs, open_outputs
 from sampling.outputs.printer import Printer
 from sampling.outputs.progress import Progress
-from sampling.params import SamplingParams, choose_seed
+from sampling.params import ModelOptions, SamplingParams, choose_seed
 from sampling.validation import check_settings
 
 # The model
@@ -97,7 +97,8 @@ def main(settings):
             requests = log_cropped(requests, tokenizer, gpt.config.block_size, log)
         log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
         # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
-        model = prepare_with_draft(draft, gpt, torch_device, ptdtype, compile, bool(out_file), cuda_graphs, exact, log)
+        options = ModelOptions(compile, cuda_graphs, exact, draft, pack_eagerly=bool(out_file))
+        model = prepare_with_draft(gpt, torch_device, ptdtype, options, log)
     total, longest = workers.broadcast((total, longest))
     resume_garbage_collection()
 

@@ -10,7 +10,7 @@ The samples are those of sample.py with the same settings. Importing this packag
 """
 from typing import TYPE_CHECKING
 
-from sampling.params import Sample, SamplingParams, Token
+from sampling.params import ModelOptions, Sample, SamplingParams, Token
 
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator
@@ -27,4 +27,4 @@ def load(name: str, device: str = "auto", dtype: str = "auto", compile: bool = F
     Raises FileNotFoundError, OSError or ValueError if there is no such model, or if it cannot be used here.
     """
     from sampling.text_generator import TextGenerator
-    return TextGenerator.load(name, device, dtype, compile, cuda_graphs, exact, draft)
+    return TextGenerator.load(name, device, dtype, ModelOptions(compile, cuda_graphs, exact, draft))

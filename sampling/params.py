@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from sampling.validation import as_list, check_sampling_params
+from sampling.validation import as_list, check_model_options, check_sampling_params
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,22 @@ class SamplingParams:
     def stop_texts(self) -> list[str]:
         """stop as a list of texts."""
         return [] if self.stop is None else as_list(self.stop)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model runs. Fields mean the same as sample.py's settings of the same name.
+
+    pack_eagerly: see PackedGPT. Raises ValueError if two of the options exclude each other.
+    """
+    compile: bool = False
+    cuda_graphs: bool = True
+    exact: bool = False
+    draft: str | None = None
+    pack_eagerly: bool = False
+
+    def __post_init__(self):
+        check_model_options(vars(self))
 
 
 def choose_seed(seed: int | str, log: Callable[[str], None]) -> int:

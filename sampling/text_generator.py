@@ -1,7 +1,6 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -14,11 +13,11 @@ from sampling.checkpoints.by_name import load_by_name
 from sampling.generation.engine import Engine
 from sampling.generation.speculation import prepare_with_draft
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
-from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, TextCursor
-from sampling.validation import check_draft, check_dtype
+from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, TextCursor
+from sampling.validation import check_dtype
 
 
-@dataclass(frozen=True)
+@dataclass
 class TextGenerator:
     """A model with its tokenizer, prepared for a device."""
     backend: Backend
@@ -26,23 +25,18 @@ class TextGenerator:
     dtype: torch.dtype
     num_init_draws: int
     is_huggingface: bool
-    idle_engines: list[Engine] = field(default_factory=list, init=False, repr=False, compare=False) # at most one
+    idle_engine: Engine | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
-    def load(cls, name: str, device: str = "auto", dtype: str = "auto", compile: bool = False,
-             cuda_graphs: bool = True, exact: bool = False, draft: str | None = None) -> "TextGenerator":
+    def load(cls, name: str, device: str, dtype: str, options: ModelOptions) -> "TextGenerator":
         """See sampling.load."""
-        if exact and compile:
-            raise ValueError("exact=True does only what nanoGPT does: leave out compile=True, or exact")
-        check_draft(draft, compile, exact)
-        check_dtype({"dtype": dtype, "compile": compile, "exact": exact})
+        check_dtype({**vars(options), "dtype": dtype})
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(torch_device, dtype)
         checkpoint = load_by_name(name, copy_weights=torch_dtype != torch.int8)
         gpt = GPT.from_checkpoint(checkpoint)
         tokenizer = load_tokenizer(checkpoint, logging.getLogger(__name__).warning)
-        backend = prepare_with_draft(draft, gpt, torch_device, torch_dtype, compile, cuda_graphs=cuda_graphs,
-                                     exact=exact)
+        backend = prepare_with_draft(gpt, torch_device, torch_dtype, options)
         return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws, checkpoint.is_huggingface)
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
@@ -82,7 +76,7 @@ class TextGenerator:
             with autocast(self.backend.device, self.dtype):
                 sample = next(samples, None)
             if sample is None:
-                self.idle_engines[:] = [engine] # only here: an abandoned call may leave an inconsistent state
+                self.idle_engine = engine # only here: an abandoned call may leave an inconsistent state
                 return
             yield sample
 
@@ -91,11 +85,10 @@ class TextGenerator:
 
         Two calls may be interleaved, so they never share an engine.
         """
-        with suppress(IndexError):
-            engine = self.idle_engines.pop()
-            if (engine.params, engine.batch_size, engine.stream) == (params, batch_size, stream):
-                engine.rewind()
-                return engine
+        engine, self.idle_engine = self.idle_engine, None
+        if engine and (engine.params, engine.batch_size, engine.stream) == (params, batch_size, stream):
+            engine.rewind()
+            return engine
         return Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream,
                       is_huggingface=self.is_huggingface)
 

@@ -27,17 +27,20 @@ def check_settings(settings: Settings) -> None:
             "batch_size must be from 1 to 100000, or None")
     require(settings, "draft", lambda v: v is None or (v and "\0" not in v),
             "draft must be int8, the name, folder or file of a model, or None")
-    check_draft(settings["draft"], settings["compile"], settings["exact"])
+    check_model_options(settings)
     if settings["exact"]:
         check_exact(settings)
     check_outputs(settings)
 
 
-def check_draft(draft: str | None, compile: bool, exact: bool) -> None:
-    """Check which settings a draft allows. Raises ValueError, which says what is not possible with it."""
-    for name, value in {"compile": compile, "exact": exact}.items():
-        if draft and value:
-            raise ValueError(f"draft does not work with {name}=True: leave out {name}, or draft={brief_repr(draft)}")
+def check_model_options(options: Settings) -> None:
+    """Check the fields of ModelOptions, by name. Raises ValueError if two of them exclude each other."""
+    for name in "compile", "exact":
+        if options["draft"] and options[name]:
+            raise ValueError(f"draft does not work with {name}=True: leave out {name}, or "
+                             f"draft={brief_repr(options['draft'])}")
+    if options["exact"] and options["compile"]:
+        raise ValueError("exact=True does only what nanoGPT does: leave out compile=True, or exact")
 
 
 def check_dtype(settings: Settings) -> None:
@@ -73,7 +76,7 @@ def check_sampling_params(params: Settings) -> None:
 def check_exact(settings: Settings) -> None:
     """Check settings or fields of SamplingParams for exact=True. Raises ValueError for what nanoGPT cannot do."""
     allowed = {"top_p": (None, 1), "min_p": (None, 0), "repetition_penalty": (1,), "context_shift": (False,),
-               "batch_size": (None, 1), "compile": (False,)}
+               "batch_size": (None, 1)}
     for name, values in allowed.items():
         if name in settings and settings[name] not in values:
             raise ValueError("exact=True does only what nanoGPT does: leave out "

@@ -1,4 +1,5 @@
 """Prepares the draft: the model that proposes tokens in speculative decoding."""
+import copy
 from typing import NamedTuple, Protocol
 
 import torch
@@ -8,49 +9,55 @@ from sampling.backends.backend import Backend
 from sampling.backends.prepare import prepare_model
 from sampling.checkpoints.by_name import load_by_name
 from sampling.checkpoints.checkpoint import named_errors
+from sampling.params import ModelOptions
 
 # A step of one row takes the time to read its weights, and about the time of reading so many bytes for each layer:
 # norms, attention and the calls of all operators.
 OVERHEAD_BYTES_PER_LAYER = 10_000_000
 
 
-class ReversibleBackend(Backend, CausalLM, Protocol):
+class RollbackBackend(Backend, CausalLM, Protocol):
     """A Backend that can also run single passes. Setting seq_len of its cache to a lower number undoes passes."""
 
 
 class Draft(NamedTuple):
     """A prepared draft. relative_cost is the time of one of its steps, in steps of the target."""
-    backend: ReversibleBackend
+    backend: RollbackBackend
     relative_cost: float
 
 
-def prepare_draft(name: str, target: GPT, device: torch.device, dtype: torch.dtype,
-                  pack_eagerly: bool = False) -> Draft:
-    """The draft for a target: "int8" is the target itself in 8 bits, otherwise the model of this name, folder or file.
+def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Draft:
+    """The options.draft of a target: "int8" is the target itself in 8 bits, otherwise a model's name, folder or file.
 
-    Call this before prepare_model takes the layers of the target. device, dtype: those of the target.
+    Call this before prepare_model takes the layers of the target. device, dtype, options: those of the target.
     Raises ValueError or OSError if there is no such model, or if it cannot be the draft of this target.
     """
-    draft_dtype = torch.int8 if name == "int8" else dtype
+    name, draft_dtype = options.draft, torch.int8 if options.draft == "int8" else dtype
     with named_errors(f"draft={name}"):
         if name == "int8":
             backend = prepare_int8_copy(target, device, dtype)
         else:
             gpt = GPT.from_checkpoint(load_by_name(name, copy_weights=dtype != torch.int8))
             require_same_vocabulary(name, gpt.config.vocab_size, target.config.vocab_size)
-            backend = prepare_model(gpt, device, dtype, pack_eagerly=pack_eagerly, is_reversible=True)
+            backend = prepare_model(gpt, device, dtype, options)
     cost = step_bytes(backend.config, draft_dtype.itemsize) / step_bytes(target.config, dtype.itemsize)
     return Draft(backend, cost)
 
 
-def prepare_int8_copy(target: GPT, device: torch.device, dtype: torch.dtype) -> ReversibleBackend:
+def prepare_int8_copy(target: GPT, device: torch.device, dtype: torch.dtype) -> RollbackBackend:
     """The target in 8 bits. Does not change the target. Raises ValueError if that is not possible or gains nothing."""
     if device.type != "cpu":
         raise ValueError(f"draft=int8 runs only on a CPU; got device={device}: use a smaller model as the draft")
     if dtype == torch.int8:
         raise ValueError("draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32")
+    from sampling.backends.cpu.coarse_int8_linear import coarse_int8_linear
     from sampling.backends.cpu.packed_gpt import PackedGPT
-    return PackedGPT(target, int8=True, keep_plain=True, coarse=True)
+    return PackedGPT(share_weights(target), int8_linear=coarse_int8_linear)
+
+
+def share_weights(gpt: GPT) -> GPT:
+    """Another GPT with the same weights in memory. It can lose its layers, and gpt keeps them."""
+    return copy.deepcopy(gpt, {id(tensor): tensor for tensor in gpt.state_dict(keep_vars=True).values()})
 
 
 def require_same_vocabulary(name: str, size: int, target_size: int) -> None:

@@ -10,19 +10,18 @@ from model import GPT
 from sampling.backends.backend import Backend
 from sampling.backends.memory import disable_malloc_trim
 from sampling.errors import is_out_of_memory
-from sampling.params import SamplingParams
+from sampling.params import ModelOptions, SamplingParams
 
+DEFAULT_OPTIONS = ModelOptions()
 warn = logging.getLogger(__name__).warning # for messages, unless the caller shows them itself
 
 
-def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
-                  pack_eagerly: bool = False, cuda_graphs: bool = True, exact: bool = False,
-                  is_reversible: bool = False, log: Callable[[str], None] = warn) -> Backend:
+def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS,
+                  log: Callable[[str], None] = warn) -> Backend:
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
-    dtype may be torch.int8 on a CPU, without compile and exact.
-    pack_eagerly: see PackedGPT. cuda_graphs, log: see CUDAGraphGPT. exact: see ExactGPT.
-    is_reversible: whether speculative decoding needs a ReversibleBackend. On CUDA, that is slower for several samples.
+    dtype may be torch.int8 on a CPU, without compile and exact. With options.draft, the result is a RollbackBackend,
+    which the draft and its target have to be; on CUDA, it is slower for several samples. log: see CUDAGraphGPT.
     Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
     if dtype == torch.int8:
@@ -30,8 +29,8 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: b
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
     cast_linears(gpt, dtype).to(device)
-    if exact:
-        return prepare_exact(gpt, device, cuda_graphs, log)
+    if options.exact:
+        return prepare_exact(gpt, device, options.cuda_graphs, log)
     if device.type == "cuda":
         from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
         from sampling.backends.cuda.padded_head import PaddedHead, needs_padding
@@ -40,9 +39,9 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: b
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
         if needs_padding(gpt.lm_head):
             gpt.lm_head = PaddedHead(gpt.lm_head)
-        if not is_reversible:
-            return CUDAGraphGPT(gpt, compile, cuda_graphs, log)
-    backend = packed_or_eager(gpt, device, dtype, compile, pack_eagerly)
+        if not options.draft:
+            return CUDAGraphGPT(gpt, options.compile, options.cuda_graphs, log)
+    backend = packed_or_eager(gpt, device, dtype, options)
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
     return backend
@@ -50,8 +49,9 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: b
 
 def prepare_int8(gpt: GPT) -> Backend:
     """PackedGPT in 8 bits. Raises ValueError if torch or the processor lacks the operators."""
+    from sampling.backends.cpu.int8_linear import Int8Linear
     from sampling.backends.cpu.packed_gpt import PackedGPT
-    backend = PackedGPT(gpt, int8=True)
+    backend = PackedGPT(gpt, int8_linear=Int8Linear)
     disable_malloc_trim()
     return backend
 
@@ -69,15 +69,15 @@ def prepare_exact(gpt: GPT, device: torch.device, cuda_graphs: bool, log: Callab
     return ExactGPT(gpt, cuda_graphs, log)
 
 
-def packed_or_eager(gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool, pack_eagerly: bool) -> Backend:
+def packed_or_eager(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Backend:
     """PackedGPT if this machine has its operators. EagerGPT with compile: Inductor cannot optimise packed weights."""
-    if device.type == "cpu" and not compile:
+    if device.type == "cpu" and not options.compile:
         from sampling.backends.cpu.packed_gpt import PackedGPT
         from sampling.backends.cpu.packed_linear import is_supported
         if is_supported(dtype):
-            return PackedGPT(gpt, pack_eagerly)
+            return PackedGPT(gpt, options.pack_eagerly)
     from sampling.backends.eager import EagerGPT
-    return EagerGPT(gpt, compile)
+    return EagerGPT(gpt, options.compile)
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:

@@ -13,25 +13,25 @@ from torch import Tensor
 
 from model import GPT, window_length
 from sampling.backends.backend import Backend, TokenStream
-from sampling.backends.draft import Draft, ReversibleBackend, prepare_draft
+from sampling.backends.draft import Draft, RollbackBackend, prepare_draft
 from sampling.backends.prepare import prepare_model, warn
+from sampling.params import ModelOptions
 from sampling.sampler.sample_token import Logits, SampleFn
 
 MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
 # What DraftLength assumes at first, as if it had seen so many proposals. A few rounds of a bad draft outweigh it.
 PRIOR_CHECKED, PRIOR_ACCEPTED = 8.0, 6.4
-FORGETTING = 0.95 # the weight of a round after each later round
+DECAY = 0.95 # the counts of earlier rounds are multiplied by this after each round
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
 PASS_COST, PASS_COST_PER_PROPOSAL = 1.2, 0.05 # GPT-2 124M and 774M in float32 on an Intel processor
 
 
-def prepare_with_draft(draft: str | None, gpt: GPT, device: torch.device, dtype: torch.dtype, compile: bool = False,
-                       pack_eagerly: bool = False, cuda_graphs: bool = True, exact: bool = False,
+def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions,
                        log: Callable[[str], None] = warn) -> Backend:
-    """See prepare_model, and prepare_draft if there is a draft. Raises what they raise."""
-    prepared = prepare_draft(draft, gpt, device, dtype, pack_eagerly) if draft else None # before gpt loses its layers
-    backend = prepare_model(gpt, device, dtype, compile, pack_eagerly, cuda_graphs, exact, bool(draft), log)
-    return SpeculativeBackend(backend, prepared, log) if prepared else backend
+    """See prepare_model, and prepare_draft if options has a draft. Raises what they raise."""
+    draft = prepare_draft(gpt, device, dtype, options) if options.draft else None # before gpt loses its layers
+    backend = prepare_model(gpt, device, dtype, options, log)
+    return SpeculativeBackend(backend, draft, log) if draft else backend
 
 
 class SpeculativeBackend:
@@ -41,7 +41,7 @@ class SpeculativeBackend:
     log gets a message when that happens, once for each reason.
     """
 
-    def __init__(self, target: ReversibleBackend, draft: Draft, log: Callable[[str], None] = warn):
+    def __init__(self, target: RollbackBackend, draft: Draft, log: Callable[[str], None] = warn):
         self.target, self.draft, self.draft_cost, self.log = target, draft.backend, draft.relative_cost, log
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
         self.compaction_ratio, self.forbids_sync = target.compaction_ratio, target.forbids_sync
@@ -164,14 +164,14 @@ class DraftLength:
     relative_cost is the time of a step of the draft, in steps of the target.
     """
     relative_cost: float
-    num_checked: float = PRIOR_CHECKED # proposals up to the first that was refused in each round
+    num_checked: float = PRIOR_CHECKED # proposals up to the first that was rejected in each round
     num_accepted: float = PRIOR_ACCEPTED
 
     def record(self, num_proposed: int, num_accepted: int) -> None:
         """Count a round. Earlier rounds lose weight."""
         if num_proposed:
-            self.num_checked = FORGETTING * self.num_checked + min(num_accepted + 1, num_proposed)
-            self.num_accepted = FORGETTING * self.num_accepted + num_accepted
+            self.num_checked = DECAY * self.num_checked + min(num_accepted + 1, num_proposed)
+            self.num_accepted = DECAY * self.num_accepted + num_accepted
 
     def best(self) -> int:
         """The number with the largest speedup, from 2 to 8; 0 if all are slower than no draft. Then it stays 0."""

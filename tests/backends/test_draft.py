@@ -8,7 +8,8 @@ from sampling.backends.cpu import coarse_int8_linear
 from sampling.backends.cpu.coarse_int8_linear import CoarseInt8Linear
 from sampling.backends.cpu.int8_linear import Int8Linear, round_rows
 from sampling.backends.cpu.packed_gpt import PackedGPT
-from sampling.backends.draft import prepare_draft, step_bytes
+from sampling.backends.draft import prepare_draft, share_weights, step_bytes
+from sampling.params import ModelOptions
 
 CPU = torch.device("cpu")
 
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is():
     model, idx = make_gpt(n_embd=64), torch.tensor([[5, 9, 30, 2]])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    draft = prepare_draft("int8", model, CPU, torch.float32)
+    draft = prepare_draft(model, CPU, torch.float32, ModelOptions(draft="int8"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     expected = model.next_logits(idx, None).values.detach()
     error = (draft.backend.next_logits(idx, None).values - expected).norm() / expected.norm()
@@ -27,13 +28,13 @@ def test_a_draft_from_a_file_has_the_weights_of_the_file(tmp_path):
     other, idx = make_gpt(seed=2, n_layer=1), torch.tensor([[5, 9, 30, 2]])
     path = save_checkpoint(tmp_path, other)
     for name in tmp_path, path:
-        draft = prepare_draft(str(name), make_gpt(), CPU, torch.float32)
+        draft = prepare_draft(make_gpt(), CPU, torch.float32, ModelOptions(draft=str(name)))
         torch.testing.assert_close(draft.backend.next_logits(idx, None).values, other.next_logits(idx, None).values.detach())
 
 
 def test_a_draft_may_share_the_dtype_int8_with_the_model(tmp_path):
     save_checkpoint(tmp_path, make_gpt(seed=2))
-    draft = prepare_draft(str(tmp_path), make_gpt(), CPU, torch.int8)
+    draft = prepare_draft(make_gpt(), CPU, torch.int8, ModelOptions(draft=str(tmp_path)))
     assert isinstance(draft.backend.blocks[0].c_fc, Int8Linear) and draft.relative_cost == 1
 
 
@@ -43,7 +44,7 @@ def test_a_draft_may_share_the_dtype_int8_with_the_model(tmp_path):
 ], ids=str)
 def test_the_draft_int8_needs_a_cpu_and_another_dtype(device, dtype, message):
     with pytest.raises(ValueError, match=message):
-        prepare_draft("int8", make_gpt(), torch.device(device), dtype)
+        prepare_draft(make_gpt(), torch.device(device), dtype, ModelOptions(draft="int8"))
 
 
 def test_the_cost_of_a_draft_grows_with_its_weights_and_layers():
@@ -88,8 +89,8 @@ def test_a_coarse_layer_rounds_activations_to_8_bits_and_scales_the_rows_of_a_pr
 def test_a_coarse_gpt_keeps_its_logits_near_those_of_the_exact_one():
     model, idx = make_gpt(n_embd=64), torch.tensor([[5, 9, 30, 2]])
     logits = []
-    for coarse in False, True:
-        gpt = PackedGPT(model, int8=True, keep_plain=True, coarse=coarse)
+    for int8_linear in Int8Linear, coarse_int8_linear.coarse_int8_linear:
+        gpt = PackedGPT(share_weights(model), int8_linear=int8_linear)
         cache = gpt.new_cache(1, 16)
         gpt.next_logits(idx, cache)
         logits.append(gpt.next_logits(idx[:, :1], cache).values)

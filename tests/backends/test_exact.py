@@ -8,7 +8,7 @@ from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.exact import ExactGPT
 from sampling.backends.prepare import cast_linears, prepare_model
 from sampling.generation.engine import Engine
-from sampling.params import SamplingParams
+from sampling.params import ModelOptions, SamplingParams
 from sampling.sampler.nanogpt_sampler import NanoGPTSampler
 from sampling.sampler.per_row_rng import PerRowRNG
 from sampling.sampler.sample_token import Logits
@@ -135,9 +135,9 @@ def test_an_empty_list_ends_the_stream():
 
 def test_prepare_model_chooses_it_only_where_it_works(monkeypatch):
     monkeypatch.setattr("sampling.backends.prepare.disable_malloc_trim", lambda: None)
-    assert isinstance(prepare_model(make_gpt(), torch.device("cpu"), torch.float32, exact=True), ExactGPT)
+    assert isinstance(prepare_model(make_gpt(), torch.device("cpu"), torch.float32, ModelOptions(exact=True)), ExactGPT)
     with pytest.raises(ValueError, match="exact=True needs CUDA or a CPU; got device=meta"):
-        prepare_model(make_gpt(), torch.device("meta"), torch.float32, exact=True)
+        prepare_model(make_gpt(), torch.device("meta"), torch.float32, ModelOptions(exact=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -248,7 +248,7 @@ class TestCuda:
     @pytest.mark.parametrize("max_new_tokens", [20, 90]) # block_size is 64
     def test_samples_equal_nanogpts_and_graphs_are_used(self, dtype, max_new_tokens):
         shape = dict(n_embd=128, n_head=4, block_size=64)
-        gpt = prepare_model(make_gpt(**shape), torch.device("cuda"), dtype, exact=True)
+        gpt = prepare_model(make_gpt(**shape), torch.device("cuda"), dtype, ModelOptions(exact=True))
         expected = expected_samples(dtype, 4, max_new_tokens, "cuda", **shape)
         assert exact_samples(gpt, dtype, 4, max_new_tokens) == expected
         graphs = list(gpt.graphs.values())
@@ -258,7 +258,7 @@ class TestCuda:
     @pytest.mark.parametrize("length", [1, 7, 64])
     def test_logits_equal_nanogpts_bit_for_bit(self, dtype, length):
         shape = dict(n_embd=128, n_head=4, block_size=64)
-        gpt, window = prepare_model(make_gpt(**shape), torch.device("cuda"), dtype, exact=True), torch.arange(length, device="cuda")[None] % 61
+        gpt, window = prepare_model(make_gpt(**shape), torch.device("cuda"), dtype, ModelOptions(exact=True)), torch.arange(length, device="cuda")[None] % 61
         with torch.no_grad(), autocast(dtype, "cuda"):
             expected = nanogpt_logits(make_gpt(**shape).cuda(), window)
             for _ in range(3): # directly, captured, replayed
@@ -273,7 +273,7 @@ class TestCuda:
             return logits
         monkeypatch.setattr(ExactGPT, "forward", synchronise)
         messages, stream = [], torch.cuda.current_stream()
-        gpt = prepare_model(make_gpt(), torch.device("cuda"), torch.bfloat16, exact=True, log=messages.append)
+        gpt = prepare_model(make_gpt(), torch.device("cuda"), torch.bfloat16, ModelOptions(exact=True), log=messages.append)
         found = exact_samples(gpt, torch.bfloat16, 3, 20)
         assert found == expected_samples(torch.bfloat16, 3, 20, "cuda"), "this also draws from the default generator"
         assert len(messages) == 1 and not gpt.graphs and torch.cuda.current_stream() == stream

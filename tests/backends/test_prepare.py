@@ -14,7 +14,7 @@ from sampling.backends.cpu.packed_linear import is_supported
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import cast_linears, prepare_model, warm_up_compile
-from sampling.params import SamplingParams
+from sampling.params import ModelOptions, SamplingParams
 from sampling.sampler.sample_token import TokenSampler
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def generate(backend, max_new_tokens):
 @pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
 @pytest.mark.parametrize("pack_eagerly", [False, True])
 def test_a_cpu_gets_packed_gpt(pack_eagerly, trim_calls):
-    backend = prepare_model(make_gpt(), CPU, torch.float32, pack_eagerly=pack_eagerly)
+    backend = prepare_model(make_gpt(), CPU, torch.float32, ModelOptions(pack_eagerly=pack_eagerly))
     assert isinstance(backend, PackedGPT) and backend.device == CPU
     assert (backend.blocks[0].c_attn.packed is not None) == pack_eagerly
     assert torch.equal(generate(backend, 20), make_gpt().generate(IDX, 20, temperature=0))
@@ -57,7 +57,7 @@ def test_a_cpu_without_the_operators_gets_eager_gpt(monkeypatch, trim_calls):
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
 def test_a_cpu_with_compile_gets_eager_gpt():
     """Inductor cannot optimise operators on packed weights."""
-    assert isinstance(prepare_model(make_gpt(), CPU, torch.float32, compile=True), EagerGPT)
+    assert isinstance(prepare_model(make_gpt(), CPU, torch.float32, ModelOptions(compile=True)), EagerGPT)
 
 
 @pytest.mark.parametrize("has_operators", [True, False])
@@ -129,7 +129,7 @@ def simulated_gpu(monkeypatch):
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_a_gpu_gets_cuda_graph_gpt(cuda_graphs, simulated_gpu):
     messages, gpu = [], torch.device("cuda", 1)
-    backend = prepare_model(make_gpt(), gpu, torch.float32, cuda_graphs=cuda_graphs, log=messages.append)
+    backend = prepare_model(make_gpt(), gpu, torch.float32, ModelOptions(cuda_graphs=cuda_graphs), log=messages.append)
     assert isinstance(backend, CUDAGraphGPT) and backend.checks.use_graphs == cuda_graphs
     backend.checks.log("hello")
     assert messages == ["hello"]

@@ -18,7 +18,7 @@ from model import GPT, GPTConfig
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.prepare import cast_linears, prepare_model
 from sampling.generation.engine import Engine
-from sampling.params import Prompt, SampleRequest, SamplingParams
+from sampling.params import ModelOptions, Prompt, SampleRequest, SamplingParams
 from sampling.sampler.logits import apply_top_k
 
 TEMPERATURE, TOP_K, SEED = 0.8, 200, 1337
@@ -78,7 +78,7 @@ class IdTokenizer:
 def make_engine(scale: Scale, shape: dict, dtype: torch.dtype, batch_size: int, new_tokens: int, stream: bool = False,
                 **how) -> Engine:
     """An engine with the backend that sample.py would choose. how: exact, compile."""
-    backend = prepare_model(make_model(scale, shape), scale.device, dtype, **how)
+    backend = prepare_model(make_model(scale, shape), scale.device, dtype, ModelOptions(**how))
     params = SamplingParams(new_tokens, TEMPERATURE, min(TOP_K, shape["vocab_size"]), seed=SEED)
     return Engine(backend, IdTokenizer(), params, batch_size=batch_size, stream=stream)
 

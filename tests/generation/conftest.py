@@ -11,6 +11,7 @@ from sampling.backends.prepare import packed_or_eager
 from sampling.generation.engine import Engine
 from sampling.generation.flush_schedule import MAX_STEPS
 from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.params import ModelOptions
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +49,6 @@ def make_engine(request, monkeypatch):
             return GPULikeEngine(CUDAGraphGPT(model), tokenizer, params, **settings)
         if backend == "eager":
             return Engine(EagerGPT(model), tokenizer, params, **settings)
-        packed = packed_or_eager(model, torch.device("cpu"), torch.float32, compile=False, pack_eagerly=False)
+        packed = packed_or_eager(model, torch.device("cpu"), torch.float32, ModelOptions())
         return Engine(packed, tokenizer, params, **settings)
     return make

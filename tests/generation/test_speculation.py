@@ -17,7 +17,7 @@ from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.generation.engine import Engine
 from sampling.generation.speculation import DraftLength, SpeculativeBackend
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.params import SamplingParams
+from sampling.params import ModelOptions, SamplingParams
 from sampling.sampler.sample_token import Logits
 
 PARAMS = SamplingParams(max_new_tokens=28, temperature=0.9, top_k=30, seed=3)
@@ -64,7 +64,7 @@ DRAFTS = {
 
 
 def prepare(model, backend):
-    return EagerGPT(model) if backend == "eager" else packed_or_eager(model, torch.device("cpu"), torch.float32, False, False)
+    return EagerGPT(model) if backend == "eager" else packed_or_eager(model, torch.device("cpu"), torch.float32, ModelOptions())
 
 
 def speculative(draft="right", backend="eager", cost=0.05, log=lambda message: None, draft_shape=SHAPE, **shape):
@@ -140,14 +140,14 @@ def test_a_right_draft_saves_passes(tokenizer):
     assert backend.target.num_passes <= 28 / 4
 
 
-def test_after_a_refused_token_a_right_draft_is_right_again(tokenizer, monkeypatch):
+def test_after_a_rejected_token_a_right_draft_is_right_again(tokenizer, monkeypatch):
     rounds, record = [], DraftLength.record
     monkeypatch.setattr(DraftLength, "record", lambda self, k, accepted: rounds.append((k, accepted)) or record(self, k, accepted))
     backend = speculative(cost=0.02)
     backend.draft = SometimesWrongGPT(make_gpt(**SHAPE))
     run(backend, tokenizer, num_samples=4)
-    num_refused = sum(accepted < k for k, accepted in rounds)
-    assert 3 <= num_refused <= backend.draft.num_passes // 5 and backend.num_accepted > num_refused
+    num_rejected = sum(accepted < k for k, accepted in rounds)
+    assert 3 <= num_rejected <= backend.draft.num_passes // 5 and backend.num_accepted > num_rejected
 
 
 def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):
@@ -227,7 +227,7 @@ def test_a_model_in_8_bits_is_a_good_draft_of_itself():
     def load():
         return GPT.from_checkpoint(load_checkpoint(DEMO))
     params, tokenizer, model = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl"), load()
-    draft = prepare_draft("int8", model, torch.device("cpu"), torch.float32)
+    draft = prepare_draft(model, torch.device("cpu"), torch.float32, ModelOptions(draft="int8"))
     backend = SpeculativeBackend(prepare(model, "packed"), draft._replace(relative_cost=0.1))
     assert_same(run(backend, tokenizer, params, num_samples=1), run(prepare(load(), "packed"), tokenizer, params, num_samples=1))
     assert backend.num_accepted > 0.7 * backend.num_proposed > 60

@@ -3,13 +3,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model import GPT, Block, generate_stream
 from sampling.backends.backend import TokenStream
-from sampling.backends.cpu.coarse_int8_linear import coarse_int8_linear
-from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, Int8Rows, round_rows
+from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Rows, round_rows
 from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear
@@ -17,6 +16,7 @@ from sampling.backends.memory import estimate_bytes_per_sample, release_memory
 from sampling.sampler.sample_token import Logits, SampleFn
 
 MakeLinear = Callable[[Tensor, Tensor | None], LinearLayer] # from a weight and a bias
+MakeInt8Linear = Callable[[Int8Rows, Tensor | None], LinearLayer]
 
 
 class PackedGPT:
@@ -24,32 +24,29 @@ class PackedGPT:
 
     pack_eagerly: pack all layers now. Otherwise each layer is packed when packing saves time, and the last bits of the
     logits depend on when that happens.
-    int8: round the weights to 8 bits, now. Raises ValueError if this is not possible here.
-    keep_plain: with int8, leave the GPT as it is, for another backend.
-    coarse: with int8, round the activations of single tokens to 8 bits too, if that is quicker. A draft needs no more.
+    int8_linear: makes layers with weights in 8 bits, such as Int8Linear. Then all weights are rounded now.
     """
     device = torch.device("cpu")
     is_exact = False
     compaction_ratio = 1.0
     forbids_sync = False # sample_token checks the logits at every step
 
-    def __init__(self, gpt: GPT, pack_eagerly: bool = False, int8: bool = False, keep_plain: bool = False,
-                 coarse: bool = False):
+    def __init__(self, gpt: GPT, pack_eagerly: bool = False, int8_linear: MakeInt8Linear | None = None):
         self.config = gpt.config
         self.wpe, self.ln_f = gpt.transformer.wpe.weight.detach(), layer_norm(gpt.transformer.ln_f)
         wte, head = gpt.transformer.wte.weight.detach(), gpt.lm_head.weight.detach()
         is_tied = gpt.lm_head.weight is gpt.transformer.wte.weight
-        if not keep_plain:
-            del gpt.lm_head, gpt.transformer.wte # otherwise, weights would stay in memory after they are packed
-        blocks = blocks_of(gpt, keep_plain)
-        if int8: # the head first: packing needs a second copy of a layer, and the head is the largest one
-            rows, make = round_rows(head), coarse_int8_linear if coarse else Int8Linear
-            self.lm_head, self.embed = FullLMHead(make(rows)), Int8Embedding(rows if is_tied else round_rows(wte))
-            self.blocks = [PackedBlock(block, partial(round_linear, make)) for block in blocks]
+        del gpt.lm_head, gpt.transformer.wte # otherwise, weights would stay in memory after they are packed
+        if int8_linear: # the head first: packing needs a second copy of a layer, and the head is the largest one
+            rows = round_rows(head)
+            self.lm_head = FullLMHead(int8_linear(rows, None))
+            self.embed = Int8Embedding(rows if is_tied else round_rows(wte))
+            make_linear = partial(round_linear, int8_linear)
         else:
             self.embed = partial(F.embedding, weight=wte)
-            self.blocks = [PackedBlock(block, partial(PackedLinear, pack_eagerly=pack_eagerly)) for block in blocks]
             self.lm_head = ShortlistLMHead(head, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
+            make_linear = partial(PackedLinear, pack_eagerly=pack_eagerly)
+        self.blocks = [PackedBlock(block, make_linear) for block in pop_all(gpt.transformer.h)]
 
     def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
@@ -143,17 +140,15 @@ class PackedBlock:
         return self.mlp_c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), residual=x)
 
 
-def blocks_of(gpt: GPT, keep_plain: bool) -> Iterator[Block]:
-    """Yield the blocks. Without keep_plain, the GPT drops each one, so that its memory is free before the next one."""
-    blocks = gpt.transformer.h
-    for i in range(len(blocks)):
-        yield blocks[i] if keep_plain else blocks.pop(0)
+def pop_all(blocks: nn.ModuleList) -> Iterator[Block]:
+    """Remove and yield the blocks one by one, so that the memory of each is free before the next one is packed."""
+    while blocks:
+        yield blocks.pop(0)
 
 
-def round_linear(make: Callable[[Int8Rows, Tensor | None], Int8Linear], weight: Tensor,
-                 bias: Tensor | None) -> Int8Linear:
-    """The layer that make returns for this weight, rounded. Returns the memory that this needed to the system."""
-    layer = make(round_rows(weight), bias)
+def round_linear(int8_linear: MakeInt8Linear, weight: Tensor, bias: Tensor | None) -> LinearLayer:
+    """The layer that int8_linear makes of this weight. Returns the memory that this needed to the system."""
+    layer = int8_linear(round_rows(weight), bias)
     release_memory()
     return layer
 
