@@ -1,9 +1,10 @@
 """The types that the parts of the package exchange: parameters, prompts, requests and samples."""
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from sampling.log import Log
 from sampling.validation import as_list, check_model_options, check_sampling_params
 
 
@@ -55,7 +56,7 @@ class ModelOptions:
         check_model_options(vars(self))
 
 
-def choose_seed(seed: int | str, log: Callable[[str], None]) -> int:
+def choose_seed(seed: int | str, log: Log) -> int:
     """Return the seed that the setting asks for. For "random", draw one and log it."""
     if seed != "random":
         return seed

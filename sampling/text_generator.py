@@ -1,5 +1,4 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from sampling.checkpoints.by_name import load_by_name
 from sampling.generation.engine import Engine
 from sampling.generation.speculation import prepare_with_draft
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
+from sampling.log import warn
 from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, TextCursor
 from sampling.validation import check_dtype
 
@@ -35,7 +35,7 @@ class TextGenerator:
         torch_dtype = choose_dtype(torch_device, dtype)
         checkpoint = load_by_name(name, copy_weights=torch_dtype != torch.int8)
         gpt = GPT.from_checkpoint(checkpoint)
-        tokenizer = load_tokenizer(checkpoint, logging.getLogger(__name__).warning)
+        tokenizer = load_tokenizer(checkpoint, warn)
         backend = prepare_with_draft(gpt, torch_device, torch_dtype, options)
         return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws, checkpoint.is_huggingface)
 

@@ -1,4 +1,7 @@
-"""The plain GPT as a backend: for MPS, for torch.compile on a CPU, and the reference for the other backends."""
+"""The plain GPT as a backend: for MPS, torch.compile on a CPU, CPUs without oneDNN, and drafts on CUDA.
+
+It is also the reference for the other backends.
+"""
 from itertools import islice
 
 import torch

@@ -4,8 +4,6 @@ A GPU chooses its kernels by the shapes of the operations, and other kernels rou
 nanoGPT's shape: the batch is 1, each step reads the whole window, and ln_f runs on all rows of it. Then the same GPU
 and torch compute nanoGPT's logits bit for bit, in any dtype. CUDA graphs run the same kernels with less overhead.
 """
-import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +13,8 @@ from sampling.backends.backend import TokenStream
 from sampling.backends.cuda.graph_capture import capture_graph
 from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.memory import estimate_bytes_per_sample
+from sampling.log import Log, warn
 from sampling.sampler.sample_token import Logits, SampleFn
-
-warn = logging.getLogger(__name__).warning
 
 
 class ExactGPT:
@@ -29,7 +26,7 @@ class ExactGPT:
     compaction_ratio = 1.0
     forbids_sync = False # the sampler checks the logits at every step
 
-    def __init__(self, model: GPT, cuda_graphs: bool = True, log: Callable[[str], None] = warn):
+    def __init__(self, model: GPT, cuda_graphs: bool = True, log: Log = warn):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         for module in model.modules():
             if isinstance(module, nn.GELU):
@@ -97,8 +94,8 @@ class ExactGPT:
         except Exception as error: # a driver, an operator or too little memory: each has its own
             self.checks.graphs_failed(error, self.device)
             self.release_memory()
-        if not any(self.graphs.values()): # torch closes the pool of a graph that is not kept
-            self.pool = self.pool if graph else None
+        if graph is None and not any(self.graphs.values()):
+            self.pool = None # torch closes the pool when none of its graphs is kept
         return graph
 
     def capture(self, window: Tensor, logits: Tensor) -> torch.cuda.CUDAGraph | None:

@@ -51,8 +51,8 @@ def peak_memory(device: torch.device) -> int | None:
 def disable_malloc_trim() -> None:
     """Make the C library keep freed memory instead of returning it to the system. Has an effect only with glibc.
 
-    Every step allocates and frees the same megabytes. If the memory was returned, each page costs a page fault. These
-    took a third of the time of a small model past its block_size.
+    Every step allocates and frees the same megabytes. If the memory were returned, each page would cost a page fault at
+    the next step. docs/benchmarks.md has the gain.
     """
     with suppress(AttributeError, OSError, TypeError): # another system, or another C library
         libc = ctypes.CDLL(None)

@@ -1,7 +1,6 @@
 """Chooses the backend for a GPT, and prepares both."""
-import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,14 +9,13 @@ from model import GPT
 from sampling.backends.backend import Backend
 from sampling.backends.memory import disable_malloc_trim
 from sampling.errors import is_out_of_memory
+from sampling.log import Log, warn
 from sampling.params import ModelOptions, SamplingParams
 
 DEFAULT_OPTIONS = ModelOptions()
-warn = logging.getLogger(__name__).warning # for messages, unless the caller shows them itself
-
 
 def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS,
-                  log: Callable[[str], None] = warn) -> Backend:
+                  log: Log = warn) -> Backend:
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
     dtype may be torch.int8 on a CPU, without compile and exact. With options.draft, the result is a RollbackBackend,
@@ -56,7 +54,7 @@ def prepare_int8(gpt: GPT) -> Backend:
     return backend
 
 
-def prepare_exact(gpt: GPT, device: torch.device, cuda_graphs: bool, log: Callable[[str], None]) -> Backend:
+def prepare_exact(gpt: GPT, device: torch.device, cuda_graphs: bool, log: Log) -> Backend:
     """ExactGPT, with the settings of torch that nanoGPT uses. Raises ValueError except on CUDA and a CPU."""
     from sampling.backends.exact import ExactGPT
     if device.type == "cuda":
@@ -90,7 +88,7 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
 
 
 def warm_up_compile(backend: Backend, prompt_length: int | None, batch_sizes: Iterable[int], params: SamplingParams,
-                    log: Callable[[str], None]) -> None:
+                    log: Log) -> None:
     """Compile the steps of generation for these batch sizes. prompt_length is None if unknown.
 
     Raises ValueError if torch.compile does not work here. Errors that mean out of memory are raised unchanged.

@@ -3,7 +3,6 @@
 The prompts of a batch may differ in length. Its rows decode in lockstep from the end of the shortest prompt; the rest
 of a longer prompt is teacher-forced while the other rows are sampled. Finished rows leave the batch if that saves time.
 """
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -19,8 +18,9 @@ from sampling.errors import is_out_of_memory
 from sampling.generation.batch_sampler import BatchSampler, Logprobs
 from sampling.generation.batching import group_by_length, next_batch, visible_prompt
 from sampling.generation.detokenizer import IncrementalDetokenizer
-from sampling.generation.flush_schedule import MAX_STEPS, FlushSchedule
+from sampling.generation.flush_schedule import MAX_STEPS_BETWEEN_COPIES, FlushSchedule
 from sampling.inputs.tokenizer import Tokenizer
+from sampling.log import Log, warn
 from sampling.params import Sample, SampleRequest, SamplingParams
 from sampling.sampler.logits import NOT_FINITE
 from sampling.sampler.per_row_rng import PerRowRNG
@@ -49,7 +49,7 @@ class Engine:
     num_init_draws: int = 0
     batch_size: int = 1
     stream: bool = False
-    log: Callable[[str], None] = logging.getLogger(__name__).warning
+    log: Log = warn
     on_tokens: Callable[[int], None] = lambda num_tokens: None
     is_huggingface: bool = False
     rng: PerRowRNG = field(init=False)
@@ -81,7 +81,7 @@ class Engine:
         """How many steps to run, at most, between copies of the tokens to the host."""
         # Except on CUDA, a copy costs little. After each copy, rows with a stop text can leave the batch.
         copies_every_step = self.backend.device.type != "cuda" and (self.stream or self.params.stop_texts)
-        return 1 if copies_every_step else MAX_STEPS
+        return 1 if copies_every_step else MAX_STEPS_BETWEEN_COPIES
 
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Yield the finished samples in order, except those that are already saved.

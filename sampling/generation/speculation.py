@@ -4,7 +4,7 @@ The draft samples with the random numbers that the target will use at the same p
 target's own tokens, and one pass of the target computes the logits of several positions. docs/speculation.md explains
 why the text stays the same.
 """
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from model import GPT, window_length
 from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.draft import Draft, RollbackBackend, prepare_draft
-from sampling.backends.prepare import prepare_model, warn
+from sampling.backends.prepare import prepare_model
+from sampling.log import Log, warn
 from sampling.params import ModelOptions
 from sampling.sampler.sample_token import Logits, SampleFn
 
@@ -27,7 +28,7 @@ PASS_COST, PASS_COST_PER_PROPOSAL = 1.2, 0.05 # GPT-2 124M and 774M in float32 o
 
 
 def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions,
-                       log: Callable[[str], None] = warn) -> Backend:
+                       log: Log = warn) -> Backend:
     """See prepare_model, and prepare_draft if options has a draft. Raises what they raise."""
     draft = prepare_draft(gpt, device, dtype, options) if options.draft else None # before gpt loses its layers
     backend = prepare_model(gpt, device, dtype, options, log)
@@ -41,7 +42,7 @@ class SpeculativeBackend:
     log gets a message when that happens, once for each reason.
     """
 
-    def __init__(self, target: RollbackBackend, draft: Draft, log: Callable[[str], None] = warn):
+    def __init__(self, target: RollbackBackend, draft: Draft, log: Log = warn):
         self.target, self.draft, self.draft_cost, self.log = target, draft.backend, draft.relative_cost, log
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
         self.compaction_ratio, self.forbids_sync = target.compaction_ratio, target.forbids_sync

@@ -11,9 +11,9 @@ from sampling.sampler.sample_token import Logits
 
 @dataclass(frozen=True)
 class NanoGPTSampler:
-    """A SampleFn that samples as nanoGPT does, with torch.multinomial and the generator of each row.
+    """A SampleFn that samples as nanoGPT does: it calls torch.multinomial itself, with the generator of each row.
 
-    TokenSampler does the same in float32. In bfloat16, two divided logits are equal more often, which changes tokens.
+    TokenSampler computes the tokens from numbers that PerRowRNG draws, and works in batches and CUDA graphs.
     """
     temperature: float
     top_k: int | None

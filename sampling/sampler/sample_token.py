@@ -88,13 +88,12 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
     if logits.candidate_ids is not None:
         values = values[:, logits.candidate_ids] # (B, V) -> (B, K)
         candidates = logits.candidate_ids.expand(len(values), -1) # (K,) -> (B, K)
-    if temperature == 0 or ((in_own_dtype or not allow_sync) and temperature < MIN_TEMPERATURE_WITHOUT_SYNC):
-        if allow_sync:
-            require_finite(values)
+    is_greedy = temperature == 0 or ((in_own_dtype or not allow_sync) and temperature < MIN_TEMPERATURE_WITHOUT_SYNC)
+    if allow_sync and (is_greedy or in_own_dtype): # otherwise apply_temperature checks
+        require_finite(values)
+    if is_greedy:
         return argmax_id(values, candidates)
     if in_own_dtype:
-        if allow_sync:
-            require_finite(values)
         values = apply_temperature_as_nanogpt(values, temperature)
     else:
         values = apply_temperature(values, temperature, allow_sync)

@@ -6,7 +6,7 @@ from cases import cases
 from model import GPT, KVCache, linear_dtype
 from models import make_gpt
 from oracles import reference_generate
-from sampling.backends.cuda import decode_state, static_forward
+from sampling.backends.cuda import decode_state
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.cuda.decode_state import WINDOW, DecodeState
 from sampling.backends.cuda.self_check import SelfCheck
@@ -229,15 +229,6 @@ def test_a_decode_step_never_synchronises_the_gpu(settings, num_logprobs, monkey
     state.step(WINDOW)
     with pytest.raises(RuntimeError, match="meta"):
         state.logits_sum.item()
-
-
-@pytest.mark.parametrize("num_keys", [4, 16])
-def test_product_attention_equals_masked_attention(num_keys):
-    generator = torch.Generator().manual_seed(0)
-    q, keys, values = (torch.randn(3, 2, length, 12, generator=generator) for length in (1, num_keys, num_keys))
-    mask = torch.zeros(1, num_keys).masked_fill(torch.arange(num_keys) > 2, -torch.inf)
-    expected = static_forward.masked_attention(q, keys, values, mask)
-    torch.testing.assert_close(static_forward.product_attention(q, keys, values, mask), expected)
 
 
 @pytest.mark.slow # test_eager.py compiles in the quick run

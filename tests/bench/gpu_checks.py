@@ -45,7 +45,7 @@ from sampling.sampler.sample_token import Logits, TokenSampler
 def check_cells(scale: Scale):
     """Yield (name, function, limit in seconds) for each check."""
     shape = next(iter(scale.shapes.values()))
-    yield "stream", partial(check_stream, scale, shape), 10
+    yield "stream", partial(check_random_numbers, scale, shape), 10
     for name, dtype in DTYPES.items():
         yield f"arithmetic, {name}", partial(check_arithmetic, scale, shape, dtype), 10
         yield f"graphs, {name}", partial(check_graphs, scale, shape, dtype), 15
@@ -60,7 +60,7 @@ def check_cells(scale: Scale):
 
 # ---- within this process
 
-def check_stream(scale: Scale, shape: dict) -> dict:
+def check_random_numbers(scale: Scale, shape: dict) -> dict:
     """Whether PerRowRNG draws the numbers of torch.multinomial, and skips as many as it draws."""
     sizes = 65, 50304, shape["vocab_size"]
     return {"vocab_sizes": sizes, "equal": all(draws_like_multinomial(scale.device, size) for size in sizes)}

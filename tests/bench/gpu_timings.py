@@ -20,6 +20,8 @@ from gpu_setup import (
     seconds,
     set_nanogpt_flags,
 )
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from sampling.backends.cuda import padded_head, static_forward
 from sampling.backends.prepare import warm_up_compile
@@ -107,8 +109,19 @@ def time_ours(scale: Scale, model: str, dtype: str, limits: dict, loops: dict, s
 
 def time_product_attention(time_ours: Callable[[int], dict]) -> dict:
     """One sample, with attention as two matrix products instead of one kernel with a mask."""
-    with patch.object(static_forward, "attention", static_forward.product_attention):
+    with patch.object(static_forward.F, "scaled_dot_product_attention", product_attention):
         return time_ours(1)
+
+
+def product_attention(q: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None, **options) -> Tensor:
+    """scaled_dot_product_attention of one query with a mask, which may use more multiprocessors if there are few rows.
+
+    The prompt has no mask and many queries: it goes to torch.
+    """
+    if attn_mask is None or q.size(-2) > 1:
+        return scaled_dot_product_attention(q, keys, values, attn_mask, **options)
+    scores = q @ keys.mT * q.size(-1)**-0.5 + attn_mask # (B, H, 1, D) @ (B, H, D, S) -> (B, H, 1, S)
+    return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
 
 
 def time_plain_head(time_ours: Callable[[int], dict]) -> dict:

@@ -9,7 +9,7 @@ from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import packed_or_eager
 from sampling.generation.engine import Engine
-from sampling.generation.flush_schedule import MAX_STEPS
+from sampling.generation.flush_schedule import MAX_STEPS_BETWEEN_COPIES
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.params import ModelOptions
 
@@ -26,7 +26,7 @@ class GPULikeEngine(Engine):
 
     @property
     def sync_interval(self):
-        return MAX_STEPS
+        return MAX_STEPS_BETWEEN_COPIES
 
 
 @pytest.fixture

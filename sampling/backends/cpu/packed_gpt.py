@@ -1,5 +1,5 @@
 """The backend for CPUs: packed weights, and few operations per token."""
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -41,12 +41,11 @@ class PackedGPT:
             rows = round_rows(head)
             self.lm_head = FullLMHead(int8_linear(rows, None))
             self.embed = Int8Embedding(rows if is_tied else round_rows(wte))
-            make_linear = partial(round_linear, int8_linear)
+            self.blocks = pack_blocks(gpt.transformer.h, partial(round_linear, int8_linear))
         else:
             self.embed = partial(F.embedding, weight=wte)
+            self.blocks = pack_blocks(gpt.transformer.h, partial(PackedLinear, pack_eagerly=pack_eagerly))
             self.lm_head = ShortlistLMHead(head, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
-            make_linear = partial(PackedLinear, pack_eagerly=pack_eagerly)
-        self.blocks = [PackedBlock(block, make_linear) for block in pop_all(gpt.transformer.h)]
 
     def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
@@ -140,10 +139,9 @@ class PackedBlock:
         return self.mlp_c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), residual=x)
 
 
-def pop_all(blocks: nn.ModuleList) -> Iterator[Block]:
-    """Remove and yield the blocks one by one, so that the memory of each is free before the next one is packed."""
-    while blocks:
-        yield blocks.pop(0)
+def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:
+    """Pack the blocks one by one. Empties the list, so that the memory of each is free before the next one is packed."""
+    return [PackedBlock(blocks.pop(0), linear) for _ in range(len(blocks))]
 
 
 def round_linear(int8_linear: MakeInt8Linear, weight: Tensor, bias: Tensor | None) -> LinearLayer:

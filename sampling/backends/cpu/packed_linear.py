@@ -1,8 +1,9 @@
 """Linear layers with weights in oneDNN's own layout.
 
-F.linear reaches less than half of the memory bandwidth with one row, and less than half of the arithmetic rate with
-hundreds of rows. A packed product reaches both, and fuses bias, GELU and the residual addition. Inductor does the same
-when it freezes a model. On Intel processors, F.linear uses MKL, which is faster than oneDNN for few rows.
+Except on Intel processors, F.linear reaches less than half of the memory bandwidth with one row; everywhere, less than
+half of the arithmetic rate with hundreds of rows. A packed product reaches both, and fuses bias, GELU and the residual
+addition. Inductor does the same when it freezes a model. On Intel processors, F.linear uses MKL, which is faster than
+oneDNN for few rows: see PackThresholds.
 """
 import math
 import platform

@@ -3,10 +3,8 @@
 A step of a small model is a hundred kernels of a few microseconds each, and launching them one by one takes longer
 than running them. A CUDA graph launches all of them at once. Sampling is part of the graph, so the GPU does not wait
 for the CPU. Only the kernels of PerRowRNG and a few small copies are launched outside the graph. SelfCheck compares
-all this with the plain model while the run begins. Tests on a CPU also run the steps without graphs.
+the first step of each kind with the plain model. Tests on a CPU also run the steps without graphs.
 """
-import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,10 +15,9 @@ from sampling.backends.cuda.decode_state import DecodeState, cache_capacity
 from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.backends.memory import estimate_bytes_per_sample
+from sampling.log import Log, warn
 from sampling.sampler.logits import require_finite
 from sampling.sampler.sample_token import SampleFn
-
-warn = logging.getLogger(__name__).warning # for messages, unless the caller shows them itself
 
 
 class CUDAGraphGPT:
@@ -32,14 +29,13 @@ class CUDAGraphGPT:
     is_exact = False
     forbids_sync = True
 
-    def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True,
-                 log: Callable[[str], None] = warn):
+    def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True, log: Log = warn):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         self.is_compiled, self.forward = compile, StaticForward(model, compile)
         # An idle row costs a GPU little, new graphs cost much, and compiled ones most.
         self.compaction_ratio = 0.0 if compile else 0.5
         self.checks = SelfCheck(log, use_graphs=cuda_graphs)
-        self.checks.check_stream(self.device, self.config.vocab_size)
+        self.checks.check_random_numbers(self.device, self.config.vocab_size)
         self.state: DecodeState | None = None # the state of the latest stream, after its end, for the next stream
         self.logits_sum = torch.zeros((), dtype=torch.float32) # of the latest stream
 

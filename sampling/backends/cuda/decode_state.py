@@ -42,13 +42,17 @@ class DecodeState:
         """Whether steps run as CUDA graphs, if checks allow it. On a CPU they run directly, which only tests use."""
         return self.device.type == "cuda"
 
+    def drop_graphs(self) -> None:
+        """Forget all graphs, and the memory that they share."""
+        self.graphs, self.pool = {}, None
+
     def fits(self, batch_size: int, capacity: int, sample_fn: SampleFn | None) -> bool:
         """Whether this state, with its graphs, can generate such a batch."""
         return len(self.token) == batch_size and self.capacity >= capacity and self.sample_fn is sample_fn
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. The steps then need new graphs."""
-        self.graphs, self.pool = {}, None
+        self.drop_graphs()
         self.cache.select_rows(rows)
         self.token, self.window = self.token[rows], self.window[rows]
 
@@ -138,7 +142,7 @@ class DecodeState:
         if self.checks.use_static_forward and shape not in self.checks.checked_shapes:
             expected = self.forward.model(self.window[:1, :self.cache.seq_len])[0]
             if not self.checks.check_logits(shape, logits[:1], expected, self.dtype):
-                self.graphs, self.pool = {}, None
+                self.drop_graphs()
                 logits = self.plain_logits(key)
         self.sample(logits)
 
@@ -163,11 +167,11 @@ class DecodeState:
         self.sample_fn.repeat_noise()
         logits = self.step(key)
         if not self.checks.use_graphs:
-            self.graphs, self.pool = {}, None
+            self.drop_graphs()
         elif torch.equal(found[0], self.token) and torch.equal(found[1], logits.nan_to_num()):
             self.graphs[key] = graph
         else:
-            self.graphs, self.pool = {}, None
+            self.drop_graphs()
             self.checks.disable_graphs("a replayed step computed other logits than the step itself")
 
 

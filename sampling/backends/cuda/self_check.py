@@ -2,12 +2,12 @@
 
 If a check fails, the run goes on in a slower way that does not need what failed, and a line tells the user.
 """
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from sampling.log import Log
 from sampling.sampler.per_row_rng import PerRowRNG
 
 # The largest logits_error that rounding explains; a wrong key, mask or position gives more.
@@ -21,12 +21,12 @@ class SelfCheck:
     use_graphs: run steps as CUDA graphs.
     use_static_forward: run StaticForward; otherwise the plain model, which CUDA graphs cannot hold.
     """
-    log: Callable[[str], None]
+    log: Log
     use_graphs: bool = True
     use_static_forward: bool = True
     checked_shapes: set[tuple[int, int | str]] = field(default_factory=set) # batch size, key of the step
 
-    def check_stream(self, device: torch.device, vocab_size: int) -> None:
+    def check_random_numbers(self, device: torch.device, vocab_size: int) -> None:
         """Tell the user if the random numbers are not those of torch.multinomial."""
         if not draws_like_multinomial(device, vocab_size):
             self.log("the random numbers are not those of torch.multinomial here: the samples are good, but not the "

@@ -38,20 +38,6 @@ class StaticForward:
         return self.model_forward(idx)[0]
 
 
-def masked_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """One query (B, H, 1, D) of each row attends to keys and values (B, H, S, D), in one kernel -> (B, H, 1, D)."""
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-
-
-def product_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The same as two matrix products, which may use more multiprocessors of a GPU if there are few rows."""
-    scores = q @ keys.mT * q.size(-1)**-0.5 + mask # (B, H, 1, D) @ (B, H, D, S) -> (B, H, 1, S)
-    return scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
-
-
-attention = masked_attention # which one is faster was not measured on a GPU yet
-
-
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:
     """Block.forward for one more token: (B, 1, E) -> (B, 1, E). mask (1, S) is added to the scores of the S keys.
 
@@ -60,6 +46,6 @@ def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: T
     qkv = block.attn.split_heads(block.ln_1(x)) # (B, 1, E) -> (3, B, H, 1, D)
     layer.index_copy_(3, position, qkv[1:])
     keys, values = layer[..., :num_keys, :] # (2, B, H, capacity, D) -> two of (B, H, S, D)
-    y = attention(qkv[0], keys, values, mask) # (B, H, 1, D)
+    y = F.scaled_dot_product_attention(qkv[0], keys, values, attn_mask=mask) # (B, H, 1, D), one kernel
     x = x + block.attn.c_proj(block.attn.merge_heads(y)) # (B, H, 1, D) -> (B, 1, E)
     return x + block.mlp(block.ln_2(x))

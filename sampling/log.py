@@ -1,0 +1,7 @@
+"""The messages of the package for its user. sample.py shows them itself; without a log, they go to Python's logging."""
+import logging
+from collections.abc import Callable
+
+Log = Callable[[str], None]
+
+warn: Log = logging.getLogger("sampling").warning
