@@ -140,7 +140,7 @@ class PackedBlock:
 
 
 def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:
-    """Pack the blocks one by one. Empties the list, so that the memory of each is free before the next one is packed."""
+    """Pack the blocks one by one. Empties the list, so that each one's memory is free before the next one is packed."""
     return [PackedBlock(blocks.pop(0), linear) for _ in range(len(blocks))]
 
 
