@@ -47,7 +47,8 @@ dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float1
 compile = False # run torch.compile first: takes a minute; may gain speed on a GPU (not measured), gains none on a CPU
 cuda_graphs = True # on a GPU: launch all kernels of a step at once, if that works; False is slower, with the same text
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
-exact = False # sample with nanoGPT's own operations: on a GPU its very text in any dtype; slower, one sample at a time
+exact = False # run nanoGPT's own operations, one sample at a time: slower, but made to give nanoGPT's text on a GPU in
+              # any dtype
 draft: str | None = None # a second model proposes tokens, and the model checks several at once: faster for one sample at
                          # a time, with the same text on a CPU in float32; int8: the model itself in 8 bits; otherwise
                          # the name, folder or file of a smaller model with the same vocabulary
