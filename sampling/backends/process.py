@@ -10,8 +10,8 @@ def shorten_spinning() -> None:
     """Make OpenMP's threads sleep after waiting for less than a millisecond. Keeps the user's own settings.
 
     By default they spin for up to 20 ms. If another program uses one of the cores, the spinning threads occupy the
-    others, while the thread that they wait for has no core. This slows a run by 1.2 times
-    (Emerald Rapids) to 6 times (Skylake).
+    others, while the thread that they wait for has no core. A run then takes 1.2 times (Emerald Rapids) to 6 times
+    (Skylake) as long.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "10000"
