@@ -10,8 +10,7 @@ def shorten_spinning() -> None:
     """Make OpenMP's threads sleep after waiting for less than a millisecond. Keeps the user's own settings.
 
     By default they spin for up to 20 ms. If another program uses one of the cores, the spinning threads occupy the
-    others, while the thread that they wait for has no core. A run then takes 1.2 times (Emerald Rapids) to 6 times
-    (Skylake) as long.
+    others, while the thread that they wait for has no core. On Intel, such a run takes 1.2 to 6 times as long.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "10000"
