@@ -82,7 +82,8 @@ def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], 
         except ValueError as error:
             return str(error)
     if message := error_of(values):
-        for path in dict.fromkeys(files.values()): # a file is the cause if its defaults change the error
+        for path in dict.fromkeys(files.values()):
+            # A file is the cause if the error changes when its settings are reset to their defaults.
             defaults = {name: scope[name] for name, source in files.items() if source == path}
             if error_of(values | defaults) != message:
                 raise ValueError(f"{path}: {message}")

@@ -42,15 +42,16 @@ seed: int | str = 1337 # the same seed gives the same samples; random: a new see
 
 # How the model runs
 device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
-dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: bfloat16, else float16, on CUDA; float32 elsewhere;
-               # 'int8', on a CPU: weights of 8 bits, for speed and a quarter of the memory; it changes the text
+dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16, or float16 if the GPU lacks it; elsewhere
+               # float32; 'int8', on a CPU: weights of 8 bits, for speed and a quarter of the memory; changes the text
 compile = False # run torch.compile first: takes a minute; may gain speed on a GPU (not measured), gains none on a CPU
 cuda_graphs = True # on a GPU: launch all kernels of a step at once, if that works; False is slower, with the same text
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
-exact = False # sample with nanoGPT's own operations: on a GPU its very text in any dtype; slower, one sample at a time
-draft: str | None = None # a second model proposes tokens, and the model checks several at once: the same text sooner,
-                         # for one sample at a time; int8: the model itself in 8 bits; otherwise the name, folder or
-                         # file of a smaller model with the same vocabulary
+exact = False # run nanoGPT's own operations, one sample at a time: slower, but made to give nanoGPT's text on a GPU in
+              # any dtype
+draft: str | None = None # a second model proposes tokens, and the model checks several at once: faster for one sample
+                         # at a time, with the same text on a CPU in float32; int8: the model itself in 8 bits;
+                         # otherwise the name, folder or file of a smaller model with the same vocabulary
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go

@@ -27,7 +27,7 @@ def type_names(annotation: type) -> list[str]:
 REPL_TYPES = {field.name: type_names(field.type) for field in fields(SamplingParams) if field.name != "num_logprobs"}
 REPL_TYPES["show_probs"] = ["bool"]
 SETTING_FLAG = re.compile(rf"(?<!\S)--(?=({'|'.join(REPL_TYPES)})\b)") # in a session, settings begin with a colon
-NO_PROMPT = "\n" # the default of the setting start
+DEFAULT_START = "\n" # the default of the setting start
 QUIT = ":quit", ":q", ":exit", "exit"
 GREETING = "type a prompt, or :help; Ctrl-D ends the session"
 HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
@@ -41,8 +41,8 @@ Put a prompt that begins with a colon in quotes: ":like this". Several pasted li
 Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
-def run_repl(engine: Engine, printer: Printer, start: str = NO_PROMPT) -> None:
-    """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is NO_PROMPT.
+def run_repl(engine: Engine, printer: Printer, start: str = DEFAULT_START) -> None:
+    """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is DEFAULT_START.
 
     engine has the initial settings.
     """
@@ -51,7 +51,7 @@ def run_repl(engine: Engine, printer: Printer, start: str = NO_PROMPT) -> None:
     if is_tty(sys.stdin):
         log(GREETING)
     with line_editing():
-        if start != NO_PROMPT:
+        if start != DEFAULT_START:
             session.respond(repr(start)) # quoted, because respond parses it again
         while (line := session.read_line()) not in (None, *QUIT):
             session.respond(line)

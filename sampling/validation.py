@@ -49,7 +49,7 @@ def check_dtype(settings: Settings) -> None:
             "dtype must be auto, float32, bfloat16, float16 or int8")
     for name in "compile", "exact":
         if settings["dtype"] == "int8" and settings.get(name):
-            raise ValueError(f"dtype=int8 has no {name}=True: leave out one of them")
+            raise ValueError(f"dtype=int8 does not work with {name}=True: leave out one of them")
 
 
 def check_sampling_params(params: Settings) -> None:
@@ -112,7 +112,7 @@ def brief_repr(value: Any) -> str:
     """The beginning of a value's repr."""
     try:
         return f"{value!r:.100}"
-    except ValueError: # Python prints no number of more than 4300 digits, so no list with one
+    except ValueError: # Python refuses to print an int of more than 4300 digits, also inside a list
         return f"a {type(value).__name__}"
 
 

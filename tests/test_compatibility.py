@@ -8,7 +8,7 @@ from sampling.compatibility import ALIASES, training_settings
 SETTINGS = find_settings(SCRIPT)
 
 
-def test_aliases_stand_for_settings_and_are_none():
+def test_aliases_name_settings_but_are_not_settings():
     assert not ALIASES.keys() & SETTINGS.keys()
     for meant in ALIASES.values():
         assert set(meant.split(" or ")) <= SETTINGS.keys()
@@ -20,7 +20,7 @@ def test_aliases_stand_for_settings_and_are_none():
     ("--n-predict", "max_new_tokens"), ("-temp", "temperature"), ("-seed", "seed"), ("--ckpt", "out_dir"),
 ], ids=str)
 @pytest.mark.parametrize("form", ["{}=5", "{} 5"])
-def test_names_of_other_programs_are_answered_with_ours(argument, setting, form):
+def test_the_error_suggests_our_name_for_an_alias(argument, setting, form):
     with pytest.raises(ValueError) as error:
         override({"__file__": str(SCRIPT)}, form.format(argument).split(), aliases=ALIASES)
     assert str(error.value).startswith(f"unknown setting {argument}; did you mean {setting}?; ")

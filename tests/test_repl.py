@@ -20,7 +20,7 @@ RULE = "\n---------------\n"
 
 
 class SessionTerminal(Terminal):
-    """A terminal that obeys what switches bracketed paste on and off."""
+    """A terminal that interprets the sequences that switch bracketed paste on and off."""
 
     def read_some(self, seconds=20):
         has_more = super().read_some(seconds)

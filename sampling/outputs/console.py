@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol, TextIO
 
 from sampling.errors import is_out_of_memory
 
-# Unicode's symbols for control characters, except tab and newline. A terminal would obey the characters themselves.
+# Unicode's symbols for control characters, except tab and newline. A terminal would interpret the characters.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
                     **dict.fromkeys(range(0x80, 0xa0), "\ufffd")}
 
@@ -30,7 +30,7 @@ class Console:
     is_main: bool = True
     bar: ProgressBar | None = None
     lacks_characters: bool = False # standard output could not show a character
-    told_replacements: bool = False # and the user knows
+    logged_replacements: bool = False # log_replacements has logged it
 
 
 _console = Console()
@@ -76,9 +76,9 @@ def replace_and_note(error: UnicodeEncodeError) -> tuple[str, int]:
 
 
 def log_replacements() -> None:
-    """Say once that characters were replaced, if any were. Call this between two samples."""
-    if _console.lacks_characters and not _console.told_replacements:
-        _console.told_replacements = True
+    """Log once that characters were replaced, if any were. Call this between two samples."""
+    if _console.lacks_characters and not _console.logged_replacements:
+        _console.logged_replacements = True
         log(f"this terminal's encoding, {sys.stdout.encoding}, lacks some characters: each shows as a question mark")
 
 

@@ -24,10 +24,10 @@ FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a
 class HtmlWriter:
     """Appends samples to an HTML page. A browser can show the page after each sample.
 
-    run_info: what the page shows about the run, by name. num_saved: how many samples out_file holds, None without an
-    out_file. The page must hold these samples too. It is truncated after them when something is written, so a run
-    that is refused before does not change it. Raises ValueError if the file holds anything else: nothing is
-    overwritten, unless overwrite is True.
+    run_info: what the page shows about the run, by name.
+    num_saved: the number of samples in out_file; None without an out_file. The page must begin with these samples. The
+    first write truncates the page after them, so a run that fails earlier does not change it.
+    Raises ValueError if the file holds anything else, unless overwrite is True.
     """
 
     def __init__(self, path: str | os.PathLike, run_info: Mapping[str, Any], num_saved: int | None = None,
@@ -42,7 +42,7 @@ class HtmlWriter:
             raise self.resume_error(num_saved, 0)
         self.file = open_output(path, overwrite)
         try:
-            self.end: int | None = self.find_end(num_saved) # where to truncate the file; None: it is truncated
+            self.end: int | None = self.find_end(num_saved) # where the first write truncates the file; None after that
         except BaseException:
             self.file.close()
             raise

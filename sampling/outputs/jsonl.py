@@ -32,7 +32,7 @@ class LineFormat:
 
     def __init__(self, checkpoint_id: CheckpointId, settings: dict[str, Any], logprobs: int | None = None):
         self.checkpoint_id, self.logprobs = checkpoint_id, logprobs
-        # Among the settings, so that all lines of a file have the same fields.
+        # A resumed run must have the same settings. With logprobs among them, all lines of a file have the same fields.
         self.settings = settings if logprobs is None else {**settings, "logprobs": logprobs}
 
     def line(self, sample: Sample) -> bytes:

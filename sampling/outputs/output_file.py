@@ -13,7 +13,7 @@ def open_output(path: str | os.PathLike, overwrite: bool = False) -> BinaryIO:
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file, so no samples can be added to it")
-    with named_errors(path):
+    with name_write_errors(path):
         file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
     try:
         lock(file)
@@ -49,20 +49,20 @@ def is_stdout(file: BinaryIO) -> bool:
 
 def append(file: BinaryIO, data: bytes) -> None:
     """Write to the end of the file, and flush. Raises OSError, which names the file, if that fails."""
-    with named_errors(file.name):
+    with name_write_errors(file.name):
         file.write(data)
         file.flush()
 
 
 def check_not_removed(file: BinaryIO) -> None:
     """Raise OSError if the file was removed: what is written to it would be lost. A renamed file is fine."""
-    with named_errors(file.name):
+    with name_write_errors(file.name):
         if not os.fstat(file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "it was removed during the run")
 
 
 @contextmanager
-def named_errors(path: str | os.PathLike) -> Iterator[None]:
+def name_write_errors(path: str | os.PathLike) -> Iterator[None]:
     """Turn an OSError inside the block into one that names the file."""
     try:
         yield

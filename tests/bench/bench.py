@@ -33,7 +33,7 @@ def gpt2_cases(gpt2, batch_sizes):
     for samples in batch_sizes:
         row, lengths = f"124M, {count(samples)}", (8, 264)
         found += [
-            Case(row, "plain loop", other("plain", gpt2, 1), (4, 44), 1),
+            Case(row, "nanoGPT's loop", other("nanogpt", gpt2, 1), (4, 44), 1),
             Case(row, "Hugging Face", other("transformers", gpt2, samples), (8, 136), samples),
             Case(row, "CTranslate2 float32", other("ctranslate2", gpt2, samples), lengths, samples),
             Case(row, "CTranslate2 int8", other("int8", gpt2, samples), lengths, samples),
@@ -71,7 +71,7 @@ def character_cases(large, small):
     """The two character models."""
     row = "10.6M, 10 samples, inside the window"
     found = [
-        Case(row, "plain loop", other("plain", large, 1), (8, 248), 1),
+        Case(row, "nanoGPT's loop", other("nanogpt", large, 1), (8, 248), 1),
         Case(row, "Hugging Face", other("transformers", large / "transformers", 10), (8, 248), 10),
         Case(row, "CTranslate2 float32", other("ctranslate2", large / "transformers", 10), (8, 248), 10),
         Case(row, "CTranslate2 int8", other("int8", large / "transformers", 10), (8, 248), 10),
@@ -79,14 +79,14 @@ def character_cases(large, small):
     ]
     row = "10.6M, 10 samples, past the window"
     found += [
-        Case(row, "plain loop", other("plain", large, 1, FULL), (8, 72), 1),
+        Case(row, "nanoGPT's loop", other("nanogpt", large, 1, FULL), (8, 72), 1),
         Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 10, start=FULL), (4, 44), 10, prompt=256),
         Case(row, "sample.py context_shift", sample_py(f"--out_dir={large}", 60, 10, start=FULL, more=["--context_shift"]),
              (4, 244), 60, batch_size=10, prompt=256),
     ]
     row = "0.8M, the default run of 10 x 500"
     found += [
-        Case(row, "plain loop", other("plain", small, 10), (0, 500), 10),
+        Case(row, "nanoGPT's loop", other("nanogpt", small, 10), (0, 500), 10),
         Case(row, "sample.py float32", sample_py(f"--out_dir={small}", 10), (0, 500), 10),
     ]
     return found
@@ -113,7 +113,7 @@ def cuda_cases(folder, quick):
             row, source = f"{name}, {count(samples)}", folder / name
             compiled = name == "124M" and samples < 100 # each compilation takes minutes
             others = [("Hugging Face", "transformers"), ("Hugging Face static", "static")][:1 + compiled]
-            found += [Case(row, "plain loop", other("plain", source, 1, device="cuda"), (8, 508), 1)]
+            found += [Case(row, "nanoGPT's loop", other("nanogpt", source, 1, device="cuda"), (8, 508), 1)]
             found += [Case(row, label, other(program, source, samples, device="cuda"), (8, 264), samples)
                       for label, program in others]
             modes = [("float32", []), ("bfloat16", []), ("bfloat16 compile", ["--compile"])][:2 + compiled]
@@ -127,7 +127,7 @@ def cuda_cases(folder, quick):
         row, lengths = f"10.6M, 10 samples, {where} the window", (8, 248)
         command = sample_py(f"--out_dir={large}", 100, 10, "bfloat16", start, "cuda")
         found += [
-            Case(row, "plain loop", other("plain", large, 1, start, "cuda"), lengths, 1),
+            Case(row, "nanoGPT's loop", other("nanogpt", large, 1, start, "cuda"), lengths, 1),
             Case(row, "sample.py bfloat16", command, lengths, 100, batch_size=10, prompt=len(start)),
         ]
     return found
@@ -143,7 +143,7 @@ def whole_processes(folder, device):
     demo, checkpoint = f"--out_dir={PROJECT / 'out-shakespeare-char'}", folder / "124M checkpoint"
     row = "124M checkpoint with optimizer state, to the first token"
     return [
-        (row, "plain way", other("load", checkpoint, 1, device=device)(1)),
+        (row, "nanoGPT's loop", other("load", checkpoint, 1, device=device)(1)),
         (row, "sample.py", sample_py(f"--out_dir={checkpoint}", 1, device=device)(1)),
         ("demo, to the first token", "import torch alone", [sys.executable, "-c", "import torch"]),
         ("demo, to the first token", "sample.py", sample_py(demo, 1, device=device)(1)),

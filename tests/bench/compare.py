@@ -1,7 +1,7 @@
-"""Compares sample.py with itself: with another commit, or with one trick switched off. They run alternately.
+"""Compares sample.py with itself: with another commit, or with one optimisation switched off. They run alternately.
 
-    python tests/bench/compare.py --against=FOLDER [--rounds=N] [--only=TEXT]  # a checkout of the other commit
-    python tests/bench/compare.py --tricks [--rounds=N] [--only=TEXT]          # what each trick gives
+    python tests/bench/compare.py --against=FOLDER [--rounds=N] [--only=TEXT]    # a checkout of the other commit
+    python tests/bench/compare.py --optimisations [--rounds=N] [--only=TEXT]     # what each optimisation gives
 """
 import argparse
 import inspect
@@ -53,35 +53,35 @@ def rows(folder, script=(PROJECT / "sample.py",)):
     return {case.row: case for case in cases}
 
 
-# The rows in which each trick has an effect.
+# The rows in which each optimisation has an effect.
 ROWS_OF = {
     "packing": ["124M, 1 sample", "124M, 10 samples"],
     "shortlist": ["124M, 1 sample"],
     "skip_init": ["124M checkpoint, to the first token", "demo, to the first token"],
     "jump_ahead": ["124M checkpoint, to the first token"],
-    "held_memory": ["10.6M, 10 samples, past the window"],
-    "short_spinning": ["124M, 1 sample, a core busy"],
+    "disable_malloc_trim": ["10.6M, 10 samples, past the window"],
+    "shorten_spinning": ["124M, 1 sample, a core busy"],
 }
 
 
-def pairs_of_tricks(folder):
-    """Yield (trick and row, a case with the trick, the same case without it)."""
-    for trick, names in ROWS_OF.items():
-        without = rows(folder, (HERE / "without.py", trick))
+def pairs_of_optimisations(folder):
+    """Yield (optimisation and row, a case with the optimisation, the same case without it)."""
+    for optimisation, names in ROWS_OF.items():
+        without = rows(folder, (HERE / "without.py", optimisation))
         for name in names:
-            yield f"{trick} | {name}", rows(folder)[name], without[name]
+            yield f"{optimisation} | {name}", rows(folder)[name], without[name]
 
 
-def lines_of(trick):
-    """The number of lines of code of the trick."""
+def lines_of(optimisation):
+    """The number of lines of code of the optimisation."""
     from sampling.backends import memory, process
     from sampling.backends.cpu import lm_head, packed_linear
     from sampling.checkpoints import skip_init
     from sampling.sampler import mt19937
     parts = {
         "packing": [packed_linear], "shortlist": [lm_head], "skip_init": [skip_init], "jump_ahead": [mt19937],
-        "held_memory": [memory.disable_malloc_trim], "short_spinning": [process.shorten_spinning],
-    }[trick]
+        "disable_malloc_trim": [memory.disable_malloc_trim], "shorten_spinning": [process.shorten_spinning],
+    }[optimisation]
     return sum(bool(line.strip()) for part in parts for line in inspect.getsource(part).splitlines())
 
 
@@ -89,15 +89,15 @@ def main():
     """Time both cases of each pair in turn for several rounds, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="a checkout of the other commit")
-    parser.add_argument("--tricks", action="store_true")
+    parser.add_argument("--optimisations", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="only lines with this text in their name")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         make_models(folder, ["124M", "10.6M", "0.8M"])
-        if options.tricks:
-            pairs = list(pairs_of_tricks(folder))
+        if options.optimisations:
+            pairs = list(pairs_of_optimisations(folder))
         else:
             other = rows(folder, (options.against.resolve() / "sample.py",))
             pairs = [(name, case, other[name]) for name, case in rows(folder).items()]
@@ -108,11 +108,11 @@ def main():
                 for case in (one, two) if i % 2 == 0 else (two, one):
                     case.run()
     print(f"{machine('cpu')}; medians of {options.rounds} rounds.\n")
-    columns = "trick | where | lines" if options.tricks else "where"
+    columns = "optimisation | where | lines" if options.optimisations else "where"
     print(f"| {columns} | rate, x | smallest | largest |\n|{'---|' * columns.count('|')}---|---:|---:|---:|")
     for name, one, two in pairs:
         ratios = sorted(a / b for a, b in zip(one.rates(), two.rates(), strict=True))
-        lines = f" | {lines_of(name.split(' | ')[0])}" if options.tricks else ""
+        lines = f" | {lines_of(name.split(' | ')[0])}" if options.optimisations else ""
         print(f"| {name}{lines} | {statistics.median(ratios):.2f} | {ratios[0]:.2f} | {ratios[-1]:.2f} |")
 
 

@@ -24,8 +24,8 @@ SHAPES = {
 
 # ---- the other programs
 
-def run_plain(folder, samples, length, prompt, device):
-    """nanoGPT's own loop: reads the whole window for every token, one sample after another; on a GPU under autocast."""
+def run_nanogpt(folder, samples, length, prompt, device):
+    """nanoGPT's loop: reads the whole window for every token, one sample after another; on a GPU under autocast."""
     import torch
 
     from model import GPT
@@ -199,7 +199,7 @@ def best(run, work, device):
     return work / min(times)
 
 
-CONTENDERS = {"plain": run_plain, "transformers": run_transformers, "static": run_static, "ctranslate2": run_ctranslate2,
+CONTENDERS = {"nanogpt": run_nanogpt, "transformers": run_transformers, "static": run_static, "ctranslate2": run_ctranslate2,
               "int8": run_int8, "llama": run_llama, "llama q8": run_llama_q8, "load": run_load, "models": make_models, "limits": print_limits}
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def set_nanogpt_flags() -> None:
 
 
 @torch.no_grad()
-def plain_loop(model: GPT, idx: torch.Tensor, new_tokens: int, goes_on: Callable[[], bool] = lambda: True):
+def nanogpt_loop(model: GPT, idx: torch.Tensor, new_tokens: int, goes_on: Callable[[], bool] = lambda: True):
     """Continue ids (1, T) as nanoGPT does, under autocast. Stops early when goes_on returns False."""
     for _ in takewhile(lambda _: goes_on(), range(new_tokens)):
         logits = model(idx[:, -model.config.block_size:])[0][:, -1] / TEMPERATURE

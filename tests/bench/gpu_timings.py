@@ -15,7 +15,7 @@ from gpu_setup import (
     autocast,
     make_engine,
     make_model,
-    plain_loop,
+    nanogpt_loop,
     run_engine,
     seconds,
     set_nanogpt_flags,
@@ -70,14 +70,14 @@ def named(samples: int) -> str:
 
 
 def time_loop(scale: Scale, model: str, dtype: str, loops: dict) -> dict:
-    """nanoGPT's own loop, one sample, after one that warmed up: cuDNN's attention prepares each length once."""
+    """nanoGPT's loop, one sample, after one that warmed up: cuDNN's attention prepares each length once."""
     gpt, idx = make_model(scale, scale.shapes[model]), torch.tensor([PROMPT], device=scale.device)
     set_nanogpt_flags()
     found = []
 
     def run():
         end = time.perf_counter() + LOOP_SECONDS
-        found[:] = [plain_loop(gpt, idx, scale.new_tokens, lambda: time.perf_counter() < end)]
+        found[:] = [nanogpt_loop(gpt, idx, scale.new_tokens, lambda: time.perf_counter() < end)]
     with autocast(scale.device, DTYPES[dtype]):
         first, took = seconds(run, scale.device), seconds(run, scale.device)
     tokens = found[0].size(1) - len(PROMPT)

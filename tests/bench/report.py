@@ -13,10 +13,10 @@ def report(cases, processes, limits, rounds, device):
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ctranslate2") if find_spec(name))
     lines = [f"{machine(device)}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; matrix "
              f"products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32, {limits[2] / 1e9:,.0f} in bfloat16.", "",
-             "| | | tokens/s | x plain loop | of the limit |", "|---|---|---:|---:|---|"]
-    plain = {case.row: case.rate() for case in cases if case.name == "plain loop"}
+             "| | | tokens/s | x nanoGPT's loop | of the limit |", "|---|---|---:|---:|---|"]
+    nanogpt = {case.row: case.rate() for case in cases if case.name == "nanoGPT's loop"}
     for case in cases:
-        ratio = f"{case.rate() / plain[case.row]:.1f}" if case.row in plain else ""
+        ratio = f"{case.rate() / nanogpt[case.row]:.1f}" if case.row in nanogpt else ""
         lines.append(f"| {case.row} | {case.name} | {shown_rate(case)} | {ratio} | {share_of_limit(case, *limits)} |")
     if processes:
         lines += ["", "| whole process | | seconds | peak memory |", "|---|---|---:|---:|"]

@@ -1,6 +1,6 @@
-"""Runs sample.py with one trick switched off, to measure what the trick gains.
+"""Runs sample.py with one optimisation switched off, to measure what it gains.
 
-    python tests/bench/without.py TRICK [SETTING ...]
+    python tests/bench/without.py OPTIMISATION [SETTING ...]
 """
 import runpy
 import sys
@@ -35,27 +35,25 @@ def jump_ahead():
     mt19937.JUMP_THRESHOLD = float("inf")
 
 
-def held_memory():
+def disable_malloc_trim():
     """Freed memory returns to the system."""
     from sampling.backends import prepare
     prepare.disable_malloc_trim = lambda: None
 
 
-def short_spinning():
+def shorten_spinning():
     """OpenMP's threads spin for the default time."""
     from sampling.backends import process
     process.shorten_spinning = lambda: None
 
 
-TRICKS = {function.__name__: function for function in (
-    packing, shortlist, skip_init, jump_ahead, held_memory, short_spinning)}
+OPTIMISATIONS = {function.__name__: function for function in (
+    packing, shortlist, skip_init, jump_ahead, disable_malloc_trim, shorten_spinning)}
 
 if __name__ == "__main__":
-    _, trick, *sys.argv[1:] = sys.argv
-    if trick == "short_spinning": # the other tricks import torch, and spinning must be set before that
-        short_spinning()
-    else:
-        from sampling.backends.process import shorten_spinning
-        shorten_spinning()
-        TRICKS[trick]()
+    _, optimisation, *sys.argv[1:] = sys.argv
+    if optimisation != "shorten_spinning": # the others import torch, and spinning must be set before that
+        from sampling.backends import process
+        process.shorten_spinning()
+    OPTIMISATIONS[optimisation]()
     runpy.run_path(str(PROJECT / "sample.py"), run_name="__main__")

@@ -111,7 +111,7 @@ def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, environm
 
 
 @pytest.mark.parametrize("is_terminal, written, times", [(True, b"a?b?\n", 1), (False, "aéb😀\n".encode(), 0)], ids=["terminal", "file"])
-def test_what_stdout_cannot_encode_is_utf8_or_said_once(read_stderr, monkeypatch, is_terminal, written, times):
+def test_characters_that_stdout_cannot_encode_are_logged_once(read_stderr, monkeypatch, is_terminal, written, times):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
     stream.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stdout", stream)
