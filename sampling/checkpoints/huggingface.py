@@ -7,7 +7,6 @@ import torch
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.errors import first_sentence
 from sampling.checkpoints.hf_files import read_json, read_safetensors
-from sampling.checkpoints.nearby import latest_numbered_checkpoint
 from sampling.checkpoints.other_programs import reject_nanogpt_layout, reject_safetensors, reject_safetensors_in
 from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_STEPS
 from sampling.checkpoints.state_dict import (
@@ -64,14 +63,11 @@ def find_folder(name_or_folder: str) -> Path:
     if name_or_folder.endswith(".safetensors") and os.path.isfile(name_or_folder):
         reject_safetensors(Path(name_or_folder))
     if os.path.isfile(name_or_folder) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt")):
-        raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; "
-                         f"for a ckpt.pt pass --out_dir={name_or_folder}")
+        raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model")
     folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
     if not (folder / "config.json").is_file():
         reject_safetensors_in(folder)
-        numbered = latest_numbered_checkpoint(folder)
-        hint = f"; for {numbered.name} pass --out_dir={numbered}" if numbered else ""
-        raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json{hint}")
+        raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json")
     return folder
 
 
@@ -84,15 +80,15 @@ def download(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=PICKLES))
         return folder
     except errors.HFValidationError:
-        raise ValueError(f"init_from={name!r:.100} is neither 'resume', nor a folder here, nor a Hugging Face id "
-                         "such as gpt2 or user/model") from None
+        raise ValueError(f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or "
+                         "user/model") from None
     except errors.RepositoryNotFoundError:
         raise ValueError(f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have "
                          "no access to it (set HF_TOKEN, or run 'hf auth login')") from None
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
         raise ValueError(f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, "
                          f"and the hub did not answer ({first_sentence(e)}); on a machine that reaches the hub, run "
-                         f"'hf download {name} --local-dir DIR', then pass --init_from=DIR") from None
+                         f"'hf download {name} --local-dir DIR', then give DIR instead of the name") from None
 
 
 def read_weights(folder: Path) -> tuple[StateDict, Checksums]:
