@@ -90,7 +90,7 @@ class PickleScanner:
     def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
         """Check and simulate one opcode."""
         name = opcode.name
-        require(name not in FORBIDDEN, f"it holds {name}, which no pickle of data does")
+        require(name not in FORBIDDEN, f"it uses the opcode {name}, which data does not need")
         self.steps += SLOW_STEPS if name in SLOW_OPCODES else 1
         if name == "MARK":
             self.marks.append(len(self.stack))
@@ -106,7 +106,7 @@ class PickleScanner:
     def memo_put(self, index: int | None) -> None:
         """Store the top of the stack. A reader allocates its memo up to the index, so indices must be consecutive."""
         index = len(self.memo) if index is None else index
-        require(index <= len(self.memo), "it numbers its memo as pickle never does")
+        require(index <= len(self.memo), "its memo indices are not consecutive")
         self.memo[index] = self.stack[-1]
 
     def memo_get(self, index: int) -> None:
@@ -225,13 +225,13 @@ def check_keys(keys: list[StackItem]) -> None:
 
 def check_storage_id(storage_id: StackItem) -> None:
     """Stops one record from being read under many names: torch ignores the case of names."""
-    require(storage_id.literal[2].isdecimal(), "it names a storage as torch.save never does")
+    require(storage_id.literal[2].isdecimal(), "it has a storage name that torch.save does not write")
 
 
 def check_new_object(kind: StackItem, arguments: StackItem) -> None:
     """Stops NEWOBJ from making anything but an empty GPTConfig."""
     require(kind.constructor == "GLOBAL" and is_config(kind.literal) and arguments.literal == [],
-            "it makes an object as torch.save never does for data")
+            "it creates an object that torch.save does not write")
 
 
 def check_state(target: StackItem, state: StackItem) -> None:
@@ -241,7 +241,7 @@ def check_state(target: StackItem, state: StackItem) -> None:
         return check_config_state(state)
     is_metadata = (target.constructor, state.literal) == ("collections OrderedDict", ["_metadata"])
     is_dtype_state = target.constructor == "numpy dtype" and isinstance(state.literal, list) and state.depth <= 1
-    require(is_metadata or is_dtype_state, "it sets attributes as torch.save never does")
+    require(is_metadata or is_dtype_state, "it sets attributes that torch.save does not set")
 
 
 def check_config_state(state: StackItem) -> None:
@@ -258,16 +258,16 @@ def check_call(function: StackItem, arguments: StackItem) -> None:
     # A storage by number of bytes takes any amount of memory, and a tensor that is called iterates over its entries.
     require(function.constructor == "GLOBAL" and isinstance(values, list)
             and not name.endswith("Storage") and not is_config(name),
-            "it calls something as torch.save never does")
+            "it makes a call that torch.save does not write")
     if name.startswith("torch._utils _rebuild_tensor"):
         check_tensor(*values[:4])
     elif name == "_codecs encode": # pickle's protocol 2 writes bytes in this way; other codecs are slow
-        require(values[1:] == ["latin1"], "it holds bytes as pickle never writes them")
+        require(values[1:] == ["latin1"], "it encodes bytes in a way that pickle does not use")
     elif name in HASHING_CALLS: # each character of a text would become a key
         require(arguments.depth <= 2 and not any(isinstance(value, str) for value in values),
                 "it has keys that are neither text nor numbers")
     elif not name.startswith("torch._utils"): # a tensor as an argument may claim any number of values
-        require(arguments.depth <= 3, "it calls something as torch.save never does")
+        require(arguments.depth <= 3, "it makes a call that torch.save does not write")
 
 
 def check_tensor(storage_id: list, offset: int, sizes: list[int], strides: list[int]) -> None:

@@ -104,7 +104,7 @@ def reject_tar(head: bytes) -> None:
     """
     with suppress(tarfile.HeaderError):
         tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
-        raise RejectedFileError("it is a tar")
+        raise RejectedFileError("it is a tar file")
 
 
 # ---- stand-ins, which torch calls instead of numpy's and pathlib's classes

@@ -182,7 +182,7 @@ def test_a_gptconfig_holds_flat_values(field, lesson, tmp_path):
 
 CONFIG = b"ctrain_gpt2\nGPTConfig\n"
 MAKE = CONFIG + b")\x81"
-NAME, OBJECT, CALL, FIELDS_MESSAGE, MUCH = ("which could run code", "it makes an object as torch.save never does", "it calls something as torch.save never does",
+NAME, OBJECT, CALL, FIELDS_MESSAGE, MUCH = ("which could run code", "it creates an object that torch.save does not write", "it makes a call that torch.save does not write",
                                             "its GPTConfig must hold numbers and text by name", "its GPTConfig holds too much")
 ATTACKS = {
     "with-arguments": (CONFIG + value((1,)) + b"\x81", OBJECT), "text-for-a-class": (value("train_gpt2 GPTConfig") + b")\x81", OBJECT),

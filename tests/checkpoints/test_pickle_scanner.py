@@ -170,7 +170,7 @@ def test_a_tar_file_is_refused(assert_refused, valid_checkpoint, tmp_path):
     with open(path, "wb") as f:
         f.write(header)
         f.truncate(901 << 20)
-    assert_refused("it is a tar")
+    assert_refused("it is a tar file")
 
 
 def test_all_shards_together_have_the_limits_of_one_file(assert_refused, valid_checkpoint, hf_copy):
