@@ -14,7 +14,7 @@ from models import SHAPE, make_gpt
 from pickle_code import call, tensor, value
 from sampling.checkpoints.init_draws import count_init_draws
 from sampling.checkpoints.nanogpt import load_checkpoint
-from sampling.checkpoints.pickle_scanner import MAX_STEPS
+from sampling.checkpoints.pickle_scanner import MAX_PICKLE_STEPS
 
 pytest_plugins = ["attacks"]
 
@@ -218,7 +218,7 @@ def test_hostile_configs_are_refused(payload, message, assert_refused, valid_che
 
 @needs_linux
 def test_many_configs_take_little(assert_refused, valid_checkpoint, tmp_path):
-    count = MAX_STEPS // 400
+    count = MAX_PICKLE_STEPS // 400
     pieces = b"](" + MAKE.replace(CONFIG, CONFIG + b"q\1") + (b"h\1)\x81" + value({f"x{i}": i for i in range(60)}) + b"b") * count + b"e"
     write_checkpoint(tmp_path, poison(valid_checkpoint, "model_args", pieces))
     assert_refused("out/ckpt.pt")
