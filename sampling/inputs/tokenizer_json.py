@@ -102,7 +102,7 @@ DECODERS: Fields = {
 
 
 def check_tokenizer(content: dict) -> tuple[dict, list[dict]]:
-    """The harmless part of a tokenizer.json, and the steps of its decoder.
+    """The harmless part of a tokenizer.json, and the configurations of its decoders.
 
     Drops padding, truncation and the post-processor, which would add tokens to a prompt or remove some. Raises
     RejectedFileError if the rest has anything that is not known to be harmless.
