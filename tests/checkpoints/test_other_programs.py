@@ -138,7 +138,7 @@ def test_llm_c(magic, tmp_path):
 
 
 def test_safetensors_of_a_nanogpt_model(tmp_path):
-    """Whichever way it is passed, the advice is the same, and leads nowhere else."""
+    """The advice is the same for the file and its folder, as out_dir and as init_from."""
     path = tmp_path / "model.safetensors"
     save_model(make_gpt(), path)
     for given, load in (path, load_checkpoint), (tmp_path, load_checkpoint), (path, load_gpt2), (tmp_path, load_gpt2):
@@ -168,7 +168,7 @@ def test_safetensors_with_a_config_json_of_nanogpt(config, tmp_path):
 
 
 def test_nanogpts_tensors_as_a_hugging_face_model(tmp_path):
-    """A config.json written by hand does not turn the matrices."""
+    """A config.json written by hand does not transpose the matrices."""
     save_file({name: tensor.clone() for name, tensor in make_gpt().state_dict().items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **SHAPE, "n_positions": 16}))
     message = error_of(tmp_path, load_gpt2)
