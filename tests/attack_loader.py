@@ -28,7 +28,7 @@ def load(init_from):
     """Load a model and its tokenizer as sample.py does."""
     checkpoint = load_checkpoint("out") if init_from == "resume" else load_gpt2(init_from)
     GPT.from_checkpoint(checkpoint)
-    load_tokenizer(checkpoint)
+    load_tokenizer(checkpoint, log=lambda text: None)
 
 
 def load_and_exit(folder, init_from, seconds):

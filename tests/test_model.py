@@ -1,5 +1,6 @@
 """GPT and its KV cache: generation, logits, comparison with transformers, and loading."""
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,7 +220,7 @@ def test_the_error_names_missing_unexpected_and_misshapen_tensors(change, messag
 
 def checkpoint_of(model, **changes):
     state_dict = {**model.state_dict(), **changes}
-    return Checkpoint("out/ckpt.pt", dataclasses.asdict(model.config), state_dict, model.config.vocab_size)
+    return Checkpoint("out/ckpt.pt", dataclasses.asdict(model.config), state_dict, model.config.vocab_size, Path("out"))
 
 
 def test_loading_a_model_removes_the_tensors_from_its_checkpoint():

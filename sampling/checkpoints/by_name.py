@@ -1,9 +1,11 @@
-"""Loads the checkpoint that settings or a name mean."""
+"""Loads a checkpoint by sample.py's settings, or by a single name."""
 import os
+from pathlib import Path
 
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.checkpoints.nearby import latest_numbered_checkpoint
 
 
 def load_from_settings(init_from: str, out_dir: str, with_crc32: bool = False, copy_weights: bool = True) -> Checkpoint:
@@ -13,6 +15,11 @@ def load_from_settings(init_from: str, out_dir: str, with_crc32: bool = False, c
     """
     if init_from == "resume":
         return load_checkpoint(out_dir, with_crc32, copy_weights)
+    reason = f"{init_from} is not the folder of a Hugging Face model"
+    if is_checkpoint(init_from) and not init_from.endswith(".safetensors"):
+        raise ValueError(f"{reason}; for a ckpt.pt pass --out_dir={init_from}")
+    if numbered := numbered_checkpoint_in(init_from):
+        raise ValueError(f"{reason}: it has no config.json; for {numbered.name} pass --out_dir={numbered}")
     return load_gpt2(init_from, with_crc32, copy_weights)
 
 
@@ -21,6 +28,19 @@ def load_by_name(name: str, copy_weights: bool = True) -> Checkpoint:
 
     copy_weights: see copy_tensors.
     """
-    if os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt")):
+    if is_checkpoint(name):
         return load_checkpoint(name, copy_weights=copy_weights)
+    if numbered := numbered_checkpoint_in(name):
+        raise ValueError(f"{name} has neither ckpt.pt nor config.json; for {numbered.name} give its path, {numbered}")
     return load_gpt2(name, copy_weights=copy_weights)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether path is a file, or a folder with a ckpt.pt."""
+    return os.path.isfile(path) or os.path.isfile(os.path.join(path, "ckpt.pt"))
+
+
+def numbered_checkpoint_in(folder: str) -> Path | None:
+    """The model_*.pt or ckpt_*.pt in a folder that has no config.json; None if there is none."""
+    is_candidate = os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "config.json"))
+    return latest_numbered_checkpoint(Path(folder)) if is_candidate else None

@@ -20,7 +20,7 @@ class Checkpoint:
     model_args: dict # GPTConfig's fields
     state_dict: dict[str, Tensor]
     vocab_size: int # rows of the token embedding; 0 if it is missing
-    folder: Path | None = None # of the file or the model; it may hold the tokenizer
+    folder: Path # of the file or the model; it may hold the tokenizer
     dataset: object = None # train.py's setting, of any type; data/<dataset> may hold the tokenizer
     crc32: str | None = None # of all tensors, 8 hexadecimal digits; only if it was asked for
     is_huggingface: bool = False # otherwise it is a ckpt.pt

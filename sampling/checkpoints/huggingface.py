@@ -2,14 +2,12 @@
 import os
 from pathlib import Path
 
-import torch
-
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.errors import first_sentence
+from sampling.checkpoints.hf_conversion import gpt2_model_args, rename_hf_keys, rescale_queries
 from sampling.checkpoints.hf_files import read_json, read_safetensors
-from sampling.checkpoints.nearby import latest_numbered_checkpoint
 from sampling.checkpoints.other_programs import reject_nanogpt_layout, reject_safetensors, reject_safetensors_in
-from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_STEPS
+from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_PICKLE_STEPS
 from sampling.checkpoints.state_dict import (
     EMBEDDING,
     HEAD,
@@ -22,14 +20,10 @@ from sampling.checkpoints.state_dict import (
 from sampling.checkpoints.torch_files import read_torch_file
 from sampling.checkpoints.zip_scanner import Checksums
 
-# activation_function in config.json -> approximate in F.gelu
-GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
-GPT2_SIZES = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None} # defaults of GPT2Config
 SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
               "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
 PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
-CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 
 def load_gpt2(name_or_folder: str, with_crc32: bool = False, copy_weights: bool = True) -> Checkpoint:
@@ -57,21 +51,16 @@ def load_gpt2(name_or_folder: str, with_crc32: bool = False, copy_weights: bool 
                           crc32=crc32_of(state_dict) if with_crc32 else None)
 
 
-# ---- the files
-
 def find_folder(name_or_folder: str) -> Path:
     """The folder with the files of the model. Raises ValueError if there is no such folder."""
     if name_or_folder.endswith(".safetensors") and os.path.isfile(name_or_folder):
         reject_safetensors(Path(name_or_folder))
     if os.path.isfile(name_or_folder) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt")):
-        raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; "
-                         f"for a ckpt.pt pass --out_dir={name_or_folder}")
+        raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model")
     folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
     if not (folder / "config.json").is_file():
         reject_safetensors_in(folder)
-        numbered = latest_numbered_checkpoint(folder)
-        hint = f"; for {numbered.name} pass --out_dir={numbered}" if numbered else ""
-        raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json{hint}")
+        raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json")
     return folder
 
 
@@ -84,15 +73,15 @@ def download(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=PICKLES))
         return folder
     except errors.HFValidationError:
-        raise ValueError(f"init_from={name!r:.100} is neither 'resume', nor a folder here, nor a Hugging Face id "
-                         "such as gpt2 or user/model") from None
+        raise ValueError(f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or "
+                         "user/model") from None
     except errors.RepositoryNotFoundError:
         raise ValueError(f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have "
                          "no access to it (set HF_TOKEN, or run 'hf auth login')") from None
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
         raise ValueError(f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, "
                          f"and the hub did not answer ({first_sentence(e)}); on a machine that reaches the hub, run "
-                         f"'hf download {name} --local-dir DIR', then pass --init_from=DIR") from None
+                         f"'hf download {name} --local-dir DIR', then give DIR instead of the name") from None
 
 
 def read_weights(folder: Path) -> tuple[StateDict, Checksums]:
@@ -106,7 +95,7 @@ def read_weights(folder: Path) -> tuple[StateDict, Checksums]:
         if path.suffix == ".safetensors": # this format has no checksums
             tensors, own_checksums = read_safetensors(path, MAX_BYTES // len(paths)), set()
         else:
-            tensors, own_checksums = read_torch_file(path, MAX_STEPS // len(paths))
+            tensors, own_checksums = read_torch_file(path, MAX_PICKLE_STEPS // len(paths))
         state_dict |= require_tensors(tensors, path)
         checksums.append(own_checksums)
     return state_dict, set().union(*checksums) if all(checksums) else set()
@@ -140,46 +129,3 @@ def shard_files(index: Path) -> list[Path]:
         if not (is_plain and (index.parent / name).is_file()):
             raise ValueError(f"weight_map in {index} must name files in its own folder, got {name!r:.100}")
     return [index.parent / name for name in sorted(set(names))]
-
-
-# ---- conversion to nanoGPT's settings and tensors
-
-def gpt2_model_args(config: dict, folder: Path) -> dict:
-    """The fields of GPTConfig, from config.json. Raises ValueError if the architecture is not GPT-2's."""
-    if config.get("model_type") != "gpt2":
-        raise ValueError(f"{folder} has model_type {config.get('model_type')!r:.60}; only gpt2 is supported")
-    activation = config.get("activation_function", "gelu_new")
-    if not isinstance(activation, str) or activation not in GELU:
-        raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
-    return {
-        **{name: config.get(name, default) for name, default in GPT2_SIZES.items()},
-        "block_size": config.get("n_positions", 1024),
-        "layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
-        "gelu": GELU[activation],
-        "bias": True,
-    }
-
-
-def rename_hf_keys(state_dict: StateDict) -> StateDict:
-    """Convert to nanoGPT's names and layouts. Hugging Face's Conv1D stores the weight of a Linear transposed."""
-    renamed = {}
-    for name, tensor in state_dict.items():
-        name = name if name == HEAD else "transformer." + name.removeprefix("transformer.")
-        is_conv1d = name.endswith(CONV1D_WEIGHTS) and tensor.dim() == 2
-        renamed[name] = tensor.t() if is_conv1d else tensor
-    return renamed
-
-
-def rescale_queries(config: dict, model_args: dict, state_dict: StateDict) -> None:
-    """Fold the attention scales of config.json into the query weights. model.GPT only has the scale 1/sqrt(D)."""
-    by_width, by_layer = config.get("scale_attn_weights", True), config.get("scale_attn_by_inverse_layer_idx", False)
-    if by_width and not by_layer:
-        return
-    for i in range(model_args["n_layer"]):
-        scale = 1 / (i + 1) if by_layer else 1.0
-        if not by_width:
-            scale *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
-        for name in "weight", "bias":
-            key = f"transformer.h.{i}.attn.c_attn.{name}"
-            state_dict[key] = tensor = state_dict[key].to(torch.float32, copy=True) # it may be mapped from the file
-            tensor[:len(tensor) // 3] *= scale

@@ -12,11 +12,10 @@ from sampling.checkpoints.state_dict import (
     StateDict,
     crc32_of,
     normalize_state_dict,
+    plain_name,
     vocab_size_of,
 )
 from sampling.checkpoints.torch_files import read_torch_file
-
-WRAPPER_PREFIXES = "_orig_mod.", "module.", "_orig_mod." # of torch.compile and DDP, in either order
 
 
 def load_checkpoint(out_dir: str | Path, with_crc32: bool = False, copy_weights: bool = True) -> Checkpoint:
@@ -75,8 +74,7 @@ def reject_other_models(folder: Path) -> None:
 
 def unwrap(state_dict: StateDict) -> StateDict:
     """Remove the prefixes of wrappers from the names. If head or embedding is missing, they are tied: add it."""
-    for prefix in WRAPPER_PREFIXES:
-        state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
+    state_dict = {plain_name(name): tensor for name, tensor in state_dict.items()}
     if HEAD not in state_dict and EMBEDDING in state_dict:
         state_dict[HEAD] = state_dict[EMBEDDING]
     if EMBEDDING not in state_dict and HEAD in state_dict: # safetensors may keep the head alone

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sampling.checkpoints.errors import ForbiddenNameError, OtherProgramError
 from sampling.checkpoints.hf_files import read_json, read_safetensors
-from sampling.checkpoints.state_dict import EMBEDDING, HEAD
+from sampling.checkpoints.state_dict import EMBEDDING, HEAD, plain_name
 
 SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'
 LLM_C_MAGIC = {20240326, 20240327, 20240328, 20240520, 20240527} # in its files of models, states, tokenizers and data
@@ -128,11 +128,6 @@ def reject_nanogpt_layout(path: Path, tensors: Mapping[str, Tensor]) -> None:
         loader = "safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load"
         raise OtherProgramError(f"{path} holds nanoGPT's tensors, which are not transposed like Hugging Face's; "
                                 f"{saving_advice(path, tensors, loader)}")
-
-
-def plain_name(name: str) -> str:
-    """The name of a tensor without the prefixes of torch.compile and DDP."""
-    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
 def saving_advice(path: Path, tensors: Mapping[str, Tensor], loader: str) -> str:

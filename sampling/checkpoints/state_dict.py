@@ -21,12 +21,12 @@ MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a milli
 def require_tensors(state_dict: object, source: Path) -> StateDict:
     """Return state_dict. Raises ValueError unless it holds dense floating point tensors by name, of a credible size."""
     if not isinstance(state_dict, dict) or not state_dict:
-        found = "none" if state_dict == {} else brief_repr(state_dict)
+        found = "none" if state_dict == {} else repr_or_type(state_dict)
         raise ValueError(f"{source} must hold tensors by name, but holds {found}")
     for name, tensor in state_dict.items():
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             raise ValueError(f"{source} must hold tensors by name, but holds "
-                             f"{brief_repr(name)}: {type(tensor).__name__}")
+                             f"{repr_or_type(name)}: {type(tensor).__name__}")
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
         if not is_dense or not (tensor.is_floating_point() or MASK_BUFFER.search(name)):
             raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}, {tensor.device}: "
@@ -133,6 +133,11 @@ def vocab_size_of(state_dict: StateDict) -> int:
     return embedding.shape[0] if embedding is not None and embedding.dim() == 2 else 0
 
 
-def brief_repr(value: object) -> str:
+def plain_name(name: str) -> str:
+    """The name of a tensor without the prefixes of torch.compile and DDP, which may be in either order."""
+    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
+
+
+def repr_or_type(value: object) -> str:
     """A text or number for a message; for other values only the type, as nested values could print forever."""
     return f"{value!r:.60}" if isinstance(value, str | int | float | None) else type(value).__name__

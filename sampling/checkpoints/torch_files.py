@@ -23,14 +23,15 @@ from sampling.checkpoints.errors import (
     require,
 )
 from sampling.checkpoints.other_programs import explain_forbidden_name
-from sampling.checkpoints.pickle_scanner import ANY_CONFIG, MAX_BYTES, MAX_STEPS, CheckedPickle, check_pickle
+from sampling.checkpoints.pickle_rules import ANY_CONFIG
+from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_PICKLE_STEPS, CheckedPickle, check_pickle
 from sampling.checkpoints.zip_scanner import Checksums, check_zip
 
 ZIP_SIGNATURE = b"PK\3\4"
 MAX_SMALL_STEPS = 4000 # for each of the first three pickles of an old file
 
 
-def read_torch_file(path: Path, max_steps: int = MAX_STEPS) -> tuple[Any, Checksums]:
+def read_torch_file(path: Path, max_steps: int = MAX_PICKLE_STEPS) -> tuple[Any, Checksums]:
     """What torch.save wrote, and the checksums of its records. A file from before torch 1.6 has no checksums.
 
     The tensors of a newer file are memory-mapped: their bytes are read when they are used. numpy's numbers and paths,
@@ -104,7 +105,7 @@ def reject_tar(head: bytes) -> None:
     """
     with suppress(tarfile.HeaderError):
         tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")
-        raise RejectedFileError("it is a tar")
+        raise RejectedFileError("it is a tar file")
 
 
 # ---- stand-ins, which torch calls instead of numpy's and pathlib's classes

@@ -65,7 +65,7 @@ def check_trailer(path: Path) -> int:
 
 def check_sizes(records: list[zipfile.ZipInfo]) -> None:
     """Stops zip bombs, which need compressed records, and pickles that are too long to scan."""
-    require(all(record.compress_type == zipfile.ZIP_STORED for record in records), "a record of it is compressed")
+    require(all(record.compress_type == zipfile.ZIP_STORED for record in records), "one of its records is compressed")
     others = [record.file_size for record in records if record.filename.split("/")[1:2] != ["data"]]
     require(max(others, default=0) <= MAX_BYTES, f"its pickle has more than {MAX_BYTES} bytes")
 
@@ -85,7 +85,7 @@ def check_positions(path: Path, records: list[zipfile.ZipInfo], directory_start:
             signature, name_length, extra_length = LOCAL_HEADER.unpack(header)
             name = record.orig_filename.encode("utf-8" if record.flag_bits & UTF8_NAME else "cp437")
             require(signature == b"PK\3\4" and f.read(name_length) == name,
-                    "a record of it is not where its directory says")
+                    "one of its records is not where its directory says")
             require(f.tell() + extra_length + record.file_size <= end, "its records overlap")
 
 
@@ -97,5 +97,5 @@ def read_pickle(path: Path) -> bytes:
     """
     reader = torch._C.PyTorchFileReader(os.fspath(path))
     is_native = not reader.has_record("byteorder") or reader.get_record("byteorder") == sys.byteorder.encode()
-    require(is_native, "a machine of the other byte order wrote it")
+    require(is_native, "it was saved on a machine with another byte order")
     return reader.get_record("data.pkl")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sampling.checkpoints.errors import first_sentence
-from sampling.inputs.token_decoder import REPLACEMENT, Stage, make_stages
+from sampling.inputs.token_decoder import REPLACEMENT, IncrementalDecoder, make_decoders
 from sampling.inputs.token_ids import IdArray, id_list
 from sampling.inputs.tokenizer_files import read_tokenizer
 from sampling.inputs.tokenizer_json import check_tokenizer
@@ -25,8 +25,8 @@ class HFTokenizer:
     def __init__(self, path: Path, vocab_size: int):
         self.source = str(path)
         try:
-            content, self.decoders = check_tokenizer(read_tokenizer(path))
-            make_stages(self.decoders)
+            content, self.decoder_configs = check_tokenizer(read_tokenizer(path))
+            make_decoders(self.decoder_configs) # raises an error here if they are not supported
             max_id = max(vocab_of(content["model"]).values())
             # Many tokenizers have an added padding token that their model lacks.
             added = [token for token in content["added_tokens"] if token["id"] < max(vocab_size, max_id)]
@@ -56,25 +56,25 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int] | IdArray) -> str:
         """The text of token ids; invalid UTF-8 bytes decode to U+FFFD."""
-        return decode_tokens(make_stages(self.decoders), map(self._token, id_list(ids)), last=True)
+        return decode_tokens(make_decoders(self.decoder_configs), map(self._token, id_list(ids)), last=True)
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
         """A function (id, last=False) -> text for the sequence that continues these ids."""
-        stages = make_stages(self.decoders)
+        decoders = make_decoders(self.decoder_configs)
         ends = prompt_ids if len(prompt_ids) <= 2 * CONTEXT else [*prompt_ids[:CONTEXT], *prompt_ids[-CONTEXT:]]
-        decode_tokens(stages, map(self._token, ends), last=True)
-        return lambda token_id, last=False: decode_tokens(stages, [self._token(token_id)], last)
+        decode_tokens(decoders, map(self._token, ends), last=True)
+        return lambda token_id, last=False: decode_tokens(decoders, [self._token(token_id)], last)
 
     def _token(self, token_id: int) -> str:
         token = self.tokenizer.id_to_token(token_id)
         return REPLACEMENT if token is None else token
 
 
-def decode_tokens(stages: list[Stage], tokens, last: bool) -> str:
-    """Pass the next tokens through all stages, and return their text."""
+def decode_tokens(decoders: list[IncrementalDecoder], tokens, last: bool) -> str:
+    """Pass the next tokens through all decoders, and return their text."""
     tokens = list(tokens)
-    for stage in stages:
-        tokens = stage.feed(tokens, last)
+    for decoder in decoders:
+        tokens = decoder.feed(tokens, last)
     return "".join(tokens)
 
 

@@ -146,7 +146,7 @@ def parse_json_line(line: str, location: str) -> Prompt:
     """The prompt in a line of JSON. Raises ValueError if the line has none."""
     try:
         found = json.loads(line)
-        # out_file must be able to save all fields, and nests them deeper. JSON has no NaN or infinity.
+        # out_file nests these fields deeper: leave room for 50 more levels. JSON has no NaN or infinity.
         json.dumps(reduce(lambda inner, _: [inner], range(50), found), allow_nan=False)
     except (ValueError, RecursionError):
         found = None

@@ -15,8 +15,8 @@ CLEANUP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" 
            (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
 
 
-class Stage(Protocol):
-    """One step from tokens to text."""
+class IncrementalDecoder(Protocol):
+    """One of the decoders that turn tokens into text. Each takes what the one before it returns."""
 
     def feed(self, tokens: list[str], last: bool) -> list[str]:
         """Take the next tokens, and return the text that later tokens cannot change, in pieces.
@@ -42,7 +42,7 @@ class ByteLevel:
         self.decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def feed(self, tokens, last):
-        """See Stage.feed."""
+        """See IncrementalDecoder.feed."""
         return [self.decode(b"".join(map(self._bytes, tokens)), last)]
 
     def _bytes(self, token: str) -> bytes:
@@ -59,7 +59,7 @@ class ByteFallback:
         self.run = bytearray()
 
     def feed(self, tokens, last):
-        """See Stage.feed."""
+        """See IncrementalDecoder.feed."""
         finished = []
         for token in tokens:
             if byte := BYTE_TOKEN.fullmatch(token):
@@ -76,15 +76,22 @@ class ByteFallback:
             return [REPLACEMENT] * len(run)
 
 
-class WordPiece:
+class PerTokenDecoder:
+    """A decoder that turns each token into one text."""
+
+    def feed(self, tokens, last):
+        """See IncrementalDecoder.feed."""
+        return [self._text(token) for token in tokens]
+
+    def _text(self, token: str) -> str:
+        raise NotImplementedError
+
+
+class WordPiece(PerTokenDecoder):
     """A token with the prefix continues a word. Any other token starts a word, with a space before it."""
 
     def __init__(self, prefix: str = "##", cleanup: bool = True):
         self.prefix, self.cleanup, self.is_first = prefix, cleanup, True
-
-    def feed(self, tokens, last):
-        """See Stage.feed."""
-        return [self._text(token) for token in tokens]
 
     def _text(self, token: str) -> str:
         if not self.is_first:
@@ -95,15 +102,11 @@ class WordPiece:
         return token
 
 
-class Metaspace:
+class Metaspace(PerTokenDecoder):
     """The replacement character represents a space. The first token loses it if the tokenizer adds it there."""
 
     def __init__(self, replacement: str = "▁", prepend_scheme: str = "always"):
         self.replacement, self.is_first, self.drops_first = replacement, True, prepend_scheme != "never"
-
-    def feed(self, tokens, last):
-        """See Stage.feed."""
-        return [self._text(token) for token in tokens]
 
     def _text(self, token: str) -> str:
         space = "" if self.is_first and self.drops_first else " "
@@ -111,15 +114,11 @@ class Metaspace:
         return token.replace(self.replacement, space)
 
 
-class BPEDecoder:
+class BPEDecoder(PerTokenDecoder):
     """The suffix marks the end of a word. It becomes a space, except at the end of the text."""
 
     def __init__(self, suffix: str = "</w>"):
         self.suffix, self.spaces = suffix, ""
-
-    def feed(self, tokens, last):
-        """See Stage.feed."""
-        return [self._text(token) for token in tokens]
 
     def _text(self, token: str) -> str:
         text, spaces = token, self.spaces
@@ -136,43 +135,37 @@ class SpaceJoin:
         self.is_first = True
 
     def feed(self, tokens, last):
-        """See Stage.feed."""
+        """See IncrementalDecoder.feed."""
         spaced = [token if self.is_first and i == 0 else f" {token}" for i, token in enumerate(tokens)]
         self.is_first = self.is_first and not tokens
         return spaced
 
 
-class Replace:
+class Replace(PerTokenDecoder):
     """Replaces pattern with content in each token."""
 
     def __init__(self, pattern: str, content: str):
         self.pattern, self.content = pattern, content
 
-    def feed(self, tokens, last):
-        """See Stage.feed."""
-        return [token.replace(self.pattern, self.content) for token in tokens]
+    def _text(self, token: str) -> str:
+        return token.replace(self.pattern, self.content)
 
 
-class Strip:
+class Strip(PerTokenDecoder):
     """Removes a character from each token: up to start times at its beginning, and up to stop times at its end."""
 
     def __init__(self, content: str, start: int, stop: int):
         self.content, self.start, self.stop = content, start, stop
 
-    def feed(self, tokens, last):
-        """See Stage.feed."""
-        return [strip_end(strip_start(token, self.content, self.start), self.content, self.stop) for token in tokens]
+    def _text(self, token: str) -> str:
+        return strip_end(strip_start(token, self.content, self.start), self.content, self.stop)
 
 
-class StripText:
+class StripText(PerTokenDecoder):
     """Removes a character up to start times from the beginning of the whole text."""
 
     def __init__(self, content: str, start: int):
         self.content, self.left = content, start
-
-    def feed(self, tokens, last):
-        """See Stage.feed."""
-        return [self._text(token) for token in tokens]
 
     def _text(self, text: str) -> str:
         stripped = strip_start(text, self.content, self.left)
@@ -190,22 +183,24 @@ def strip_end(text: str, char: str, count: int) -> str:
     return text[:len(text) - min(count, len(text) - len(text.rstrip(char)))]
 
 
-def make_stages(steps: list[dict]) -> list[Stage]:
-    """Make new stages for the decoders of a tokenizer.json.
+def make_decoders(configs: list[dict]) -> list[IncrementalDecoder]:
+    """Make new decoders from the configurations in a tokenizer.json.
 
     Raises RejectedFileError if they cannot decode one token at a time.
     """
-    stages, is_fused = [], False # is_fused: the next decoders see the whole text as one token
-    for step in steps:
-        kind, options = step["type"], {name: value for name, value in step.items() if name != "type"}
+    if not configs:
+        return [SpaceJoin()]
+    decoders, is_fused = [], False # is_fused: the next decoders see the whole text as one token
+    for config in configs:
+        kind, options = config["type"], {name: value for name, value in config.items() if name != "type"}
         if kind != "Fuse":
-            stages.append(make_fused_stage(kind, options) if is_fused else make_stage(kind, options))
+            decoders.append(make_fused_decoder(kind, options) if is_fused else make_decoder(kind, options))
         is_fused = is_fused or kind in ("Fuse", "ByteLevel")
-    return stages or [Replace("", "")] if steps else [SpaceJoin()]
+    return decoders
 
 
-def make_stage(kind: str, options: dict) -> Stage:
-    """Make the stage of a decoder that sees the tokens one by one."""
+def make_decoder(kind: str, options: dict) -> IncrementalDecoder:
+    """Make a decoder that sees the tokens one by one."""
     if kind == "ByteLevel":
         return ByteLevel()
     if kind == "Metaspace":
@@ -217,8 +212,8 @@ def make_stage(kind: str, options: dict) -> Stage:
     return plain[kind](**options)
 
 
-def make_fused_stage(kind: str, options: dict) -> Stage:
-    """Make the stage of a decoder after Fuse. Its result must not depend on how the text is split into pieces.
+def make_fused_decoder(kind: str, options: dict) -> IncrementalDecoder:
+    """Make a decoder after Fuse. Its result must not depend on how the text is split into pieces.
 
     Raises RejectedFileError if the result does.
     """

@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
         """
 
 
-def load_tokenizer(checkpoint: "Checkpoint", log: Callable[[str], None] = lambda text: None) -> Tokenizer:
+def load_tokenizer(checkpoint: "Checkpoint", log: Callable[[str], None]) -> Tokenizer:
     """Load the tokenizer of a model.
 
     For a ckpt.pt, searches its folder, data/<dataset>/ in the working directory, and data/<dataset>/ beside its folder:
@@ -64,9 +64,8 @@ def load_hf_tokenizer(checkpoint: "Checkpoint") -> Tokenizer | None:
     """The Hugging Face tokenizer of the first folder that has one; None if there is none."""
     from sampling.inputs.hf_tokenizer import HFTokenizer
     from sampling.inputs.tokenizer_files import find_tokenizer
-    for path in find_in_folders(checkpoint, find_tokenizer):
-        return HFTokenizer(path, checkpoint.vocab_size)
-    return None
+    path = next(find_in_folders(checkpoint, find_tokenizer), None)
+    return HFTokenizer(path, checkpoint.vocab_size) if path else None
 
 
 def find_in_folders(checkpoint: "Checkpoint", find: Callable[[str], Path | None]) -> Iterator[Path]:
@@ -74,7 +73,7 @@ def find_in_folders(checkpoint: "Checkpoint", find: Callable[[str], Path | None]
 
     Raises ValueError if find returns a path in the folder of a data set that is outside of data/.
     """
-    if checkpoint.folder is not None and (path := find(str(checkpoint.folder))):
+    if path := find(str(checkpoint.folder)):
         yield path
     for folder in data_folders(checkpoint):
         if path := find(folder):
@@ -98,11 +97,9 @@ def data_folders(checkpoint: "Checkpoint") -> list[str]:
     dataset = checkpoint.dataset
     if not isinstance(dataset, str) or len(dataset) >= 1000 or "\0" in dataset:
         return []
-    folders = [os.path.join("data", dataset)]
-    if checkpoint.folder is not None:
-        project = os.path.dirname(os.path.abspath(checkpoint.folder))
-        if not (os.path.isdir(project) and os.path.samefile(project, os.curdir)):
-            folders.append(os.path.join(project, "data", dataset))
+    folders, project = [os.path.join("data", dataset)], os.path.dirname(os.path.abspath(checkpoint.folder))
+    if not (os.path.isdir(project) and os.path.samefile(project, os.curdir)):
+        folders.append(os.path.join(project, "data", dataset))
     return list(dict.fromkeys(folders)) # an absolute dataset gives the same one twice
 
 
@@ -124,9 +121,8 @@ def missing_files(checkpoint: "Checkpoint") -> str:
     """A note for the error: where load_tokenizer found no tokenizer."""
     if checkpoint.is_huggingface:
         return f" ({checkpoint.folder} has no tokenizer of its own)"
-    own = [] if checkpoint.folder is None else [checkpoint.folder]
-    folders = [os.path.join(folder, "") for folder in own + data_folders(checkpoint)]
-    return f" (neither meta.pkl nor tokenizer.json is in {', '.join(folders)})" if folders else ""
+    folders = [os.path.join(folder, "") for folder in (checkpoint.folder, *data_folders(checkpoint))]
+    return f" (neither meta.pkl nor tokenizer.json is in {', '.join(folders)})"
 
 
 def tokenizer_advice(checkpoint: "Checkpoint") -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from sampling.checkpoints.errors import require
 from sampling.inputs.tokenizer_model import MAX_TOKEN_CHARS, check_model, is_bool, is_optional_bool, is_text, vocab_of
 
-MAX_STEPS = 16 # the most normalizers; also the most pre-tokenizers, and the most decoders
+MAX_PIPELINE_STEPS = 16 # the most normalizers; also the most pre-tokenizers, and the most decoders
 MAX_GROWTH = 256 # how many times longer the steps may make a text
 MAX_ADDED_TOKENS = 2**14 # no well-known model has more than 6,400
 MAX_STRIP = 2**10 # the most characters that a Strip decoder may remove at an end of a token
@@ -102,7 +102,7 @@ DECODERS: Fields = {
 
 
 def check_tokenizer(content: dict) -> tuple[dict, list[dict]]:
-    """The harmless part of a tokenizer.json, and the steps of its decoder.
+    """The harmless part of a tokenizer.json, and the configurations of its decoders.
 
     Drops padding, truncation and the post-processor, which would add tokens to a prompt or remove some. Raises
     RejectedFileError if the rest has anything that is not known to be harmless.
@@ -136,7 +136,7 @@ def check_steps(part: str, value: object, sequence: str, allowed: Fields) -> lis
         else:
             check_step(part, step, allowed)
             steps.append(step)
-        require(len(steps) + len(rest) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
+        require(len(steps) + len(rest) <= MAX_PIPELINE_STEPS, f"its {part} has more than {MAX_PIPELINE_STEPS} steps")
     return steps
 
 

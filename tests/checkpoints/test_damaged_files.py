@@ -53,7 +53,7 @@ def load(folder, load_from=load_checkpoint):
     """The loaded config, tensors and vocabulary, or None if loading raises a short error."""
     try:
         checkpoint = load_from(str(folder))
-        model, tokenizer = GPT.from_checkpoint(checkpoint), load_tokenizer(checkpoint)
+        model, tokenizer = GPT.from_checkpoint(checkpoint), load_tokenizer(checkpoint, log=lambda text: None)
     except (ValueError, OSError) as e:
         assert str(folder) in str(e) and len(str(e)) < 3000
         return None

@@ -14,7 +14,7 @@ from models import SHAPE, make_gpt
 from pickle_code import call, tensor, value
 from sampling.checkpoints.init_draws import count_init_draws
 from sampling.checkpoints.nanogpt import load_checkpoint
-from sampling.checkpoints.pickle_scanner import MAX_STEPS
+from sampling.checkpoints.pickle_scanner import MAX_PICKLE_STEPS
 
 pytest_plugins = ["attacks"]
 
@@ -97,7 +97,7 @@ torch.save({{"model": torch.load("weights"), "config": GPTConfig(**{SIZES}), "st
     lambda model: {"config": dict(SIZES), "model": None, "model_state_dict": {
         f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}},
 ], ids=["dict", "model_state_dict", "optimizer", "compiled", "mask-buffer", "all-together"])
-def test_the_same_with(change, lesson, tmp_path):
+def test_variants_of_the_file_load(change, lesson, tmp_path):
     model = tanh_gpt()
     path = save_lesson(tmp_path, model, **{"config": lesson.GPTConfig(**SIZES)} | change(model))
     assert same_model(path, model)
@@ -138,7 +138,7 @@ def test_model_args_come_before_config(tmp_path):
     assert same_model(save_lesson(tmp_path, model, config=SIZES | {"n_head": 1}, model_args=SHAPE), model)
 
 
-def test_what_a_checkpoint_of_the_lesson_says(lesson, tmp_path):
+def test_fields_of_a_build_nanogpt_checkpoint(lesson, tmp_path):
     model = make_gpt()
     checkpoint = load_checkpoint(save_lesson(tmp_path, model, lesson.GPTConfig(**SIZES)))
     assert checkpoint.model_args == SIZES | {"gelu": "tanh", "bias": True, "tie_word_embeddings": True}
@@ -155,7 +155,7 @@ def test_what_a_checkpoint_of_the_lesson_says(lesson, tmp_path):
     (SIZES | {"n_head": 5}, "n_embd must be a multiple of n_head"),
     (SIZES | {"n_layer": 3}, "n_layer=3 but holds tensors of 2 layers"),
 ], ids=["no-block_size", "other-fields", "a-list", "wrong-n_head", "wrong-n_layer"])
-def test_a_config_that_is_none_of_a_gpt(config, message, tmp_path):
+def test_a_config_of_another_architecture_is_refused(config, message, tmp_path):
     path = save_lesson(tmp_path, make_gpt(), config)
     with pytest.raises(ValueError) as error:
         GPT.from_checkpoint(load_checkpoint(path))
@@ -182,7 +182,7 @@ def test_a_gptconfig_holds_flat_values(field, lesson, tmp_path):
 
 CONFIG = b"ctrain_gpt2\nGPTConfig\n"
 MAKE = CONFIG + b")\x81"
-NAME, OBJECT, CALL, FIELDS_MESSAGE, MUCH = ("which could run code", "it makes an object as torch.save never does", "it calls something as torch.save never does",
+NAME, OBJECT, CALL, FIELDS_MESSAGE, MUCH = ("which could run code", "it creates an object that torch.save does not write", "it makes a call that torch.save does not write",
                                             "its GPTConfig must hold numbers and text by name", "its GPTConfig holds too much")
 ATTACKS = {
     "with-arguments": (CONFIG + value((1,)) + b"\x81", OBJECT), "text-for-a-class": (value("train_gpt2 GPTConfig") + b")\x81", OBJECT),
@@ -217,8 +217,8 @@ def test_hostile_configs_are_refused(payload, message, assert_refused, valid_che
 
 
 @needs_linux
-def test_many_configs_take_little(assert_refused, valid_checkpoint, tmp_path):
-    count = MAX_STEPS // 400
+def test_many_configs_take_little_memory_and_time(assert_refused, valid_checkpoint, tmp_path):
+    count = MAX_PICKLE_STEPS // 400
     pieces = b"](" + MAKE.replace(CONFIG, CONFIG + b"q\1") + (b"h\1)\x81" + value({f"x{i}": i for i in range(60)}) + b"b") * count + b"e"
     write_checkpoint(tmp_path, poison(valid_checkpoint, "model_args", pieces))
     assert_refused("out/ckpt.pt")

@@ -10,6 +10,7 @@ from safetensors.torch import save_file, save_model
 
 from model import GPT
 from models import SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args
+from sampling.checkpoints.by_name import load_by_name, load_from_settings
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
 
@@ -137,7 +138,7 @@ def test_llm_c(magic, tmp_path):
 
 
 def test_safetensors_of_a_nanogpt_model(tmp_path):
-    """Whichever way it is passed, the advice is the same, and leads nowhere else."""
+    """The advice is the same for the file and its folder, as out_dir and as init_from."""
     path = tmp_path / "model.safetensors"
     save_model(make_gpt(), path)
     for given, load in (path, load_checkpoint), (tmp_path, load_checkpoint), (path, load_gpt2), (tmp_path, load_gpt2):
@@ -167,7 +168,7 @@ def test_safetensors_with_a_config_json_of_nanogpt(config, tmp_path):
 
 
 def test_nanogpts_tensors_as_a_hugging_face_model(tmp_path):
-    """A config.json written by hand does not turn the matrices."""
+    """A config.json written by hand does not transpose the matrices."""
     save_file({name: tensor.clone() for name, tensor in make_gpt().state_dict().items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **SHAPE, "n_positions": 16}))
     message = error_of(tmp_path, load_gpt2)
@@ -202,7 +203,8 @@ def test_a_folder_of_numbered_checkpoints(names, latest, tmp_path, monkeypatch):
         (folder / name).touch()
     (folder / "model_dir.pt").mkdir()
     assert f"holds {latest}, but no ckpt.pt; pass --out_dir={folder / latest}" in error_of(folder)
-    assert f"for {latest} pass --out_dir={folder / latest}" in error_of(folder, load_gpt2)
+    assert f"for {latest} pass --out_dir={folder / latest}" in error_of(folder, lambda path: load_from_settings(init_from=path, out_dir="out"))
+    assert f"for {latest} give its path, {folder / latest}" in error_of(folder, load_by_name)
     for missing in tmp_path / "out", folder / "out": # folder beside it, and the folder that it would be in
         assert f"pass --out_dir={folder / latest}" in error_of(missing)
     monkeypatch.chdir(tmp_path)

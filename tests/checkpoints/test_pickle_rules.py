@@ -9,18 +9,18 @@ from sampling.checkpoints.pickle_scanner import MAX_DEPTH, check_pickle
 from sampling.checkpoints.torch_files import ALLOWED_NAMES
 
 PAIR = b"K\x01K\x02\x86"
-COSTLY, KEYS, CALLS = "far more memory or time", "it has keys that are neither text nor numbers", "it calls something as torch.save never does"
-BEYOND, ATTRIBUTES = "reaches beyond its storage, or has an impossible shape", "it sets attributes as torch.save never does"
+COSTLY, KEYS, CALLS = "far more memory or time", "it has keys that are neither text nor numbers", "it makes a call that torch.save does not write"
+BEYOND, ATTRIBUTES = "reaches beyond its storage, or has an impossible shape", "it sets attributes that torch.save does not set"
 
 REFUSED = {
     "a-function": (b"cos\nmkdir\n", "it names os.mkdir, which could run code"),
     "a-function-by-STACK_GLOBAL": (value("os") + value("mkdir") + b"\x93", "it names os.mkdir, which could run code"),
-    "POP": (b"N0", "it holds POP,"), "POP_MARK": (b"(1", "it holds POP_MARK,"), "DUP": (b"N2", "it holds DUP,"),
-    "INST": (b"(ios\nmkdir\n", "it holds INST,"), "OBJ": (b"(No", "it holds OBJ,"), "NEWOBJ": (b"N)\x81", "it makes an object as torch.save never does for data"),
-    "NEWOBJ_EX": (b"N)}\x92", "it holds NEWOBJ_EX,"), "PERSID": (b"P0\n", "it holds PERSID,"), "EXT1": (b"\x82\1", "it holds EXT1,"),
-    "EXT2": (b"\x83\1\0", "it holds EXT2,"), "EXT4": (b"\x84\1\0\0\0", "it holds EXT4,"),
-    "a-far-memo-index": (b"]r\x00\x00\x00\x10", "it numbers its memo as pickle never does"),
-    "a-far-memo-index-by-PUT": (b"]p400000000\n", "it numbers its memo as pickle never does"),
+    "POP": (b"N0", "it uses the opcode POP,"), "POP_MARK": (b"(1", "it uses the opcode POP_MARK,"), "DUP": (b"N2", "it uses the opcode DUP,"),
+    "INST": (b"(ios\nmkdir\n", "it uses the opcode INST,"), "OBJ": (b"(No", "it uses the opcode OBJ,"), "NEWOBJ": (b"N)\x81", "it creates an object that torch.save does not write"),
+    "NEWOBJ_EX": (b"N)}\x92", "it uses the opcode NEWOBJ_EX,"), "PERSID": (b"P0\n", "it uses the opcode PERSID,"), "EXT1": (b"\x82\1", "it uses the opcode EXT1,"),
+    "EXT2": (b"\x83\1\0", "it uses the opcode EXT2,"), "EXT4": (b"\x84\1\0\0\0", "it uses the opcode EXT4,"),
+    "a-far-memo-index": (b"]r\x00\x00\x00\x10", "its memo indices are not consecutive"),
+    "a-far-memo-index-by-PUT": (b"]p400000000\n", "its memo indices are not consecutive"),
     "many-values": (b"(" + b"N" * 5000 + b"l", COSTLY), "many-marks": (b"(" * 5000 + b"l", COSTLY),
     "many-calls": (b"(" + (b"ccollections\nOrderedDict\n)R") * 150 + b"l", COSTLY),
     "tuples-that-hold-one-twice": (nested(TUPLES), COSTLY), "lists-that-hold-one-twice": (nested(LISTS), COSTLY),
@@ -33,12 +33,12 @@ REFUSED = {
     "a-tuple-as-a-key-of-DICT": (b"(" + PAIR + b"Nd", KEYS), "a-tuple-in-a-set": (b"\x8f(" + PAIR + b"\x90", KEYS),
     "a-tuple-in-a-frozenset": (b"(" + PAIR + b"\x91", KEYS), "tuples-in-a-set-by-a-call": (call("builtins set", b"](" + PAIR + PAIR + b"e"), KEYS),
     "pairs-in-an-OrderedDict": (call("collections OrderedDict", b"]" + PAIR + b"\x85a"), KEYS), "a-set-of-a-text": (call("builtins set", value("ab")), KEYS),
-    "a-storage-by-a-name-with-letters": (tensor((1,), key="0A"), "it names a storage as torch.save never does"),
+    "a-storage-by-a-name-with-letters": (tensor((1,), key="0A"), "it has a storage name that torch.save does not write"),
     "a-method-of-a-dict": (b"ccollections\nOrderedDict\n)R}" + value("values") + b"Nsb", ATTRIBUTES),
     "attributes-of-a-tensor": (tensor((1,)) + b"(ctorch\nfloat64\nK\0t" + b"b", ATTRIBUTES),
     "a-storage-by-its-size": (call("torch FloatStorage", value(2**31)), CALLS), "a-tensor-called": (tensor((1,)) + b")R", CALLS),
     "arguments-that-are-no-tuple": (b"ctorch\nSize\n](NeR", CALLS), "a-size-of-a-tensor": (call("torch Size", tensor((1,))), CALLS),
-    "bytes-by-a-slow-codec": (call("_codecs encode", value("x"), value("punycode")), "it holds bytes as pickle never writes them"),
+    "bytes-by-a-slow-codec": (call("_codecs encode", value("x"), value("punycode")), "it encodes bytes in a way that pickle does not use"),
     "a-tensor-beyond-its-storage": (tensor((3,), count=2), BEYOND), "beyond-by-a-stride": (tensor((2,), (2,), count=2), BEYOND),
     "beyond-by-an-offset": (tensor((1,), (1,), 1), BEYOND), "a-negative-size": (tensor((-1,)), BEYOND), "a-negative-stride": (tensor((2,), (-1,), 1), BEYOND),
     "a-long-pickle": (value("x" * 2**23), "its pickle has more than 8388608 bytes"),

@@ -9,7 +9,7 @@ import pytest
 from attacks import needs_linux, poison, write_attack, write_checkpoint
 from models import SHAPE
 from pickle_code import LISTS, TUPLES, as_key, call, colliding_pairs, nested, repeat, tensor, value
-from sampling.checkpoints.pickle_scanner import MAX_STEPS
+from sampling.checkpoints.pickle_scanner import MAX_PICKLE_STEPS
 
 pytest_plugins = ["attacks"]
 pytestmark = needs_linux
@@ -145,7 +145,7 @@ def test_a_checkpoint_with_nested_keys_is_refused(assert_refused, valid_checkpoi
 @pytest.mark.parametrize("kind, piece", [("ckpt.pt", b"}"), ("meta.pkl", b"N\x85"), ("meta.pkl", b"("), ("meta.pkl", b"\x8f")],
                          ids=["dicts", "tuples", "marks", "sets"])
 def test_the_largest_allowed_pickles_take_little_memory_and_time(kind, piece, assert_refused, valid_checkpoint, tmp_path):
-    assert_refused("", write_attack(kind, piece * (MAX_STEPS // len(piece) - 9999), tmp_path, valid_checkpoint))
+    assert_refused("", write_attack(kind, piece * (MAX_PICKLE_STEPS // len(piece) - 9999), tmp_path, valid_checkpoint))
 
 
 META = value({"vocab_size": 1, "stoi": {"a": 0}, "itos": {0: "a"}})
@@ -170,7 +170,7 @@ def test_a_tar_file_is_refused(assert_refused, valid_checkpoint, tmp_path):
     with open(path, "wb") as f:
         f.write(header)
         f.truncate(901 << 20)
-    assert_refused("it is a tar")
+    assert_refused("it is a tar file")
 
 
 def test_all_shards_together_have_the_limits_of_one_file(assert_refused, valid_checkpoint, hf_copy):

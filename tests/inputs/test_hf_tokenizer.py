@@ -1,4 +1,5 @@
 """The tokenizers of Hugging Face folders, compared with transformers."""
+import json
 import random
 
 import pytest
@@ -98,6 +99,16 @@ def test_a_special_token_as_the_stop_text_ends_a_sample(pair):
         detokenizer.append(token_id)
     text = stream(ours, [*before, special], prompt_ids)
     assert sample.finish_reason == "stop" and sample.text == text[:text.rindex(token)]
+
+
+def test_a_decoder_of_only_fuse_joins_the_tokens(tmp_path):
+    from tokenizers import Tokenizer
+    save_tokenizer("byte-level", tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": {"type": "Fuse"}}))
+    ours, theirs = HFTokenizer(path, 10**6), Tokenizer.from_file(str(path))
+    ids = ours.encode("Hello world, Welt!")
+    assert ours.decode(ids) == stream(ours, ids) == theirs.decode(ids, skip_special_tokens=False) and len(ids) > 1
 
 
 def test_bytes_of_a_character_come_with_the_last_of_them(tmp_path):

@@ -1,4 +1,4 @@
-"""Files of a tokenizer that somebody made to do harm: each ends in one line, soon and without much memory."""
+"""Hostile tokenizer files: each gives a one-line error, quickly and with little memory."""
 import copy
 import json
 import os
@@ -114,15 +114,15 @@ def test_hostile_tokenizers_are_refused(content, assert_refused, hf_copy):
 @pytest.mark.parametrize("content", [json.dumps(BPE), changed("model", UNIGRAM), changed("model", WORD_PIECE), changed("model", BPE["model"] | {"dropout": 0.5}),
                                      normalizer(replace({"String": " "}, "▁")), added((SIZE, "<a>"), (SIZE + 1, "<b>")), changed("normalizer", nested(100))],
                          ids=["bpe", "unigram", "wordpiece", "dropout", "replace", "added", "sequences"])
-def test_the_files_that_they_are_made_from_load(content, load_in_subprocess, hf_copy):
-    """So that it is what they change that is assert_refused."""
+def test_the_unchanged_tokenizers_load(content, load_in_subprocess, hf_copy):
+    """Otherwise, a fault in the unchanged file could make the tests above pass."""
     (hf_copy / "tokenizer.json").write_text(content)
     assert load_in_subprocess(hf_copy.parent, "out")[:2] == (0, "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [HOSTILE["doubling-replaces"], HOSTILE["100000-added-tokens"], HOSTILE["wide-tree"]], ids=["text", "added", "tree"])
-def test_so_are_those_beside_a_ckpt_pt(content, assert_refused, valid_checkpoint, tmp_path):
+def test_hostile_tokenizers_beside_a_ckpt_pt_are_refused(content, assert_refused, valid_checkpoint, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "ckpt.pt").write_bytes(valid_checkpoint)
     (tmp_path / "out" / "tokenizer.json").write_text(content)

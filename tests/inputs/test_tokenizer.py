@@ -13,7 +13,7 @@ from sampling.inputs.tokenizer import load_tokenizer
 
 def load(folder, dataset, vocab_size):
     """The tokenizer of a checkpoint with these fields."""
-    return load_tokenizer(Checkpoint("ckpt.pt", {}, {}, vocab_size, folder=folder, dataset=dataset))
+    return load_tokenizer(Checkpoint("ckpt.pt", {}, {}, vocab_size, folder=folder, dataset=dataset), log=lambda text: None)
 
 
 def test_meta_pkl_is_searched_in_the_checkpoints_folder_and_then_in_data(tmp_path, monkeypatch, gpt2_encoding):
@@ -24,7 +24,7 @@ def test_meta_pkl_is_searched_in_the_checkpoints_folder_and_then_in_data(tmp_pat
     assert load(out, "letters", len(CHARS)).source == os.path.join("data", "letters", "meta.pkl")
     save_meta(tmp_path / "out" / "meta.pkl")
     assert load(out, "letters", len(CHARS)).source == os.path.join("out", "meta.pkl")
-    assert load(None, None, 50257).source == "GPT-2's encoding"
+    assert load(Path("empty"), None, 50257).source == "GPT-2's encoding"
 
 
 @pytest.mark.parametrize("dataset", [5, None, ["letters"], "x" * 100_000, "no/such", ""], ids=lambda dataset: repr(dataset)[:20])

@@ -124,7 +124,7 @@ def test_added_tokens_beside_the_older_files(byte_level):
 
 
 def test_added_tokens_that_the_model_lacks_are_plain_text(byte_level):
-    """Many a tokenizer got a padding token that its model never learned."""
+    """Many tokenizers have a padding token that their model was not trained with."""
     size = load(byte_level).size
     write(byte_level, added_tokens={"<pad>": size})
     tokenizer = load(byte_level, vocab_size=size)

@@ -1,6 +1,7 @@
 """out_file and html_file of a run together."""
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.outputs.outputs import num_logprobs, open_outputs
 from sampling.params import Prompt, SampleRequest
 
-CHECKPOINT = Checkpoint("out/ckpt.pt", {}, {}, 3, crc32="00000000")
+CHECKPOINT = Checkpoint("out/ckpt.pt", {}, {}, 3, Path("out"), crc32="00000000")
 SETTINGS = dict(init_from="resume", out_dir="out", start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
                 repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, exact=False, out_file=None, logprobs=None, html_file=None,
                 overwrite=False)
@@ -153,7 +154,7 @@ def test_the_prompt_file_is_refused_by_name(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize("name", ["out_file", "html_file"])
 def test_the_checkpoint_is_never_overwritten(tmp_path, name):
     (tmp_path / "ckpt.pt").write_bytes(b"weights")
-    checkpoint = Checkpoint(str(tmp_path / "ckpt.pt"), {}, {}, 3, crc32="00000000")
+    checkpoint = Checkpoint(str(tmp_path / "ckpt.pt"), {}, {}, 3, tmp_path, crc32="00000000")
     with pytest.raises(ValueError, match=rf"^{name} is the checkpoint, .*ckpt.pt: give {name} another name$"):
         open_outputs({**SETTINGS, "overwrite": True, name: f"{tmp_path}/./ckpt.pt"}, checkpoint, "cpu", "float32")
     assert (tmp_path / "ckpt.pt").read_bytes() == b"weights"

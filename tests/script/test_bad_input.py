@@ -53,7 +53,7 @@ BAD = { # arguments, exit status, a part of the error line
     "no-vocabulary": (["--out_dir=bare"], 1, "GPT-2's encoding has 50257 tokens"),
     "nan-weights": (["--out_dir=nan"], 1, "NaN or infinite"),
     "nan-weights-greedy": (["--out_dir=nan", "--temperature=0"], 1, "NaN or infinite"),
-    "no-hub-id": (["--init_from=no/such/model"], 1, "neither 'resume', nor a folder here, nor a Hugging Face id"),
+    "no-hub-id": (["--init_from=no/such/model"], 1, "error: 'no/such/model' is neither a folder here nor a Hugging Face id"),
     "hub-does-not-answer": (["--init_from=gpt2"], 1, "could not get 'gpt2'"),
     "no-hugging-face-folder": (["--init_from=folder"], 1, "no config.json"),
     "checkpoint-as-hugging-face": (["--init_from=out"], 1, "for a ckpt.pt pass --out_dir=out"),

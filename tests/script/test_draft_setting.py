@@ -73,6 +73,7 @@ def test_a_run_may_be_resumed_with_another_draft_or_without_one(run_script, fold
 @pytest.mark.parametrize("arguments, message", [
     (["--draft={}/larger"], "has a vocabulary of 70 tokens, but the model has 61: the two must be equal"),
     (["--draft={}/nothing/x"], "cannot load draft="),
+    (["--draft=a b"], "error: cannot load draft=a b: 'a b' is neither a folder here nor a Hugging Face id such as gpt2 or user/model"),
     (["--draft=", "--seed=1"], "draft must be int8, the name, folder or file of a model, or None; got ''"),
     (["--draft={}/draft", "--exact"], "draft does not work with exact=True: leave out exact, or draft="),
     (["--draft={}/draft", "--compile"], "draft does not work with compile=True: leave out compile, or draft="),
