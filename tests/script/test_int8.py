@@ -1,5 +1,6 @@
 """dtype=int8 in sample.py."""
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,13 @@ try:
     max_digit()
 except ValueError:
     pytest.skip("this torch, or this processor, lacks the operators", allow_module_level=True)
+
+
+def read_cpuinfo():
+    """What Linux says about the processor; empty on other systems."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
+
 
 PROMPTS = ["The ", "O", "What is it?", "a" * 15, "And then they all went home. "] # block_size is 16
 
@@ -37,6 +45,15 @@ def test_batches_change_no_sample(run_int8, char_checkpoint, arguments, params):
         done = run_int8(*arguments, batch_size)
         assert done.returncode == 0 and done.stdout == expected, done.stderr
         assert "on cpu in int8\n" in done.stderr and "arning" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("amx_int8" not in read_cpuinfo(), reason="this processor has no AMX")
+def test_products_do_not_use_amx_unless_the_user_wants_it(run_int8, monkeypatch):
+    monkeypatch.setenv("ONEDNN_VERBOSE", "1")
+    assert "avx512_core_vnni" in run_int8().stdout and "amx" not in run_int8().stdout
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
+    assert "amx" in run_int8().stdout
 
 
 def test_a_run_is_resumed_only_in_int8(run_int8, tmp_path):
