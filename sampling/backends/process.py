@@ -17,9 +17,7 @@ def shorten_spinning() -> None:
 
 
 def pause_garbage_collection() -> None:
-    """Disable Python's garbage collector. While torch is imported and the model is loaded, it would take 0.15 s and
-    free nothing.
-    """
+    """Disable Python's garbage collector: it takes 0.15 s while torch and the model are loaded, and frees nothing."""
     gc.disable()
 
 
