@@ -50,9 +50,9 @@ def prepare_int8_copy(target: GPT, device: torch.device, dtype: torch.dtype) -> 
         raise ValueError(f"draft=int8 runs only on a CPU; got device={device}: use a smaller model as the draft")
     if dtype == torch.int8:
         raise ValueError("draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32")
-    from sampling.backends.cpu.coarse_int8_linear import coarse_int8_linear
+    from sampling.backends.cpu.draft_int8_linear import draft_int8_linear
     from sampling.backends.cpu.packed_gpt import PackedGPT
-    return PackedGPT(share_weights(target), int8_linear=coarse_int8_linear)
+    return PackedGPT(share_weights(target), int8_linear=draft_int8_linear)
 
 
 def share_weights(gpt: GPT) -> GPT:

@@ -11,7 +11,7 @@ from model import GPT
 from models import make_gpt
 from project import PROJECT
 from sampling.backends.cpu import int8_linear
-from sampling.backends.cpu.int8_linear import Int8Linear, max_digit, round_rows
+from sampling.backends.cpu.int8_linear import Int8Linear, max_digit, quantize_weight
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.draft import share_weights
 from sampling.checkpoints.nanogpt import load_checkpoint
@@ -35,7 +35,7 @@ def with_rounded_weights(gpt):
     gpt = copy.deepcopy(gpt)
     for module in gpt.modules():
         if isinstance(module, nn.Linear) or module is gpt.transformer.wte:
-            rows = round_rows(module.weight)
+            rows = quantize_weight(module.weight)
             module.weight = nn.Parameter(rows.values * rows.scales[:, None])
     return gpt
 

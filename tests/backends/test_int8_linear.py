@@ -9,9 +9,9 @@ from sampling.backends.cpu.int8_linear import (
     Int8Embedding,
     Int8Linear,
     Int8Product,
-    Int8Rows,
+    QuantizedWeight,
     max_digit,
-    round_rows,
+    quantize_weight,
     scalar,
     split_digits,
 )
@@ -46,7 +46,7 @@ def test_weights_are_rounded_to_a_scale_of_their_row(dtype, monkeypatch):
     monkeypatch.setattr(int8_linear, "MAX_WEIGHTS", 100) # 7 rows are rounded at once
     weight = (normal(20, 14) * torch.logspace(-6, 3, 20)[:, None]).to(dtype)
     weight[3] = 0
-    rows = round_rows(weight)
+    rows = quantize_weight(weight)
     largest = weight.double().abs().amax(dim=1, keepdim=True)
     assert (dequantized(rows) - weight.double()).abs().le(0.501 * largest / 127).all()
     assert rows.values.dtype == torch.int8 and rows.values.abs().amax(dim=1).tolist() == [127, 127, 127, 0] + [127] * 16
@@ -55,7 +55,7 @@ def test_weights_are_rounded_to_a_scale_of_their_row(dtype, monkeypatch):
 @pytest.mark.parametrize("num_rows", [1, 2, 40])
 def test_products_are_exact(num_rows):
     digit = max_digit()
-    rows = Int8Rows(torch.randint(-127, 128, (70, 100), dtype=torch.int8), normal(70).abs())
+    rows = QuantizedWeight(torch.randint(-127, 128, (70, 100), dtype=torch.int8), normal(70).abs())
     digits = torch.randint(-digit, digit + 1, (num_rows, 100))
     digits[0], rows.values[0], rows.values[1] = digit, 127, -127 # the largest sums
     found = Int8Product(rows)((digits + digit + 1).to(torch.uint8), digit + 1)
@@ -77,7 +77,7 @@ def test_two_digits_stand_for_the_activations(digit):
     quick=lambda shape, bias, gelu, residual: bias == (gelu != "tanh") and residual == (gelu is None)))
 def test_it_gives_the_results_of_a_linear_with_rounded_weights(shape, bias, gelu, residual, monkeypatch):
     monkeypatch.setattr(int8_linear, "MAX_ACTIVATIONS", 1500) # 40 rows are multiplied in three parts
-    rows, x = round_rows(normal(30, shape[-1])), normal(*shape, seed=1)
+    rows, x = quantize_weight(normal(30, shape[-1])), normal(*shape, seed=1)
     bias, residual = normal(30, seed=2) if bias else None, normal(*shape[:-1], 30, seed=3) if residual else None
     expected = F.linear(x.double(), dequantized(rows), None if bias is None else bias.double())
     expected = F.gelu(expected, approximate=gelu) if gelu else expected
@@ -88,7 +88,7 @@ def test_it_gives_the_results_of_a_linear_with_rounded_weights(shape, bias, gelu
 
 
 def test_a_row_has_the_same_result_alone_and_beside_any_others():
-    layer = Int8Linear(round_rows(normal(96, 768)), normal(96, seed=1))
+    layer = Int8Linear(quantize_weight(normal(96, 768)), normal(96, seed=1))
     x = torch.cat([normal(20, 768), 1e6 * normal(20, 768, seed=1), torch.zeros(1, 768), 1e-6 * normal(20, 768, seed=2)])
     together = layer(x, gelu="none")
     for i, row in enumerate(x):
@@ -102,14 +102,14 @@ def test_large_channels_do_not_cost_the_others_their_precision(digit, monkeypatc
     monkeypatch.setattr(int8_linear, "max_digit", lambda: digit)
     weight, x = normal(200, 768), normal(10, 768, seed=1)
     x[:, [5, 700]] *= 100
-    exact, rows = x.double() @ weight.double().T, round_rows(weight)
+    exact, rows = x.double() @ weight.double().T, quantize_weight(weight)
     of_weights = (x.double() @ dequantized(rows).T - exact).abs().mean()
     assert (Int8Linear(rows)(x) - exact).abs().mean() < 1.1 * of_weights
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 def test_numbers_that_are_not_finite_stay_in_their_row(value):
-    layer, x = Int8Linear(round_rows(normal(20, 64))), normal(3, 64)
+    layer, x = Int8Linear(quantize_weight(normal(20, 64))), normal(3, 64)
     expected = layer(x)
     x[1, 7] = value
     found = layer(x)
@@ -119,16 +119,16 @@ def test_numbers_that_are_not_finite_stay_in_their_row(value):
 def test_nan_in_a_weight_reaches_the_result():
     weight = normal(20, 64)
     weight[4, 3] = torch.nan
-    assert Int8Linear(round_rows(weight))(normal(2, 64)).isfinite().all(dim=0).tolist() == [i != 4 for i in range(20)]
+    assert Int8Linear(quantize_weight(weight))(normal(2, 64)).isfinite().all(dim=0).tolist() == [i != 4 for i in range(20)]
 
 
 def test_embeddings_are_the_rounded_rows():
-    rows, idx = round_rows(normal(50, 24)), torch.tensor([[3, 49], [0, 3]])
+    rows, idx = quantize_weight(normal(50, 24)), torch.tensor([[3, 49], [0, 3]])
     torch.testing.assert_close(Int8Embedding(rows)(idx).double(), dequantized(rows)[idx])
 
 
 def test_the_default_dtype_of_the_caller_does_not_matter(fresh_check):
-    rows, x = round_rows(normal(20, 64)), normal(3, 64)
+    rows, x = quantize_weight(normal(20, 64)), normal(3, 64)
     expected = Int8Linear(rows)(x)
     torch.set_default_dtype(torch.float64)
     try:
@@ -155,7 +155,7 @@ def test_digits_are_smaller_where_sums_saturate(fresh_check, monkeypatch):
             return (sums - zero_point * self.rows.values.float().sum(dim=1)) * self.rows.scales
     monkeypatch.setattr(int8_linear, "Int8Product", SaturatingProduct)
     assert max_digit() == 63
-    rows, x = round_rows(normal(20, 64)), normal(3, 64)
+    rows, x = quantize_weight(normal(20, 64)), normal(3, 64)
     torch.testing.assert_close(Int8Linear(rows)(x).double(), x.double() @ dequantized(rows).T, rtol=1e-3, atol=1e-3)
 
 

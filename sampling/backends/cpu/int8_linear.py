@@ -1,11 +1,11 @@
 """Linear layers with weights in 8 bits, which a CPU reads in a quarter of the time.
 
-Each row of a weight has a scale of its own. Each row of activations too, and it becomes two digits of 8 bits: the rows
-of both digits share one product. For few rows, it takes hardly longer than one digit: it waits for the weights. So
-activations have 16 bits, and the weights alone decide the error, even if a few channels are a hundred times larger than
-the others. No row changes the result of another.
+Weights are quantized per output channel, activations per token: each has a scale. The activations of a token become
+two digits of 8 bits, and both digits share one product. With few tokens, that takes hardly longer than one digit,
+because the product waits for the weights. So activations have 16 bits, and the weights alone decide the error, even if
+a few channels are a hundred times larger than the others. No token changes the result of another.
 
-Inductor uses the same operators of oneDNN for quantized models.
+The operators are oneDNN's. Inductor uses the same ones for quantized models.
 """
 import os
 from contextlib import suppress
@@ -25,14 +25,14 @@ MAX_ACTIVATIONS = 2**20 # split into digits at once: more do not stay in the pro
 TINY = 2.0**-100 # added to scales, so that a row of zeros is not divided by zero
 
 
-class Int8Rows(NamedTuple):
-    """A matrix in 8 bits: values[i] * scales[i] is its row i."""
+class QuantizedWeight(NamedTuple):
+    """A weight in 8 bits: values[i] * scales[i] is its row i, the weights of output channel i."""
     values: Tensor # (out, in), int8
     scales: Tensor # (out,), float32
 
 
-def round_rows(weight: Tensor) -> Int8Rows:
-    """Round a weight (out, in) of any floating point dtype to 8 bits.
+def quantize_weight(weight: Tensor) -> QuantizedWeight:
+    """Round a weight (out, in) of any floating point dtype to 8 bits, per output channel.
 
     The memory of a weight that is mapped from a file is released part by part, so that it is never all in memory.
     """
@@ -45,27 +45,27 @@ def round_rows(weight: Tensor) -> Int8Rows:
         part_scales.copy_(part.abs().amax(dim=1)).div_(MAX_WEIGHT).add_(TINY)
         part_values.copy_((part / part_scales[:, None]).round_())
         release_pages(pages)
-    return Int8Rows(values, scales)
+    return QuantizedWeight(values, scales)
 
 
 class Int8Embedding:
     """Token ids (...) -> embeddings (..., E) in float32."""
 
-    def __init__(self, rows: Int8Rows):
-        self.rows = rows
+    def __init__(self, weight: QuantizedWeight):
+        self.weight = weight
 
     def __call__(self, idx: Tensor) -> Tensor:
         """See Int8Embedding."""
-        return self.rows.values[idx] * self.rows.scales[idx].unsqueeze(-1)
+        return self.weight.values[idx] * self.weight.scales[idx].unsqueeze(-1)
 
 
 class Int8Product:
     """The product with a weight in 8 bits. Raises AttributeError or RuntimeError if torch or the processor lacks it."""
 
-    def __init__(self, rows: Int8Rows):
-        self.scales, self.zero_points = rows.scales, torch.zeros(len(rows.scales), dtype=torch.int32)
+    def __init__(self, weight: QuantizedWeight):
+        self.scales, self.zero_points = weight.scales, torch.zeros(len(weight.scales), dtype=torch.int32)
         self.multiply = torch.ops.onednn.qlinear_pointwise
-        self.packed = torch.ops.onednn.qlinear_prepack(rows.values, None)
+        self.packed = torch.ops.onednn.qlinear_prepack(weight.values, None)
 
     def __call__(self, digits: Tensor, zero_point: int) -> Tensor:
         """Digits (N, in), uint8, which stand for digits - zero_point -> their products (N, out), float32."""
@@ -76,8 +76,8 @@ class Int8Product:
 class Int8Linear:
     """A LinearLayer with a weight in 8 bits. Inputs, results, bias and residual are float32."""
 
-    def __init__(self, rows: Int8Rows, bias: Tensor | None = None):
-        self.product = Int8Product(rows)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None):
+        self.product = Int8Product(weight)
         self.max_digit = max_digit()
         self.bias = None if bias is None else bias.detach()
 
@@ -138,7 +138,7 @@ def max_digit() -> int:
     signs = torch.ones(16, 64, dtype=torch.int8)
     signs[::2] = -1
     try:
-        product = Int8Product(Int8Rows(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32)))
+        product = Int8Product(QuantizedWeight(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32)))
         for digit in 127, 63:
             digits = torch.tensor([digit, -digit, digit], dtype=torch.float32)[:, None].expand(3, 64)
             expected = digits @ (MAX_WEIGHT * signs).T.float()

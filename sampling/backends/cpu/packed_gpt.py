@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from model import GPT, Block, generate_stream
 from sampling.backends.backend import TokenStream
-from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Rows, round_rows
+from sampling.backends.cpu.int8_linear import Int8Embedding, QuantizedWeight, quantize_weight
 from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear
@@ -16,7 +16,7 @@ from sampling.backends.memory import estimate_bytes_per_sample, release_memory
 from sampling.sampler.sample_token import Logits, SampleFn
 
 MakeLinear = Callable[[Tensor, Tensor | None], LinearLayer] # from a weight and a bias
-MakeInt8Linear = Callable[[Int8Rows, Tensor | None], LinearLayer]
+MakeInt8Linear = Callable[[QuantizedWeight, Tensor | None], LinearLayer]
 
 
 class PackedGPT:
@@ -38,10 +38,10 @@ class PackedGPT:
         is_tied = gpt.lm_head.weight is gpt.transformer.wte.weight
         del gpt.lm_head, gpt.transformer.wte # otherwise, weights would stay in memory after they are packed
         if int8_linear: # the head first: packing needs a second copy of a layer, and the head is the largest one
-            rows = round_rows(head)
-            self.lm_head = FullLMHead(int8_linear(rows, None))
-            self.embed = Int8Embedding(rows if is_tied else round_rows(wte))
-            self.blocks = pack_blocks(gpt.transformer.h, partial(round_linear, int8_linear))
+            quantized = quantize_weight(head)
+            self.lm_head = FullLMHead(int8_linear(quantized, None))
+            self.embed = Int8Embedding(quantized if is_tied else quantize_weight(wte))
+            self.blocks = pack_blocks(gpt.transformer.h, partial(quantize_linear, int8_linear))
         else:
             self.embed = partial(F.embedding, weight=wte)
             self.blocks = pack_blocks(gpt.transformer.h, partial(PackedLinear, pack_eagerly=pack_eagerly))
@@ -144,9 +144,9 @@ def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:
     return [PackedBlock(blocks.pop(0), linear) for _ in range(len(blocks))]
 
 
-def round_linear(int8_linear: MakeInt8Linear, weight: Tensor, bias: Tensor | None) -> LinearLayer:
+def quantize_linear(int8_linear: MakeInt8Linear, weight: Tensor, bias: Tensor | None) -> LinearLayer:
     """The layer that int8_linear makes of this weight. Returns the memory that this needed to the system."""
-    layer = int8_linear(round_rows(weight), bias)
+    layer = int8_linear(quantize_weight(weight), bias)
     release_memory()
     return layer
 
