@@ -1,11 +1,10 @@
 """Warns about stop texts that cannot match, and about prompts that are too long for the model."""
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from sampling.inputs.tokenizer import Tokenizer
+from sampling.log import Log
 from sampling.params import SampleRequest
-
-Log = Callable[[str], None]
 
 
 def warn_about_stop_texts(stop_texts: list[str], tokenizer: Tokenizer, log: Log) -> None:

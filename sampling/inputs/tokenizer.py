@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from sampling.inputs.char_tokenizer import CharTokenizer, NoVocabularyError
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.token_ids import IdArray
+from sampling.log import Log
 
 if TYPE_CHECKING: # it imports torch, which takes a second
     from sampling.checkpoints.checkpoint import Checkpoint
@@ -33,7 +34,7 @@ class Tokenizer(Protocol):
         """
 
 
-def load_tokenizer(checkpoint: "Checkpoint", log: Callable[[str], None]) -> Tokenizer:
+def load_tokenizer(checkpoint: "Checkpoint", log: Log) -> Tokenizer:
     """Load the tokenizer of a model.
 
     For a ckpt.pt, searches its folder, data/<dataset>/ in the working directory, and data/<dataset>/ beside its folder:
