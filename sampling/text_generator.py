@@ -17,7 +17,7 @@ from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, Samplin
 from sampling.validation import check_dtype
 
 
-@dataclass
+@dataclass(eq=False)
 class TextGenerator:
     """A model with its tokenizer, prepared for a device."""
     backend: Backend
@@ -25,7 +25,7 @@ class TextGenerator:
     dtype: torch.dtype
     num_init_draws: int
     is_huggingface: bool
-    idle_engine: Engine | None = field(default=None, init=False, repr=False, compare=False)
+    idle_engine: Engine | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def load(cls, name: str, device: str, dtype: str, options: ModelOptions) -> "TextGenerator":
