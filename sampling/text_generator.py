@@ -14,7 +14,7 @@ from sampling.generation.speculation import prepare_with_draft
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.log import warn
 from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, TextCursor
-from sampling.validation import check_dtype
+from sampling.validation import check_device, check_dtype
 
 
 @dataclass(eq=False)
@@ -30,6 +30,7 @@ class TextGenerator:
     @classmethod
     def load(cls, name: str, device: str, dtype: str, options: ModelOptions) -> "TextGenerator":
         """See sampling.load."""
+        check_device({"device": device})
         check_dtype({**vars(options), "dtype": dtype})
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(torch_device, dtype)

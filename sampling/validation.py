@@ -20,13 +20,10 @@ def check_settings(settings: Settings) -> None:
     if params["seed"] == "random":
         params["seed"] = 0 # in place of the number that choose_seed draws later
     check_sampling_params(params)
-    require(settings, "device", lambda v: re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
-            "device must be auto, cpu, cuda, cuda:N or mps")
+    check_device(settings)
     check_dtype(settings)
     require(settings, "batch_size", lambda v: v is None or 1 <= v <= 10**5,
             "batch_size must be from 1 to 100000, or None")
-    require(settings, "draft", lambda v: v is None or (v and "\0" not in v),
-            "draft must be int8, the name, folder or file of a model, or None")
     check_model_options(settings)
     if settings["exact"]:
         check_exact(settings)
@@ -34,13 +31,23 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_model_options(options: Settings) -> None:
-    """Check the fields of ModelOptions, by name. Raises ValueError if two of them exclude each other."""
+    """Check the fields of ModelOptions, by name. Raises ValueError, also if two of them exclude each other."""
+    for name in "compile", "cuda_graphs", "exact":
+        require(options, name, lambda v: isinstance(v, bool), f"{name} must be True or False")
+    require(options, "draft", lambda v: v is None or (isinstance(v, str) and v and "\0" not in v),
+            "draft must be int8, the name, folder or file of a model, or None")
     for name in "compile", "exact":
         if options["draft"] and options[name]:
             raise ValueError(f"draft does not work with {name}=True: leave out {name}, or "
                              f"draft={brief_repr(options['draft'])}")
     if options["exact"] and options["compile"]:
         raise ValueError("exact=True does only what nanoGPT does: leave out compile=True, or exact")
+
+
+def check_device(settings: Settings) -> None:
+    """Check the name of the device. Raises ValueError, which says what is allowed."""
+    require(settings, "device", lambda v: isinstance(v, str) and re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
+            "device must be auto, cpu, cuda, cuda:N or mps")
 
 
 def check_dtype(settings: Settings) -> None:

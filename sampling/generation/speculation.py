@@ -107,7 +107,12 @@ class SpeculativeBackend:
         extended = ids
         for ahead in range(num_proposals):
             logits = self.draft.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
-            extended = torch.cat([extended, sample_fn.propose(logits, extended, ahead)], dim=1)
+            try:
+                token = sample_fn.propose(logits, extended, ahead)
+            except ValueError: # the text does not depend on the draft
+                self.log_once("the draft's logits are NaN or infinite, so it proposes nothing there")
+                break
+            extended = torch.cat([extended, token], dim=1)
         return extended[:, ids.size(1):]
 
     def is_useful(self, idx: Tensor) -> bool:

@@ -150,6 +150,14 @@ def test_after_a_rejected_token_a_right_draft_is_right_again(tokenizer, monkeypa
     assert 3 <= num_rejected <= backend.draft.num_passes // 5 and backend.num_accepted > num_rejected
 
 
+def test_a_draft_whose_logits_are_nan_changes_no_sample(tokenizer):
+    messages = []
+    draft = prepare(add_noise(make_gpt(**SHAPE), torch.nan), "eager")
+    backend = SpeculativeBackend(prepare(make_gpt(**SHAPE), "eager"), Draft(draft, 0.05), messages.append)
+    assert_same(run(backend, tokenizer), run(prepare(make_gpt(**SHAPE), "eager"), tokenizer))
+    assert messages == ["the draft's logits are NaN or infinite, so it proposes nothing there"] and backend.num_proposed == 0
+
+
 def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):
     backend = speculative("wrong", cost=0.4)
     backend.target, backend.draft = CountingGPT(make_gpt(**SHAPE)), CountingGPT(DRAFTS["wrong"](**SHAPE))
