@@ -68,14 +68,11 @@ def main(settings):
     """Load the model and its tokenizer; then generate, save and show samples. settings: the globals above, by name."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
-    from model import GPT
-    from sampling.backends.devices import autocast, choose_device, choose_dtype, dtype_name
+    from sampling.backends.devices import autocast, dtype_name
     from sampling.backends.memory import peak_memory
-    from sampling.checkpoints.by_name import load_from_settings
     from sampling.generation.engine import Engine
     from sampling.generation.speculation import prepare_with_draft
     from sampling.inputs.notices import log_cropped, warn_about_stop_texts
-    from sampling.inputs.tokenizer import load_tokenizer
 
     workers = Workers().connect() # one process, unless torchrun started more
     settings = {**settings, "seed": workers.broadcast(choose_seed(seed, log))}
@@ -84,11 +81,7 @@ def main(settings):
         if interactive and workers.world_size > 1:
             raise ValueError("interactive=True needs a single process: run it without torchrun")
         prompts = PromptSource(start, settings) if workers.is_main and not interactive else None
-        torch_device = choose_device(device, workers.local_rank)
-        ptdtype = choose_dtype(torch_device, dtype)
-        checkpoint = load_from_settings(init_from, out_dir, bool(out_file), copy_weights=ptdtype != torch.int8)
-        gpt = GPT.from_checkpoint(checkpoint)
-        tokenizer = load_tokenizer(checkpoint, log) # its own, or GPT-2's encoding
+        torch_device, ptdtype, checkpoint, gpt, tokenizer = load_model(workers.local_rank)
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
         requests, outputs, total, longest = [], Outputs(), None, None
         if prompts:
@@ -118,6 +111,20 @@ def main(settings):
     progress.close(peak_memory(torch_device))
     if draft:
         log(model.summary())
+
+
+def load_model(local_rank):
+    """Load the model. Returns its device, dtype, checkpoint, GPT and tokenizer: its own, or GPT-2's encoding."""
+    import torch
+
+    from model import GPT
+    from sampling.backends.devices import choose_device, choose_dtype
+    from sampling.checkpoints.by_name import load_from_settings
+    from sampling.inputs.tokenizer import load_tokenizer
+    torch_device = choose_device(device, local_rank)
+    ptdtype = choose_dtype(torch_device, dtype)
+    checkpoint = load_from_settings(init_from, out_dir, bool(out_file), copy_weights=ptdtype != torch.int8)
+    return torch_device, ptdtype, checkpoint, GPT.from_checkpoint(checkpoint), load_tokenizer(checkpoint, log)
 
 
 def choose_batch_size(engine, workers, total, longest):

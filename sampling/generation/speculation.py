@@ -46,6 +46,7 @@ class SpeculativeBackend:
         self.target, self.draft, self.draft_cost, self.log = target, draft.backend, draft.relative_cost, log
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
         self.compaction_ratio, self.forbids_sync = target.compaction_ratio, target.forbids_sync
+        self.is_broken = False # whether the draft's logits were NaN or infinite
         self.logged: set[str] = set() # the messages so far
         self.num_proposed = self.num_accepted = 0 # of all streams
 
@@ -100,7 +101,8 @@ class SpeculativeBackend:
                 return ids
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
             room = min(end, self.draft.config.block_size + 2) - ids.size(1) - 1
-            proposals = self.propose(ids, max(0, min(length.best(), room)), draft_cache, sample_fn)
+            num_proposals = 0 if self.is_broken else max(0, min(length.best(), room))
+            proposals = self.propose(ids, num_proposals, draft_cache, sample_fn)
 
     def propose(self, ids: Tensor, num_proposals: int, cache: Any, sample_fn: SampleFn) -> Tensor:
         """The tokens (1, num_proposals) that the draft samples after ids (1, T), of which cache may lack some."""
@@ -110,7 +112,8 @@ class SpeculativeBackend:
             try:
                 token = sample_fn.propose(logits, extended, ahead)
             except ValueError: # the text does not depend on the draft
-                self.log_once("the draft's logits are NaN or infinite, so it proposes nothing there")
+                self.is_broken = True
+                self.log_once("the draft is off: its logits are NaN or infinite")
                 break
             extended = torch.cat([extended, token], dim=1)
         return extended[:, ids.size(1):]

@@ -152,10 +152,11 @@ def test_after_a_rejected_token_a_right_draft_is_right_again(tokenizer, monkeypa
 
 def test_a_draft_whose_logits_are_nan_changes_no_sample(tokenizer):
     messages = []
-    draft = prepare(add_noise(make_gpt(**SHAPE), torch.nan), "eager")
+    draft = CountingGPT(add_noise(make_gpt(**SHAPE), torch.nan))
     backend = SpeculativeBackend(prepare(make_gpt(**SHAPE), "eager"), Draft(draft, 0.05), messages.append)
     assert_same(run(backend, tokenizer), run(prepare(make_gpt(**SHAPE), "eager"), tokenizer))
-    assert messages == ["the draft's logits are NaN or infinite, so it proposes nothing there"] and backend.num_proposed == 0
+    assert messages == ["the draft is off: its logits are NaN or infinite"] and backend.num_proposed == 0
+    assert draft.num_passes == 1
 
 
 def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):

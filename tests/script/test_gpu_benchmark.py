@@ -8,6 +8,8 @@ import time
 
 import psutil
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from project import PROJECT
 
@@ -93,3 +95,14 @@ def test_when_the_time_is_up_no_process_is_left(report, tmp_path):
     time.sleep(0.1)
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("num_keys", [4, 16])
+def test_attention_as_products_equals_torchs(num_keys, monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    product_attention = importlib.import_module("gpu_timings").product_attention
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn(3, 2, length, 12, generator=generator) for length in (1, num_keys, num_keys))
+    mask = torch.zeros(1, num_keys).masked_fill(torch.arange(num_keys) > 2, -torch.inf)
+    expected = scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    torch.testing.assert_close(product_attention(q, keys, values, attn_mask=mask), expected)
