@@ -10,7 +10,7 @@ settings files (Python that assigns settings) and --key=value, --key value, or a
 import sys
 
 from configurator import override
-from sampling.backends.process import pause_garbage_collection, resume_garbage_collection, shorten_spinning
+from sampling.backends.process import avoid_amx, pause_garbage_collection, resume_garbage_collection, shorten_spinning
 from sampling.compatibility import ALIASES, training_settings
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource
@@ -151,8 +151,10 @@ if __name__ == '__main__':
     setup_console(is_main=Workers().is_main)
     with report_user_errors(status=2):
         settings = override(globals(), sys.argv[1:], check_settings, log, ALIASES, training_settings)
-    shorten_spinning() # these two come before torch is imported
+    shorten_spinning() # these come before torch is imported
     pause_garbage_collection()
+    if settings["dtype"] != "bfloat16":
+        avoid_amx()
     with report_user_errors():
         main(settings)
     hard_exit()

@@ -1,7 +1,8 @@
 """Chooses the device and the dtype."""
 import torch
 
-from sampling.backends.cpu.int8_linear import avoid_amx, max_digit
+from sampling.backends.cpu.int8_linear import max_digit
+from sampling.backends.process import avoid_amx
 from sampling.validation import check_dtype
 
 

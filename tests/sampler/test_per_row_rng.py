@@ -6,7 +6,7 @@ from sampling.sampler import per_row_rng
 from sampling.sampler.per_row_rng import PerRowRNG
 from sampling.sampler.sample_token import Logits, TokenSampler, exponential_noise, sample_token
 
-exponential_is_from_uniform = per_row_rng.exponential_is_from_uniform
+exponential_is_from_bits = per_row_rng.exponential_is_from_bits
 
 
 def sample(values, temperature=1.0, top_k=None, noise=exponential_noise):
@@ -15,9 +15,9 @@ def sample(values, temperature=1.0, top_k=None, noise=exponential_noise):
 
 
 @pytest.mark.parametrize("vocab_size, top_k", [(2, None), (65, 200), (1000, None), (1000, 30)])
-@pytest.mark.parametrize("known_cpu", [True, False], ids=["uniform_", "exponential_"])
+@pytest.mark.parametrize("known_cpu", [True, False], ids=["random_", "exponential_"])
 def test_rows_sample_the_same_tokens_as_consecutive_samples(vocab_size, top_k, known_cpu, monkeypatch):
-    monkeypatch.setattr(per_row_rng, "exponential_is_from_uniform", lambda: known_cpu and exponential_is_from_uniform())
+    monkeypatch.setattr(per_row_rng, "exponential_is_from_bits", lambda: known_cpu and exponential_is_from_bits())
     steps, samples = 30, 5
     logits = torch.randn(samples, steps, vocab_size, generator=torch.Generator().manual_seed(2)).mul(3)
     torch.manual_seed(11)
@@ -44,9 +44,9 @@ def test_the_next_call_returns_the_prefetched_numbers():
     assert rng(shape, None, "cpu").tolist() == expected[0], "a new batch discards prefetched numbers"
 
 
-@pytest.mark.parametrize("known_cpu", [True, False], ids=["uniform_", "exponential_"])
+@pytest.mark.parametrize("known_cpu", [True, False], ids=["random_", "exponential_"])
 def test_peeking_draws_each_number_once_and_does_not_change_the_next_calls(known_cpu, monkeypatch):
-    monkeypatch.setattr(per_row_rng, "exponential_is_from_uniform", lambda: known_cpu and exponential_is_from_uniform())
+    monkeypatch.setattr(per_row_rng, "exponential_is_from_bits", lambda: known_cpu and exponential_is_from_bits())
     rng, shape, draws = PerRowRNG(7, draws_per_sample=8, vocab_size=50), (1, 50), []
     state = rng.state_for_sample(0)
     rng.set_rows([state])
@@ -104,9 +104,9 @@ def test_dropping_and_restarting_rows_does_not_change_other_rows():
     assert torch.equal(rest, torch.stack([alone[0][4:, 0], alone[2][:6, 0]]))
 
 
-@pytest.mark.parametrize("known_cpu", [True, False], ids=["uniform_", "exponential_"])
+@pytest.mark.parametrize("known_cpu", [True, False], ids=["random_", "exponential_"])
 def test_rewind_goes_back_to_the_first_sample(known_cpu, monkeypatch):
-    monkeypatch.setattr(per_row_rng, "exponential_is_from_uniform", lambda: known_cpu and exponential_is_from_uniform())
+    monkeypatch.setattr(per_row_rng, "exponential_is_from_bits", lambda: known_cpu and exponential_is_from_bits())
     rng = PerRowRNG(7, num_init_draws=99, draws_per_sample=3, vocab_size=50)
     expected = [rng.state_for_sample(index).tolist() for index in (0, 1, 4)]
     rng.rewind()
