@@ -44,7 +44,8 @@ class TextGenerator:
                  batch_size: int | None = None) -> list[Sample]:
         """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
 
-        Raises ValueError if a prompt is empty, if the tokenizer cannot encode it, or if a number is not allowed.
+        Raises ValueError if a prompt is empty, if the tokenizer cannot encode it, or if a number is not allowed;
+        TypeError if a prompt is no text.
         """
         if num_samples < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"num_samples and batch_size must be at least 1; got {num_samples} and {batch_size}")
@@ -95,6 +96,9 @@ class TextGenerator:
 
     def make_requests(self, prompts: list[str], num_samples: int) -> list[SampleRequest]:
         """Make num_samples requests for each prompt."""
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                raise TypeError(f"a prompt must be a text; got {prompt!r:.100}")
         if not all(prompts):
             raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
         encoded = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts]

@@ -57,6 +57,8 @@ def check_dtype(settings: Settings) -> None:
     for name in "compile", "exact":
         if settings["dtype"] == "int8" and settings.get(name):
             raise ValueError(f"dtype=int8 does not work with {name}=True: leave out one of them")
+    if settings["dtype"] == settings.get("draft") == "int8":
+        raise ValueError("draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32")
 
 
 def check_sampling_params(params: Settings) -> None:

@@ -34,6 +34,11 @@ def test_a_stream_takes_one_prompt(generator):
         next(generator.stream(["A", "B"], PARAMS))
 
 
+def test_a_prompt_is_a_text(generator):
+    with pytest.raises(TypeError, match=r"^a prompt must be a text; got \[1, 2\]$"):
+        generator.generate(["A", [1, 2]], PARAMS)
+
+
 def test_prompts_may_be_any_iterable(generator):
     assert [sample.prompt.text for sample in generator.generate(iter(["A", "B"]), PARAMS, num_samples=2)] == ["A", "A", "B", "B"]
 

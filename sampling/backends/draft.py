@@ -35,7 +35,7 @@ def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options
     name, draft_dtype = options.draft, torch.int8 if options.draft == "int8" else dtype
     with named_errors(f"draft={name}"):
         if name == "int8":
-            backend = prepare_int8_copy(target, device, dtype)
+            backend = prepare_int8_copy(target, device)
         else:
             gpt = GPT.from_checkpoint(load_by_name(name, copy_weights=dtype != torch.int8))
             require_same_vocabulary(name, gpt.config.vocab_size, target.config.vocab_size)
@@ -44,12 +44,10 @@ def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options
     return Draft(backend, cost)
 
 
-def prepare_int8_copy(target: GPT, device: torch.device, dtype: torch.dtype) -> RollbackBackend:
+def prepare_int8_copy(target: GPT, device: torch.device) -> RollbackBackend:
     """The target in 8 bits. Does not change the target. Raises ValueError if that is not possible or gains nothing."""
     if device.type != "cpu":
         raise ValueError(f"draft=int8 runs only on a CPU; got device={device}: use a smaller model as the draft")
-    if dtype == torch.int8:
-        raise ValueError("draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32")
     from sampling.backends.cpu.draft_int8_linear import draft_int8_linear
     from sampling.backends.cpu.packed_gpt import PackedGPT
     return PackedGPT(share_weights(target), int8_linear=draft_int8_linear)

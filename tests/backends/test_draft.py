@@ -38,13 +38,9 @@ def test_a_draft_may_share_the_dtype_int8_with_the_model(tmp_path):
     assert isinstance(draft.backend.blocks[0].c_fc, Int8Linear) and draft.relative_cost == 1
 
 
-@pytest.mark.parametrize("device, dtype, message", [
-    ("cuda", torch.bfloat16, "draft=int8 runs only on a CPU; got device=cuda: use a smaller model as the draft"),
-    ("cpu", torch.int8, "draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32"),
-], ids=str)
-def test_the_draft_int8_needs_a_cpu_and_another_dtype(device, dtype, message):
-    with pytest.raises(ValueError, match=message):
-        prepare_draft(make_gpt(), torch.device(device), dtype, ModelOptions(draft="int8"))
+def test_the_draft_int8_needs_a_cpu():
+    with pytest.raises(ValueError, match="draft=int8 runs only on a CPU; got device=cuda: use a smaller model as the draft"):
+        prepare_draft(make_gpt(), torch.device("cuda"), torch.bfloat16, ModelOptions(draft="int8"))
 
 
 def test_the_cost_of_a_draft_grows_with_its_weights_and_layers():

@@ -75,6 +75,7 @@ def test_a_run_may_be_resumed_with_another_draft_or_without_one(run_script, fold
     (["--draft={}/nothing/x"], "cannot load draft="),
     (["--draft=a b"], "error: cannot load draft=a b: 'a b' is neither a folder here nor a Hugging Face id such as gpt2 or user/model"),
     (["--draft=", "--seed=1"], "draft must be int8, the name, folder or file of a model, or None; got ''"),
+    (["--draft=int8", "--dtype=int8"], "draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32"),
     (["--draft={}/draft", "--exact"], "draft does not work with exact=True: leave out exact, or draft="),
     (["--draft={}/draft", "--compile"], "draft does not work with compile=True: leave out compile, or draft="),
 ], ids=str)

@@ -52,6 +52,7 @@ def test_batches_change_no_sample(run_int8, char_checkpoint, arguments, params):
 def test_products_do_not_use_amx_unless_the_user_wants_it(run_int8, monkeypatch):
     monkeypatch.setenv("ONEDNN_VERBOSE", "1")
     assert "avx512_core_vnni" in run_int8().stdout and "amx" not in run_int8().stdout
+    assert "amx" in run_int8("--dtype=bfloat16").stdout and "amx" not in run_int8("--dtype=float32").stdout
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
     assert "amx" in run_int8().stdout
 
