@@ -59,8 +59,8 @@ class Int8Embedding:
 class Int8Product:
     """The product with a weight in 8 bits. Raises AttributeError or RuntimeError if torch or the processor lacks it.
 
-    Its inputs are unsigned, so zero_point is added to each digit before. oneDNN can subtract it again, but does so at
-    every call. Here, what it adds to the product is computed once, and goes with the bias.
+    The operator takes unsigned digits, so each digit has zero_point added to it. oneDNN can take its share out of the
+    product again, but computes this share at every call. Here it is computed once, and subtracted as a bias.
     """
 
     def __init__(self, weight: QuantizedWeight, zero_point: int):
