@@ -49,8 +49,8 @@ cuda_graphs = True # on a GPU: launch all kernels of a step at once, if that wor
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
 exact = False # run nanoGPT's own operations, one sample at a time: slower, but made to give nanoGPT's text on a GPU in
               # any dtype
-draft: str | None = None # a second model proposes tokens, and the model checks several at once: faster for one sample
-                         # at a time, with the same text on a CPU in float32; int8: the model itself in 8 bits;
+draft: str | None = None # a second model proposes tokens, and the model checks several at once: faster on a CPU for one
+                         # sample at a time, with the same text in float32; int8: the model itself in 8 bits;
                          # otherwise the name, folder or file of a smaller model with the same vocabulary
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 

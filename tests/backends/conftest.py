@@ -19,12 +19,3 @@ def compile_settings():
     """Restore the settings of torch.compile that a backend changes. monkeypatch would delete them instead."""
     with torch._dynamo.config.patch(recompile_limit=8), torch._inductor.config.patch(freezing=False):
         yield
-
-
-@pytest.fixture(autouse=True)
-def matmul_settings():
-    """Restore the settings of torch that prepare_model changes on a GPU: with TF32, later tests would compute other logits."""
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)

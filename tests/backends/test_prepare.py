@@ -4,7 +4,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model import GPT
 from models import make_gpt
 from oracles import reference_generate
 from sampling.backends import prepare
@@ -116,16 +115,6 @@ def test_out_of_memory_while_compiling_is_not_reported_as_a_failing_compiler(err
     assert raised.value is error
 
 
-@pytest.fixture
-def simulated_gpu(monkeypatch):
-    """Let prepare_model work for a GPU on a CPU. Returns the calls that would change the state of torch."""
-    calls = []
-    monkeypatch.setattr(GPT, "to", lambda gpt, device: calls.append(("to", device)) or gpt)
-    for target, name in (torch.cuda, "set_device"), (torch, "set_float32_matmul_precision"), (torch.backends.cuda, "enable_cudnn_sdp"):
-        monkeypatch.setattr(target, name, lambda value, name=name: calls.append((name, value)))
-    return calls
-
-
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_a_gpu_gets_cuda_graph_gpt(cuda_graphs, simulated_gpu):
     messages, gpu = [], torch.device("cuda", 1)
@@ -135,6 +124,12 @@ def test_a_gpu_gets_cuda_graph_gpt(cuda_graphs, simulated_gpu):
     assert messages == ["hello"]
     assert simulated_gpu[:2] == [("set_device", gpu), ("to", gpu)], "nothing is allocated on another GPU"
     assert ("set_float32_matmul_precision", "highest") in simulated_gpu, "with TF32, another batch size could change a token"
+
+
+def test_a_target_and_its_draft_on_a_gpu_are_eager_gpts(simulated_gpu):
+    """CUDAGraphGPT reads one token in a step, and cannot undo it."""
+    assert isinstance(prepare_model(make_gpt(), torch.device("cuda"), torch.float32, ModelOptions(draft="name")), EagerGPT)
+    assert ("set_float32_matmul_precision", "highest") in simulated_gpu
 
 
 def test_without_a_number_the_current_gpu_is_used(simulated_gpu):

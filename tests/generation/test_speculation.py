@@ -7,7 +7,7 @@ import torch
 from cases import cases
 from engines import generate, make_requests, reference_token_ids
 from model import GPT
-from models import make_gpt
+from models import add_noise, make_gpt
 from project import PROJECT
 from sampling.backends.cpu import lm_head
 from sampling.backends.draft import Draft, prepare_draft
@@ -45,15 +45,6 @@ class SometimesWrongGPT(CountingGPT):
     def next_logits(self, *arguments):
         logits = super().next_logits(*arguments)
         return logits if self.num_passes % 5 else Logits(-logits.values)
-
-
-def add_noise(model, std):
-    """The model with noise added to its weights: an imperfect draft."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.empty_like(parameter).normal_(generator=generator), alpha=std * float(parameter.std().nan_to_num()))
-    return model
 
 
 DRAFTS = {
