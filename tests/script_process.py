@@ -135,12 +135,6 @@ def open_stream(fd, stream, theirs):
     return None, stream if isinstance(stream, int) else stream.fileno()
 
 
-def in_pairs(one, cases):
-    """Call one(case) for all cases, two at a time. Returns the results, and raises the first error."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, cases))
-
-
 def write_all(stream, content):
     if stream is not None:
         with suppress(BrokenPipeError), stream: # the script may close its stdin early

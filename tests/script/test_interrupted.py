@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -16,7 +17,7 @@ import pytest
 
 from models import make_gpt, save_checkpoint
 from project import SCRIPT
-from script_process import in_pairs, start_script
+from script_process import start_script
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux")
 RUN = ("--start=LINES:prompts.txt", "--num_samples=50", "--max_new_tokens=30", "--stop=e", "--batch_size=8", "--device=cpu")
@@ -45,6 +46,12 @@ def start_command(folder, command, stdout=PIPE):
     """Start another program in a new session."""
     return subprocess.Popen(command, cwd=folder, env=os.environ | SEPARATE_ENV, start_new_session=True, stdin=DEVNULL,
                             stdout=stdout, stderr=PIPE)
+
+
+def in_pairs(one, cases):
+    """Call one(case) for all cases, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, cases))
 
 
 def saved_in(folder):

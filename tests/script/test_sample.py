@@ -12,7 +12,6 @@ from models import CHARS, SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args,
 from oracles import nanogpt_samples
 from project import PROJECT, RULE, SCRIPT
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
-from script_process import in_pairs
 
 FAST = "--num_samples=1", "--max_new_tokens=5"
 
@@ -146,21 +145,17 @@ def test_the_page_of_a_model_with_few_tokens_shows_all_tokens_as_alternatives(ru
 
 
 @pytest.mark.slow # test_eager.py compiles in the quick run
-def test_compile_compiles_everything_before_the_first_sample(run_script, tmp_path):
-    """Also if the last batch is smaller, and if two axes have the same size. Most of the time is torch's tracing, on one core."""
-    def compile_and_compare(case):
-        n_layer, num_samples, batch_size = case
-        folder = tmp_path / "-".join(map(str, case))
-        save_checkpoint(folder, checkpoints[n_layer])
-        arguments = (f"--out_dir={folder}", f"--num_samples={num_samples}", f"--batch_size={batch_size}", "--max_new_tokens=25",
-                     "--start=ROMEO:")
-        done = run_script(*arguments, "--compile", TORCH_LOGS="recompiles")
-        assert done.returncode == 0, (case, done.stderr)
-        before, _, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
-        assert "Recompiling" in before and "Recompiling" not in after, case
-        assert done.stdout == run_script(*arguments).stdout, case
-    checkpoints = {n_layer: make_gpt(n_layer=n_layer) for n_layer in (1, 2)} # here, because threads share torch's random generator
-    in_pairs(compile_and_compare, [(1, 3, 2), (2, 2, 2), (1, 9, 9), (1, 2, 2)])
+@pytest.mark.parametrize("n_layer, num_samples, batch_size", [(1, 2, 2), (2, 2, 2), (1, 3, 2), (1, 9, 9)])
+def test_compile_compiles_everything_before_the_first_sample(run_script, tmp_path, n_layer, num_samples, batch_size):
+    """Also if the last batch is smaller, and if two axes have the same size."""
+    save_checkpoint(tmp_path, make_gpt(n_layer=n_layer))
+    arguments = (f"--out_dir={tmp_path}", f"--num_samples={num_samples}", f"--batch_size={batch_size}", "--max_new_tokens=25",
+                 "--start=ROMEO:")
+    done = run_script(*arguments, "--compile", TORCH_LOGS="recompiles")
+    assert done.returncode == 0, done.stderr
+    before, _, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
+    assert "Recompiling" in before and "Recompiling" not in after
+    assert done.stdout == run_script(*arguments).stdout
 
 
 LITTLE_MEMORY = """
