@@ -118,9 +118,9 @@ def test_the_plain_weights_are_freed_layer_by_layer(tied, monkeypatch):
     blocks = [StorageWeakRef(block.mlp.c_proj.weight.untyped_storage()) for block in model.transformer.h]
     make = int8_linear.Int8Product
 
-    def count_blocks_and_make(rows, zero_point):
+    def count_blocks_and_make(rows):
         num_alive.append(sum(not block.expired() for block in blocks))
-        return make(rows, zero_point)
+        return make(rows)
     monkeypatch.setattr(int8_linear, "Int8Product", count_blocks_and_make)
     backend = PackedGPT(model, int8_linear=Int8Linear)
     assert num_alive == [3] + [3] * 4 + [2] * 4 + [1] * 4, "the head, and 4 layers a block"

@@ -57,31 +57,25 @@ class Int8Embedding:
 
 
 class Int8Product:
-    """The product with a weight in 8 bits. Raises AttributeError or RuntimeError if torch or the processor lacks it.
+    """The product with a weight in 8 bits. Raises AttributeError or RuntimeError if torch or the processor lacks it."""
 
-    The operator takes unsigned digits, so each digit has zero_point added to it. oneDNN can take its share out of the
-    product again, but computes this share at every call. Here it is computed once, and subtracted as a bias.
-    """
-
-    def __init__(self, weight: QuantizedWeight, zero_point: int):
+    def __init__(self, weight: QuantizedWeight):
         self.scales, self.zero_points = weight.scales, torch.zeros(len(weight.scales), dtype=torch.int32)
         self.multiply = torch.ops.onednn.qlinear_pointwise
         self.packed = torch.ops.onednn.qlinear_prepack(weight.values, None)
-        self.bias: Tensor | None = None
-        self.bias = -zero_point * self(torch.ones((1, weight.values.size(1)), dtype=torch.uint8))[0]
 
-    def __call__(self, digits: Tensor) -> Tensor:
+    def __call__(self, digits: Tensor, zero_point: int) -> Tensor:
         """Digits (N, in), uint8, which stand for digits - zero_point -> their products (N, out), float32."""
-        return self.multiply(digits, 1.0, 0, self.packed, self.scales, self.zero_points,
-                             self.bias, 1.0, 0, torch.float32, "none", [], "") # no other operation
+        return self.multiply(digits, 1.0, zero_point, self.packed, self.scales, self.zero_points,
+                             None, 1.0, 0, torch.float32, "none", [], "") # no bias, no other operation
 
 
 class Int8Linear:
     """A LinearLayer with a weight in 8 bits. Inputs, results, bias and residual are float32."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None):
+        self.product = Int8Product(weight)
         self.max_digit = max_digit()
-        self.product = Int8Product(weight, self.max_digit + 1)
         self.bias = None if bias is None else bias.detach()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, gelu: str | None = None) -> Tensor:
@@ -96,7 +90,7 @@ class Int8Linear:
     def multiply(self, x: Tensor) -> Tensor:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         digits, scale = split_digits(x, self.max_digit)
-        high, low = self.product(digits).chunk(2)
+        high, low = self.product(digits, self.max_digit + 1).chunk(2)
         y = torch.add(high, low, alpha=1 / (2 * self.max_digit))
         return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
 
@@ -129,13 +123,12 @@ def max_digit() -> int:
     """
     signs = torch.ones(16, 64, dtype=torch.int8)
     signs[::2] = -1
-    weight = QuantizedWeight(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32))
     try:
+        product = Int8Product(QuantizedWeight(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32)))
         for digit in 127, 63:
-            product = Int8Product(weight, digit + 1)
             digits = torch.tensor([digit, -digit, digit], dtype=torch.float32)[:, None].expand(3, 64)
             expected = digits @ (MAX_WEIGHT * signs).T.float()
-            if torch.equal(product((digits + digit + 1).to(torch.uint8)), expected):
+            if torch.equal(product((digits + digit + 1).to(torch.uint8), digit + 1), expected):
                 return digit
     except (AttributeError, RuntimeError): # the operators are missing
         pass
