@@ -1,5 +1,5 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +50,8 @@ class TextGenerator:
         if num_samples < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"num_samples and batch_size must be at least 1; got {num_samples} and {batch_size}")
         params = params or SamplingParams()
+        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+            raise TypeError(f"prompts must be a text or a list of texts; got {prompts!r:.100}")
         requests = self.make_requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
         longest = max((len(request.prompt_ids) for request in requests), default=0)
         batch_size = batch_size or max_batch_size(self.backend, longest + params.max_new_tokens)

@@ -37,6 +37,9 @@ def test_a_stream_takes_one_prompt(generator):
 def test_a_prompt_is_a_text(generator):
     with pytest.raises(TypeError, match=r"^a prompt must be a text; got \[1, 2\]$"):
         generator.generate(["A", [1, 2]], PARAMS)
+    for prompts in None, 5, b"A":
+        with pytest.raises(TypeError, match=r"^prompts must be a text or a list of texts; got "):
+            generator.generate(prompts, PARAMS)
 
 
 def test_prompts_may_be_any_iterable(generator):

@@ -19,7 +19,7 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, options: M
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
     dtype may be torch.int8 on a CPU, without compile and exact. With options.draft, the result is a RollbackBackend,
-    which the draft and its target have to be. On CUDA, it uses no CUDA graphs, and is slower. log: see CUDAGraphGPT.
+    which the draft and its target have to be. On CUDA, it is slower than CUDAGraphGPT. log: see there.
     Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
     if dtype == torch.int8:

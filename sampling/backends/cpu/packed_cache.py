@@ -25,15 +25,18 @@ class PackedCache:
         return (keys, values) if start else (k, v)
 
     def next_position(self) -> tuple[tuple[Tensor, ...], ...]:
-        """Advance by one position. Returns, for every layer, the slot (2, B, H, D) for its key and its value, and all
-        keys and values (B * H, S, D), the new position included."""
+        """Advance by one position. Returns three tuples, with an entry for each layer: the slot (2, B, H, D) of the new
+        key and value, all keys, and all values (B * H, S, D each, with the new position)."""
         i = self.seq_len
         self.seq_len = end = i + 1
         keys, values = self.kv[..., :end, :].flatten(2, 3).unbind(1) # (N, B * H, S, D) each
         return self.kv[..., i, :].unbind(), keys.unbind(), values.unbind()
 
     def select_rows(self, rows: list[int]) -> None:
-        """Keep these rows only. Their memory stays as it is, because a second cache might not fit into memory."""
-        for layer in self.kv:
+        """Keep these rows only. They move to the front of the same memory, because a second cache might not fit.
+
+        The memory of the other rows is not freed.
+        """
+        for layer in self.kv[..., :self.seq_len, :]: # the rest is unused, and may not be in memory yet
             layer[:, :len(rows)] = layer[:, rows]
         self.kv = self.kv[:, :, :len(rows)]
