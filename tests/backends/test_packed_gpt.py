@@ -73,12 +73,14 @@ def test_a_cache_may_be_filled_in_any_parts(parts, processor):
 def test_only_filled_positions_of_the_cache_move_when_rows_leave():
     """The memory of the others may never have been used."""
     cache = PackedGPT(make_gpt()).new_cache(3, 16)
-    cache.kv[:] = torch.arange(3.0).view(3, 1, 1, 1) # (N, 2, B, H, S, D): every entry is its row's number
+    before = cache.keys, cache.values
+    for tensor in before:
+        tensor[:] = torch.arange(3.0).view(3, 1, 1, 1) # (N, B, H, S, D): every entry is its row's number
     cache.seq_len = 5
-    whole = cache.kv
     cache.select_rows([1, 2])
-    assert cache.kv.size(2) == 2 and (cache.kv[:, :, 0, :, :5] == 1).all() and (cache.kv[:, :, 1, :, :5] == 2).all()
-    assert (whole[:, :, 0, :, 5:] == 0).all() and cache.kv.data_ptr() == whole.data_ptr()
+    for tensor, whole in zip((cache.keys, cache.values), before, strict=True):
+        assert tensor.size(1) == 2 and (tensor[:, 0, :, :5] == 1).all() and (tensor[:, 1, :, :5] == 2).all()
+        assert (whole[:, 0, :, 5:] == 0).all() and tensor.data_ptr() == whole.data_ptr()
 
 
 @pytest.mark.parametrize("processor", PROCESSORS, indirect=True)

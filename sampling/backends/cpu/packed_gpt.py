@@ -92,10 +92,11 @@ class PackedGPT:
         scale = (E / H)**-0.5
         # baddbmm with beta=0 ignores its first argument and scales the product; bmm would need a second pass.
         ignored = torch.empty((), dtype=torch.float32)
-        for block, slot, keys, values in zip(self.blocks, *cache.next_position(), strict=True):
-            qkv = block.qkv(x).view(B, 3, H, -1).transpose(0, 1) # (3, B, H, D)
-            slot.copy_(qkv[1:])
-            q = qkv[0].reshape(B * H, 1, -1).float()
+        for block, k_slot, v_slot, keys, values in zip(self.blocks, *cache.next_position(), strict=True):
+            q, k, v = block.qkv(x).view(B, 3, H, -1).unbind(1) # (B, H, D) each
+            k_slot.copy_(k)
+            v_slot.copy_(v)
+            q = q.reshape(B * H, 1, -1).float()
             scores = torch.baddbmm(ignored, q, keys.mT, beta=0, alpha=scale) # (B * H, 1, S)
             x = block.post_attention(x, torch.bmm(scores.softmax(-1), values).view(B, E))
         return x
