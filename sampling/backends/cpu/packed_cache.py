@@ -25,8 +25,8 @@ class PackedCache:
         return (keys, values) if start else (k, v)
 
     def next_position(self) -> tuple[tuple[Tensor, ...], ...]:
-        """Advance by one position. Returns four tuples, with an entry for each layer: the slots (B, H, D) of the new key
-        and the new value, all keys, and all values (B * H, S, D each, with the new position)."""
+        """Advance by one position. Returns four tuples, with an entry for each layer: the slots (B, H, D) of the new
+        key and value, then all keys and all values (B * H, S, D each, with the new position)."""
         i = self.seq_len
         self.seq_len = end = i + 1
         return (self.keys[..., i, :].unbind(), self.values[..., i, :].unbind(),
