@@ -151,9 +151,9 @@ if __name__ == '__main__':
     setup_console(is_main=Workers().is_main)
     with report_user_errors(status=2):
         settings = override(globals(), sys.argv[1:], check_settings, log, ALIASES, training_settings)
-    shorten_spinning() # these come before torch is imported
+    shorten_spinning() # this and the next come before torch is imported
     pause_garbage_collection()
-    if settings["dtype"] != "bfloat16":
+    if settings["dtype"] != "bfloat16": # AMX makes its prompts and batches faster
         avoid_amx()
     with report_user_errors():
         main(settings)
