@@ -1,7 +1,7 @@
 """Chooses the device and the dtype."""
 import torch
 
-from sampling.backends.cpu.int8_linear import max_digit
+from sampling.backends.cpu.int8_products import onednn_limits
 from sampling.backends.process import avoid_amx
 from sampling.validation import check_dtype
 
@@ -40,7 +40,7 @@ def choose_dtype(device: torch.device, name: str) -> torch.dtype:
         if device.type != "cpu":
             raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
         avoid_amx()
-        max_digit() # raises ValueError
+        onednn_limits() # raises ValueError
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device

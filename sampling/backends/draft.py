@@ -21,9 +21,13 @@ class RollbackBackend(Backend, CausalLM, Protocol):
 
 
 class Draft(NamedTuple):
-    """A prepared draft. relative_cost is the time of one of its steps, in steps of the target."""
+    """A prepared draft. relative_cost is the time of one of its steps, in steps of the target.
+
+    is_copy: whether it is the target itself, in 8 bits.
+    """
     backend: RollbackBackend
     relative_cost: float
+    is_copy: bool = False
 
 
 def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Draft:
@@ -41,16 +45,15 @@ def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options
             require_same_vocabulary(name, gpt.config.vocab_size, target.config.vocab_size)
             backend = prepare_model(gpt, device, dtype, options)
     cost = step_bytes(backend.config, draft_dtype.itemsize) / step_bytes(target.config, dtype.itemsize)
-    return Draft(backend, cost)
+    return Draft(backend, cost, is_copy=name == "int8")
 
 
 def prepare_int8_copy(target: GPT, device: torch.device) -> RollbackBackend:
     """The target in 8 bits. Does not change the target. Raises ValueError if that is not possible or gains nothing."""
     if device.type != "cpu":
         raise ValueError(f"draft=int8 runs only on a CPU; got device={device}: use a smaller model as the draft")
-    from sampling.backends.cpu.draft_int8_linear import draft_int8_linear
     from sampling.backends.cpu.packed_gpt import PackedGPT
-    return PackedGPT(share_weights(target), int8_linear=draft_int8_linear)
+    return PackedGPT(share_weights(target), use_int8=True)
 
 
 def share_weights(gpt: GPT) -> GPT:

@@ -47,9 +47,8 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, options: M
 
 def prepare_int8(gpt: GPT) -> Backend:
     """PackedGPT in 8 bits. Raises ValueError if torch or the processor lacks the operators."""
-    from sampling.backends.cpu.int8_linear import Int8Linear
     from sampling.backends.cpu.packed_gpt import PackedGPT
-    backend = PackedGPT(gpt, int8_linear=Int8Linear)
+    backend = PackedGPT(gpt, use_int8=True)
     disable_malloc_trim()
     return backend
 

@@ -46,6 +46,8 @@ class SpeculativeBackend:
         self.target, self.draft, self.draft_cost, self.log = target, draft.backend, draft.relative_cost, log
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
         self.compaction_ratio, self.forbids_sync = target.compaction_ratio, target.forbids_sync
+        # A copy of the target in 8 bits reads the target's own keys and values, instead of computing them again.
+        self.shares_cache = draft.is_copy and type(target) is type(draft.backend)
         self.is_broken = False # whether the draft's logits were NaN or infinite
         self.logged: set[str] = set() # the messages so far
         self.num_proposed = self.num_accepted = 0 # of all streams
@@ -78,8 +80,8 @@ class SpeculativeBackend:
         Yields each token (1, 1). Returns all ids, or None if the caller ends the stream.
         """
         end = ids.size(1) + num_tokens
-        cache, draft_cache = (backend.new_cache(1, min(end, backend.config.block_size))
-                              for backend in (self.target, self.draft))
+        cache = self.target.new_cache(1, min(end, self.config.block_size))
+        draft_cache = cache if self.shares_cache else self.draft.new_cache(1, min(end, self.draft.config.block_size))
         proposals = ids[:, :0] # none: the first pass reads the prompt, exactly as without a draft
         while True:
             k = proposals.size(1)
@@ -103,6 +105,7 @@ class SpeculativeBackend:
             room = min(end, self.draft.config.block_size + 2) - ids.size(1) - 1
             num_proposals = 0 if self.is_broken else max(0, min(length.best(), room))
             proposals = self.propose(ids, num_proposals, draft_cache, sample_fn)
+            cache.seq_len = ids.size(1) - 1 # forget what the draft wrote, if it shares the cache
 
     def propose(self, ids: Tensor, num_proposals: int, cache: Any, sample_fn: SampleFn) -> Tensor:
         """The tokens (1, num_proposals) that the draft samples after ids (1, T), of which cache may lack some."""
@@ -163,7 +166,7 @@ class SpeculativeBackend:
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""
-        return self.target.bytes_per_sample(length) + self.draft.bytes_per_sample(length)
+        return self.target.bytes_per_sample(length) + (0 if self.shares_cache else self.draft.bytes_per_sample(length))
 
 
 @dataclass

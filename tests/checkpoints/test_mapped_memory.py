@@ -17,7 +17,6 @@ from sampling.checkpoints.torch_files import read_torch_file
 PROGRAM = """
 import re, sys
 from model import GPT
-from sampling.backends.cpu.int8_linear import Int8Linear
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.checkpoints.nanogpt import load_checkpoint
 def peak():
@@ -25,7 +24,7 @@ def peak():
 before, in_int8 = peak(), len(sys.argv) > 2
 checkpoint = load_checkpoint(sys.argv[1], copy_weights=not in_int8)
 if in_int8:
-    model = PackedGPT(GPT.from_checkpoint(checkpoint), int8_linear=Int8Linear)
+    model = PackedGPT(GPT.from_checkpoint(checkpoint), use_int8=True)
 print(peak() - before)
 """
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is read from /proc")

@@ -223,11 +223,17 @@ def test_a_draft_that_is_off_stays_off():
     assert record(length, 100, 1) == 0
 
 
-def test_a_model_in_8_bits_is_a_good_draft_of_itself():
+@pytest.mark.parametrize("backend", ["packed", "eager"])
+def test_a_model_in_8_bits_is_a_good_draft_of_itself(backend, monkeypatch):
+    """It shares the keys and values of a packed model, so it never reads the prompt, nor proposals that were accepted."""
     def load():
         return GPT.from_checkpoint(load_checkpoint(DEMO))
-    params, tokenizer, model = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl"), load()
+    params, tokenizer, model, lengths = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl"), load(), set()
     draft = prepare_draft(model, torch.device("cpu"), torch.float32, ModelOptions(draft="int8"))
-    backend = SpeculativeBackend(prepare(model, "packed"), draft._replace(relative_cost=0.1))
-    assert_same(run(backend, tokenizer, params, num_samples=1), run(prepare(load(), "packed"), tokenizer, params, num_samples=1))
-    assert backend.num_accepted > 0.7 * backend.num_proposed > 60
+    next_logits = draft.backend.next_logits
+    monkeypatch.setattr(draft.backend, "next_logits", lambda idx, *arguments: lengths.add(idx.size(1)) or next_logits(idx, *arguments))
+    speculative_backend = SpeculativeBackend(prepare(model, backend), draft._replace(relative_cost=0.1))
+    found = run(speculative_backend, tokenizer, params, num_samples=1)
+    assert_same(found, run(prepare(load(), backend), tokenizer, params, num_samples=1))
+    assert speculative_backend.num_accepted > 0.7 * speculative_backend.num_proposed > 60
+    assert (lengths == {1}) == (backend == "packed")

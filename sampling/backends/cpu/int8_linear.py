@@ -1,24 +1,21 @@
 """Linear layers with weights in 8 bits, which a CPU reads in a quarter of the time.
 
-Weights are quantized per output channel, activations per token: each has a scale. The activations of a token become
-two digits of 8 bits, and both digits share one product. With few tokens, that takes hardly longer than one digit,
-because the product waits for the weights. So activations have 16 bits, and the weights alone decide the error, even if
-a few channels are a hundred times larger than the others. No token changes the result of another.
-
-The operators are oneDNN's. Inductor uses the same ones for quantized models.
+Weights are quantized per output channel, activations per token: each has a scale. An activation has 9 to 15 bits, so
+the weights alone decide the error, even if a few channels are a hundred times larger than the others. No token changes
+the result of another, because the products are exact.
 """
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sampling.backends.cpu.int8_products import GEMM, GEMV, MAX_WEIGHT, has_fbgemm, max_norm
 from sampling.checkpoints.mapped_memory import pages_of, release_pages
 
-MAX_WEIGHT = 127 # weights are whole numbers from -127 to 127
 MAX_WEIGHTS = 2**17 # rounded at once, so that little memory is needed and left behind
-MAX_ACTIVATIONS = 2**20 # split into digits at once: more do not stay in the processor's cache
+MAX_ACTIVATIONS = 2**20 # multiplied at once: more do not stay in the processor's cache
 TINY = 2.0**-100 # added to scales, so that a row of zeros is not divided by zero
 
 
@@ -56,27 +53,22 @@ class Int8Embedding:
         return self.weight.values[idx] * self.weight.scales[idx].unsqueeze(-1)
 
 
-class Int8Product:
-    """The product with a weight in 8 bits. Raises AttributeError or RuntimeError if torch or the processor lacks it."""
-
-    def __init__(self, weight: QuantizedWeight):
-        self.scales, self.zero_points = weight.scales, torch.zeros(len(weight.scales), dtype=torch.int32)
-        self.multiply = torch.ops.onednn.qlinear_pointwise
-        self.packed = torch.ops.onednn.qlinear_prepack(weight.values, None)
-
-    def __call__(self, digits: Tensor, zero_point: int) -> Tensor:
-        """Digits (N, in), uint8, which stand for digits - zero_point -> their products (N, out), float32."""
-        return self.multiply(digits, 1.0, zero_point, self.packed, self.scales, self.zero_points,
-                             None, 1.0, 0, torch.float32, "none", [], "") # no bias, no other operation
-
-
 class Int8Linear:
     """A LinearLayer with a weight in 8 bits. Inputs, results, bias and residual are float32."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None):
-        self.product = Int8Product(weight)
-        self.max_digit = max_digit()
+        values, self.scales = weight
         self.bias = None if bias is None else bias.detach()
+        self.max_norm = max_norm(values)
+        if has_fbgemm():
+            self.gemv: GEMV | GEMM = GEMV(values)
+        else:
+            self.gemv = self.gemm = GEMM(values)
+
+    @cached_property
+    def gemm(self) -> GEMM:
+        """For several tokens. It is made when first needed: with it, the weight is in memory twice."""
+        return GEMM(self.gemv.values())
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, gelu: str | None = None) -> Tensor:
         """See LinearLayer."""
@@ -89,47 +81,13 @@ class Int8Linear:
 
     def multiply(self, x: Tensor) -> Tensor:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
-        digits, scale = split_digits(x, self.max_digit)
-        high, low = self.product(digits, self.max_digit + 1).chunk(2)
-        y = torch.add(high, low, alpha=1 / (2 * self.max_digit))
-        return y.mul_(scale) if self.bias is None else torch.addcmul(self.bias, y, scale)
-
-
-def split_digits(x: Tensor, max_digit: int) -> tuple[Tensor, Tensor]:
-    """Split each row of x (N, in) into scale * (high + low / (2 * max_digit)), with digits up to +-max_digit.
-
-    Returns the digits (2 * N, in), first high, then low, with max_digit + 1 added, as uint8; and the scales (N, 1).
-    """
-    scale = torch.add(scalar(TINY), x.abs().amax(-1, keepdim=True), alpha=1 / max_digit)
-    digits = torch.empty((2 * len(x), x.size(1)), dtype=torch.uint8)
-    high, low = digits.chunk(2)
-    x = torch.addcdiv(scalar(max_digit + 1.5), x, scale)
-    high.copy_(x) # the conversion truncates, so this rounds: a half was added
-    low.copy_(torch.add(scalar(1.5), x.frac_(), alpha=2 * max_digit))
-    return digits, scale
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.add(tiny(), norm, alpha=1 / self.max_norm) # (N, 1)
+        y = (self.gemv if len(x) == 1 else self.gemm)(x, scale).mul_(scale)
+        return y.mul_(self.scales) if self.bias is None else torch.addcmul(self.bias, y, self.scales)
 
 
 @cache
-def scalar(value: float) -> Tensor:
-    """The value as a tensor, which operators that do two operations at once require."""
-    return torch.tensor(value, dtype=torch.float32)
-
-
-@cache
-def max_digit() -> int:
-    """The largest digit whose products are exact here: 127, or 63 without VNNI, where sums of two products saturate.
-
-    Raises ValueError if torch and the processor have no such products.
-    """
-    signs = torch.ones(16, 64, dtype=torch.int8)
-    signs[::2] = -1
-    try:
-        product = Int8Product(QuantizedWeight(MAX_WEIGHT * signs, torch.ones(16, dtype=torch.float32)))
-        for digit in 127, 63:
-            digits = torch.tensor([digit, -digit, digit], dtype=torch.float32)[:, None].expand(3, 64)
-            expected = digits @ (MAX_WEIGHT * signs).T.float()
-            if torch.equal(product((digits + digit + 1).to(torch.uint8), digit + 1), expected):
-                return digit
-    except (AttributeError, RuntimeError): # the operators are missing
-        pass
-    raise ValueError("dtype=int8 does not work with this torch on this processor: use dtype=float32")
+def tiny() -> Tensor:
+    """TINY as a tensor, because torch.add takes no number as its first argument."""
+    return torch.tensor(TINY, dtype=torch.float32)

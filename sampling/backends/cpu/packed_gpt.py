@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from model import GPT, Block, generate_stream
 from sampling.backends.backend import TokenStream
-from sampling.backends.cpu.int8_linear import Int8Embedding, QuantizedWeight, quantize_weight
+from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, quantize_weight
 from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear
@@ -16,7 +16,6 @@ from sampling.backends.memory import estimate_bytes_per_sample, release_memory
 from sampling.sampler.sample_token import Logits, SampleFn
 
 MakeLinear = Callable[[Tensor, Tensor | None], LinearLayer] # from a weight and a bias
-MakeInt8Linear = Callable[[QuantizedWeight, Tensor | None], LinearLayer]
 
 
 class PackedGPT:
@@ -24,24 +23,24 @@ class PackedGPT:
 
     pack_eagerly: pack all layers now. Otherwise each layer is packed when packing saves time, and the last bits of the
     logits depend on when that happens.
-    int8_linear: makes layers with weights in 8 bits, such as Int8Linear. Then all weights are rounded now.
+    use_int8: round all weights to 8 bits now.
     """
     device = torch.device("cpu")
     is_exact = False
     compaction_ratio = 1.0
     forbids_sync = False # sample_token checks the logits at every step
 
-    def __init__(self, gpt: GPT, pack_eagerly: bool = False, int8_linear: MakeInt8Linear | None = None):
+    def __init__(self, gpt: GPT, pack_eagerly: bool = False, use_int8: bool = False):
         self.config = gpt.config
         self.wpe, self.ln_f = gpt.transformer.wpe.weight.detach(), layer_norm(gpt.transformer.ln_f)
         wte, head = gpt.transformer.wte.weight.detach(), gpt.lm_head.weight.detach()
         is_tied = gpt.lm_head.weight is gpt.transformer.wte.weight
         del gpt.lm_head, gpt.transformer.wte # otherwise, weights would stay in memory after they are packed
-        if int8_linear: # the head first: packing needs a second copy of a layer, and the head is the largest one
+        if use_int8: # the head first: packing needs a second copy of a layer, and the head is the largest one
             quantized = quantize_weight(head)
-            self.lm_head = FullLMHead(int8_linear(quantized, None))
+            self.lm_head = FullLMHead(Int8Linear(quantized))
             self.embed = Int8Embedding(quantized if is_tied else quantize_weight(wte))
-            self.blocks = pack_blocks(gpt.transformer.h, partial(quantize_linear, int8_linear))
+            self.blocks = pack_blocks(gpt.transformer.h, quantize_linear)
         else:
             self.embed = partial(F.embedding, weight=wte)
             self.blocks = pack_blocks(gpt.transformer.h, partial(PackedLinear, pack_eagerly=pack_eagerly))
@@ -144,9 +143,9 @@ def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:
     return [PackedBlock(blocks.pop(0), linear) for _ in range(len(blocks))]
 
 
-def quantize_linear(int8_linear: MakeInt8Linear, weight: Tensor, bias: Tensor | None) -> LinearLayer:
-    """The layer that int8_linear makes of this weight. Returns the memory that this needed to the system."""
-    layer = int8_linear(quantize_weight(weight), bias)
+def quantize_linear(weight: Tensor, bias: Tensor | None) -> Int8Linear:
+    """The layer with this weight in 8 bits. Returns the memory that rounding needed to the system."""
+    layer = Int8Linear(quantize_weight(weight), bias)
     release_memory()
     return layer
 

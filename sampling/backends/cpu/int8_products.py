@@ -1,0 +1,148 @@
+"""Products of activations with whole numbers from -127 to 127, for one token and for many: exact, and so always equal.
+
+Activations become whole numbers too, as large as they can be if all sums of products must stay below 2**24. float32
+adds such numbers exactly, in any order. So the two operators have the same results to the last bit.
+"""
+import math
+from functools import cache, reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_WEIGHT = 127
+MAX_SUM = 2**24 - 2**16 # float32 has all whole numbers up to 2**24; the rest is for the rounding of norms
+MAX_BAG_WIDTH = 384 # the sums of more columns do not stay in the processor's registers
+
+
+def max_norm(values: Tensor) -> float:
+    """The largest norm of a row of activations, before rounding, with which all products with values are exact.
+
+    By the inequality of Cauchy and Schwarz, no sum of products is larger than the product of two norms. GEMV also adds
+    up to 128 times an activation before it subtracts as much, and rounding adds up to a half to each activation.
+    """
+    largest = max(rows.float().norm(dim=1).max().item() for rows in values.split(1024)) # few rows need little memory
+    return min(MAX_SUM / (largest + 128) - math.sqrt(values.size(1)) / 2, max_activation(onednn_limits().base))
+
+
+def has_fbgemm() -> bool:
+    """Whether torch was built with FBGEMM. Without it, GEMV is slow."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+class GEMV:
+    """The product of one token with a weight (out, in) of whole numbers: FBGEMM's embedding bag.
+
+    An embedding bag is a weighted sum of rows of a table in 8 bits. Here, a row of the table holds the weights of one
+    input channel, and the weights of the sum are the activations. Of torch's operators for 8 bits, it reads memory
+    fastest, and it does not round the activations. A bag covers up to MAX_BAG_WIDTH output channels, and threads share
+    the bags equally.
+    """
+
+    def __init__(self, values: Tensor):
+        self.out_features, self.in_features = values.shape
+        num_threads = torch.get_num_threads()
+        self.num_bags = num_threads * math.ceil(self.out_features / (num_threads * MAX_BAG_WIDTH))
+        width = math.ceil(self.out_features / self.num_bags)
+        self.table = torch.zeros(self.num_bags * self.in_features, width + 8, dtype=torch.uint8)
+        for rows, channels in zip(self.table.split(self.in_features), values.split(width), strict=False):
+            rows[:, :len(channels)] = channels.T.view(torch.uint8) ^ 128 # adds 128
+        self.table[:, width:] = torch.tensor([1.0, -128.0], dtype=torch.float32).view(torch.uint8) # scale and offset
+        self.indices, self.bag_starts = bag_indices(self.num_bags, self.in_features)
+
+    def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
+        """x (1, in) divided by scale (1, 1) and rounded, times the weight -> (1, out)."""
+        x = (x.expand(self.num_bags, -1) / scale).round_()
+        y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
+            self.table, self.indices, self.bag_starts, per_sample_weights=x.view(-1)) # (bags, width)
+        return y.view(1, -1)[:, :self.out_features]
+
+    def values(self) -> Tensor:
+        """The weight (out, in), int8."""
+        channels = torch.cat([rows[:, :-8].T for rows in self.table.split(self.in_features)])[:self.out_features]
+        return channels.bitwise_xor_(128).view(torch.int8)
+
+
+@cache
+def bag_indices(num_bags: int, in_features: int) -> tuple[Tensor, Tensor]:
+    """The rows of all bags, one after another, and where each bag starts. All layers of a shape share them."""
+    num_rows = num_bags * in_features
+    return torch.arange(num_rows, dtype=torch.int32), torch.arange(0, num_rows, in_features, dtype=torch.int32)
+
+
+class GEMM:
+    """The product of many tokens with a weight (out, in) of whole numbers: oneDNN's, which Inductor uses too.
+
+    It takes activations of 8 bits. So each activation becomes two digits, and both digits share one product. With few
+    tokens, that takes hardly longer than one digit, because the product waits for the weights.
+    """
+
+    def __init__(self, values: Tensor):
+        self.limits = onednn_limits()
+        self.products = [OneDNNProduct(part.contiguous()) for part in values.split(self.limits.max_inputs, dim=1)]
+
+    def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
+        """x (N, in) divided by scale (N, 1) and rounded, times the weight -> (N, out)."""
+        base, max_inputs = self.limits
+        digits = split_digits((x / scale).round_(), base).split(max_inputs, dim=1)
+        sums = (product(part, base // 2) for product, part in zip(self.products, digits, strict=True))
+        high, low = reduce(torch.add, sums).chunk(2)
+        return torch.add(low, high, alpha=base)
+
+
+def split_digits(x: Tensor, base: int) -> Tensor:
+    """Split whole numbers x (N, in) into high * base + low. Returns the digits plus base / 2, as uint8: (2 * N, in),
+    first high, then low. Overwrites x."""
+    digits = torch.empty((2 * len(x), x.size(1)), dtype=torch.uint8)
+    high, low = digits.chunk(2)
+    x = x.div_(base).add_((base + 1) / 2) # exact, because base is a power of two
+    high.copy_(x) # the conversion drops the fraction
+    low.copy_(x.frac_().mul_(base))
+    return digits
+
+
+def max_activation(base: int) -> int:
+    """The largest whole number that split_digits can split."""
+    return base * base // 2 - base // 2 - 1
+
+
+class OneDNNProduct:
+    """The product with a weight (out, in) in int8. Raises AttributeError or RuntimeError if it is not available."""
+
+    def __init__(self, values: Tensor):
+        self.packed = torch.ops.onednn.qlinear_prepack(values, None)
+        self.ones = torch.ones(len(values), dtype=torch.float32)
+        self.zeros = torch.zeros(len(values), dtype=torch.int32)
+
+    def __call__(self, digits: Tensor, zero_point: int) -> Tensor:
+        """Digits (N, in), uint8, which stand for digits - zero_point -> their products (N, out), float32."""
+        return torch.ops.onednn.qlinear_pointwise(
+            digits.contiguous(), 1.0, zero_point, self.packed, self.ones, self.zeros,
+            None, 1.0, 0, torch.float32, "none", [], "") # no bias, no other operation
+
+
+class OneDNNLimits(NamedTuple):
+    """Products of digits below base with weights of up to max_inputs input channels are exact."""
+    base: int
+    max_inputs: int
+
+
+@cache
+def onednn_limits() -> OneDNNLimits:
+    """The limits of this processor. Raises ValueError if torch and the processor have no such products.
+
+    Without VNNI, sums of two products saturate. With AMX, a product becomes float32 before the share of the zero point
+    is subtracted, so it must be below 2**24 even then.
+    """
+    try:
+        for base, max_inputs in (256, 2**20), (256, 512), (128, 2**20), (128, 512):
+            weight = torch.full((64, min(max_inputs, 4097)), MAX_WEIGHT, dtype=torch.int8)
+            weight[::2] *= -1
+            digits = torch.tensor(16 * [0, base - 1, base // 2 + 1], dtype=torch.uint8)[:, None]
+            digits = digits.expand(-1, weight.size(1)) # of 4097 inputs, the largest sums are odd and above 2**24
+            expected = (digits.double() - base // 2) @ weight.T.double()
+            if torch.equal(OneDNNProduct(weight)(digits, base // 2), expected.float()):
+                return OneDNNLimits(base, max_inputs)
+    except (AttributeError, RuntimeError): # the operators are missing
+        pass
+    raise ValueError("dtype=int8 does not work with this torch on this processor: use dtype=float32")
