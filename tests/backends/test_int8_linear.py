@@ -82,6 +82,14 @@ def test_large_channels_do_not_cost_the_others_their_precision(base, monkeypatch
     assert (Int8Linear(rows)(x) - exact).abs().mean() < 1.1 * of_weights
 
 
+def test_one_token_needs_the_weight_only_once():
+    layer = Int8Linear(quantize_weight(normal(20, 64)))
+    layer(normal(1, 64))
+    assert "gemm" not in vars(layer)
+    layer(normal(2, 64))
+    assert "gemm" in vars(layer)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 def test_numbers_that_are_not_finite_stay_in_their_row(value):
     layer, x = Int8Linear(quantize_weight(normal(20, 64))), normal(3, 64)

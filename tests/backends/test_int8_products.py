@@ -36,13 +36,17 @@ def normal(*shape, seed=0):
 
 
 def largest_activations(values):
-    """Whole numbers (N, in) with sums of products as large as max_norm allows: rows of the weight, and single large numbers."""
-    x = torch.cat([values.double(), normal(20, values.size(1)).double(), torch.eye(values.size(1), dtype=torch.double)[::7]])
-    return (x * (max_norm(values) / x.norm(dim=1, keepdim=True))).round()
+    """Inputs (N, in) with the largest norm. All are odd after rounding, because even sums may be exact beyond 2**24 too."""
+    in_features = values.size(1)
+    x = torch.cat([values.double(), normal(20, in_features).double(), F.one_hot(torch.arange(0, in_features, in_features // 20), in_features)])
+    x *= (max_norm(values) - in_features**0.5) / x.norm(dim=1, keepdim=True)
+    odd = (max_norm(values) / in_features**0.5 - 0.51) // 2 * 2 + 1
+    rounded_up = values[:1].double().sign() * (odd - 0.49)
+    return torch.cat([(x - 1).div(2).round() * 2 + 1, rounded_up])
 
 
 @pytest.mark.parametrize("kind", ["random", "largest", "one row"])
-@pytest.mark.parametrize("out_features, in_features", [(70, 100), (31, 3072)])
+@pytest.mark.parametrize("out_features, in_features", [(70, 100), (31, 20001)])
 def test_the_products_of_one_and_of_many_tokens_are_exact(out_features, in_features, kind):
     values = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8)
     if kind == "largest":
@@ -50,7 +54,7 @@ def test_the_products_of_one_and_of_many_tokens_are_exact(out_features, in_featu
     elif kind == "one row": # the others have small norms, so that a bound by their mean would be too large
         values[1:] //= 50
     x, one = largest_activations(values), torch.ones(1, 1)
-    expected = x @ values.double().T
+    expected = x.round() @ values.double().T
     gemv, gemm = GEMV(values), GEMM(values)
     assert expected.abs().max() <= 2**24
     assert torch.equal(gemm(x.float(), one.expand(len(x), 1)).double(), expected)
