@@ -6,9 +6,9 @@ import torch
 
 from engines import make_requests, token_ids
 from models import add_noise, make_gpt, save_checkpoint
+from sampling.backends.cuda import decode_state
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.devices import autocast
-from sampling.backends.eager import EagerGPT
 from sampling.generation.engine import Engine
 from sampling.generation.flush_schedule import MAX_STEPS_BETWEEN_COPIES
 from sampling.generation.speculation import prepare_with_draft
@@ -24,29 +24,38 @@ SETTINGS = {
 DRAFTS = {"same": lambda: make_gpt(**SHAPE), "half_right": lambda: add_noise(make_gpt(**SHAPE), 0.5), "other": lambda: make_gpt(seed=2, block_size=32)}
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=[
+@pytest.fixture(params=["simulated", "recorded", pytest.param("cuda", marks=[
     pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])])
 def gpu(request, monkeypatch):
-    """The type of the device on which a model for a GPU runs: "cuda", or "cpu" in its place."""
-    if request.param == "simulated":
-        request.getfixturevalue("simulated_gpu")
-        monkeypatch.setattr(per_row_rng, "exponential_is_from_bits", lambda: False) # a GPU draws with exponential_
-        monkeypatch.setattr(Engine, "sync_interval", MAX_STEPS_BETWEEN_COPIES)
-        return "cpu"
-    return "cuda"
+    """The type of the device on which a model for a GPU runs: "cuda", or "cpu" in its place, without graphs or with recorded ones."""
+    monkeypatch.setattr(decode_state, "BUCKET", 8)
+    if request.param == "cuda":
+        return "cuda"
+    request.getfixturevalue("simulated_gpu")
+    if request.param == "recorded":
+        request.getfixturevalue("recordings")
+    monkeypatch.setattr(per_row_rng, "exponential_is_from_bits", lambda: False) # a GPU draws with exponential_
+    monkeypatch.setattr(Engine, "sync_interval", MAX_STEPS_BETWEEN_COPIES)
+    return "cpu"
 
 
-def prepare(draft=None, dtype=torch.float32):
-    """The model for a GPU, with the draft in this folder, if any."""
-    backend = prepare_with_draft(make_gpt(**SHAPE), torch.device("cuda"), dtype, ModelOptions(draft=draft and str(draft)), log=lambda message: None)
+with_graphs = pytest.mark.parametrize("gpu", ["recorded", pytest.param("cuda", marks=[
+    pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])], indirect=True)
+
+
+def prepare(draft=None, dtype=torch.float32, model=None, **options):
+    """The model for a GPU, with the draft in this folder, if any. Its messages are the list of the lines that it logs."""
+    messages, options = [], ModelOptions(draft=draft and str(draft), **options)
+    backend = prepare_with_draft(model or make_gpt(**SHAPE), torch.device("cuda"), dtype, options, messages.append)
+    backend.messages = messages
     if draft:
         backend.draft_cost = 0.05 # the estimate for such small models would turn the draft off
     return backend
 
 
-def run(backend, tokenizer, params=PARAMS, dtype=torch.float32):
-    """The token ids of two samples, one after the other."""
-    engine = Engine(backend, tokenizer, params, log=lambda message: None)
+def run(backend, tokenizer, params=PARAMS, dtype=torch.float32, **settings):
+    """The token ids of two samples, one after the other unless batch_size says more."""
+    engine = Engine(backend, tokenizer, params, log=lambda message: None, **settings)
     engine.sampler.sample = replace(engine.sampler.sample, in_own_dtype=True) # as on a GPU
     with torch.no_grad(), autocast(backend.device, dtype):
         return token_ids(engine, make_requests(tokenizer, ["The "], 2))
@@ -62,7 +71,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_in_float32_the_samples_are_the_same_as_without_a_draft(tokenizer, folders, gpu, draft, setting):
     plain, backend, params = prepare(), prepare(folders[draft]), replace(PARAMS, **SETTINGS[setting])
-    assert isinstance(plain, CUDAGraphGPT) and type(backend.target) is type(backend.draft) is EagerGPT
+    assert isinstance(plain, CUDAGraphGPT) and type(backend.target) is type(backend.draft) is CUDAGraphGPT
     assert plain.device.type == backend.target.device.type == backend.draft.device.type == gpu
     assert run(backend, tokenizer, params) == run(plain, tokenizer, params)
     rate = backend.num_accepted / backend.num_proposed
