@@ -88,20 +88,21 @@ class SpeculativeBackend:
             k = proposals.size(1)
             unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
             logits = self.target.next_logits(unread, cache, sample_fn.num_logits_needed, k + 1)
-            is_finite = self.finite_rows(logits.values)
-            for i, row in enumerate(logits.values.split(1)):
-                if not is_finite[i]: # a later row may follow tokens that are not in the text
+            if self.forbids_sync and not logits.values.isfinite().all(): # otherwise sample_fn checks
+                if k == 0:
                     raise ValueError(NOT_FINITE)
+                cache.seq_len, proposals = 0, ids[:, :0] # a wrong proposal may be the reason: read only the text
+                continue
+            for i, row in enumerate(logits.values.split(1)):
                 token = sample_fn(Logits(row, logits.candidate_ids), ids)
                 if (yield token) == []:
                     return None
                 ids = torch.cat([ids, token], dim=1)
                 if i < k and token != proposals[:, i]: # the logits of the later positions follow a wrong token
                     break
-            # i proposals were accepted. The keys and values of all tokens but the last one are right. But NaN among
-            # those that were rejected would spread through CUDAGraphGPT's attention: then the text is read again.
-            cache.seq_len = ids.size(1) - 1 if all(is_finite) else 0
-            draft_cache.seq_len = min(draft_cache.seq_len, ids.size(1) - 1)
+            # i proposals were accepted. The keys and values of all tokens but the last one are right.
+            cache.seq_len = ids.size(1) - 1
+            draft_cache.seq_len = min(draft_cache.seq_len, cache.seq_len)
             self.num_proposed, self.num_accepted = self.num_proposed + k, self.num_accepted + i
             length.record(k, i)
             if ids.size(1) == end:
@@ -135,10 +136,6 @@ class SpeculativeBackend:
         self.is_broken = True
         self.log_once("the draft is off: its logits are NaN or infinite")
         return ids[:, :0]
-
-    def finite_rows(self, values: Tensor) -> list[bool]:
-        """Whether all logits (R, V) of each row are finite, unless sample_fn checks that itself."""
-        return values.isfinite().all(dim=-1).tolist() if self.forbids_sync else [True] * len(values)
 
     def is_useful(self, idx: Tensor) -> bool:
         """Whether the draft can save time with these prompts (B, T). If not, logs why."""
