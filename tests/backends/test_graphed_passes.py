@@ -35,9 +35,9 @@ def gpt(request):
     return gpt
 
 
-def read(gpt, cache, start, end, num_positions=1):
-    """The logits (num_positions, V) of the pass over IDS[:, start:end], and those that the plain model computes without a cache."""
-    ids = IDS.to(gpt.device)
+def read(gpt, cache, start, end, num_positions=1, ids=IDS):
+    """The logits (num_positions, V) of the pass over ids[:, start:end], and those that the plain model computes without a cache."""
+    ids = ids.to(gpt.device)
     with torch.no_grad():
         expected = gpt.model(ids[:, :end], num_positions=num_positions)[0][0]
     return gpt.next_logits(ids[:, start:end], cache, None, num_positions).values, expected
@@ -131,10 +131,8 @@ def test_a_cache_that_is_dropped_leaves_its_tensors_and_graphs_to_the_next_one(g
 def test_texts_at_the_same_time_have_tensors_of_their_own(gpt):
     caches = [gpt.new_cache(1, 32) for _ in range(2)]
     for start, end in (0, 3), (3, 5), (5, 6):
-        for cache in caches:
-            assert_right(read(gpt, cache, start, end))
-        gpt.next_logits(IDS[:, :1].to(gpt.device), caches[1])
-        caches[1].seq_len -= 1
+        for cache, ids in zip(caches, [IDS, IDS.flip(1)], strict=True):
+            assert_right(read(gpt, cache, start, end, ids=ids))
 
 
 def test_release_memory_frees_the_tensors(gpt):

@@ -10,7 +10,7 @@ import torch
 
 from engines import make_requests, token_ids
 from models import add_noise, make_gpt, save_checkpoint
-from sampling.backends.cuda import decode_state
+from sampling.backends.cuda import decode_state, self_check
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.backends.devices import autocast
@@ -143,13 +143,20 @@ def replay_nothing(monkeypatch):
 
 @with_graphs
 @pytest.mark.parametrize("breaks", [fail_to_capture, replay_nothing])
-def test_where_graphs_do_not_work_the_samples_are_the_same_and_one_line_says_so(tokenizer, folders, gpu, breaks, monkeypatch):
+def test_where_graphs_do_not_work_the_samples_are_the_same_and_one_line_says_so(tokenizer, folders, gpu, breaks, monkeypatch, caplog):
     expected = run(prepare(), tokenizer)
     reason, backend = breaks(monkeypatch), prepare(folders["half_right"])
     for _ in range(2):
         assert run(backend, tokenizer) == expected
     assert backend.messages == [f"CUDA graphs do not work here ({reason}): going on without them, slower"], "one line for both models"
+    assert caplog.messages == [], "the draft uses the same log"
     assert not any([*backend.target.passes.graphs.values(), *backend.draft.passes.graphs.values()])
+
+
+def test_other_random_numbers_are_reported_once(folders, gpu, monkeypatch, caplog):
+    monkeypatch.setattr(self_check, "draws_like_multinomial", lambda *arguments: False)
+    message, = prepare(folders["same"]).messages
+    assert message.startswith("the random numbers are not those of torch.multinomial here") and caplog.messages == []
 
 
 def test_wrong_logits_of_a_pass_never_reach_the_text(tokenizer, folders, gpu, monkeypatch):
