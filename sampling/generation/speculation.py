@@ -163,7 +163,7 @@ class SpeculativeBackend:
                 f"({100 * self.num_accepted / self.num_proposed:.0f} %)")
 
     def logits_are_finite(self) -> Tensor | None:
-        """See Backend.logits_are_finite."""
+        """See Backend.logits_are_finite. decode_window checks its own logits."""
         return self.target.logits_are_finite()
 
     def release_memory(self) -> None:

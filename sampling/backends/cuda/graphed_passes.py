@@ -1,5 +1,6 @@
 """The passes of speculative decoding over the last tokens of a text, as CUDA graphs."""
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ MAX_TOKENS = 9 # of a pass that has a graph: one token and the most proposals of
 
 
 class PassCache:
-    """The cache of one text, for a caller of CUDAGraphGPT.next_logits. Its keys and values are those of passes."""
+    """The cache of one text, for a caller of CUDAGraphGPT.next_logits. The keys and values are in passes.cache.
+
+    Once the caller drops it, the next text may use the tensors of passes.
+    """
 
     def __init__(self, passes: "GraphedPasses"):
         self.passes, self.seq_len = passes, 0
@@ -38,14 +42,14 @@ class GraphedPasses(GraphedSteps):
         self.ids = torch.zeros(1, capacity, dtype=torch.long, device=self.device) # the text
         self.position = torch.zeros(1, dtype=torch.long, device=self.device) # of the first token of the pass
         self.logits = torch.zeros(MAX_TOKENS, model.config.vocab_size, dtype=self.dtype, device=self.device)
-        self.lent = lambda: None # returns the latest PassCache as long as somebody holds it
+        self.lent: Callable[[], PassCache | None] = lambda: None # the latest PassCache, or None if it was dropped
 
     def is_free(self, capacity: int) -> bool:
         """Whether a new text of so many tokens can use these tensors: no earlier text needs them any more."""
         return self.lent() is None and self.capacity >= capacity
 
     def lend_cache(self) -> PassCache:
-        """An empty cache. Its text has the tensors until the caller drops the cache."""
+        """An empty cache for a new text."""
         cache = PassCache(self)
         self.lent = weakref.ref(cache)
         return cache
