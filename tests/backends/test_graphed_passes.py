@@ -116,7 +116,8 @@ def test_wrong_logits_are_replaced_and_reported(gpt, wrong_length, monkeypatch):
     assert not gpt.checks.use_static_forward and not any(gpt.passes.graphs.values())
 
 
-def test_a_cache_that_is_dropped_leaves_its_tensors_and_graphs_to_the_next_one(gpt):
+def test_a_cache_that_is_dropped_leaves_its_tensors_and_graphs_to_the_next_one(gpt, request):
+    request.addfinalizer(gc.enable)
     gc.disable() # the tensors must not wait for it
     cache = gpt.new_cache(1, 20)
     passes = cache.passes
@@ -124,7 +125,6 @@ def test_a_cache_that_is_dropped_leaves_its_tensors_and_graphs_to_the_next_one(g
     cache = gpt.new_cache(1, 9)
     assert cache.passes is passes
     cache = None
-    gc.enable()
     assert gpt.new_cache(1, 32).passes is not passes, "it is too small"
 
 
