@@ -1,7 +1,13 @@
 """The messages of the package for its user. sample.py shows them itself; without a log, they go to Python's logging."""
 import logging
 from collections.abc import Callable
+from functools import cache
 
 Log = Callable[[str], None]
 
 warn: Log = logging.getLogger("sampling").warning
+
+
+def each_once(log: Log) -> Log:
+    """A log that passes on each message once."""
+    return cache(log)

@@ -9,6 +9,7 @@ from sampling.backends.backend import Backend
 from sampling.backends.prepare import prepare_model
 from sampling.checkpoints.by_name import load_by_name
 from sampling.checkpoints.checkpoint import named_errors
+from sampling.log import Log, warn
 from sampling.params import ModelOptions
 
 # A step of one row takes the time to read its weights, and about the time of reading so many bytes for each layer:
@@ -30,10 +31,11 @@ class Draft(NamedTuple):
     is_copy: bool = False
 
 
-def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Draft:
+def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions,
+                  log: Log = warn) -> Draft:
     """The options.draft of a target: "int8" is the target itself in 8 bits, otherwise a model's name, folder or file.
 
-    Call this before prepare_model takes the layers of the target. device, dtype, options: those of the target.
+    Call this before prepare_model takes the layers of the target. The other arguments are those of the target.
     Raises ValueError or OSError if there is no such model, or if it cannot be the draft of this target.
     """
     name, draft_dtype = options.draft, torch.int8 if options.draft == "int8" else dtype
@@ -43,7 +45,7 @@ def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options
         else:
             gpt = GPT.from_checkpoint(load_by_name(name, copy_weights=dtype != torch.int8))
             require_same_vocabulary(name, gpt.config.vocab_size, target.config.vocab_size)
-            backend = prepare_model(gpt, device, dtype, options)
+            backend = prepare_model(gpt, device, dtype, options, log)
     cost = step_bytes(backend.config, draft_dtype.itemsize) / step_bytes(target.config, dtype.itemsize)
     return Draft(backend, cost, is_copy=name == "int8")
 

@@ -1,4 +1,4 @@
-"""The plain GPT as a backend: for MPS, torch.compile on a CPU, CPUs without oneDNN, and a model and its draft on CUDA.
+"""The plain GPT as a backend: for MPS, torch.compile on a CPU, and CPUs without oneDNN.
 
 It is also the reference for the other backends.
 """

@@ -18,8 +18,8 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, options: M
                   log: Log = warn) -> Backend:
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
-    dtype may be torch.int8 on a CPU, without compile and exact. With options.draft, the result is a RollbackBackend,
-    which the draft and its target have to be. On CUDA, it is slower than CUDAGraphGPT. log: see there.
+    dtype may be torch.int8 on a CPU, without compile and exact. Without exact, the result is a RollbackBackend, which
+    a draft and its target have to be. log: see CUDAGraphGPT.
     Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
     if dtype == torch.int8:
@@ -37,8 +37,7 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, options: M
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
         if needs_padding(gpt.lm_head):
             gpt.lm_head = PaddedHead(gpt.lm_head)
-        if not options.draft:
-            return CUDAGraphGPT(gpt, options.compile, options.cuda_graphs, log)
+        return CUDAGraphGPT(gpt, options.compile, options.cuda_graphs, log)
     backend = packed_or_eager(gpt, device, dtype, options)
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap

@@ -15,8 +15,9 @@ from model import GPT, window_length
 from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.draft import Draft, RollbackBackend, prepare_draft
 from sampling.backends.prepare import prepare_model
-from sampling.log import Log, warn
+from sampling.log import Log, each_once, warn
 from sampling.params import ModelOptions
+from sampling.sampler.logits import NOT_FINITE
 from sampling.sampler.sample_token import Logits, SampleFn
 
 MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
@@ -30,9 +31,11 @@ PASS_COST, PASS_COST_PER_PROPOSAL = 1.2, 0.05 # GPT-2 124M and 774M in float32 o
 def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions,
                        log: Log = warn) -> Backend:
     """See prepare_model, and prepare_draft if options has a draft. Raises what they raise."""
-    draft = prepare_draft(gpt, device, dtype, options) if options.draft else None # before gpt loses its layers
-    backend = prepare_model(gpt, device, dtype, options, log)
-    return SpeculativeBackend(backend, draft, log) if draft else backend
+    if not options.draft:
+        return prepare_model(gpt, device, dtype, options, log)
+    log = each_once(log) # one line if something is wrong with both models
+    draft = prepare_draft(gpt, device, dtype, options, log) # before gpt loses its layers
+    return SpeculativeBackend(prepare_model(gpt, device, dtype, options, log), draft, log)
 
 
 class SpeculativeBackend:
@@ -43,13 +46,13 @@ class SpeculativeBackend:
     """
 
     def __init__(self, target: RollbackBackend, draft: Draft, log: Log = warn):
-        self.target, self.draft, self.draft_cost, self.log = target, draft.backend, draft.relative_cost, log
+        self.target, self.draft, self.draft_cost = target, draft.backend, draft.relative_cost
+        self.log_once = each_once(log)
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
         self.compaction_ratio, self.forbids_sync = target.compaction_ratio, target.forbids_sync
         # A copy of the target in 8 bits reads the target's own keys and values, instead of computing them again.
         self.shares_cache = draft.is_copy and type(target) is type(draft.backend)
         self.is_broken = False # whether the draft's logits were NaN or infinite
-        self.logged: set[str] = set() # the messages so far
         self.num_proposed = self.num_accepted = 0 # of all streams
 
     @torch.no_grad()
@@ -87,6 +90,11 @@ class SpeculativeBackend:
             k = proposals.size(1)
             unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
             logits = self.target.next_logits(unread, cache, sample_fn.num_logits_needed, k + 1)
+            if self.forbids_sync and not logits.values.isfinite().all(): # otherwise sample_fn checks
+                if k == 0:
+                    raise ValueError(NOT_FINITE)
+                cache.seq_len, proposals = 0, ids[:, :0] # a wrong proposal may be the reason: read only the text
+                continue
             for i, row in enumerate(logits.values.split(1)):
                 token = sample_fn(Logits(row, logits.candidate_ids), ids)
                 if (yield token) == []:
@@ -108,18 +116,29 @@ class SpeculativeBackend:
             cache.seq_len = ids.size(1) - 1 # forget what the draft wrote, if it shares the cache
 
     def propose(self, ids: Tensor, num_proposals: int, cache: Any, sample_fn: SampleFn) -> Tensor:
-        """The tokens (1, num_proposals) that the draft samples after ids (1, T), of which cache may lack some."""
-        extended = ids
+        """The tokens (1, num_proposals) that the draft samples after ids (1, T), of which cache may lack some.
+
+        Returns (1, 0), and turns the draft off, if logits are NaN or infinite: the text does not depend on the draft.
+        """
+        extended, logits_sum = ids, torch.zeros((), device=self.device)
         for ahead in range(num_proposals):
             logits = self.draft.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
             try:
                 token = sample_fn.propose(logits, extended, ahead)
-            except ValueError: # the text does not depend on the draft
-                self.is_broken = True
-                self.log_once("the draft is off: its logits are NaN or infinite")
-                break
+            except ValueError:
+                return self.turn_off(ids)
+            if self.forbids_sync:
+                logits_sum += logits.values.sum(dtype=torch.float32)
             extended = torch.cat([extended, token], dim=1)
+        if self.forbids_sync and not logits_sum.isfinite(): # checked once, because each check waits for the GPU
+            return self.turn_off(ids)
         return extended[:, ids.size(1):]
+
+    def turn_off(self, ids: Tensor) -> Tensor:
+        """Let the draft propose nothing more: returns (1, 0)."""
+        self.is_broken = True
+        self.log_once("the draft is off: its logits are NaN or infinite")
+        return ids[:, :0]
 
     def is_useful(self, idx: Tensor) -> bool:
         """Whether the draft can save time with these prompts (B, T). If not, logs why."""
@@ -139,12 +158,6 @@ class SpeculativeBackend:
         elif num_tokens > block_size and not context_shift:
             self.log_once(f"the draft works up to block_size, {block_size} tokens with the prompt")
 
-    def log_once(self, message: str) -> None:
-        """Log a message, unless it was logged before."""
-        if message not in self.logged:
-            self.logged.add(message)
-            self.log(message)
-
     def summary(self) -> str:
         """How many proposals were accepted so far."""
         if not self.num_proposed:
@@ -153,7 +166,7 @@ class SpeculativeBackend:
                 f"({100 * self.num_accepted / self.num_proposed:.0f} %)")
 
     def logits_are_finite(self) -> Tensor | None:
-        """See Backend.logits_are_finite."""
+        """See Backend.logits_are_finite. decode_window checks its own logits."""
         return self.target.logits_are_finite()
 
     def release_memory(self) -> None:

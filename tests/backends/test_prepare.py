@@ -126,9 +126,9 @@ def test_a_gpu_gets_cuda_graph_gpt(cuda_graphs, simulated_gpu):
     assert ("set_float32_matmul_precision", "highest") in simulated_gpu, "with TF32, another batch size could change a token"
 
 
-def test_a_target_and_its_draft_on_a_gpu_are_eager_gpts(simulated_gpu):
-    """CUDAGraphGPT reads one token in a step, and cannot undo it."""
-    assert isinstance(prepare_model(make_gpt(), torch.device("cuda"), torch.float32, ModelOptions(draft="name")), EagerGPT)
+def test_a_target_and_its_draft_on_a_gpu_have_graphs_too(simulated_gpu):
+    backend = prepare_model(make_gpt(), torch.device("cuda"), torch.float32, ModelOptions(draft="name"))
+    assert isinstance(backend, CUDAGraphGPT) and backend.checks.use_graphs
     assert ("set_float32_matmul_precision", "highest") in simulated_gpu
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from oracles import nanogpt_generate
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
-from sampling.backends.cuda.decode_state import DecodeState
+from sampling.backends.cuda.graphed_steps import GraphedSteps
 from sampling.backends.cuda.self_check import (
     TOLERANCE_FLOAT32,
     TOLERANCE_HALF,
@@ -92,7 +92,7 @@ def check_graphs(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
             return run_engine(engine, dtype, 8, [1, 2]), 0
         return run_engine(engine, dtype, 8, [1, 2]), sum(map(bool, engine.backend.state.graphs.values()))
     found, num_graphs = sample()
-    with patch.object(DecodeState, "uses_graphs", False):
+    with patch.object(GraphedSteps, "uses_graphs", False):
         expected, _ = sample()
     return {"samples_equal": f"{count_equal(found, expected)} of 8", "graphs": num_graphs}
 

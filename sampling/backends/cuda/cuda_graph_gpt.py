@@ -4,20 +4,24 @@ A step of a small model is a hundred kernels of a few microseconds each, and lau
 than running them. A CUDA graph launches all of them at once. Sampling is part of the graph, so the GPU does not wait
 for the CPU. Only the kernels of PerRowRNG and a few small copies are launched outside the graph. SelfCheck compares
 the first step of each kind with the plain model. Tests on a CPU also run the steps without graphs.
+
+In speculative decoding, the model and its draft are two CUDAGraphGPTs. GraphedPasses has the graphs of their passes,
+which do not sample.
 """
 
 import torch
 from torch import Tensor
 
-from model import GPT
+from model import GPT, KVCache
 from sampling.backends.backend import TokenStream
-from sampling.backends.cuda.decode_state import DecodeState, cache_capacity
+from sampling.backends.cuda.decode_state import DecodeState, attended_keys, cache_capacity
+from sampling.backends.cuda.graphed_passes import GraphedPasses, PassCache
 from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.log import Log, warn
 from sampling.sampler.logits import require_finite
-from sampling.sampler.sample_token import SampleFn
+from sampling.sampler.sample_token import Logits, SampleFn
 
 
 class CUDAGraphGPT:
@@ -37,7 +41,8 @@ class CUDAGraphGPT:
         self.checks = SelfCheck(log, use_graphs=cuda_graphs)
         self.checks.check_random_numbers(self.device, self.config.vocab_size)
         self.state: DecodeState | None = None # the state of the latest stream, after its end, for the next stream
-        self.logits_sum = torch.zeros((), dtype=torch.float32) # of the latest stream
+        self.passes: GraphedPasses | None = None # of the latest cache, for the next cache
+        self.logits_sum = torch.zeros((), dtype=torch.float32) # of the latest stream; 0 after new_cache
 
     @torch.no_grad()
     def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
@@ -61,6 +66,28 @@ class CUDAGraphGPT:
         require_finite(state.logits_sum)
         self.state = state # only here: a stream that failed or was abandoned may leave an inconsistent state
 
+    def new_cache(self, batch_size: int, capacity: int) -> PassCache | KVCache:
+        """See CausalLM. Passes of one row run as graphs. A cache that is dropped leaves its graphs to the next one."""
+        self.logits_sum = torch.zeros((), dtype=torch.float32, device=self.device)
+        if batch_size != 1:
+            return self.model.new_cache(batch_size, capacity)
+        capacity = cache_capacity(capacity, self.config.block_size)
+        if self.passes is None or not self.passes.is_free(capacity):
+            self.passes = None # frees its memory before the new one takes more
+            self.passes = GraphedPasses(self.forward, self.checks, capacity)
+        return self.passes.lend_cache()
+
+    @torch.no_grad()
+    def next_logits(self, idx: Tensor, cache: PassCache | KVCache | None, num_logits_needed: int | None = None,
+                    num_positions: int = 1) -> Logits:
+        """See CausalLM. The next call with the same cache may overwrite the logits.
+
+        logits_are_finite does not cover them, because the caller may not use all of them.
+        """
+        if isinstance(cache, PassCache):
+            return Logits(cache.passes.next_logits(idx, cache, num_positions))
+        return self.model.next_logits(idx, cache, num_logits_needed, num_positions)
+
     def logits_are_finite(self) -> Tensor:
         """See Backend.logits_are_finite."""
         return self.logits_sum.isfinite()
@@ -79,14 +106,15 @@ class CUDAGraphGPT:
 
     def release_memory(self) -> None:
         """See Backend.release_memory."""
-        self.state = None
+        self.state = self.passes = None
 
     @torch.no_grad()
     def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:
         """See Backend.warm_up_compile."""
         length = idx.size(1) + max_new_tokens
         state = self.take_state(len(idx), length, sample_fn=None) # nothing is sampled
-        for num_keys in sorted({state.num_keys(seq_len) for seq_len in range(1, min(length, state.capacity) + 1)}):
+        seq_lens = range(1, min(length, state.capacity) + 1)
+        for num_keys in sorted({attended_keys(seq_len, state.capacity) for seq_len in seq_lens}):
             self.forward.decode_step(state.token, state.position, state.cache.layers, num_keys)
         if length > self.config.block_size and not context_shift:
             self.forward.forward_window(state.window)

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from model import KVCache, linear_dtype, window_length
-from sampling.backends.cuda.graph_capture import capture_graph
+from sampling.backends.cuda.graphed_steps import GraphedSteps
 from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.sampler.sample_token import Logits, SampleFn
@@ -13,19 +13,18 @@ BUCKET = 128
 WINDOW = "window" # the key of the step that moves a full window
 
 
-class DecodeState:
-    """A batch of B rows. Its tensors stay in place: a graph reads and writes the memory that it was captured with.
+class DecodeState(GraphedSteps):
+    """A batch of B rows.
 
     prefill starts the batch, and each advance samples one more token. The latest tokens are in token (B, 1).
-    The key of a step is the number of positions that it attends to, or WINDOW. Each key has its own graph.
+    The key of a step is the number of positions that it attends to, or WINDOW.
     """
 
     def __init__(self, forward: StaticForward, checks: SelfCheck, batch_size: int, capacity: int,
                  sample_fn: SampleFn | None):
-        self.forward, self.checks, self.sample_fn, self.capacity = forward, checks, sample_fn, capacity
-        self.graphs: dict[int | str, torch.cuda.CUDAGraph | None] = {} # by key
-        self.pool: tuple[int, int] | None = None # memory that the graphs share: they never run at the same time
-        model, self.device = forward.model, forward.model.lm_head.weight.device
+        model = forward.model
+        super().__init__(checks, model.lm_head.weight.device)
+        self.forward, self.sample_fn, self.capacity = forward, sample_fn, capacity
         self.block_size, self.dtype = model.config.block_size, linear_dtype(model)
         self.cache = KVCache(model.config, batch_size, capacity, self.device, self.dtype)
         for layer in self.cache.layers:
@@ -37,15 +36,6 @@ class DecodeState:
         # Of all steps; NaN or infinite once any logit was.
         self.logits_sum = torch.zeros((), dtype=torch.float32, device=self.device)
 
-    @property
-    def uses_graphs(self) -> bool:
-        """Whether steps run as CUDA graphs, if checks allow it. On a CPU they run directly, which only tests use."""
-        return self.device.type == "cuda"
-
-    def drop_graphs(self) -> None:
-        """Forget all graphs, and the memory that they share."""
-        self.graphs, self.pool = {}, None
-
     def fits(self, batch_size: int, capacity: int, sample_fn: SampleFn | None) -> bool:
         """Whether this state, with its graphs, can generate such a batch."""
         return len(self.token) == batch_size and self.capacity >= capacity and self.sample_fn is sample_fn
@@ -55,10 +45,6 @@ class DecodeState:
         self.drop_graphs()
         self.cache.select_rows(rows)
         self.token, self.window = self.token[rows], self.window[rows]
-
-    def num_keys(self, seq_len: int) -> int:
-        """How many positions of the cache a step attends to if seq_len are filled: seq_len, rounded up to a bucket."""
-        return min(round_up(seq_len, BUCKET), self.capacity)
 
     def prefill(self, idx: Tensor) -> None:
         """Read (B, T) ids into the empty cache and sample the next token."""
@@ -75,16 +61,16 @@ class DecodeState:
         length = window_length(seq_len + 1, self.block_size, context_shift)
         if length > seq_len: # the cache has room for the token
             self.cache.seq_len = length
-            self.run_or_replay(self.num_keys(length))
+            self.run_or_replay(attended_keys(length, self.capacity))
         elif length < self.block_size:
             self.prefill(torch.cat([self.window, self.token], dim=1)[:, -length:]) # (B, length)
         else:
             self.run_or_replay(WINDOW)
 
-    def step(self, key: int | str) -> Tensor:
-        """Read the latest token and sample the next one. Returns the logits (B, V). Does nothing that synchronises."""
+    def step(self, key: int | str) -> tuple[Tensor, Tensor]:
+        """Read the latest token and sample the next one: logits (B, V) and token (B, 1). See GraphedSteps.step."""
         self.append_token(key)
-        return self.sample(self.logits(key))
+        return self.sample(self.logits(key)), self.token
 
     def append_token(self, key: int | str) -> None:
         """Write the latest token into the window."""
@@ -120,21 +106,6 @@ class DecodeState:
         self.token.copy_(self.sample_fn(Logits(values), self.window))
         return values
 
-    def run_or_replay(self, key: int | str) -> None:
-        """Run the step of this key: the first time directly, the second time captured as a graph, then replayed.
-
-        The first run creates what must not be created during a capture, such as the workspaces of cuBLAS.
-        """
-        if not self.uses_graphs or not self.checks.use_graphs or key not in self.graphs:
-            self.graphs[key] = None
-            self.run(key)
-            return
-        with torch.cuda.device(self.device):
-            if self.graphs[key] is None:
-                self.capture(key)
-            else:
-                self.graphs[key].replay()
-
     def run(self, key: int | str) -> None:
         """Run a step directly. If the batch size or key is new, compare row 0 with a forward pass without a cache."""
         self.append_token(key)
@@ -146,33 +117,20 @@ class DecodeState:
                 logits = self.plain_logits(key)
         self.sample(logits)
 
-    def capture(self, key: int | str) -> None:
-        """Capture the step of this key as a graph, replay it, and run the step directly from the same tensors.
+    def save(self) -> list[Tensor]:
+        """See GraphedSteps.save."""
+        return [tensor.clone() for tensor in (self.position, self.window, self.token, self.logits_sum)]
 
-        The direct result counts. The graph is kept if its tokens and logits are equal to it.
-        """
-        tensors = self.position, self.window, self.token, self.logits_sum
-        before, graph = [tensor.clone() for tensor in tensors], None
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        try:
-            graph, logits = capture_graph(lambda: self.step(key), self.pool, self.device)
-            logits.fill_(torch.nan) # so that the replay must write all of them
-            graph.replay()
-            found = self.token.clone(), logits.nan_to_num() # NaN is not equal to NaN
-            torch.cuda.synchronize(self.device) # raises the errors of the replay
-        except Exception as error: # a driver, an operator or too little memory: each has its own
-            self.checks.graphs_failed(error, self.device)
-        for tensor, value in zip(tensors, before, strict=True):
+    def restore(self, saved: list[Tensor]) -> None:
+        """See GraphedSteps.restore."""
+        for tensor, value in zip((self.position, self.window, self.token, self.logits_sum), saved, strict=True):
             tensor.copy_(value)
         self.sample_fn.repeat_noise()
-        logits = self.step(key)
-        if not self.checks.use_graphs:
-            self.drop_graphs()
-        elif torch.equal(found[0], self.token) and torch.equal(found[1], logits.nan_to_num()):
-            self.graphs[key] = graph
-        else:
-            self.drop_graphs()
-            self.checks.disable_graphs("a replayed step computed other logits than the step itself")
+
+
+def attended_keys(seq_len: int, capacity: int) -> int:
+    """How many positions of a cache a step attends to if seq_len are filled: seq_len, rounded up to a bucket."""
+    return min(round_up(seq_len, BUCKET), capacity)
 
 
 def cache_capacity(num_tokens: int, block_size: int) -> int:

@@ -2,13 +2,15 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+
+Result = TypeVar("Result")
 
 
-def capture_graph(step: Callable[[], Tensor], pool: tuple[int, int],
-                  device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture_graph(step: Callable[[], Result], pool: tuple[int, int],
+                  device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture a step as a CUDA graph with this memory pool. Returns the graph, and what step returned.
 
     If the capture fails, this raises the error, but first undoes what torch.cuda.graph leaves behind: its own stream

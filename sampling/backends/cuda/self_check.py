@@ -13,6 +13,8 @@ from sampling.sampler.per_row_rng import PerRowRNG
 # The largest logits_error that rounding explains; a wrong key, mask or position gives more.
 TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05
 
+Key = int | str | tuple[int, int] # of a step or a pass: see DecodeState and GraphedPasses
+
 
 @dataclass
 class SelfCheck:
@@ -24,7 +26,7 @@ class SelfCheck:
     log: Log
     use_graphs: bool = True
     use_static_forward: bool = True
-    checked_shapes: set[tuple[int, int | str]] = field(default_factory=set) # batch size, key of the step
+    checked_shapes: set[tuple[int, Key]] = field(default_factory=set) # batch size, key of the step
 
     def check_random_numbers(self, device: torch.device, vocab_size: int) -> None:
         """Tell the user if the random numbers are not those of torch.multinomial."""
@@ -32,7 +34,7 @@ class SelfCheck:
             self.log("the random numbers are not those of torch.multinomial here: the samples are good, but not the "
                      "ones that nanoGPT generates with this seed")
 
-    def check_logits(self, shape: tuple[int, int | str], found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    def check_logits(self, shape: tuple[int, Key], found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
         """Whether found agrees with the plain model's logits of the same row. If not, stop using StaticForward."""
         self.checked_shapes.add(shape)
         error, limit = logits_error(found, expected), TOLERANCE_FLOAT32 if dtype == torch.float32 else TOLERANCE_HALF
