@@ -5,7 +5,6 @@ target's own tokens, and one pass of the target computes the logits of several p
 why the text stays the same.
 """
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +14,11 @@ from model import GPT, window_length
 from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.draft import Draft, RollbackBackend, prepare_draft
 from sampling.backends.prepare import prepare_model
+from sampling.generation.draft_length import DraftLength
 from sampling.log import Log, each_once, warn
 from sampling.params import ModelOptions
-from sampling.sampler.logits import NOT_FINITE
+from sampling.sampler.logits import require_finite
 from sampling.sampler.sample_token import Logits, SampleFn
-
-MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
-# What DraftLength assumes at first, as if it had seen so many proposals. A few rounds of a bad draft outweigh it.
-PRIOR_CHECKED, PRIOR_ACCEPTED = 8.0, 6.4
-DECAY = 0.95 # the counts of earlier rounds are multiplied by this after each round
-# The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
-PASS_COST, PASS_COST_PER_PROPOSAL = 1.2, 0.05 # GPT-2 124M and 774M in float32 on an Intel processor
 
 
 def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions,
@@ -77,7 +70,7 @@ class SpeculativeBackend:
                 return
 
     def decode_window(self, ids: Tensor, num_tokens: int, sample_fn: SampleFn,
-                      length: "DraftLength") -> Generator[Tensor, list[int] | None, Tensor | None]:
+                      length: DraftLength) -> Generator[Tensor, list[int] | None, Tensor | None]:
         """Continue ids (1, T) by num_tokens, which are at most one more than the window has room for.
 
         Yields each token (1, 1). Returns all ids, or None if the caller ends the stream.
@@ -90,11 +83,8 @@ class SpeculativeBackend:
             k = proposals.size(1)
             unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
             logits = self.target.next_logits(unread, cache, sample_fn.num_logits_needed, k + 1)
-            if self.forbids_sync and not logits.values.isfinite().all(): # otherwise sample_fn checks
-                if k == 0:
-                    raise ValueError(NOT_FINITE)
-                cache.seq_len, proposals = 0, ids[:, :0] # a wrong proposal may be the reason: read only the text
-                continue
+            if self.forbids_sync: # otherwise sample_fn checks
+                require_finite(logits.values)
             for i, row in enumerate(logits.values.split(1)):
                 token = sample_fn(Logits(row, logits.candidate_ids), ids)
                 if (yield token) == []:
@@ -121,24 +111,19 @@ class SpeculativeBackend:
         Returns (1, 0), and turns the draft off, if logits are NaN or infinite: the text does not depend on the draft.
         """
         extended, logits_sum = ids, torch.zeros((), device=self.device)
-        for ahead in range(num_proposals):
-            logits = self.draft.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
-            try:
+        try:
+            for ahead in range(num_proposals):
+                logits = self.draft.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
+                if self.forbids_sync: # propose cannot check them, and a check at every step would wait for the GPU
+                    logits_sum += logits.values.sum(dtype=torch.float32)
                 token = sample_fn.propose(logits, extended, ahead)
-            except ValueError:
-                return self.turn_off(ids)
-            if self.forbids_sync:
-                logits_sum += logits.values.sum(dtype=torch.float32)
-            extended = torch.cat([extended, token], dim=1)
-        if self.forbids_sync and not logits_sum.isfinite(): # checked once, because each check waits for the GPU
-            return self.turn_off(ids)
+                extended = torch.cat([extended, token], dim=1)
+            require_finite(logits_sum)
+        except ValueError:
+            self.is_broken = True
+            self.log_once("the draft is off: its logits are NaN or infinite")
+            return ids[:, :0]
         return extended[:, ids.size(1):]
-
-    def turn_off(self, ids: Tensor) -> Tensor:
-        """Let the draft propose nothing more: returns (1, 0)."""
-        self.is_broken = True
-        self.log_once("the draft is off: its logits are NaN or infinite")
-        return ids[:, :0]
 
     def is_useful(self, idx: Tensor) -> bool:
         """Whether the draft can save time with these prompts (B, T). If not, logs why."""
@@ -180,34 +165,3 @@ class SpeculativeBackend:
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""
         return self.target.bytes_per_sample(length) + (0 if self.shares_cache else self.draft.bytes_per_sample(length))
-
-
-@dataclass
-class DraftLength:
-    """Chooses how many tokens the draft proposes in a round. It depends on counts only, and never on measured times.
-
-    relative_cost is the time of a step of the draft, in steps of the target.
-    """
-    relative_cost: float
-    num_checked: float = PRIOR_CHECKED # proposals up to the first that was rejected in each round
-    num_accepted: float = PRIOR_ACCEPTED
-
-    def record(self, num_proposed: int, num_accepted: int) -> None:
-        """Count a round. Earlier rounds lose weight."""
-        if num_proposed:
-            self.num_checked = DECAY * self.num_checked + min(num_accepted + 1, num_proposed)
-            self.num_accepted = DECAY * self.num_accepted + num_accepted
-
-    def best(self) -> int:
-        """The number with the largest speedup, from 2 to 8; 0 if all are slower than no draft. Then it stays 0."""
-        k = max(range(MIN_PROPOSALS, MAX_PROPOSALS + 1), key=self.speedup)
-        return k if self.speedup(k) > 1 else 0
-
-    def speedup(self, k: int) -> float:
-        """The expected number of tokens of a round with k proposals, divided by its cost in steps of the target.
-
-        The expectation is that of Leviathan et al. (2023): 1 + a + ... + a**k, with the acceptance rate a.
-        """
-        rate = self.num_accepted / self.num_checked
-        num_tokens = (1 - rate**(k + 1)) / (1 - rate) # rate is below 1, because the prior is
-        return num_tokens / (PASS_COST + k * (PASS_COST_PER_PROPOSAL + self.relative_cost))

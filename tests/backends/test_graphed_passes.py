@@ -11,7 +11,7 @@ from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.cuda.graphed_passes import MAX_TOKENS, GraphedPasses
 from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
-from sampling.generation.speculation import MAX_PROPOSALS
+from sampling.generation.draft_length import MAX_PROPOSALS
 from sampling.sampler.sample_token import TokenSampler
 
 IDS = torch.randint(61, (1, 32), generator=torch.Generator().manual_seed(0))

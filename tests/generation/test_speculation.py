@@ -14,8 +14,9 @@ from sampling.backends.draft import Draft, prepare_draft
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import packed_or_eager
 from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.generation.draft_length import DraftLength
 from sampling.generation.engine import Engine
-from sampling.generation.speculation import DraftLength, SpeculativeBackend
+from sampling.generation.speculation import SpeculativeBackend
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.params import ModelOptions, SamplingParams
 from sampling.sampler.sample_token import Logits
