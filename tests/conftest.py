@@ -88,10 +88,10 @@ def run_script(tiktoken_cache):
 
 @pytest.fixture(scope="session")
 def char_checkpoint(tmp_path_factory):
-    """A folder with a small character-level checkpoint and its meta.pkl."""
+    """A folder with a small character-level checkpoint and its meta.pkl. Its optimizer has no state, for a faster start: other tests load one that has."""
     from models import make_gpt, save_checkpoint
     folder = tmp_path_factory.mktemp("out-letters")
-    save_checkpoint(folder, make_gpt())
+    save_checkpoint(folder, make_gpt(), optimizer={"state": {}})
     return folder
 
 
