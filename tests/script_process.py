@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import cache, partial
@@ -49,15 +50,17 @@ def read_on_loading(env):
 def server():
     """The socket of the fork server, which exits when this process exits."""
     ours, theirs = socket.socketpair()
+    folder = tempfile.TemporaryDirectory()
     env = {**os.environ, "GOMP_SPINCOUNT": "10000", # sample.py sets it too
            "OPENBLAS_NUM_THREADS": "1"} # numpy's threads would be lost in a fork
     with theirs:
-        process = subprocess.Popen([sys.executable, Path(__file__).with_name("script_server.py"), str(theirs.fileno())],
+        process = subprocess.Popen([sys.executable, Path(__file__).with_name("script_server.py"), str(theirs.fileno()), folder.name],
                                    env=env, stdin=DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def close():
         ours.close()
         process.wait()
+        folder.cleanup()
     atexit.register(close)
     return ours
 

@@ -66,11 +66,11 @@ def hub(tmp_path):
 
 
 def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, run_script):
-    first = run_script(*ARGUMENTS, separate=True, **hub.env)
+    first = run_script(*ARGUMENTS, **hub.env)
     assert first.returncode == 0 and first.stdout.startswith("Hello"), first.stderr
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.sent) and not {"README.md", "tf_model.h5"} & set(hub.sent)
     num_sent = len(hub.sent)
-    offline = run_script(*ARGUMENTS, separate=True, **hub.env | {"HF_HUB_OFFLINE": "1"})
+    offline = run_script(*ARGUMENTS, **hub.env | {"HF_HUB_OFFLINE": "1"})
     assert (offline.returncode, offline.stdout, len(hub.sent)) == (0, first.stdout, num_sent), offline.stderr
 
 

@@ -55,8 +55,8 @@ def test_copying_tensors_keeps_only_one_copy_in_memory(tmp_path):
 @needs_proc
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are released on Linux only")
 def test_a_model_in_8_bits_is_never_all_in_memory_as_float32(tmp_path):
-    path = save_checkpoint(tmp_path, make_gpt(n_embd=1024, n_head=4, n_layer=3), optimizer=None) # 151 MB
-    assert 38 < peak_of_loading(path, "in int8") < 90
+    path = save_checkpoint(tmp_path, make_gpt(n_embd=512, n_head=4, n_layer=6), optimizer=None) # 76 MB
+    assert 19 < peak_of_loading(path, "in int8") < 55
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -80,10 +80,11 @@ def test_pages_are_released_after_they_are_read(name, tmp_path):
 
     def resident_kb():
         lines = pathlib.Path("/proc/self/smaps").read_text().split("\n")
-        at = next(i for i, line in enumerate(lines) if line.startswith(f"{pages_of([mapped])[0][0]:x}-"))
+        at = next(i for i, line in enumerate(lines) if line.startswith(start))
         return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1])
 
     mapped = read_torch_file(path)[0]["a"]
+    start = f"{pages_of([mapped])[0][0]:x}-"
     assert mapped.sum() == 2**20 * (2**20 - 1) // 2 and resident_kb() >= 8192
     release_pages(pages_of([mapped]))
     assert resident_kb() == 0 and mapped[12345] == 12345

@@ -51,8 +51,9 @@ def nested(levels):
 
 
 def random_pieces(count, length):
-    rng = random.Random(1)
-    return [["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=length)), -1.0] for _ in range(count)]
+    letters = bytes(97 + i % 26 for i in range(256)) # a to z
+    pieces = random.Random(1).randbytes(count * length).translate(letters).decode()
+    return [[pieces[i:i + length], -1.0] for i in range(0, len(pieces), length)]
 
 
 def replace(pattern, content):

@@ -36,9 +36,12 @@ def commands():
 
 
 def examples():
-    """Every example with its output. Those in docs/ are slow."""
-    return [pytest.param(*block.values, id=block.id, marks=() if block.id.startswith("README.md") else pytest.mark.slow)
-            for block in code_blocks("text")]
+    """Every example with its output, with one thread and with all threads. Quick: those in README.md, the last one with all threads."""
+    blocks = code_blocks("text")
+    readme = [block.id for block in blocks if block.id.startswith("README.md")]
+    quick = {(name, "all" if name == readme[-1] else "one") for name in readme}
+    return [pytest.param(*block.values, threads, id=f"{block.id}-{threads}", marks=() if (block.id, threads) in quick else pytest.mark.slow)
+            for block in blocks for threads in ("one", "all")]
 
 
 @pytest.fixture
@@ -77,12 +80,12 @@ def test_commands_run(command, run_script, gpt2_folder, tiktoken_cache, user_fol
     assert RULE in done.stdout or "--help" in command
 
 
-@pytest.mark.parametrize("block", examples())
-def test_examples_print_the_documented_output(block, tiktoken_cache, user_folder):
+@pytest.mark.parametrize("block, threads", examples())
+def test_examples_print_the_documented_output(block, threads, tiktoken_cache, user_folder):
     commands = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
     shown = "".join(line for line in block.splitlines(keepends=True) if not line.startswith("$ "))
     script = "\n".join(commands).replace("python sample.py", f"{shlex.quote(sys.executable)} {SCRIPT}")
-    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": ""} | ({"OMP_NUM_THREADS": "1"} if threads == "one" else {})
     done = subprocess.run(["bash", "-ec", script], cwd=user_folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown
@@ -90,7 +93,7 @@ def test_examples_print_the_documented_output(block, tiktoken_cache, user_folder
 
 @pytest.mark.parametrize("program", code_blocks("python"))
 def test_programs_run(program):
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=PROJECT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=PROJECT, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout, done.stderr
 
@@ -124,9 +127,9 @@ def test_settings_files_run_without_warnings(run_script, char_checkpoint, gpt2_f
 def test_the_demo_prints_the_same_samples_as_nanogpt(run_script):
     checkpoint = torch.load(DEMO / "ckpt.pt", weights_only=True)
     chars = sorted(CharTokenizer(DEMO / "meta.pkl").stoi)
-    samples = nanogpt_samples(checkpoint["model_args"], checkpoint["model"], 1337, [chars.index("O")], 2, 150,
+    samples = nanogpt_samples(checkpoint["model_args"], checkpoint["model"], 1337, [chars.index("O")], 2, 80,
                               temperature=0.8, top_k=200)
-    done = run_script("--out_dir=out-shakespeare-char", "--start=O", "--num_samples=2", "--max_new_tokens=150", "--device=cpu")
+    done = run_script("--out_dir=out-shakespeare-char", "--start=O", "--num_samples=2", "--max_new_tokens=80", "--device=cpu")
     assert done.stdout == "".join("".join(chars[i] for i in ids) + f"\n{RULE}\n" for ids in samples)
 
 

@@ -71,8 +71,9 @@ def test_a_run_is_resumed_only_in_int8(run_int8, tmp_path):
     assert run_int8("--out_file=samples.jsonl", "--logprobs=2").returncode == 0 and path.read_bytes() == whole
 
 
+@pytest.mark.parametrize("in_int8", ["--dtype=int8", "--draft=int8"])
 @pytest.mark.parametrize("start", ["--start=A", pytest.param("--interactive", marks=pytest.mark.slow)])
-def test_no_warning_of_torch_reaches_the_user(run_script, char_checkpoint, start):
+def test_no_warning_of_torch_reaches_the_user(run_script, char_checkpoint, in_int8, start):
     """torch warns once a process about the operators."""
-    done = run_script(f"--out_dir={char_checkpoint}", "--dtype=int8", start, "--num_samples=1", "--max_new_tokens=3", stdin=b"A\n", separate=True)
+    done = run_script(f"--out_dir={char_checkpoint}", in_int8, start, "--num_samples=1", "--max_new_tokens=3", stdin=b"A\n")
     assert done.returncode == 0 and done.stdout.startswith("A") and "arning" not in done.stderr, done.stderr

@@ -1,7 +1,7 @@
 """Runs that end early, at random moments: printed and saved samples are complete, and the same command resumes the run."""
 import os
 import random
-import shlex
+import resource
 import shutil
 import signal
 import subprocess
@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import NamedTuple
@@ -34,7 +35,6 @@ class Uninterrupted(NamedTuple):
     """What a run prints and saves if nothing interrupts it."""
     samples: list[bytes] # as printed, each with its rule
     saved: bytes
-    seconds: float # how long a separate process takes
 
 
 def start(folder, *arguments, separate=False, **streams):
@@ -42,10 +42,10 @@ def start(folder, *arguments, separate=False, **streams):
     return start_script(*arguments, cwd=folder, env=SEPARATE_ENV if separate else ENV, new_session=True, separate=separate, **streams)
 
 
-def start_command(folder, command, stdout=PIPE):
+def start_command(folder, command):
     """Start another program in a new session."""
     return subprocess.Popen(command, cwd=folder, env=os.environ | SEPARATE_ENV, start_new_session=True, stdin=DEVNULL,
-                            stdout=stdout, stderr=PIPE)
+                            stdout=PIPE, stderr=PIPE)
 
 
 def in_pairs(one, cases):
@@ -89,11 +89,21 @@ def new_folder(prepared, tmp_path):
 
 @pytest.fixture(scope="module")
 def uninterrupted(prepared, tmp_path_factory):
-    folder, began = shutil.copytree(prepared, tmp_path_factory.mktemp("uninterrupted") / "run"), time.monotonic()
-    process = start(folder, *RESUMABLE, separate=True)
+    folder = shutil.copytree(prepared, tmp_path_factory.mktemp("uninterrupted") / "run")
+    process = start(folder, *RESUMABLE)
     printed, messages = process.communicate()
     assert process.returncode == 0, messages
-    return Uninterrupted([part + RULE for part in printed.split(RULE)[:-1]], (folder / "a.jsonl").read_bytes(), time.monotonic() - began)
+    return Uninterrupted([part + RULE for part in printed.split(RULE)[:-1]], (folder / "a.jsonl").read_bytes())
+
+
+@cache
+def seconds_of_a_separate_process(prepared):
+    """How long a run takes that nothing interrupts."""
+    began = time.monotonic()
+    process = start(prepared, *RUN, separate=True)
+    _, messages = process.communicate()
+    assert process.returncode == 0, messages
+    return time.monotonic() - began
 
 
 def check(folder, uninterrupted, num_saved, printed, torn=False):
@@ -122,12 +132,12 @@ def wait(process, folder, num_saved, moment):
 
 @QUICK_AND_SLOW
 @pytest.mark.parametrize("number, status", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), pytest.param(signal.SIGTERM, -15, marks=pytest.mark.slow), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGTERM", "SIGKILL"])
-def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(new_folder, uninterrupted, separate, number, status):
+def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(prepared, new_folder, uninterrupted, separate, number, status):
     """Each run resumes the previous one. The slow case has twenty moments: ten after the start of a separate process, ten while a fork samples."""
     rng, interrupted = random.Random(int(number)), []
     moments = [-0.2 * rng.random() for _ in range(10 if separate else 4)]
     if separate:
-        moments += [uninterrupted.seconds * (i + rng.random()) / 10 for i in range(10)]
+        moments += [seconds_of_a_separate_process(prepared) * (i + rng.random()) / 10 for i in range(10)]
         rng.shuffle(moments)
 
     def interrupt(half):
@@ -187,17 +197,17 @@ def test_stdout_may_be_closed_after_any_number_of_bytes(new_folder, uninterrupte
     in_pairs(read_some, range(2 if separate else 1))
 
 
-@pytest.mark.parametrize("num_sizes", [1, pytest.param(6, marks=pytest.mark.slow)])
-def test_a_full_disk_is_one_error_line(new_folder, uninterrupted, num_sizes):
+@QUICK_AND_SLOW
+def test_a_full_disk_is_one_error_line(new_folder, uninterrupted, separate):
     """The disk is full after any number of kilobytes of out_file, or of the file that receives standard output."""
     def fill(out_file):
         rng, folder = random.Random(2), new_folder(str(out_file))
-        command = shlex.join([sys.executable, str(SCRIPT), *(RESUMABLE if out_file else RUN)])
         size = len(uninterrupted.saved if out_file else b"".join(uninterrupted.samples)) // 1024
-        for blocks in sorted(rng.sample(range(size), num_sizes)): # each run has more space and resumes the previous one
+        for blocks in sorted(rng.sample(range(size), 6 if separate else 1)): # each run has more space and resumes the previous one
             num_saved = num_saved_in(folder)
             with open(folder / "printed", "wb") as file:
-                process = start_command(folder, ["bash", "-c", f"ulimit -f {blocks}; exec {command}"], stdout=file)
+                process = start(folder, *(RESUMABLE if out_file else RUN), separate=separate, stdout=file)
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (blocks * 1024, -1)) # long before the process writes
                 _, messages = process.communicate()
             assert process.returncode == 1 and b"Traceback" not in messages and b"Exception ignored" not in messages, messages
             assert messages.splitlines()[-1].startswith(b"error: ") and b"File too large" in messages.splitlines()[-1]
@@ -240,12 +250,12 @@ def test_an_out_file_that_cannot_be_written_is_an_error_before_the_first_sample(
 
 @pytest.mark.slow
 @QUICK_AND_SLOW
-def test_files_may_be_renamed_during_a_run(new_folder, uninterrupted, separate):
+def test_files_may_be_renamed_during_a_run(prepared, new_folder, uninterrupted, separate):
     """The run continues with what it has already read, or ends with one error line before its first sample."""
     def rename_file(case):
         number, name = case
         folder, rng = new_folder(str(number)), random.Random(number)
-        for moment in ([uninterrupted.seconds * rng.random()] if separate else []) + [-0.2 * rng.random()]:
+        for moment in ([seconds_of_a_separate_process(prepared) * rng.random()] if separate else []) + [-0.2 * rng.random()]:
             process = start(folder, *RESUMABLE, separate=moment >= 0)
             wait(process, folder, 0, moment)
             with suppress(FileNotFoundError):
