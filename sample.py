@@ -43,7 +43,7 @@ seed: int | str = 1337 # the same seed gives the same samples; random: a new see
 # How the model runs
 device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
 dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16, or float16 if the GPU lacks it; elsewhere
-               # float32; 'int8', on a CPU: weights of 8 bits, for speed and a quarter of the memory; changes the text
+               # float32; 'int8', on a CPU: weights of 8 bits, for speed and less memory; changes the text
 compile = False # run torch.compile first: takes a minute; may gain speed on a GPU (not measured), gains none on a CPU
 cuda_graphs = True # on a GPU: launch all kernels of a step at once, if that works; False is slower, with the same text
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text

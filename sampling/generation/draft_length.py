@@ -26,7 +26,8 @@ class DraftLength:
             self.num_accepted = DECAY * self.num_accepted + num_accepted
 
     def best(self) -> int:
-        """The number with the largest speedup, from 2 to 8; 0 if all are slower than no draft. Then it stays 0."""
+        """The number with the largest speedup, from 2 to 8; 0 if all are slower than no draft. Then it stays 0,
+        because nothing more is recorded."""
         k = max(range(MIN_PROPOSALS, MAX_PROPOSALS + 1), key=self.speedup)
         return k if self.speedup(k) > 1 else 0
 

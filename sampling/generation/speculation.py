@@ -85,18 +85,17 @@ class SpeculativeBackend:
             logits = self.target.next_logits(unread, cache, sample_fn.num_logits_needed, k + 1)
             if self.forbids_sync: # otherwise sample_fn checks
                 require_finite(logits.values)
-            for i, row in enumerate(logits.values.split(1)):
+            for num_accepted, row in enumerate(logits.values.split(1)):
                 token = sample_fn(Logits(row, logits.candidate_ids), ids)
                 if (yield token) == []:
                     return None
                 ids = torch.cat([ids, token], dim=1)
-                if i < k and token != proposals[:, i]: # the logits of the later positions follow a wrong token
+                if num_accepted < k and token != proposals[:, num_accepted]: # later logits follow a wrong token
                     break
-            # i proposals were accepted. The keys and values of all tokens but the last one are right.
-            cache.seq_len = ids.size(1) - 1
+            cache.seq_len = ids.size(1) - 1 # the keys and values of all tokens but the last one are right
             draft_cache.seq_len = min(draft_cache.seq_len, cache.seq_len)
-            self.num_proposed, self.num_accepted = self.num_proposed + k, self.num_accepted + i
-            length.record(k, i)
+            self.num_proposed, self.num_accepted = self.num_proposed + k, self.num_accepted + num_accepted
+            length.record(k, num_accepted)
             if ids.size(1) == end:
                 return ids
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
@@ -111,19 +110,24 @@ class SpeculativeBackend:
         Returns (1, 0), and turns the draft off, if logits are NaN or infinite: the text does not depend on the draft.
         """
         extended, logits_sum = ids, torch.zeros((), device=self.device)
-        try:
-            for ahead in range(num_proposals):
-                logits = self.draft.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
-                if self.forbids_sync: # propose cannot check them, and a check at every step would wait for the GPU
-                    logits_sum += logits.values.sum(dtype=torch.float32)
+        for ahead in range(num_proposals):
+            logits = self.draft.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
+            try:
                 token = sample_fn.propose(logits, extended, ahead)
-                extended = torch.cat([extended, token], dim=1)
-            require_finite(logits_sum)
-        except ValueError:
-            self.is_broken = True
-            self.log_once("the draft is off: its logits are NaN or infinite")
-            return ids[:, :0]
+            except ValueError:
+                return self.turn_off(ids)
+            if self.forbids_sync: # propose cannot check them, and a check at every step would wait for the GPU
+                logits_sum += logits.values.sum(dtype=torch.float32)
+            extended = torch.cat([extended, token], dim=1)
+        if self.forbids_sync and not logits_sum.isfinite():
+            return self.turn_off(ids)
         return extended[:, ids.size(1):]
+
+    def turn_off(self, ids: Tensor) -> Tensor:
+        """Let the draft propose nothing more. Returns no proposals, (1, 0)."""
+        self.is_broken = True
+        self.log_once("the draft is off: its logits are NaN or infinite")
+        return ids[:, :0]
 
     def is_useful(self, idx: Tensor) -> bool:
         """Whether the draft can save time with these prompts (B, T). If not, logs why."""

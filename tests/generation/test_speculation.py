@@ -238,3 +238,13 @@ def test_a_model_in_8_bits_is_a_good_draft_of_itself(backend, monkeypatch):
     assert_same(found, run(prepare(load(), backend), tokenizer, params, num_samples=1))
     assert speculative_backend.num_accepted > 0.7 * speculative_backend.num_proposed > 60
     assert (lengths == {1}) == (backend == "packed")
+
+
+def test_only_logits_that_are_not_finite_turn_the_draft_off(tokenizer, monkeypatch):
+    backend = speculative()
+
+    def fail(*arguments):
+        raise ValueError("another error")
+    monkeypatch.setattr(backend.draft, "next_logits", fail)
+    with pytest.raises(ValueError, match="another error"):
+        run(backend, tokenizer)

@@ -1,8 +1,8 @@
 """Linear layers with weights in 8 bits, which a CPU reads in a quarter of the time.
 
-Weights are quantized per output channel, activations per token: each has a scale. An activation has 9 to 15 bits, so
-the weights alone decide the error, even if a few channels are a hundred times larger than the others. No token changes
-the result of another, because the products are exact.
+Weights are quantized per output channel, activations per token: each has a scale. The largest activation of a token
+usually has 9 to 15 bits, so the weights decide the error, even if a few channels are a hundred times larger than the
+others. No token changes the product of another, because products are exact.
 """
 from functools import cache, cached_property
 from typing import NamedTuple

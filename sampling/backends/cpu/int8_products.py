@@ -19,7 +19,9 @@ def max_norm(values: Tensor) -> float:
     """The largest norm of a row of activations, before rounding, with which all products with values are exact.
 
     By the inequality of Cauchy and Schwarz, no sum of products is larger than the product of two norms. GEMV also adds
-    up to 128 times an activation before it subtracts as much, and rounding adds up to a half to each activation.
+    up to 128 times an activation before it subtracts as much, and rounding adds up to a half to each activation. GEMM's
+    low digits are not larger than the activations, and base times its high digits are at most twice as large: these
+    sums are multiples of base, so they are exact too. No activation is larger than the norm.
     """
     largest = max(rows.float().norm(dim=1).max().item() for rows in values.split(1024)) # few rows need little memory
     return min(MAX_SUM / (largest + 128) - math.sqrt(values.size(1)) / 2, max_activation(onednn_limits().base))
@@ -122,7 +124,7 @@ class OneDNNProduct:
 
 
 class OneDNNLimits(NamedTuple):
-    """Products of digits below base with weights of up to max_inputs input channels are exact."""
+    """Sums of products of digits below base are exact up to 2**24, with weights of up to max_inputs input channels."""
     base: int
     max_inputs: int
 
@@ -131,14 +133,14 @@ class OneDNNLimits(NamedTuple):
 def onednn_limits() -> OneDNNLimits:
     """The limits of this processor. Raises ValueError if torch and the processor have no such products.
 
-    Without VNNI, sums of two products saturate. With AMX, a product becomes float32 before the share of the zero point
-    is subtracted, so it must be below 2**24 even then.
+    2**20 inputs are more than any model has. Without VNNI, sums of two products saturate. With AMX, a sum becomes
+    float32 before the share of the zero point is subtracted, so it must be below 2**24 even then.
     """
     try:
         for base, max_inputs in (256, 2**20), (256, 512), (128, 2**20), (128, 512):
             weight = torch.full((64, min(max_inputs, 4097)), MAX_WEIGHT, dtype=torch.int8)
             digits = torch.tensor(16 * [0, base - 1, base // 2 + 1], dtype=torch.uint8)[:, None]
-            digits = digits.expand(-1, weight.size(1)) # of 4097 inputs, the largest sums are odd and above 2**24
+            digits = digits.expand(-1, weight.size(1)) # 4097 of them have sums above 2**24 that float32 must round
             expected = (digits.double() - base // 2) @ weight.T.double()
             if torch.equal(OneDNNProduct(weight)(digits, base // 2), expected.float()):
                 return OneDNNLimits(base, max_inputs)

@@ -59,9 +59,9 @@ class GraphedSteps:
     def capture(self, key: Key) -> None:
         """Capture the step of this key as a graph, replay it, and run the step directly from the same tensors.
 
-        The direct results count. The graph is kept if its results are equal to them.
+        The caller gets the direct results. The graph is kept if its results are equal to them.
         """
-        saved, graph = self.save(), None
+        saved, graph, replayed = self.save(), None, []
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         try:
             graph, results = capture_graph(lambda: self.step(key), self.pool, self.device)
