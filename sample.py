@@ -71,8 +71,7 @@ def main(settings):
     from sampling.backends.devices import autocast, dtype_name
     from sampling.backends.memory import peak_memory
     from sampling.generation.engine import Engine
-    from sampling.generation.speculation import prepare_with_draft
-    from sampling.inputs.notices import log_cropped, warn_about_stop_texts
+    from sampling.inputs.notices import warn_about_stop_texts
 
     workers = Workers().connect() # one process, unless torchrun started more
     settings = {**settings, "seed": workers.broadcast(choose_seed(seed, log))}
@@ -87,12 +86,8 @@ def main(settings):
         if prompts:
             total, longest = prompts.count_and_max_len(tokenizer, num_samples) # None for standard input
             outputs = open_outputs(settings, checkpoint, torch_device.type, dtype_name(ptdtype))
-            requests = outputs.resume(prompts.requests(tokenizer, num_samples))
-            requests = log_cropped(requests, tokenizer, gpt.config.block_size, log)
-        log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
-        # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
-        options = ModelOptions(compile, cuda_graphs, exact, draft, pack_eagerly=bool(out_file))
-        model = prepare_with_draft(gpt, torch_device, ptdtype, options, log)
+            requests = open_requests(prompts, outputs, tokenizer, gpt.config.block_size)
+        model = prepare_backend(gpt, torch_device, ptdtype)
     total, longest = workers.broadcast((total, longest))
     resume_garbage_collection()
 
@@ -125,6 +120,22 @@ def load_model(local_rank):
     ptdtype = choose_dtype(torch_device, dtype)
     checkpoint = load_from_settings(init_from, out_dir, bool(out_file), copy_weights=ptdtype != torch.int8)
     return torch_device, ptdtype, checkpoint, GPT.from_checkpoint(checkpoint), load_tokenizer(checkpoint, log)
+
+
+def prepare_backend(gpt, torch_device, ptdtype):
+    """The backend that runs this GPT, with its draft if there is one. Logs what runs where."""
+    from sampling.backends.devices import dtype_name
+    from sampling.generation.speculation import prepare_with_draft
+    log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
+    # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
+    options = ModelOptions(compile, cuda_graphs, exact, draft, pack_eagerly=bool(out_file))
+    return prepare_with_draft(gpt, torch_device, ptdtype, options, log)
+
+
+def open_requests(prompts, outputs, tokenizer, block_size):
+    """The samples to generate: those that an earlier run has not saved. Logs which prompts are too long."""
+    from sampling.inputs.notices import log_cropped
+    return log_cropped(outputs.resume(prompts.requests(tokenizer, num_samples)), tokenizer, block_size, log)
 
 
 def choose_batch_size(engine, workers, total, longest):

@@ -19,3 +19,12 @@ def compile_settings():
     """Restore the settings of torch.compile that a backend changes. monkeypatch would delete them instead."""
     with torch._dynamo.config.patch(recompile_limit=8), torch._inductor.config.patch(freezing=False):
         yield
+
+
+@pytest.fixture
+def fresh_check():
+    """Let onednn_limits check the operators again, in this test and after it."""
+    from sampling.backends.cpu.int8_products import onednn_limits
+    onednn_limits.cache_clear()
+    yield
+    onednn_limits.cache_clear()

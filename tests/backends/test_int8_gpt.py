@@ -7,21 +7,18 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cases import cases
+from int8_support import skip_without_int8
 from model import GPT
 from models import make_gpt
 from project import PROJECT
 from sampling.backends.cpu import int8_linear
 from sampling.backends.cpu.int8_linear import quantize_weight
-from sampling.backends.cpu.int8_products import onednn_limits
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.draft import share_weights
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.sampler.sample_token import TokenSampler
 
-try:
-    onednn_limits()
-except ValueError:
-    pytest.skip("this torch, or this processor, lacks the operators", allow_module_level=True)
+skip_without_int8()
 pytestmark = pytest.mark.usefixtures("all_threads")
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)

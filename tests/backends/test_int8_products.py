@@ -3,6 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from int8_support import normal, skip_without_int8
 from sampling.backends.cpu import int8_products
 from sampling.backends.cpu.int8_linear import Int8Linear, quantize_weight
 from sampling.backends.cpu.int8_products import (
@@ -15,24 +16,8 @@ from sampling.backends.cpu.int8_products import (
     split_digits,
 )
 
-try:
-    onednn_limits()
-except ValueError:
-    pytest.skip("this torch, or this processor, lacks the operators", allow_module_level=True)
+skip_without_int8()
 pytestmark = pytest.mark.usefixtures("all_threads")
-
-
-@pytest.fixture
-def fresh_check():
-    """Let onednn_limits check the operators again, in this test and after it."""
-    onednn_limits.cache_clear()
-    yield
-    onednn_limits.cache_clear()
-
-
-def normal(*shape, seed=0):
-    """Normally distributed numbers."""
-    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
 
 
 def largest_activations(values):

@@ -5,13 +5,10 @@ from pathlib import Path
 import pytest
 
 import sampling
+from int8_support import skip_without_int8
 from project import RULE
-from sampling.backends.cpu.int8_products import onednn_limits
 
-try:
-    onednn_limits()
-except ValueError:
-    pytest.skip("this torch, or this processor, lacks the operators", allow_module_level=True)
+skip_without_int8()
 
 
 def read_cpuinfo():
