@@ -59,7 +59,7 @@ class Int8Linear:
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None):
         values, self.scales = weight
         self.bias = None if bias is None else bias.detach()
-        self.max_norm = max_norm(values)
+        self.scale_per_norm = torch.tensor(1 / max_norm(values), dtype=torch.float32)
         if has_fbgemm():
             self.gemv: GEMV | GEMM = GEMV(values)
         else:
@@ -82,7 +82,7 @@ class Int8Linear:
     def multiply(self, x: Tensor) -> Tensor:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.add(tiny(), norm, alpha=1 / self.max_norm) # (N, 1)
+        scale = torch.addcmul(tiny(), norm, self.scale_per_norm) # (N, 1)
         y = (self.gemv if len(x) == 1 else self.gemm)(x, scale).mul_(scale)
         return y.mul_(self.scales) if self.bias is None else torch.addcmul(self.bias, y, self.scales)
 

@@ -118,9 +118,14 @@ class OneDNNProduct:
 
     def __call__(self, digits: Tensor, zero_point: int) -> Tensor:
         """Digits (N, in), uint8, which stand for digits - zero_point -> their products (N, out), float32."""
-        return torch.ops.onednn.qlinear_pointwise(
-            digits.contiguous(), 1.0, zero_point, self.packed, self.ones, self.zeros,
-            None, 1.0, 0, torch.float32, "none", [], "") # no bias, no other operation
+        return qlinear(digits.contiguous(), zero_point, self.packed, self.ones, self.zeros)
+
+
+@torch.jit.script_if_tracing # torch.jit.trace does not support the operator's empty list
+def qlinear(digits: Tensor, zero_point: int, packed: Tensor, ones: Tensor, zeros: Tensor) -> Tensor:
+    """oneDNN's product with a packed weight, without a bias or another operation."""
+    return torch.ops.onednn.qlinear_pointwise(digits, 1.0, zero_point, packed, ones, zeros, None, 1.0, 0, torch.float32,
+                                              "none", [], "")
 
 
 class OneDNNLimits(NamedTuple):

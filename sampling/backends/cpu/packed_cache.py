@@ -24,14 +24,6 @@ class PackedCache:
         keys[:, :, start:], values[:, :, start:] = k, v
         return (keys, values) if start else (k, v)
 
-    def next_position(self) -> tuple[tuple[Tensor, ...], ...]:
-        """Advance by one position. Returns four tuples, with an entry for each layer: the slots (B, H, D) of the new
-        key and value, then all keys and all values (B * H, S, D each, with the new position)."""
-        i = self.seq_len
-        self.seq_len = end = i + 1
-        return (self.keys[..., i, :].unbind(), self.values[..., i, :].unbind(),
-                self.keys[..., :end, :].flatten(1, 2).unbind(), self.values[..., :end, :].flatten(1, 2).unbind())
-
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. They move to the front of the same memory, because a second cache might not fit.
 

@@ -12,9 +12,11 @@ from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, quantiz
 from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear
+from sampling.backends.cpu.traced_blocks import DecodeBlocks
 from sampling.backends.memory import estimate_bytes_per_sample, release_memory
 from sampling.sampler.sample_token import Logits, SampleFn
 
+IGNORED = torch.empty((), dtype=torch.float32)
 MakeLinear = Callable[[Tensor, Tensor | None], LinearLayer] # from a weight and a bias
 
 
@@ -32,7 +34,7 @@ class PackedGPT:
 
     def __init__(self, gpt: GPT, pack_eagerly: bool = False, use_int8: bool = False):
         self.config = gpt.config
-        self.wpe, self.ln_f = gpt.transformer.wpe.weight.detach(), layer_norm(gpt.transformer.ln_f)
+        self.wpe, self.ln_f = gpt.transformer.wpe.weight.detach(), LayerNorm(gpt.transformer.ln_f)
         wte, head = gpt.transformer.wte.weight.detach(), gpt.lm_head.weight.detach()
         is_tied = gpt.lm_head.weight is gpt.transformer.wte.weight
         del gpt.lm_head, gpt.transformer.wte # otherwise, weights would stay in memory after they are packed
@@ -45,6 +47,7 @@ class PackedGPT:
             self.embed = partial(F.embedding, weight=wte)
             self.blocks = pack_blocks(gpt.transformer.h, partial(PackedLinear, pack_eagerly=pack_eagerly))
             self.lm_head = ShortlistLMHead(head, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
+        self.decode = DecodeBlocks(self.blocks)
 
     def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
@@ -64,7 +67,7 @@ class PackedGPT:
             raise ValueError(f"cannot read {start + T} tokens: block_size is {self.config.block_size}")
         with torch.autocast("cpu", enabled=False): # the layers cast their inputs themselves
             x = self.embed(idx) + self.wpe[start:start + T] # (B, T, E)
-            x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache, num_positions)
+            x = self.decode(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache, num_positions)
             return self.lm_head(self.ln_f(x), num_logits_needed)
 
     def prefill(self, x: Tensor, cache: PackedCache | None, num_positions: int) -> Tensor:
@@ -82,23 +85,8 @@ class PackedGPT:
             x = block.post_attention(x, causal_attention(q, k, v))
         if cache is not None:
             cache.seq_len += T
+            self.decode.forget(cache)
         return x.flatten(0, 1)
-
-    def decode_step(self, x: Tensor, cache: PackedCache) -> Tensor:
-        """Run the blocks for one more token of each row: (B, E) -> (B, E)."""
-        B, E = x.shape
-        H = self.config.n_head
-        scale = (E / H)**-0.5
-        # baddbmm with beta=0 ignores its first argument and scales the product; bmm would need a second pass.
-        ignored = torch.empty((), dtype=torch.float32)
-        for block, k_slot, v_slot, keys, values in zip(self.blocks, *cache.next_position(), strict=True):
-            q, k, v = block.qkv(x).view(B, 3, H, -1).unbind(1) # (B, H, D) each
-            k_slot.copy_(k)
-            v_slot.copy_(v)
-            q = q.reshape(B * H, 1, -1).float()
-            scores = torch.baddbmm(ignored, q, keys.mT, beta=0, alpha=scale) # (B * H, 1, S)
-            x = block.post_attention(x, torch.bmm(scores.softmax(-1), values).view(B, E))
-        return x
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """(B, T, 3 * E) -> queries, keys and values of every head: three of (B, H, T, D)."""
@@ -122,11 +110,11 @@ class PackedBlock:
     """The layers of a model.Block, packed."""
 
     def __init__(self, block: Block, linear: MakeLinear):
-        self.ln_1, self.ln_2 = layer_norm(block.ln_1), layer_norm(block.ln_2)
+        self.ln_1, self.ln_2 = LayerNorm(block.ln_1), LayerNorm(block.ln_2)
         layers = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
         self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
             linear(layer.weight, layer.bias) for layer in layers)
-        self.gelu = block.mlp.gelu.approximate
+        self.gelu, self.n_head = block.mlp.gelu.approximate, block.attn.n_head
 
     def qkv(self, x: Tensor) -> Tensor:
         """Queries, keys and values side by side: (..., E) -> (..., 3 * E)."""
@@ -136,6 +124,21 @@ class PackedBlock:
         """The residual stream x after the result y of attention and after the MLP: (..., E) each."""
         x = self.attn_c_proj(y, residual=x)
         return self.mlp_c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), residual=x)
+
+    def decode(self, x: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
+        """The residual stream x (B, E) of one more token of each row, after this block: (B, E).
+
+        Stores its key and value at this position, and attends to all up to it. keys, values: (B, H, capacity, D).
+        """
+        H, D = self.n_head, keys.size(3)
+        q, k, v = self.qkv(x).view(-1, 3, H, D).unbind(1) # (B, H, D) each
+        keys.select(2, position).copy_(k)
+        values.select(2, position).copy_(v)
+        q = q.reshape(-1, 1, D).float() # (B * H, 1, D)
+        keys, values = (tensor.flatten(0, 1)[:, :position + 1] for tensor in (keys, values)) # (B * H, S, D)
+        # baddbmm with beta=0 ignores its first argument and scales the product; bmm would need a second pass.
+        scores = torch.baddbmm(IGNORED, q, keys.mT, beta=0, alpha=D**-0.5) # (B * H, 1, S)
+        return self.post_attention(x, torch.bmm(scores.softmax(-1), values).view(-1, H * D))
 
 
 def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:
@@ -158,7 +161,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2).flatten(2)
 
 
-def layer_norm(module: torch.nn.LayerNorm):
-    """A LayerNorm as a function, because calling a module takes longer."""
-    return partial(torch.layer_norm, normalized_shape=module.normalized_shape, weight=module.weight, bias=module.bias,
-                   eps=module.eps)
+class LayerNorm:
+    """A model's LayerNorm. It is not a Module, because calling a Module takes longer."""
+
+    def __init__(self, module: nn.LayerNorm):
+        self.shape, self.weight, self.bias, self.eps = module.normalized_shape, module.weight, module.bias, module.eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., E) -> (..., E)."""
+        return torch.layer_norm(x, self.shape, self.weight, self.bias, self.eps)

@@ -93,7 +93,7 @@ class PackedLinear:
             return y if residual is None else residual + y
         if residual is not None and residual.dtype == x.dtype:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
-        y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "gelu" if gelu else "none", [], gelu or "")
+        y = linear_pointwise(x, self.packed, self.bias, "gelu" if gelu else "none", gelu or "")
         return y if residual is None else residual + y # a float32 residual with bfloat16 layers, as under autocast
 
     def should_pack(self, rows: int) -> bool:
@@ -110,6 +110,12 @@ class PackedLinear:
             self.weight = self.weight.T.contiguous().T # the layout that MKL reads fastest
 
 
+@torch.jit.script_if_tracing # torch.jit.trace does not support the operator's empty list
+def linear_pointwise(x: Tensor, packed: Tensor, bias: Tensor | None, operation: str, variant: str) -> Tensor:
+    """oneDNN's product with a packed weight, plus the bias, then the operation."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, operation, [], variant)
+
+
 def num_rows(x: Tensor) -> int:
     """The number of rows of x (..., in)."""
-    return x.numel() // x.size(-1)
+    return int(x.numel() // x.size(-1)) # torch.jit.trace makes sizes tensors

@@ -1,0 +1,131 @@
+"""Runs the blocks of a PackedGPT for one token, without Python between the operators.
+
+One token needs 20 to 50 operators a block, and Python takes about 2 us for each: a quarter of a small model's time. So
+torch.jit.trace records the operators of one block, and torch's own interpreter runs them in a loop over all blocks.
+They are the same operators, so the results are the same to the last bit.
+
+torch.jit is deprecated, but nothing replaces it here: torch.compile needs a C++ compiler, takes a minute, and changes
+the last bits. If torch.jit is missing or fails, Python runs every step.
+"""
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from sampling.backends.cpu.packed_cache import PackedCache
+
+MIN_SECONDS = 0.5 # of steps in Python, before the blocks are traced: that takes 0.1 s, and saves 5 to 25 % of a step
+
+
+class DecodeBlock(Protocol):
+    """A block of a PackedGPT."""
+
+    def decode(self, x: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
+        """See PackedBlock.decode."""
+
+
+class TracedBlocks(NamedTuple):
+    """Successive blocks that have the same operators."""
+    loop: Callable[..., Tensor] # see trace_loop
+    tensors: list[list[Tensor]] # those of each block
+    keys: Tensor # (blocks, B, H, capacity, D)
+    values: Tensor
+
+    def __call__(self, x: Tensor, position: Tensor) -> Tensor:
+        """(B, E) -> (B, E)."""
+        return self.loop(self.tensors, x, self.keys, self.values, position)
+
+
+class DecodeBlocks:
+    """All blocks of a PackedGPT, for one more token of each row."""
+
+    def __init__(self, blocks: list[DecodeBlock]):
+        self.blocks = blocks
+        self.seconds: Counter[int] = Counter() # of steps in Python, by number of rows
+        self.loops: dict[tuple, Callable[..., Tensor]] = {} # by number of rows and layout_of
+        self.traced: WeakKeyDictionary[PackedCache, tuple[int, list[TracedBlocks]]] = WeakKeyDictionary() # with rows
+        self.is_traceable = True
+
+    def __call__(self, x: Tensor, cache: PackedCache) -> Tensor:
+        """(B, E) -> (B, E): the residual stream. Appends keys and values to the cache."""
+        position = cache.seq_len
+        cache.seq_len += 1
+        rows, traced = self.traced.get(cache, (0, []))
+        if rows == len(x):
+            return run(traced, x, position)
+        y, start = x, time.perf_counter()
+        for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
+            y = block.decode(y, keys, values, position)
+        self.seconds[len(x)] += time.perf_counter() - start
+        if self.is_traceable and self.seconds[len(x)] >= MIN_SECONDS:
+            self.trace(x, cache, position, expected=y)
+        return y
+
+    def forget(self, cache: PackedCache) -> None:
+        """Run the next step of this cache in Python: layers may have been packed, so their tensors may be others."""
+        self.traced.pop(cache, None)
+
+    def trace(self, x: Tensor, cache: PackedCache, position: int, expected: Tensor) -> None:
+        """Prepare the next steps of this cache. New loops must repeat this step and give the expected result."""
+        traced, start, num_loops = [], 0, len(self.loops)
+        try:
+            for layout, group in groupby(map(tensors_of, self.blocks), key=layout_of):
+                tensors, key = list(group), (len(x), layout)
+                keys, values = (layers[start:start + len(tensors)] for layers in (cache.keys, cache.values))
+                if key not in self.loops:
+                    inputs = tensors[0], x, keys[0], values[0], torch.tensor(position)
+                    self.loops[key] = trace_loop(self.blocks[start], inputs)
+                traced.append(TracedBlocks(self.loops[key], tensors, keys, values))
+                start += len(tensors)
+            self.is_traceable = len(self.loops) == num_loops or torch.equal(run(traced, x, position), expected)
+        except (AttributeError, OSError, RuntimeError): # no torch.jit, no source code, an operator it does not support
+            self.is_traceable = False
+        if self.is_traceable:
+            self.traced[cache] = len(x), traced
+
+
+def run(traced: list[TracedBlocks], x: Tensor, position: int) -> Tensor:
+    """Run all blocks: (B, E) -> (B, E)."""
+    for blocks in traced:
+        x = blocks(x, torch.tensor(position))
+    return x
+
+
+def trace_loop(block: DecodeBlock, inputs: tuple) -> Callable[..., Tensor]:
+    """A function that runs blocks with the same operators as this one.
+
+    Its inputs are the tensors of each block, x, keys, values and the position. inputs are those of this block alone:
+    torch.jit.trace recognises the tensors that the block uses, because they are among its inputs.
+    """
+    def decode(tensors, *inputs):
+        return block.decode(*inputs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore") # of the deprecation, and of Python numbers: they are the same for every token
+        step = torch.jit.trace(decode, inputs, check_trace=False)
+
+        def loop(tensors: list[list[Tensor]], x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+            for i, block_tensors in enumerate(tensors):
+                x = step(block_tensors, x, keys[i], values[i], position)
+            return x
+
+        return torch.jit.script(loop)
+
+
+def tensors_of(item) -> list[Tensor]:
+    """The tensors among the attributes of an object, the attributes of these, and so on, in a fixed order."""
+    if isinstance(item, Tensor):
+        return [item]
+    parts = item if isinstance(item, list | tuple) else vars(item).values() if hasattr(item, "__dict__") else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def layout_of(tensors: list[Tensor]) -> tuple:
+    """What decides the operators of a block."""
+    return tuple((tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
