@@ -15,6 +15,7 @@ from sampling.params import ModelOptions
 # A step of one row takes the time to read its weights, and about the time of reading so many bytes for each layer:
 # norms, attention and the calls of all operators.
 OVERHEAD_BYTES_PER_LAYER = 10_000_000
+INT8_READ_TIME = 1.35 # of a byte of weights in 8 bits, compared with one of another dtype
 
 
 class RollbackBackend(Backend, CausalLM, Protocol):
@@ -70,8 +71,9 @@ def require_same_vocabulary(name: str, size: int, target_size: int) -> None:
                          "must be equal; choose another draft, or leave it out")
 
 
-def step_bytes(config: GPTConfig, bytes_per_weight: int) -> int:
+def step_bytes(config: GPTConfig, bytes_per_weight: int) -> float:
     """The time of a step of one row, as the number of bytes that a processor reads in that time."""
     E, inner = config.n_embd, config.n_inner or 4 * config.n_embd
     num_weights = config.n_layer * (4 * E * E + 2 * E * inner) + config.vocab_size * E
-    return num_weights * bytes_per_weight + config.n_layer * OVERHEAD_BYTES_PER_LAYER
+    read_time = num_weights * (INT8_READ_TIME if bytes_per_weight == 1 else bytes_per_weight)
+    return read_time + config.n_layer * OVERHEAD_BYTES_PER_LAYER

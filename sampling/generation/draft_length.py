@@ -3,10 +3,10 @@ from dataclasses import dataclass
 
 MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
 # What DraftLength assumes at first, as if it had seen so many proposals. A few rounds of a bad draft outweigh it.
-PRIOR_CHECKED, PRIOR_ACCEPTED = 8.0, 6.4
+PRIOR_CHECKED, PRIOR_ACCEPTED = 8.0, 7.0
 DECAY = 0.95 # the counts of earlier rounds are multiplied by this after each round
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
-PASS_COST, PASS_COST_PER_PROPOSAL = 1.2, 0.05 # GPT-2 124M and 774M in float32 on an Intel processor
+PASS_COST, PASS_COST_PER_PROPOSAL = 1.5, 0.04 # GPT-2 124M and 774M in float32 on an Intel processor
 
 
 @dataclass

