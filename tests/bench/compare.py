@@ -39,6 +39,7 @@ def rows(folder, script=(PROJECT / "sample.py",)):
         return Case(row, "", command, lengths, samples, batch_size, busy=busy)
     cases = [
         case("124M, 1 sample", f"--init_from={gpt2}", (8, 264), 1),
+        case("124M, 1 sample, int8", f"--init_from={gpt2}", (8, 264), 1, dtype="int8"),
         case("124M, 10 samples", f"--init_from={gpt2}", (8, 264), 10),
         case("124M, 1 sample, a core busy", f"--init_from={gpt2}", (8, 136), 1, busy=1),
         case("10.6M, 10 samples, inside the window", f"--out_dir={large}", (8, 248), 60, 10),
@@ -56,6 +57,7 @@ def rows(folder, script=(PROJECT / "sample.py",)):
 # The rows in which each optimisation has an effect.
 ROWS_OF = {
     "packing": ["124M, 1 sample", "124M, 10 samples"],
+    "tracing": ["124M, 1 sample", "124M, 1 sample, int8", "10.6M, 10 samples, inside the window"],
     "shortlist": ["124M, 1 sample"],
     "skip_init": ["124M checkpoint, to the first token", "demo, to the first token"],
     "jump_ahead": ["124M checkpoint, to the first token"],
@@ -75,12 +77,13 @@ def pairs_of_optimisations(folder):
 def lines_of(optimisation):
     """The number of lines of code of the optimisation."""
     from sampling.backends import memory, process
-    from sampling.backends.cpu import lm_head, packed_linear
+    from sampling.backends.cpu import lm_head, packed_linear, traced_blocks
     from sampling.checkpoints import skip_init
     from sampling.sampler import mt19937
     parts = {
-        "packing": [packed_linear], "shortlist": [lm_head], "skip_init": [skip_init], "jump_ahead": [mt19937],
-        "disable_malloc_trim": [memory.disable_malloc_trim], "shorten_spinning": [process.shorten_spinning],
+        "packing": [packed_linear], "tracing": [traced_blocks], "shortlist": [lm_head], "skip_init": [skip_init],
+        "jump_ahead": [mt19937], "disable_malloc_trim": [memory.disable_malloc_trim],
+        "shorten_spinning": [process.shorten_spinning],
     }[optimisation]
     return sum(bool(line.strip()) for part in parts for line in inspect.getsource(part).splitlines())
 
