@@ -15,7 +15,7 @@ from sampling.params import ModelOptions
 # A step of one row takes the time to read its weights, and about the time of reading so many bytes for each layer:
 # norms, attention and the calls of all operators.
 OVERHEAD_BYTES_PER_LAYER = 10_000_000
-INT8_READ_TIME = 1.35 # of a byte of weights in 8 bits, compared with one of another dtype
+INT8_READ_TIME = 1.35 # of a byte of weights in 8 bits, compared with a byte of other weights
 
 
 class RollbackBackend(Backend, CausalLM, Protocol):

@@ -42,7 +42,7 @@ def random_ids(rows, length=16):
 
 def in_python(gpt):
     """The same model, which never traces."""
-    gpt.decode.is_traceable = False
+    gpt.decode_step.is_traceable = False
     return gpt
 
 
@@ -59,7 +59,7 @@ def test_every_logit_is_the_same(dtype, rows, shape, processor):
         assert torch.equal(gpt.next_logits(idx[:, start:end], cache).values, other.next_logits(idx[:, start:end], other_cache).values)
         step = slice(end, start + 9)
         assert torch.equal(decode(gpt, idx[:, :step.stop], cache, end), decode(other, idx[:, :step.stop], other_cache, end))
-        assert cache in gpt.decode.traced and not other.decode.traced
+        assert cache in gpt.decode_step.traced and not other.decode_step.traced
     assert torch.equal(cache.keys[..., :16, :], other_cache.keys[..., :16, :])
 
 
@@ -74,7 +74,7 @@ def test_rows_may_leave():
         results.append((before, decode(model, idx[[0, 2]], cache, 6)))
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)
-    assert [rows for rows, _ in gpt.decode.loops] == [3, 2]
+    assert [rows for rows, _ in gpt.decode_step.loops] == [3, 2]
 
 
 def test_streams_may_alternate():
@@ -106,7 +106,7 @@ def test_blocks_may_have_different_layouts(monkeypatch):
             gpt.next_logits(idx[:, :8], cache)
         assert [block.c_fc.packed is None for block in gpt.blocks] == [False, False, True]
         results.append(decode(gpt, idx, cache, 8))
-        assert len(gpt.decode.loops) == (0 if len(results) == 2 else 2)
+        assert len(gpt.decode_step.loops) == (0 if len(results) == 2 else 2)
     assert torch.equal(*results)
 
 
@@ -114,7 +114,7 @@ def test_steps_are_traced_only_after_enough_time(monkeypatch):
     monkeypatch.setattr(traced_blocks, "MIN_SECONDS", 3600)
     gpt = packed_gpt()
     decode(gpt, random_ids(1), cache := gpt.new_cache(1, 16))
-    assert 0 < gpt.decode.seconds[1] < 3600 and cache not in gpt.decode.traced
+    assert 0 < gpt.decode_step.seconds[1] < 3600 and cache not in gpt.decode_step.traced
 
 
 def fail(*args, **kwargs):
@@ -134,7 +134,7 @@ def test_without_a_right_trace_python_runs_every_step(trace, monkeypatch):
     gpt, other, idx = packed_gpt(), in_python(packed_gpt()), random_ids(2)
     found = decode(gpt, idx, cache := gpt.new_cache(2, 16))
     assert torch.equal(found, decode(other, idx, other.new_cache(2, 16)))
-    assert not gpt.decode.is_traceable and cache not in gpt.decode.traced
+    assert not gpt.decode_step.is_traceable and cache not in gpt.decode_step.traced
 
 
 def test_a_plain_weight_leaves_memory_once_its_layer_is_packed(monkeypatch):
@@ -142,7 +142,7 @@ def test_a_plain_weight_leaves_memory_once_its_layer_is_packed(monkeypatch):
     gpt, idx = packed_gpt(**SHAPES["wide"]), random_ids(8)
     cache = gpt.new_cache(1, 16)
     decode(gpt, idx[:1, :8], cache)
-    assert cache in gpt.decode.traced
+    assert cache in gpt.decode_step.traced
     weight = weakref.ref(gpt.blocks[0].c_fc.weight)
     decode(gpt, idx, gpt.new_cache(8, 16)) # packs
     assert gpt.blocks[0].c_fc.packed is not None
@@ -156,4 +156,4 @@ def test_a_finished_stream_leaves_no_cache_in_memory():
     decode(gpt, idx, cache)
     memory = weakref.ref(cache.keys)
     del cache
-    assert memory() is None and not gpt.decode.traced
+    assert memory() is None and not gpt.decode_step.traced

@@ -12,7 +12,7 @@ from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, quantiz
 from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear
-from sampling.backends.cpu.traced_blocks import DecodeBlocks
+from sampling.backends.cpu.traced_blocks import DecodeStep
 from sampling.backends.memory import estimate_bytes_per_sample, release_memory
 from sampling.sampler.sample_token import Logits, SampleFn
 
@@ -47,7 +47,7 @@ class PackedGPT:
             self.embed = partial(F.embedding, weight=wte)
             self.blocks = pack_blocks(gpt.transformer.h, partial(PackedLinear, pack_eagerly=pack_eagerly))
             self.lm_head = ShortlistLMHead(head, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
-        self.decode = DecodeBlocks(self.blocks)
+        self.decode_step = DecodeStep(self.blocks)
 
     def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
                         context_shift: bool = False) -> TokenStream:
@@ -67,7 +67,7 @@ class PackedGPT:
             raise ValueError(f"cannot read {start + T} tokens: block_size is {self.config.block_size}")
         with torch.autocast("cpu", enabled=False): # the layers cast their inputs themselves
             x = self.embed(idx) + self.wpe[start:start + T] # (B, T, E)
-            x = self.decode(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache, num_positions)
+            x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache, num_positions)
             return self.lm_head(self.ln_f(x), num_logits_needed)
 
     def prefill(self, x: Tensor, cache: PackedCache | None, num_positions: int) -> Tensor:
@@ -85,7 +85,7 @@ class PackedGPT:
             x = block.post_attention(x, causal_attention(q, k, v))
         if cache is not None:
             cache.seq_len += T
-            self.decode.forget(cache)
+            self.decode_step.forget(cache)
         return x.flatten(0, 1)
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ class PackedBlock:
         x = self.attn_c_proj(y, residual=x)
         return self.mlp_c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), residual=x)
 
-    def decode(self, x: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
+    def decode_step(self, x: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
         """The residual stream x (B, E) of one more token of each row, after this block: (B, E).
 
         Stores its key and value at this position, and attends to all up to it. keys, values: (B, H, capacity, D).

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from sampling.backends.cpu.packed_cache import PackedCache
 
-MIN_SECONDS = 0.1 # of steps in Python, before the blocks are traced: that takes 0.02 s, and saves 5 to 25 % of a step
+MIN_SECONDS = 0.3 # of steps in Python, before the blocks are traced: that takes 0.05 s, and saves 5 to 25 % of a step
 
 
 class DecodeBlock(Protocol):
     """A block of a PackedGPT."""
 
-    def decode(self, x: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
-        """See PackedBlock.decode."""
+    def decode_step(self, x: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
+        """See PackedBlock.decode_step."""
 
 
 class TracedBlocks(NamedTuple):
@@ -42,7 +42,7 @@ class TracedBlocks(NamedTuple):
         return self.loop(self.tensors, x, self.keys, self.values, position)
 
 
-class DecodeBlocks:
+class DecodeStep:
     """All blocks of a PackedGPT, for one more token of each row."""
 
     def __init__(self, blocks: list[DecodeBlock]):
@@ -61,7 +61,7 @@ class DecodeBlocks:
             return run(traced, x, position)
         y, start = x, time.perf_counter()
         for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
-            y = block.decode(y, keys, values, position)
+            y = block.decode_step(y, keys, values, position)
         self.seconds[len(x)] += time.perf_counter() - start
         if self.is_traceable and self.seconds[len(x)] >= MIN_SECONDS:
             self.trace(x, cache, position, expected=y)
@@ -92,7 +92,7 @@ class DecodeBlocks:
 
 def run(traced: list[TracedBlocks], x: Tensor, position: int) -> Tensor:
     """Run all blocks: (B, E) -> (B, E)."""
-    with torch.jit.optimized_execution(False): # optimizing would take 0.05 s, and gain nothing
+    with torch.jit.optimized_execution(False): # optimizing would take as long again, and gain nothing
         for blocks in traced:
             x = blocks(x, torch.tensor(position))
     return x
@@ -105,7 +105,7 @@ def trace_loop(block: DecodeBlock, inputs: tuple) -> Callable[..., Tensor]:
     torch.jit.trace recognises the tensors that the block uses, because they are among its inputs.
     """
     def decode(tensors, *inputs):
-        return block.decode(*inputs)
+        return block.decode_step(*inputs)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore") # of the deprecation, and of Python numbers: they are the same for every token
