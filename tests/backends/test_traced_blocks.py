@@ -14,7 +14,8 @@ from sampling.backends.prepare import cast_linears
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
 
-SHAPES = dict(narrow={}, wide=dict(n_embd=NARROW, n_head=4, n_layer=3, bias=False, gelu="tanh"))
+SHAPES = dict(narrow={}, wide=dict(n_embd=NARROW, n_head=4, n_layer=3, bias=False, gelu="tanh"),
+              odd_heads=dict(n_embd=144, n_head=2)) # the root of 72 is not the same in float32
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def in_python(gpt):
 
 @pytest.mark.parametrize("dtype, rows, shape, processor", cases(
     ["float32", "bfloat16", "int8"], [1, 3, 8], SHAPES, ["Intel", "AMD"],
-    quick=lambda dtype, rows, shape, processor: (rows == 8) == (processor == "Intel") and (shape == "wide" or rows == 1)),
+    quick=lambda dtype, rows, shape, processor: (rows == 8) == (processor == "Intel") and (shape != "narrow" or rows == 1)),
     indirect=["processor"])
 def test_every_logit_is_the_same(dtype, rows, shape, processor):
     if dtype == "bfloat16" and not is_supported(torch.bfloat16):
@@ -114,7 +115,7 @@ def test_steps_are_traced_only_after_enough_time(monkeypatch):
     monkeypatch.setattr(traced_blocks, "MIN_SECONDS", 3600)
     gpt = packed_gpt()
     decode(gpt, random_ids(1), cache := gpt.new_cache(1, 16))
-    assert 0 < gpt.decode_step.seconds[1] < 3600 and cache not in gpt.decode_step.traced
+    assert 0 < sum(gpt.decode_step.seconds[1]) < 3600 and cache not in gpt.decode_step.traced
 
 
 def fail(*args, **kwargs):
@@ -133,7 +134,8 @@ def test_without_a_right_trace_python_runs_every_step(trace, monkeypatch):
         monkeypatch.delattr(torch.jit, "trace")
     gpt, other, idx = packed_gpt(), in_python(packed_gpt()), random_ids(2)
     found = decode(gpt, idx, cache := gpt.new_cache(2, 16))
-    assert torch.equal(found, decode(other, idx, other.new_cache(2, 16)))
+    assert torch.equal(found, decode(other, idx, other_cache := other.new_cache(2, 16)))
+    assert torch.equal(cache.keys, other_cache.keys)
     assert not gpt.decode_step.is_traceable and cache not in gpt.decode_step.traced
 
 

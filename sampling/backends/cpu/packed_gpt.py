@@ -115,6 +115,7 @@ class PackedBlock:
         self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
             linear(layer.weight, layer.bias) for layer in layers)
         self.gelu, self.n_head = block.mlp.gelu.approximate, block.attn.n_head
+        self.head_width = block.attn.c_proj.weight.size(0) // self.n_head # Python's number: torch.jit.trace has its own
 
     def qkv(self, x: Tensor) -> Tensor:
         """Queries, keys and values side by side: (..., E) -> (..., 3 * E)."""
@@ -130,7 +131,7 @@ class PackedBlock:
 
         Stores its key and value at this position, and attends to all up to it. keys, values: (B, H, capacity, D).
         """
-        H, D = self.n_head, keys.size(3)
+        H, D = self.n_head, self.head_width
         q, k, v = self.qkv(x).view(-1, 3, H, D).unbind(1) # (B, H, D) each
         keys.select(2, position).copy_(k)
         values.select(2, position).copy_(v)

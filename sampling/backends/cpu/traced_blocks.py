@@ -7,9 +7,10 @@ They are the same operators, so the results are the same to the last bit.
 torch.jit is deprecated, but nothing replaces it here: torch.compile needs a C++ compiler, takes a minute, and changes
 the last bits. If torch.jit is missing or fails, Python runs every step.
 """
+import threading
 import time
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -20,7 +21,10 @@ from torch import Tensor
 
 from sampling.backends.cpu.packed_cache import PackedCache
 
-MIN_SECONDS = 0.3 # of steps in Python, before the blocks are traced: that takes 0.05 s, and saves 5 to 25 % of a step
+MIN_STEPS = 3 # in Python, before the blocks are traced: the second step may pack layers
+MIN_SECONDS = 0.3 # of these steps: tracing takes 0.05 s, and saves 5 to 25 % of a step
+
+LOCK = threading.Lock() # for tracing, because catch_warnings is not safe with threads
 
 
 class DecodeBlock(Protocol):
@@ -47,7 +51,7 @@ class DecodeStep:
 
     def __init__(self, blocks: list[DecodeBlock]):
         self.blocks = blocks
-        self.seconds: Counter[int] = Counter() # of steps in Python, by number of rows
+        self.seconds: defaultdict[int, list[float]] = defaultdict(list) # of the steps in Python, by number of rows
         self.loops: dict[tuple, Callable[..., Tensor]] = {} # by number of rows and layout_of
         self.traced: WeakKeyDictionary[PackedCache, tuple[int, list[TracedBlocks]]] = WeakKeyDictionary() # with rows
         self.is_traceable = True
@@ -59,13 +63,23 @@ class DecodeStep:
         rows, traced = self.traced.get(cache, (0, []))
         if rows == len(x):
             return run(traced, x, position)
-        y, start = x, time.perf_counter()
-        for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
-            y = block.decode_step(y, keys, values, position)
-        self.seconds[len(x)] += time.perf_counter() - start
-        if self.is_traceable and self.seconds[len(x)] >= MIN_SECONDS:
-            self.trace(x, cache, position, expected=y)
+        start = time.perf_counter()
+        y = self.run_in_python(x, cache, position)
+        if self.is_traceable:
+            seconds = self.seconds[len(x)]
+            seconds.append(time.perf_counter() - start)
+            if len(seconds) >= MIN_STEPS and sum(seconds) >= MIN_SECONDS:
+                with LOCK:
+                    self.trace(x, cache, position, expected=y)
+                if not self.is_traceable: # a wrong recording may have stored wrong keys and values
+                    self.run_in_python(x, cache, position)
         return y
+
+    def run_in_python(self, x: Tensor, cache: PackedCache, position: int) -> Tensor:
+        """Run all blocks: (B, E) -> (B, E)."""
+        for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
+            x = block.decode_step(x, keys, values, position)
+        return x
 
     def forget(self, cache: PackedCache) -> None:
         """Run the next step of this cache in Python: layers may have been packed, so their tensors may be others."""
