@@ -20,7 +20,7 @@ SHAPES = dict(narrow={}, wide=dict(n_embd=NARROW, n_head=4, n_layer=3, bias=Fals
 
 @pytest.fixture(autouse=True)
 def traced_at_once(monkeypatch):
-    """Trace the blocks at the first step."""
+    """Trace the blocks as soon as possible: after MIN_STEPS."""
     monkeypatch.setattr(traced_blocks, "MIN_SECONDS", 0)
 
 

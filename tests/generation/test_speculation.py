@@ -129,7 +129,7 @@ def test_a_right_draft_saves_passes(tokenizer):
     backend.target = CountingGPT(make_gpt(**SHAPE))
     run(backend, tokenizer, num_samples=1)
     assert backend.num_accepted == backend.num_proposed >= 16
-    assert backend.target.num_passes <= 28 / 4
+    assert backend.target.num_passes <= 4, "28 tokens, at most 9 in a pass"
 
 
 def test_after_a_rejected_token_a_right_draft_is_right_again(tokenizer, monkeypatch):

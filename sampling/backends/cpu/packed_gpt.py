@@ -16,7 +16,7 @@ from sampling.backends.cpu.traced_blocks import DecodeStep
 from sampling.backends.memory import estimate_bytes_per_sample, release_memory
 from sampling.sampler.sample_token import Logits, SampleFn
 
-IGNORED = torch.empty((), dtype=torch.float32)
+IGNORED = torch.empty((), dtype=torch.float32) # an argument of baddbmm
 MakeLinear = Callable[[Tensor, Tensor | None], LinearLayer] # from a weight and a bias
 
 

@@ -53,7 +53,7 @@ class DecodeStep:
         self.blocks = blocks
         self.seconds: defaultdict[int, list[float]] = defaultdict(list) # of the steps in Python, by number of rows
         self.loops: dict[tuple, Callable[..., Tensor]] = {} # by number of rows and layout_of
-        self.traced: WeakKeyDictionary[PackedCache, tuple[int, list[TracedBlocks]]] = WeakKeyDictionary() # with rows
+        self.traced: WeakKeyDictionary[PackedCache, tuple[int, list[TracedBlocks]]] = WeakKeyDictionary() # and rows
         self.is_traceable = True
 
     def __call__(self, x: Tensor, cache: PackedCache) -> Tensor:
@@ -82,11 +82,11 @@ class DecodeStep:
         return x
 
     def forget(self, cache: PackedCache) -> None:
-        """Run the next step of this cache in Python: layers may have been packed, so their tensors may be others."""
+        """Run the next step of this cache in Python, because its layers may have been packed since they were traced."""
         self.traced.pop(cache, None)
 
     def trace(self, x: Tensor, cache: PackedCache, position: int, expected: Tensor) -> None:
-        """Prepare the next steps of this cache. New loops must repeat this step and give the expected result."""
+        """Prepare the next steps of this cache. New loops run this step again, and must give the expected result."""
         traced, start, num_loops = [], 0, len(self.loops)
         try:
             for layout, group in groupby(map(tensors_of, self.blocks), key=layout_of):
@@ -115,17 +115,19 @@ def run(traced: list[TracedBlocks], x: Tensor, position: int) -> Tensor:
 def trace_loop(block: DecodeBlock, inputs: tuple) -> Callable[..., Tensor]:
     """A function that runs blocks with the same operators as this one.
 
-    Its inputs are the tensors of each block, x, keys, values and the position. inputs are those of this block alone:
-    torch.jit.trace recognises the tensors that the block uses, because they are among its inputs.
+    inputs: the tensors of this block, then the arguments of its decode_step. A tensor that the block uses must be among
+    them, otherwise torch.jit.trace would make it a constant, the same for all blocks.
     """
-    def decode(tensors, *inputs):
+    def decode_step(tensors, *inputs):
+        """The block's decode_step, with its tensors as an input."""
         return block.decode_step(*inputs)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore") # of the deprecation, and of Python numbers: they are the same for every token
-        step = torch.jit.trace(decode, inputs, check_trace=False)
+        step = torch.jit.trace(decode_step, inputs, check_trace=False)
 
         def loop(tensors: list[list[Tensor]], x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+            """Run blocks with these tensors, keys and values, one after another: (B, E) -> (B, E)."""
             for i, block_tensors in enumerate(tensors):
                 x = step(block_tensors, x, keys[i], values[i], position)
             return x
@@ -142,5 +144,5 @@ def tensors_of(item) -> list[Tensor]:
 
 
 def layout_of(tensors: list[Tensor]) -> tuple:
-    """What decides the operators of a block."""
+    """Blocks of a model with equal layouts have the same operators."""
     return tuple((tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
