@@ -1,10 +1,11 @@
 """Settings of the whole process."""
 import os
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
-from sampling.backends.process import avoid_amx
+from sampling.backends.process import avoid_amx, shorten_spinning
 
 
 @pytest.mark.parametrize("cpuinfo, by_user, expected", [
@@ -21,3 +22,21 @@ def test_amx_is_avoided_unless_the_user_has_limited_the_instructions(cpuinfo, by
         del os.environ["ONEDNN_MAX_CPU_ISA"]
     avoid_amx()
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == expected
+
+
+@pytest.mark.parametrize("num_running, num_cores, has_hyperthreads, spin_count", [
+    ([1], 2, "0", "10000"), ([2], 2, "0", "0"), ([2, 2, 1, 2, 2], 2, "0", "10000"), ([5], 8, "1", "10000"), ([6], 8, "1", "0"), (None, 2, "0", "10000")], ids=str)
+def test_waiting_threads_spin_while_torchs_threads_have_a_core_each(num_running, num_cores, has_hyperthreads, spin_count, monkeypatch):
+    def read_text(path):
+        if num_running is None:
+            raise FileNotFoundError(path)
+        if path == Path("/sys/devices/system/cpu/smt/active"):
+            return f"{has_hyperthreads}\n"
+        assert path == Path("/proc/loadavg")
+        return f"0.20 0.18 0.12 {next(counts)}/80 11206\n"
+    counts = cycle(num_running or [])
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
+    monkeypatch.setattr(os, "environ", {})
+    shorten_spinning()
+    assert os.environ == {"GOMP_SPINCOUNT": spin_count}
