@@ -143,7 +143,7 @@ class SpeculativeBackend:
         """Say in advance where in a text of num_tokens the draft is off, because a message would interrupt the text."""
         block_size, draft_block_size = self.config.block_size, self.draft.config.block_size
         if num_tokens > draft_block_size and draft_block_size < block_size:
-            self.log_once(f"the draft works up to its own block_size, {draft_block_size} tokens with the prompt")
+            self.log_once(f"the draft works while the window has at most {draft_block_size} tokens, its own block_size")
         elif num_tokens > block_size and not context_shift:
             self.log_once(f"the draft works up to block_size, {block_size} tokens with the prompt")
 

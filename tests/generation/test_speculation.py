@@ -162,7 +162,7 @@ def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):
 @pytest.mark.parametrize("settings, draft_shape, cost, message", [
     ({"batch_size": 4}, SHAPE, 0.1, "the draft is off: several samples at once are faster without it; batch_size=1 turns it on"),
     ({"params": replace(PARAMS, max_new_tokens=40)}, SHAPE, 0.1, "the draft works up to block_size, 32 tokens with the prompt"),
-    ({}, {**SHAPE, "block_size": 20}, 0.1, "the draft works up to its own block_size, 20 tokens with the prompt"),
+    ({}, {**SHAPE, "block_size": 20}, 0.1, "the draft works while the window has at most 20 tokens, its own block_size"),
     ({}, SHAPE, 1.0, "the draft is off: compared with the model, its steps take too long to gain time"),
 ], ids=["several samples", "past the window", "past the draft's window", "a slow draft"])
 def test_one_line_says_when_the_draft_is_off_and_the_samples_are_the_same(tokenizer, settings, draft_shape, cost, message):
