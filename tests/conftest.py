@@ -8,7 +8,7 @@ from subprocess import PIPE, CompletedProcess
 
 import pytest
 
-os.environ["GOMP_SPINCOUNT"] = "10000" # sample.py also sets this before it imports torch: otherwise tests are many times slower on a busy machine
+os.environ["GOMP_SPINCOUNT"] = "10000" # before torch is imported: with the default, tests are many times slower on a busy machine
 import torch
 
 from fuzzing import load_profile

@@ -51,7 +51,7 @@ def server():
     """The socket of the fork server, which exits when this process exits."""
     ours, theirs = socket.socketpair()
     folder = tempfile.TemporaryDirectory()
-    env = {**os.environ, "GOMP_SPINCOUNT": "10000", # sample.py sets it too
+    env = {**os.environ, "GOMP_SPINCOUNT": "10000", # as sample.py does while the cores are free
            "OPENBLAS_NUM_THREADS": "1"} # numpy's threads would be lost in a fork
     with theirs:
         process = subprocess.Popen([sys.executable, Path(__file__).with_name("script_server.py"), str(theirs.fileno()), folder.name],

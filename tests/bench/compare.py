@@ -83,7 +83,7 @@ def lines_of(optimisation):
     parts = {
         "packing": [packed_linear], "tracing": [traced_blocks], "shortlist": [lm_head], "skip_init": [skip_init],
         "jump_ahead": [mt19937], "disable_malloc_trim": [memory.disable_malloc_trim],
-        "shorten_spinning": [process.shorten_spinning, process.cores_are_busy, process.num_running_threads],
+        "shorten_spinning": [process.shorten_spinning, process.cores_are_busy],
     }[optimisation]
     return sum(bool(line.strip()) for part in parts for line in inspect.getsource(part).splitlines())
 
