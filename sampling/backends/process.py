@@ -15,8 +15,8 @@ def shorten_spinning() -> None:
 
     By default they spin for up to 20 ms. If another program uses one of the cores, the spinning threads occupy the
     others, while the thread that they wait for has no core. On two cores of an Intel Emerald Rapids, such a run takes
-    twice as long as with threads that sleep at once. While the cores are free, sleeping at once makes a run a fifth
-    slower, because waking a thread takes time. So the threads spin then, but for less than a millisecond.
+    twice as long as with threads that sleep at once. While the cores are free, sleeping at once makes a run about a
+    fifth slower, because waking a thread takes time. So the threads spin then, but for less than a millisecond.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "10000"
@@ -32,7 +32,7 @@ def cores_are_busy() -> bool:
             num_running.append(int(loadavg.split()[3].split("/")[0]))
     except (OSError, ValueError, IndexError): # not Linux
         return False
-    num_others = min(num_running) - 1 # the lowest, because some threads run only for an instant; and this one counts
+    num_others = min(num_running) - 1 # without this thread; the lowest, because some threads run only for an instant
     return num_others >= (os.cpu_count() or 1) / 2
 
 

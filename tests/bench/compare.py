@@ -77,11 +77,11 @@ def pairs_of_optimisations(folder):
 def lines_of(optimisation):
     """The number of lines of code of the optimisation."""
     from sampling.backends import memory, process
-    from sampling.backends.cpu import lm_head, packed_linear, traced_blocks
+    from sampling.backends.cpu import lm_head, packed_linear, trace_loop, traced_blocks
     from sampling.checkpoints import skip_init
     from sampling.sampler import mt19937
     parts = {
-        "packing": [packed_linear], "tracing": [traced_blocks], "shortlist": [lm_head], "skip_init": [skip_init],
+        "packing": [packed_linear], "tracing": [traced_blocks, trace_loop], "shortlist": [lm_head], "skip_init": [skip_init],
         "jump_ahead": [mt19937], "disable_malloc_trim": [memory.disable_malloc_trim],
         "shorten_spinning": [process.shorten_spinning, process.cores_are_busy],
     }[optimisation]

@@ -9,29 +9,23 @@ the last bits. If torch.jit is missing or fails, Python runs every step.
 """
 import threading
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from sampling.backends.cpu.packed_cache import PackedCache
+from sampling.backends.cpu.trace_loop import DecodeBlock, layout_of, tensors_of, trace_loop
 
-MIN_STEPS = 3 # in Python, before the blocks are traced: the second step may pack layers
-MIN_SECONDS = 0.3 # of these steps: tracing takes 0.05 s, and saves 5 to 25 % of a step
+# The steps of Python before the step that is traced.
+MIN_STEPS = 2 # the second may pack layers
+MIN_SECONDS = 0.3 # for all of them: tracing takes 0.05 s, and saves 5 to 25 % of a step
 
 LOCK = threading.Lock() # for tracing, because catch_warnings is not safe with threads
-
-
-class DecodeBlock(Protocol):
-    """A block of a PackedGPT."""
-
-    def decode_step(self, x: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
-        """See PackedBlock.decode_step."""
 
 
 class TracedBlocks(NamedTuple):
@@ -51,7 +45,7 @@ class DecodeStep:
 
     def __init__(self, blocks: list[DecodeBlock]):
         self.blocks = blocks
-        self.seconds: defaultdict[int, list[float]] = defaultdict(list) # of the steps in Python, by number of rows
+        self.seconds: defaultdict[int, list[float]] = defaultdict(list) # of the first steps, by number of rows
         self.loops: dict[tuple, Callable[..., Tensor]] = {} # by number of rows and layout_of
         self.traced: WeakKeyDictionary[PackedCache, tuple[int, list[TracedBlocks]]] = WeakKeyDictionary() # and rows
         self.is_traceable = True
@@ -65,14 +59,14 @@ class DecodeStep:
             return run(traced, x, position)
         start = time.perf_counter()
         y = self.run_in_python(x, cache, position)
-        if self.is_traceable:
-            seconds = self.seconds[len(x)]
+        seconds = self.seconds[len(x)]
+        if len(seconds) < MIN_STEPS or sum(seconds) < MIN_SECONDS:
             seconds.append(time.perf_counter() - start)
-            if len(seconds) >= MIN_STEPS and sum(seconds) >= MIN_SECONDS:
-                with LOCK:
-                    self.trace(x, cache, position, expected=y)
-                if not self.is_traceable: # a wrong recording may have stored wrong keys and values
-                    self.run_in_python(x, cache, position)
+        elif self.is_traceable:
+            with LOCK:
+                self.trace(x, cache, position, expected=y)
+            if not self.is_traceable: # a wrong recording may have stored wrong keys and values
+                self.run_in_python(x, cache, position)
         return y
 
     def run_in_python(self, x: Tensor, cache: PackedCache, position: int) -> Tensor:
@@ -110,39 +104,3 @@ def run(traced: list[TracedBlocks], x: Tensor, position: int) -> Tensor:
         for blocks in traced:
             x = blocks(x, torch.tensor(position))
     return x
-
-
-def trace_loop(block: DecodeBlock, inputs: tuple) -> Callable[..., Tensor]:
-    """A function that runs blocks with the same operators as this one.
-
-    inputs: the tensors of this block, then the arguments of its decode_step. A tensor that the block uses must be among
-    them, otherwise torch.jit.trace would make it a constant, the same for all blocks.
-    """
-    def decode_step(tensors, *inputs):
-        """The block's decode_step, with its tensors as an input."""
-        return block.decode_step(*inputs)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore") # of the deprecation, and of Python numbers: they are the same for every token
-        step = torch.jit.trace(decode_step, inputs, check_trace=False)
-
-        def loop(tensors: list[list[Tensor]], x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-            """Run blocks with these tensors, keys and values, one after another: (B, E) -> (B, E)."""
-            for i, block_tensors in enumerate(tensors):
-                x = step(block_tensors, x, keys[i], values[i], position)
-            return x
-
-        return torch.jit.script(loop)
-
-
-def tensors_of(item) -> list[Tensor]:
-    """The tensors among the attributes of an object, the attributes of these, and so on, in a fixed order."""
-    if isinstance(item, Tensor):
-        return [item]
-    parts = item if isinstance(item, list | tuple) else vars(item).values() if hasattr(item, "__dict__") else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
-
-
-def layout_of(tensors: list[Tensor]) -> tuple:
-    """Blocks of a model with equal layouts have the same operators."""
-    return tuple((tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
