@@ -78,9 +78,10 @@ def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], 
     def error_of(values: dict[str, Any]) -> str | None:
         """What is wrong with the values; None if they are valid."""
         try:
-            return validate(values)
+            validate(values)
         except ValueError as error:
             return str(error)
+        return None
     if message := error_of(values):
         for path in dict.fromkeys(files.values()):
             # A file is the cause if the error changes when its settings are reset to their defaults.

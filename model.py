@@ -13,7 +13,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
 
-from sampling.sampler.sample_token import Logits, Noise, SampleFn, TokenSampler, exponential_noise
+from sampling.sampler.sample_fn import Logits, Noise, SampleFn
+from sampling.sampler.sample_token import TokenSampler, exponential_noise
 
 
 @dataclass

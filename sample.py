@@ -65,11 +65,15 @@ interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model and its tokenizer; then generate, save and show samples. settings: the globals above, by name."""
+    """Load the model and its tokenizer; then generate, save and show samples.
+
+    settings: the globals above, by name, for functions of other files.
+    """
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from sampling.backends.devices import autocast, dtype_name
     from sampling.backends.memory import peak_memory
+    from sampling.backends.prepare import warm_up_compile
     from sampling.generation.engine import Engine
     from sampling.inputs.notices import warn_about_stop_texts
 
@@ -82,25 +86,27 @@ def main(settings):
         prompts = PromptSource(start, settings) if workers.is_main and not interactive else None
         torch_device, ptdtype, checkpoint, gpt, tokenizer = load_model(workers.local_rank)
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
-        requests, outputs, total, longest = [], Outputs(), None, None
+        requests, outputs, num_total, max_prompt_len = [], Outputs(), None, None
         if prompts:
-            total, longest = prompts.count_and_max_len(tokenizer, num_samples) # None for standard input
+            num_total, max_prompt_len = prompts.count_and_max_len(tokenizer, num_samples) # None for standard input
             outputs = open_outputs(settings, checkpoint, torch_device.type, dtype_name(ptdtype))
             requests = open_requests(prompts, outputs, tokenizer, gpt.config.block_size)
         model = prepare_backend(gpt, torch_device, ptdtype)
-    total, longest = workers.broadcast((total, longest))
+    num_total, max_prompt_len = workers.broadcast((num_total, max_prompt_len))
     resume_garbage_collection()
 
     with torch.no_grad(), autocast(torch_device, ptdtype):
         printer = Printer(tokenizer, show_probs)
-        progress = Progress(total and total - outputs.num_saved, max_new_tokens)
+        progress = Progress(num_total and num_total - outputs.num_saved, max_new_tokens)
         engine = Engine(model, tokenizer, params, checkpoint.num_init_draws, log=log, on_tokens=progress.add_tokens,
                         stream=is_tty(sys.stdout) and out_file != "-", is_huggingface=checkpoint.is_huggingface)
         if interactive:
             from sampling.repl import run_repl
             run_repl(engine, printer, start)
         else:
-            choose_batch_size(engine, workers, total, longest)
+            engine.batch_size = choose_batch_size(model, workers, max_prompt_len)
+            if compile:
+                warm_up_compile(model, max_prompt_len, workers.batch_sizes(num_total, engine.batch_size), params, log)
             show_and_save(workers.imap(engine, requests), outputs, printer, progress)
     outputs.close()
     progress.close(peak_memory(torch_device))
@@ -109,7 +115,7 @@ def main(settings):
 
 
 def load_model(local_rank):
-    """Load the model. Returns its device, dtype, checkpoint, GPT and tokenizer: its own, or GPT-2's encoding."""
+    """Choose the device and dtype. Load the checkpoint, its GPT, and its tokenizer, or else GPT-2's encoding."""
     import torch
 
     from model import GPT
@@ -128,24 +134,22 @@ def prepare_backend(gpt, torch_device, ptdtype):
     from sampling.generation.speculation import prepare_with_draft
     log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
     # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
-    options = ModelOptions(compile, cuda_graphs, exact, draft, pack_eagerly=bool(out_file))
+    options = ModelOptions(compile=compile, cuda_graphs=cuda_graphs, exact=exact, draft=draft,
+                           pack_eagerly=bool(out_file))
     return prepare_with_draft(gpt, torch_device, ptdtype, options, log)
 
 
 def open_requests(prompts, outputs, tokenizer, block_size):
-    """The samples to generate: those that an earlier run has not saved. Logs which prompts are too long."""
+    """The requests of the run. Those that an earlier run saved are marked. Logs the first prompt that is too long."""
     from sampling.inputs.notices import log_cropped
     return log_cropped(outputs.resume(prompts.requests(tokenizer, num_samples)), tokenizer, block_size, log)
 
 
-def choose_batch_size(engine, workers, total, longest):
-    """Set the engine's batch_size for total samples, the longest prompt of which is known. With compile, compile."""
+def choose_batch_size(backend, workers, max_prompt_len):
+    """How many samples to generate at once. max_prompt_len: that of the longest prompt; None if it is unknown."""
     from sampling.backends.memory import max_batch_size
-    from sampling.backends.prepare import warm_up_compile
-    length = (longest or engine.backend.config.block_size) + max_new_tokens
-    engine.batch_size = batch_size or max_batch_size(engine.backend, length, workers.local_world_size)
-    if compile:
-        warm_up_compile(engine.backend, longest, workers.batch_sizes(total, engine.batch_size), engine.params, log)
+    length = (max_prompt_len or backend.config.block_size) + max_new_tokens
+    return batch_size or max_batch_size(backend, length, workers.local_world_size)
 
 
 def show_and_save(samples, outputs, printer, progress):
@@ -161,7 +165,8 @@ def show_and_save(samples, outputs, printer, progress):
 if __name__ == '__main__':
     setup_console(is_main=Workers().is_main)
     with report_user_errors(status=2):
-        settings = override(globals(), sys.argv[1:], check_settings, log, ALIASES, training_settings)
+        settings = override(globals(), sys.argv[1:], validate=check_settings, log=log, aliases=ALIASES,
+                            ignore=training_settings)
     shorten_spinning() # this and the next come before torch is imported
     pause_garbage_collection()
     if settings["dtype"] != "bfloat16": # AMX makes its prompts and batches faster

@@ -1,4 +1,4 @@
-"""The messages of the package for its user. sample.py shows them itself; without a log, they go to Python's logging."""
+"""Log: where messages for the user go. sample.py passes its console's log. By default, they go to Python's logging."""
 import logging
 from collections.abc import Callable
 from functools import cache

@@ -1,18 +1,15 @@
 """The interactive session: the model stays loaded, each line is a prompt, and its sample streams to the terminal."""
-import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
 from sampling.generation.engine import Engine
 from sampling.inputs.notices import log_cropped, warn_about_stop_texts
 from sampling.inputs.prompts import PromptSource, parse_start
+from sampling.line_input import input_line, line_editing
 from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choose_seed
@@ -24,7 +21,7 @@ def type_names(annotation: type) -> list[str]:
 
 
 # The settings that a command may change, and the types of their values.
-REPL_TYPES = {field.name: type_names(field.type) for field in fields(SamplingParams) if field.name != "num_logprobs"}
+REPL_TYPES = {f.name: type_names(f.type) for f in fields(SamplingParams) if f.name != "num_logprobs"}
 REPL_TYPES["show_probs"] = ["bool"]
 SETTING_FLAG = re.compile(rf"(?<!\S)--(?=({'|'.join(REPL_TYPES)})\b)") # in a session, settings begin with a colon
 DEFAULT_START = "\n" # the default of the setting start
@@ -187,56 +184,3 @@ def log_for_session(text: str) -> None:
 def show_help() -> None:
     """Show the help."""
     log(HELP)
-
-
-def is_tty_session() -> bool:
-    """Whether a user types at a terminal and sees the samples there."""
-    return is_tty(sys.stdin) and is_tty(sys.stdout)
-
-
-def input_line() -> str:
-    """Read a line. A user at a terminal sees "> " first, on standard error if standard output is not a terminal."""
-    if is_tty(sys.stdin) and not is_tty(sys.stdout) and is_tty(sys.stderr):
-        print("> ", end="", file=sys.stderr, flush=True)
-    line = input("> " if is_tty_session() else "").removesuffix("\r") # a file may have the line ends of Windows
-    if line.find("\n") == len(line) - 1: # a single line, pasted with its newline
-        line = line.removesuffix("\n")
-    if "\n" in line: # the history file holds one entry per line
-        replace_last_history_item(repr(line))
-    return line
-
-
-def replace_last_history_item(line: str) -> None:
-    """Replace the last entry of the history, which the arrow keys recall."""
-    import readline
-    if length := readline.get_current_history_length():
-        readline.replace_history_item(length - 1, line)
-
-
-@contextmanager
-def line_editing() -> Iterator[None]:
-    """Give input() on a terminal line editing, the history of earlier sessions, and multi-line paste."""
-    try:
-        import readline
-    except ImportError: # on Windows the console itself edits lines
-        readline = None
-    if readline is None or not is_tty_session():
-        yield
-        return
-    if os.environ.get("TERM") != "dumb":
-        readline.parse_and_bind("set enable-bracketed-paste on") # Python disables it
-    path = history_path()
-    with suppress(OSError): # there may be no history yet
-        readline.read_history_file(path)
-    try:
-        yield
-    finally:
-        readline.set_history_length(1000)
-        with suppress(OSError): # without a home folder, the history ends with the session
-            path.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(path)
-
-
-def history_path() -> Path:
-    """Where the history of sessions is saved: https://specifications.freedesktop.org/basedir-spec."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "nanogpt-sample" / "history"

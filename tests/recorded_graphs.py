@@ -50,7 +50,7 @@ def record_graphs(monkeypatch):
     def capture(recording, pool, stream):
         recordings.append(recording)
         return recording
-    monkeypatch.setattr(GraphedSteps, "uses_graphs", True)
+    monkeypatch.setattr(GraphedSteps, "can_capture", True)
     for name, value in dict(current_stream="stream", set_stream=None, synchronize=None, graph_pool_handle=(0, 1), Stream="capture stream").items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -12,11 +12,7 @@ from oracles import reference_generate, reference_generate_with_context_shift
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.sampler.sample_token import TokenSampler
-
-
-def random_prompt(length, rows=1, seed=0):
-    return torch.randint(SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
-
+from streams import random_prompt
 
 # ---- generate
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import terminal
-from sampling import repl
+from sampling import line_input
 from sampling.generation.engine import Engine
 from sampling.outputs.printer import Printer
 from sampling.repl import Session, run_repl
@@ -249,8 +249,8 @@ def test_a_session_reads_windows_lines_from_a_pipe(run_script, char_checkpoint):
 @pytest.mark.parametrize("pasted, line", [("The\n", "The"), ("The\nO\n", "The\nO\n"), ("\n", "")], ids=repr)
 def test_a_pasted_line_may_have_its_newline(pasted, line, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt: pasted)
-    monkeypatch.setattr(repl, "replace_last_history_item", lambda line: None)
-    assert repl.input_line() == line
+    monkeypatch.setattr(line_input, "replace_last_history_item", lambda line: None)
+    assert line_input.input_line() == line
 
 
 def test_samples_of_a_failed_prompt_file_count(run_script, char_checkpoint, tmp_path):

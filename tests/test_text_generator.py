@@ -84,7 +84,7 @@ def test_invalid_arguments_raise_value_error(generator, arguments):
 
 
 @pytest.mark.parametrize("settings", [dict(dtype="int4"), dict(dtype="int8", compile=True), dict(device="tpu"), dict(device=None), dict(draft=5), dict(draft=""), dict(exact="no"), dict(name="no-such-folder/x/y")], ids=str)
-def test_what_cannot_be_loaded_raises_value_error(settings, monkeypatch):
+def test_invalid_options_and_names_raise_value_error(settings, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError):
         sampling.load(**{"name": str(PROJECT / "out-shakespeare-char"), **settings})

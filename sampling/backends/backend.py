@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model import GPTConfig
-from sampling.sampler.sample_token import SampleFn
+from sampling.sampler.sample_fn import SampleFn
 
 TokenStream = Generator[Tensor, list[int] | None, None]
 
@@ -22,8 +22,8 @@ class Backend(Protocol):
     # Finished rows leave a batch when at most this share of its rows is unfinished. It is below 1 if new CUDA graphs
     # cost more than idle rows.
     compaction_ratio: float
-    # If True, sample_token must not synchronise, and logits_are_finite tells what it would check.
-    forbids_sync: bool
+    # Whether sample_token may synchronise with the GPU. If not, logits_are_finite tells what it would check.
+    allow_sync: bool
     # Whether each sample must be generated alone, with nanoGPT's own operations.
     is_exact: bool
 
@@ -38,7 +38,7 @@ class Backend(Protocol):
     def logits_are_finite(self) -> Tensor | None:
         """Whether all logits of the latest stream were finite: a tensor of one bool, on the device.
 
-        None without forbids_sync: then sample_token raises the error.
+        None with allow_sync: then sample_token raises the error.
         """
 
     def release_memory(self) -> None:

@@ -9,14 +9,14 @@ import torch
 from model import GPT, KVCache
 from sampling.backends.backend import TokenStream
 from sampling.backends.memory import estimate_bytes_per_sample
-from sampling.sampler.sample_token import Logits, SampleFn
+from sampling.sampler.sample_fn import Logits, SampleFn
 
 
 class EagerGPT:
     """Runs GPT.generate_stream. With compile, torch.compile compiles GPT.forward."""
     is_exact = False
     compaction_ratio = 1.0
-    forbids_sync = False # sample_token checks the logits at every step
+    allow_sync = True # sample_token checks the logits at every step
 
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device

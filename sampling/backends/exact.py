@@ -14,7 +14,7 @@ from sampling.backends.cuda.graph_capture import capture_graph
 from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.log import Log, warn
-from sampling.sampler.sample_token import Logits, SampleFn
+from sampling.sampler.sample_fn import Logits, SampleFn
 
 
 class ExactGPT:
@@ -24,7 +24,7 @@ class ExactGPT:
     """
     is_exact = True
     compaction_ratio = 1.0
-    forbids_sync = False # the sampler checks the logits at every step
+    allow_sync = True # the sampler checks the logits at every step
 
     def __init__(self, model: GPT, cuda_graphs: bool = True, log: Log = warn):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
@@ -49,12 +49,12 @@ class ExactGPT:
             raise ValueError("exact=True generates one sample at a time, without context_shift")
         for _ in range(max_new_tokens):
             window = idx[:, -self.config.block_size:]
-            token = sample_fn(Logits(self.next_logits(window)), window)
+            token = sample_fn(Logits(self.window_logits(window)), window)
             if (yield token) == []:
                 return
             idx = torch.cat([window, token], dim=1)
 
-    def next_logits(self, window: Tensor) -> Tensor:
+    def window_logits(self, window: Tensor) -> Tensor:
         """The logits (1, V) after the ids (1, T), from a graph if there is one. The next call may overwrite them.
 
         The first window of a length runs directly. The second one is also captured, so that a run of a single sample

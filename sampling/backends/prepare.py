@@ -8,18 +8,19 @@ from torch import nn
 from model import GPT
 from sampling.backends.backend import Backend
 from sampling.backends.memory import disable_malloc_trim
-from sampling.errors import is_out_of_memory
 from sampling.log import Log, warn
+from sampling.out_of_memory import is_out_of_memory
 from sampling.params import ModelOptions, SamplingParams
 
 DEFAULT_OPTIONS = ModelOptions()
+
 
 def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS,
                   log: Log = warn) -> Backend:
     """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
 
     dtype may be torch.int8 on a CPU, without compile and exact. Without exact, the result is a RollbackBackend, which
-    a draft and its target have to be. log: see CUDAGraphGPT.
+    speculative decoding needs. log gets a message if CUDA graphs do not work here.
     Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
     if dtype == torch.int8:
@@ -30,14 +31,7 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, options: M
     if options.exact:
         return prepare_exact(gpt, device, options.cuda_graphs, log)
     if device.type == "cuda":
-        from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
-        from sampling.backends.cuda.padded_head import PaddedHead, needs_padding
-        # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
-        if needs_padding(gpt.lm_head):
-            gpt.lm_head = PaddedHead(gpt.lm_head)
-        return CUDAGraphGPT(gpt, options.compile, options.cuda_graphs, log)
+        return prepare_cuda(gpt, options, log)
     backend = packed_or_eager(gpt, device, dtype, options)
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
@@ -63,6 +57,18 @@ def prepare_exact(gpt: GPT, device: torch.device, cuda_graphs: bool, log: Log) -
     else: # the random numbers would be the CPU's
         raise ValueError(f"exact=True needs CUDA or a CPU; got device={device.type}")
     return ExactGPT(gpt, cuda_graphs, log)
+
+
+def prepare_cuda(gpt: GPT, options: ModelOptions, log: Log) -> Backend:
+    """CUDAGraphGPT, with the settings of torch that it needs."""
+    from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
+    from sampling.backends.cuda.padded_head import PaddedHead, needs_padding
+    # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
+    if needs_padding(gpt.lm_head):
+        gpt.lm_head = PaddedHead(gpt.lm_head)
+    return CUDAGraphGPT(gpt, options.compile, options.cuda_graphs, log)
 
 
 def packed_or_eager(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions) -> Backend:

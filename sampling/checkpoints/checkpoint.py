@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sampling.errors import is_out_of_memory
+from sampling.out_of_memory import is_out_of_memory
 
 
 @dataclass

@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sampling.checkpoints.errors import first_sentence
-from sampling.checkpoints.pickle_scanner import MAX_BYTES
 
 if TYPE_CHECKING: # importing torch takes a second
     from torch import Tensor
 
+MAX_HEADER_BYTES = 2**23 # of a safetensors file
 MAX_JSON_BYTES = 2**21 # a config.json has about 1,000 bytes, the index of a large model has 100,000
 
 
-def read_safetensors(path: Path, max_header_bytes: int = MAX_BYTES) -> "dict[str, Tensor]":
+def read_safetensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> "dict[str, Tensor]":
     """The tensors of a safetensors file by name, memory-mapped. Raises ValueError if the file is damaged.
 
     The header is JSON. Parsing it takes many times its size in memory, so this function checks its length first.

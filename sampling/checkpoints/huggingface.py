@@ -5,9 +5,9 @@ from pathlib import Path
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.errors import first_sentence
 from sampling.checkpoints.hf_conversion import gpt2_model_args, rename_hf_keys, rescale_queries
-from sampling.checkpoints.hf_files import read_json, read_safetensors
+from sampling.checkpoints.hf_files import MAX_HEADER_BYTES, read_json, read_safetensors
 from sampling.checkpoints.other_programs import reject_nanogpt_layout, reject_safetensors, reject_safetensors_in
-from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_PICKLE_STEPS
+from sampling.checkpoints.pickle_scanner import MAX_PICKLE_STEPS
 from sampling.checkpoints.state_dict import (
     EMBEDDING,
     HEAD,
@@ -93,7 +93,7 @@ def read_weights(folder: Path) -> tuple[StateDict, Checksums]:
     state_dict, checksums = {}, []
     for path in paths:
         if path.suffix == ".safetensors": # this format has no checksums
-            tensors, own_checksums = read_safetensors(path, MAX_BYTES // len(paths)), set()
+            tensors, own_checksums = read_safetensors(path, MAX_HEADER_BYTES // len(paths)), set()
         else:
             tensors, own_checksums = read_torch_file(path, MAX_PICKLE_STEPS // len(paths))
         state_dict |= require_tensors(tensors, path)

@@ -17,7 +17,7 @@ from sampling.checkpoints.pickle_rules import StackItem, check_opcode, is_config
 
 # Valid files stay below these limits: a checkpoint of 12 layers with its optimizer needs a fortieth of
 # MAX_PICKLE_STEPS, a vocabulary of all Unicode characters needs two thirds.
-MAX_BYTES = 2**23 # of a pickle
+MAX_PICKLE_BYTES = 2**23 # of a pickle
 MAX_PICKLE_STEPS = 2**21 # of a pickle: its opcodes, and the values that they copy
 MAX_DEPTH = 100 # of nested values
 MAX_CONFIG_NAMES = 4 # different GPTConfigs in a pickle
@@ -47,14 +47,14 @@ def check_pickle(pickled: bytes, allowed_names: Collection[str] = (),
     an instance made without arguments, and filled with flat values. Raises RejectedFileError if loading the pickle
     could run code or cost far more than ordinary data; ValueError if the pickle is damaged.
     """
-    stream, scanner = io.BytesIO(pickled[:MAX_BYTES]), PickleScanner(allowed_names, max_steps)
+    stream, scanner = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), PickleScanner(allowed_names, max_steps)
     try:
         for opcode, argument, _ in pickletools.genops(stream):
             scanner.step(opcode, argument)
     except RejectedFileError:
         raise
     except (LookupError, ValueError, TypeError, AttributeError) as e:
-        require(len(pickled) <= MAX_BYTES, f"its pickle has more than {MAX_BYTES} bytes")
+        require(len(pickled) <= MAX_PICKLE_BYTES, f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
         raise ValueError(f"its pickle is damaged: {first_sentence(e)}") from None
     return CheckedPickle(stream.tell(), frozenset(scanner.config_names))
 

@@ -1,4 +1,4 @@
-"""Builds a model without initialising its weights."""
+"""SkipInit lets GPT.from_state_dict build a model without initial weights, because a checkpoint has them all."""
 from torch.overrides import TorchFunctionMode
 
 INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"

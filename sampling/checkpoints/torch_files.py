@@ -24,7 +24,7 @@ from sampling.checkpoints.errors import (
 )
 from sampling.checkpoints.other_programs import explain_forbidden_name
 from sampling.checkpoints.pickle_rules import ANY_CONFIG
-from sampling.checkpoints.pickle_scanner import MAX_BYTES, MAX_PICKLE_STEPS, CheckedPickle, check_pickle
+from sampling.checkpoints.pickle_scanner import MAX_PICKLE_BYTES, MAX_PICKLE_STEPS, CheckedPickle, check_pickle
 from sampling.checkpoints.zip_scanner import Checksums, check_zip
 
 ZIP_SIGNATURE = b"PK\3\4"
@@ -77,7 +77,7 @@ def check_old_file(path: Path, max_steps: int) -> tuple[Iterable[str], Checksums
     object, and the keys of its storages. The bytes of the storages follow, without checksums.
     """
     with open(path, "rb") as f:
-        head = f.read(5 * MAX_BYTES)
+        head = f.read(5 * MAX_PICKLE_BYTES)
     reject_tar(head)
     config_names: set[str] = set()
     for steps in (MAX_SMALL_STEPS, MAX_SMALL_STEPS, MAX_SMALL_STEPS, max_steps, max_steps // 4):

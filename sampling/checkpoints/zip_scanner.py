@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from sampling.checkpoints.errors import require
-from sampling.checkpoints.pickle_scanner import MAX_BYTES
+from sampling.checkpoints.pickle_scanner import MAX_PICKLE_BYTES
 
 Checksums = set[tuple[int, int]] # (bytes, CRC-32) of a file's records
 
@@ -59,7 +59,7 @@ def check_trailer(path: Path) -> int:
     require((end64, locator, end) == (b"PK\6\6", b"PK\6\7", b"PK\5\6") and not comment
             and start + length == end64_position == directory_end,
             "its directory of records is not where torch.save puts it")
-    require(length <= MAX_BYTES, "it has far more records than a model needs")
+    require(length <= MAX_PICKLE_BYTES, "it has far more records than a model needs")
     return start
 
 
@@ -67,7 +67,7 @@ def check_sizes(records: list[zipfile.ZipInfo]) -> None:
     """Stops zip bombs, which need compressed records, and pickles that are too long to scan."""
     require(all(record.compress_type == zipfile.ZIP_STORED for record in records), "one of its records is compressed")
     others = [record.file_size for record in records if record.filename.split("/")[1:2] != ["data"]]
-    require(max(others, default=0) <= MAX_BYTES, f"its pickle has more than {MAX_BYTES} bytes")
+    require(max(others, default=0) <= MAX_PICKLE_BYTES, f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
 
 
 def check_positions(path: Path, records: list[zipfile.ZipInfo], directory_start: int) -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 from sampling.params import SamplingParams
 from sampling.sampler.nanogpt_sampler import NanoGPTSampler
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_token import Logits, SampleFn, TokenSampler
+from sampling.sampler.sample_fn import Logits, SampleFn
+from sampling.sampler.sample_token import TokenSampler
 
 
 class Logprobs(NamedTuple):

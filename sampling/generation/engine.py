@@ -14,13 +14,13 @@ from torch import Tensor
 
 from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.memory import release_memory
-from sampling.errors import is_out_of_memory
 from sampling.generation.batch_sampler import BatchSampler, Logprobs
 from sampling.generation.batching import group_by_length, next_batch, visible_prompt
 from sampling.generation.detokenizer import IncrementalDetokenizer
-from sampling.generation.flush_schedule import MAX_STEPS_BETWEEN_COPIES, FlushSchedule
+from sampling.generation.flush_schedule import MAX_FLUSH_INTERVAL, FlushSchedule
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.log import Log, warn
+from sampling.out_of_memory import is_out_of_memory
 from sampling.params import Sample, SampleRequest, SamplingParams
 from sampling.sampler.logits import NOT_FINITE
 from sampling.sampler.per_row_rng import PerRowRNG
@@ -69,19 +69,19 @@ class Engine:
             num_logprobs = min(num_logprobs, self.backend.config.vocab_size)
         # On CUDA, nanoGPT computes in the dtype of the logits. On other devices it has no autocast: they are float32.
         in_own_dtype = self.backend.device.type == "cuda" and not self.is_huggingface
-        return BatchSampler(self.params, self.rng, num_logprobs, not self.backend.forbids_sync, in_own_dtype,
-                            self.backend.is_exact)
+        return BatchSampler(self.params, self.rng, num_logprobs, allow_sync=self.backend.allow_sync,
+                            in_own_dtype=in_own_dtype, is_exact=self.backend.is_exact)
 
     def rewind(self) -> None:
         """Let the next generate start at the seed again. Otherwise its samples follow those of the last one."""
         self.rng.rewind()
 
     @property
-    def sync_interval(self) -> int:
-        """How many steps to run, at most, between copies of the tokens to the host."""
-        # Except on CUDA, a copy costs little. After each copy, rows with a stop text can leave the batch.
-        copies_every_step = self.backend.device.type != "cuda" and (self.stream or self.params.stop_texts)
-        return 1 if copies_every_step else MAX_STEPS_BETWEEN_COPIES
+    def max_flush_interval(self) -> int:
+        """How many steps to run, at most, before the tokens are copied to the host."""
+        # Except on CUDA, a flush costs little. After each flush, rows with a stop text can leave the batch.
+        flushes_every_step = self.backend.device.type != "cuda" and (self.stream or self.params.stop_texts)
+        return 1 if flushes_every_step else MAX_FLUSH_INTERVAL
 
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Yield the finished samples in order, except those that are already saved.
@@ -113,9 +113,9 @@ class Engine:
                 if not ran_out:
                     raise
             if ran_out: # not in the except clause, where the error still holds the tensors of the batch
-                samples = self.discard_unfinished(batch) + samples
+                samples = self.recover_from_oom(batch) + samples
 
-    def discard_unfinished(self, batch: list[Sample]) -> list[Sample]:
+    def recover_from_oom(self, batch: list[Sample]) -> list[Sample]:
         """Halve the batch size after this batch ran out of memory. Returns its unfinished samples, without tokens."""
         self.batch_size = len(batch) // 2
         self.log(f"out of memory with {len(batch)} samples at once: going on with {self.batch_size}")
@@ -137,7 +137,7 @@ class Engine:
             return
         rows = [IncrementalDetokenizer(sample, self.tokenizer, self.params) for sample in samples]
         stream, last_steps = self.start_stream(samples, rng_states)
-        schedule, pending = FlushSchedule(self.sync_interval, self.stream), []
+        schedule, pending = FlushSchedule(self.max_flush_interval, self.stream), []
         selected = None # the rows to keep; None: all
         for step in range(1, max(last_steps) + 1):
             self.sampler.start_step(step - 1)
@@ -145,7 +145,7 @@ class Engine:
             selected = None
             if step in last_steps or len(pending) >= schedule.num_steps:
                 self.flush_tokens(pending, step, rows)
-                schedule.record_copy(len(pending))
+                schedule.record_flush(len(pending))
                 pending = []
                 yield
                 selected = self.rows_to_keep(rows)

@@ -18,7 +18,7 @@ from sampling.generation.draft_length import DraftLength
 from sampling.log import Log, each_once, warn
 from sampling.params import ModelOptions
 from sampling.sampler.logits import require_finite
-from sampling.sampler.sample_token import Logits, SampleFn
+from sampling.sampler.sample_fn import Logits, SampleFn
 
 
 def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions,
@@ -34,15 +34,15 @@ def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, optio
 class SpeculativeBackend:
     """The backend of the target, which samples the same tokens in less time, if the draft's proposals are good.
 
-    It works for a single sample inside the window of block_size tokens. Otherwise the target runs as without a draft.
-    log gets a message when that happens, once for each reason.
+    The draft is on for a single sample inside the window of block_size tokens, and with context_shift also past it.
+    Otherwise the target runs as without a draft, and log gets a message, once for each reason.
     """
 
     def __init__(self, target: RollbackBackend, draft: Draft, log: Log = warn):
         self.target, self.draft, self.draft_cost = target, draft.backend, draft.relative_cost
         self.log_once = each_once(log)
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
-        self.compaction_ratio, self.forbids_sync = target.compaction_ratio, target.forbids_sync
+        self.compaction_ratio, self.allow_sync = target.compaction_ratio, target.allow_sync
         # A copy of the target in 8 bits reads the target's own keys and values, instead of computing them again.
         self.shares_cache = draft.is_copy and type(target) is type(draft.backend)
         self.is_broken = False # whether the draft's logits were NaN or infinite
@@ -57,10 +57,10 @@ class SpeculativeBackend:
             yield from self.target.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
             return
         self.log_limits(idx.size(1) + max_new_tokens, context_shift)
-        ids, length = idx[:, -block_size:], DraftLength(self.draft_cost)
+        ids, draft_length = idx[:, -block_size:], DraftLength(self.draft_cost)
         while max_new_tokens:
             num_tokens = min(max_new_tokens, block_size + 1 - ids.size(1)) # the last one is sampled from a full window
-            ids = yield from self.decode_window(ids, num_tokens, sample_fn, length)
+            ids = yield from self.decode_window(ids, num_tokens, sample_fn, draft_length)
             max_new_tokens -= num_tokens
             if ids is None or not max_new_tokens:
                 return
@@ -70,7 +70,7 @@ class SpeculativeBackend:
                 return
 
     def decode_window(self, ids: Tensor, num_tokens: int, sample_fn: SampleFn,
-                      length: DraftLength) -> Generator[Tensor, list[int] | None, Tensor | None]:
+                      draft_length: DraftLength) -> Generator[Tensor, list[int] | None, Tensor | None]:
         """Continue ids (1, T) by num_tokens, which are at most one more than the window has room for.
 
         Yields each token (1, 1). Returns all ids, or None if the caller ends the stream.
@@ -83,7 +83,7 @@ class SpeculativeBackend:
             k = proposals.size(1)
             unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
             logits = self.target.next_logits(unread, cache, sample_fn.num_logits_needed, k + 1)
-            if self.forbids_sync: # otherwise sample_fn checks
+            if not self.allow_sync: # otherwise sample_fn checks
                 require_finite(logits.values)
             for num_accepted, row in enumerate(logits.values.split(1)):
                 token = sample_fn(Logits(row, logits.candidate_ids), ids)
@@ -95,12 +95,12 @@ class SpeculativeBackend:
             cache.seq_len = ids.size(1) - 1 # the keys and values of all tokens but the last one are right
             draft_cache.seq_len = min(draft_cache.seq_len, cache.seq_len)
             self.num_proposed, self.num_accepted = self.num_proposed + k, self.num_accepted + num_accepted
-            length.record(k, num_accepted)
+            draft_length.record(k, num_accepted)
             if ids.size(1) == end:
                 return ids
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
             room = min(end, self.draft.config.block_size + 2) - ids.size(1) - 1
-            num_proposals = 0 if self.is_broken else max(0, min(length.best(), room))
+            num_proposals = 0 if self.is_broken else max(0, min(draft_length.best(), room))
             proposals = self.propose(ids, num_proposals, draft_cache, sample_fn)
             cache.seq_len = ids.size(1) - 1 # forget what the draft wrote, if it shares the cache
 
@@ -116,10 +116,10 @@ class SpeculativeBackend:
                 token = sample_fn.propose(logits, extended, ahead)
             except ValueError:
                 return self.turn_off(ids)
-            if self.forbids_sync: # propose cannot check them, and a check at every step would wait for the GPU
+            if not self.allow_sync: # propose cannot check them, and a check at every step would wait for the GPU
                 logits_sum += logits.values.sum(dtype=torch.float32)
             extended = torch.cat([extended, token], dim=1)
-        if self.forbids_sync and not logits_sum.isfinite():
+        if not self.allow_sync and not logits_sum.isfinite():
             return self.turn_off(ids)
         return extended[:, ids.size(1):]
 
@@ -133,11 +133,11 @@ class SpeculativeBackend:
         """Whether the draft can save time with these prompts (B, T). If not, logs why."""
         if len(idx) > 1:
             self.log_once("the draft is off: several samples at once are faster without it; batch_size=1 turns it on")
-        elif DraftLength(self.draft_cost).best() == 0:
+            return False
+        if DraftLength(self.draft_cost).best() == 0:
             self.log_once("the draft is off: compared with the model, its steps take too long to gain time")
-        else:
-            return idx.size(1) > 0 # otherwise the target raises ValueError
-        return False
+            return False
+        return idx.size(1) > 0 # without tokens, the target raises ValueError
 
     def log_limits(self, num_tokens: int, context_shift: bool) -> None:
         """Say in advance where in a text of num_tokens the draft is off, because a message would interrupt the text."""

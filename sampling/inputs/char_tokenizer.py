@@ -4,7 +4,7 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 
-from sampling.checkpoints.pickle_scanner import MAX_BYTES, check_pickle
+from sampling.checkpoints.pickle_scanner import MAX_PICKLE_BYTES, check_pickle
 from sampling.inputs.token_ids import IdArray, id_list
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of ids that are not in the vocabulary
@@ -69,7 +69,7 @@ def read_meta(path: str | os.PathLike) -> tuple[dict, dict]:
     """
     try:
         with open(path, "rb") as file:
-            pickled = file.read(MAX_BYTES + 1)
+            pickled = file.read(MAX_PICKLE_BYTES + 1)
         check_pickle(pickled)
         meta = DataOnlyUnpickler(io.BytesIO(pickled)).load()
         if isinstance(meta, dict) and "stoi" not in meta:

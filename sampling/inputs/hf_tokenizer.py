@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sampling.checkpoints.errors import first_sentence
-from sampling.inputs.token_decoder import REPLACEMENT, IncrementalDecoder, make_decoders
+from sampling.inputs.token_decoder import REPLACEMENT, DecoderStage, make_decoders
 from sampling.inputs.token_ids import IdArray, id_list
 from sampling.inputs.tokenizer_files import read_tokenizer
 from sampling.inputs.tokenizer_json import check_tokenizer
@@ -70,7 +70,7 @@ class HFTokenizer:
         return REPLACEMENT if token is None else token
 
 
-def decode_tokens(decoders: list[IncrementalDecoder], tokens, last: bool) -> str:
+def decode_tokens(decoders: list[DecoderStage], tokens, last: bool) -> str:
     """Pass the next tokens through all decoders, and return their text."""
     tokens = list(tokens)
     for decoder in decoders:

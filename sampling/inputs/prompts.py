@@ -17,7 +17,7 @@ from sampling.params import Prompt, SampleRequest, SamplingParams
 
 FILE_KINDS = "FILE", "LINES", "JSONL"
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
-PARAM_NAMES = frozenset(field.name for field in fields(SamplingParams))
+PARAM_NAMES = frozenset(f.name for f in fields(SamplingParams))
 # The fields of a line in out_file, besides "prompt" and "id".
 RESULT_FIELDS = frozenset(["version", "index", "text", "num_tokens", "finish_reason", "cumulative_logprob", "logprobs",
                            "seed", "checkpoint", "settings"])

@@ -15,8 +15,8 @@ CLEANUP = ((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" 
            (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"))
 
 
-class IncrementalDecoder(Protocol):
-    """One of the decoders that turn tokens into text. Each takes what the one before it returns."""
+class DecoderStage(Protocol):
+    """One stage of a tokenizer.json's decoder. Each takes what the stage before it returns."""
 
     def feed(self, tokens: list[str], last: bool) -> list[str]:
         """Take the next tokens, and return the text that later tokens cannot change, in pieces.
@@ -42,7 +42,7 @@ class ByteLevel:
         self.decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def feed(self, tokens, last):
-        """See IncrementalDecoder.feed."""
+        """See DecoderStage.feed."""
         return [self.decode(b"".join(map(self._bytes, tokens)), last)]
 
     def _bytes(self, token: str) -> bytes:
@@ -59,7 +59,7 @@ class ByteFallback:
         self.run = bytearray()
 
     def feed(self, tokens, last):
-        """See IncrementalDecoder.feed."""
+        """See DecoderStage.feed."""
         finished = []
         for token in tokens:
             if byte := BYTE_TOKEN.fullmatch(token):
@@ -80,7 +80,7 @@ class PerTokenDecoder:
     """A decoder that turns each token into one text."""
 
     def feed(self, tokens, last):
-        """See IncrementalDecoder.feed."""
+        """See DecoderStage.feed."""
         return [self._text(token) for token in tokens]
 
     def _text(self, token: str) -> str:
@@ -103,7 +103,7 @@ class WordPiece(PerTokenDecoder):
 
 
 class Metaspace(PerTokenDecoder):
-    """The replacement character represents a space. The first token loses it if the tokenizer adds it there."""
+    """replacement, usually "▁", represents a space. The first token loses it if the tokenizer adds it there."""
 
     def __init__(self, replacement: str = "▁", prepend_scheme: str = "always"):
         self.replacement, self.is_first, self.drops_first = replacement, True, prepend_scheme != "never"
@@ -135,7 +135,7 @@ class SpaceJoin:
         self.is_first = True
 
     def feed(self, tokens, last):
-        """See IncrementalDecoder.feed."""
+        """See DecoderStage.feed."""
         spaced = [token if self.is_first and i == 0 else f" {token}" for i, token in enumerate(tokens)]
         self.is_first = self.is_first and not tokens
         return spaced
@@ -183,7 +183,7 @@ def strip_end(text: str, char: str, count: int) -> str:
     return text[:len(text) - min(count, len(text) - len(text.rstrip(char)))]
 
 
-def make_decoders(configs: list[dict]) -> list[IncrementalDecoder]:
+def make_decoders(configs: list[dict]) -> list[DecoderStage]:
     """Make new decoders from the configurations in a tokenizer.json.
 
     Raises RejectedFileError if they cannot decode one token at a time.
@@ -199,7 +199,7 @@ def make_decoders(configs: list[dict]) -> list[IncrementalDecoder]:
     return decoders
 
 
-def make_decoder(kind: str, options: dict) -> IncrementalDecoder:
+def make_decoder(kind: str, options: dict) -> DecoderStage:
     """Make a decoder that sees the tokens one by one."""
     if kind == "ByteLevel":
         return ByteLevel()
@@ -212,7 +212,7 @@ def make_decoder(kind: str, options: dict) -> IncrementalDecoder:
     return plain[kind](**options)
 
 
-def make_fused_decoder(kind: str, options: dict) -> IncrementalDecoder:
+def make_fused_decoder(kind: str, options: dict) -> DecoderStage:
     """Make a decoder after Fuse. Its result must not depend on how the text is split into pieces.
 
     Raises RejectedFileError if the result does.

@@ -7,7 +7,7 @@ from sampling.checkpoints.errors import RejectedFileError, first_sentence, requi
 from sampling.checkpoints.hf_files import read_json
 from sampling.inputs.tokenizer_json import FLAGS
 
-MAX_BYTES = 2**24 # of a vocabulary file; a tokenizer.json of 250,000 tokens has 12 million
+MAX_VOCAB_BYTES = 2**24 # of a vocabulary file; a tokenizer.json of 250,000 tokens has 12 million
 GPT2_CLASSES = {"", "GPT2Tokenizer"}
 BYTE_LEVEL_CLASSES = GPT2_CLASSES | {"RobertaTokenizer", "BartTokenizer", "PreTrainedTokenizer", "TokenizersBackend"}
 WORD_PIECE_CLASSES = {"", "BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "PreTrainedTokenizer",
@@ -218,18 +218,18 @@ def read_optional(path: Path) -> dict:
 def read_large_json(path: Path) -> dict:
     """The object in a JSON file that holds a vocabulary."""
     require_file(path)
-    return read_json(path, MAX_BYTES)
+    return read_json(path, MAX_VOCAB_BYTES)
 
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file. Raises RejectedFileError if it is too long or not UTF-8."""
     require_file(path)
-    require(path.stat().st_size <= MAX_BYTES, f"{path} has more than {MAX_BYTES} bytes")
+    require(path.stat().st_size <= MAX_VOCAB_BYTES, f"{path} has more than {MAX_VOCAB_BYTES} bytes")
     try:
         text = path.read_bytes().decode("utf-8")
     except ValueError as error:
         raise RejectedFileError(f"{path} is not UTF-8: {first_sentence(error)}") from None
-    require(text.count("\n") <= MAX_BYTES // 16, f"{path} has more than {MAX_BYTES // 16} lines")
+    require(text.count("\n") <= MAX_VOCAB_BYTES // 16, f"{path} has more than {MAX_VOCAB_BYTES // 16} lines")
     return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TextIO
 
-from sampling.errors import is_out_of_memory
+from sampling.out_of_memory import is_out_of_memory
 
 # Unicode's symbols for control characters, except tab and newline. A terminal would interpret the characters.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",

@@ -82,8 +82,9 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
     check_not_inputs(settings, checkpoint.path)
     overwrite = settings["overwrite"]
     paths = [settings[name] for name in ("out_file", "html_file") if settings[name] not in (None, "-")]
-    for path in paths if overwrite else []:
-        open_output(path).close() # so that neither file is emptied if one of them cannot be used
+    if overwrite:
+        for path in paths:
+            open_output(path).close() # so that neither file is emptied if one of them cannot be used
     jsonl = html = jsonl_printer = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
     checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32}

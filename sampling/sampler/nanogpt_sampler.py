@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sampling.sampler.logits import apply_top_k, require_finite
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_token import Logits
+from sampling.sampler.sample_fn import Logits
 
 
 @dataclass(frozen=True)

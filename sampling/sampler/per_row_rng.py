@@ -71,7 +71,7 @@ class PerRowRNG:
         self.numbers = self.numbers[:len(rows)]
 
     def draws_bits(self) -> bool:
-        """Whether self.numbers holds 64 random bits each, of which only the needed ones are made exponential."""
+        """Whether self.numbers holds 64 random bits for each token. exponentials converts those that are needed."""
         return self.run_generator.device.type == "cpu" and exponential_is_from_bits()
 
     def prefetch(self) -> None:

@@ -5,7 +5,6 @@ entry, in the order of the ids. sample_token computes the same from numbers that
 numbers of a sample do not depend on its batch.
 """
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,44 +20,9 @@ from sampling.sampler.logits import (
     top_k_with_ties,
 )
 from sampling.sampler.per_row_rng import PerRowRNG
+from sampling.sampler.sample_fn import Logits, Noise
 
 MIN_TEMPERATURE_WITHOUT_SYNC = 1e-30 # below it, float32 logits may overflow, and a check would synchronise a GPU
-
-
-class Logits(NamedTuple):
-    """A model's logits for the next token."""
-    values: Tensor # (B, V)
-    candidate_ids: Tensor | None = None # (K,): only these entries are exact, and the largest logits are among them
-
-
-class Noise(Protocol):
-    """A source of exponential random numbers."""
-
-    def __call__(self, shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
-        """Draw one number for each entry of shape (B, V). Return the numbers of ids (B, K), or all if ids is None."""
-
-
-class SampleFn(Protocol):
-    """Chooses the next token of each row of a batch."""
-
-    @property
-    def num_logits_needed(self) -> int | None:
-        """How many of the largest logits of a row must be exact; None or 0: all."""
-
-    def prefetch(self) -> None:
-        """Draw the random numbers of the next __call__, before a CUDA graph that holds __call__ runs."""
-
-    def repeat_noise(self) -> None:
-        """Let the next __call__ use the same random numbers as the latest one. Needs PerRowRNG."""
-
-    def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
-        """The ids (1, 1) that __call__ would return for these arguments, `ahead` calls after the next one.
-
-        It draws those random numbers now, and __call__ uses them later. Needs PerRowRNG, and a batch of one row.
-        """
-
-    def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
-        """Logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""
 
 
 def exponential_noise(shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
@@ -76,10 +40,10 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
     The settings apply in this order, as in transformers: repetition_penalty; temperature (0 takes the most likely
     token and draws no noise); top_k with all ties (None or 0: every token); top_p; min_p.
 
-    Raises ValueError if a logit is NaN or infinite. allow_sync=False does nothing that would synchronise a GPU: logits
-    are not checked, top_k keeps all V columns, and temperatures below 1e-30 count as 0.
-    in_own_dtype=True applies temperature and top_k in the dtype of the logits, as nanoGPT does under autocast, and
-    also takes temperatures below 1e-30 as 0. All else is computed in float32.
+    Raises ValueError if a logit is NaN or infinite. allow_sync=False does nothing that would synchronise a GPU: it does
+    not check logits, and top_k keeps all V columns. in_own_dtype=True applies temperature and top_k in the dtype of the
+    logits, as nanoGPT does under autocast; all else is computed in float32. In both modes, temperatures below 1e-30
+    count as 0.
     """
     values, shape = logits.values if in_own_dtype else logits.values.float(), logits.values.shape
     candidates = None # (B, K) the ids of the columns of values; None: values still has all V columns

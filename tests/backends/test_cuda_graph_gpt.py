@@ -16,12 +16,9 @@ from sampling.generation.batch_sampler import BatchSampler
 from sampling.params import SamplingParams
 from sampling.sampler.per_row_rng import PerRowRNG
 from sampling.sampler.sample_token import TokenSampler, exponential_noise
+from streams import random_prompt
 
 GREEDY = TokenSampler(temperature=0, allow_sync=False)
-
-
-def random_prompt(length, rows=1):
-    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 def generate(gpt, idx, max_new_tokens, sampler=GREEDY, context_shift=False):

@@ -11,7 +11,7 @@ from sampling.generation.engine import Engine
 from sampling.params import ModelOptions, SamplingParams
 from sampling.sampler.nanogpt_sampler import NanoGPTSampler
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_token import Logits
+from sampling.sampler.sample_fn import Logits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PROMPT = torch.tensor([[5, 17, 42]])
@@ -63,7 +63,7 @@ def test_logits_equal_nanogpts_bit_for_bit(dtype, length):
     """ExactGPT casts the weights once. Autocast casts them at every step."""
     window = torch.randint(61, (1, length), generator=torch.Generator().manual_seed(length))
     with torch.no_grad(), autocast(dtype):
-        expected, found = nanogpt_logits(make_gpt(), window), make_exact(dtype).next_logits(window)
+        expected, found = nanogpt_logits(make_gpt(), window), make_exact(dtype).window_logits(window)
     assert found.dtype == dtype and torch.equal(found, expected)
 
 
@@ -105,7 +105,7 @@ def test_the_engine_samples_with_nanogpts_operations():
 
 def test_every_model_gets_nanogpts_gelu():
     gpt, model = make_exact(torch.float32, gelu="tanh"), make_gpt()
-    assert torch.equal(gpt.next_logits(PROMPT), nanogpt_logits(model, PROMPT))
+    assert torch.equal(gpt.window_logits(PROMPT), nanogpt_logits(model, PROMPT))
     assert not torch.equal(make_gpt(gelu="tanh")(PROMPT)[0][:, -1], nanogpt_logits(model, PROMPT))
 
 
@@ -262,7 +262,7 @@ class TestCuda:
         with torch.no_grad(), autocast(dtype, "cuda"):
             expected = nanogpt_logits(make_gpt(**shape).cuda(), window)
             for _ in range(3): # directly, captured, replayed
-                assert torch.equal(gpt.next_logits(window), expected)
+                assert torch.equal(gpt.window_logits(window), expected)
 
     def test_a_capture_that_fails_changes_no_text_and_leaves_torch_usable(self, monkeypatch):
         forward = ExactGPT.forward

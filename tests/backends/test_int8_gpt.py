@@ -17,15 +17,12 @@ from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.draft import share_weights
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.sampler.sample_token import TokenSampler
+from streams import random_prompt
 
 skip_without_int8()
 pytestmark = pytest.mark.usefixtures("all_threads")
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
-
-
-def random_prompt(length, rows):
-    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
 def with_rounded_weights(gpt):
@@ -100,7 +97,7 @@ def test_the_demo_predicts_nearly_as_well_as_in_float32():
     assert 0 < divergence < 0.002, "with 8 bits for the inputs too, it is four times the measured 0.0007"
 
 
-def test_keep_plain_leaves_the_gpt_to_another_backend():
+def test_share_weights_leaves_the_gpt_to_another_backend():
     model, idx = make_gpt(**WIDE), random_prompt(10, 2)
     with torch.no_grad():
         expected = model(idx)[0][:, -1]

@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 
 from cases import cases
-from int8_support import normal, skip_without_int8
+from int8_support import skip_without_int8
 from sampling.backends.cpu import int8_linear, int8_products
-from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, quantize_weight, tiny
+from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, quantize_weight
 from sampling.backends.cpu.int8_products import GEMM, GEMV, OneDNNLimits, onednn_limits
+from streams import normal
 
 skip_without_int8()
 pytestmark = pytest.mark.usefixtures("all_threads")
@@ -101,7 +102,6 @@ def test_the_default_dtype_of_the_caller_does_not_matter(fresh_check):
     torch.set_default_dtype(torch.float64)
     try:
         onednn_limits.cache_clear()
-        tiny.cache_clear()
         found = Int8Linear(rows)(x)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from int8_support import normal, skip_without_int8
+from int8_support import skip_without_int8
 from sampling.backends.cpu import int8_products
 from sampling.backends.cpu.int8_linear import Int8Linear, quantize_weight
 from sampling.backends.cpu.int8_products import (
@@ -15,6 +15,7 @@ from sampling.backends.cpu.int8_products import (
     onednn_limits,
     split_digits,
 )
+from streams import normal
 
 skip_without_int8()
 pytestmark = pytest.mark.usefixtures("all_threads")

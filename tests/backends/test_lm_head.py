@@ -9,7 +9,7 @@ from sampling.backends.cpu import lm_head
 from sampling.backends.cpu.lm_head import Bfloat16Approximation, ShortlistLMHead, exact_logits
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.cpu.packed_linear import is_supported
-from sampling.sampler.sample_token import TokenSampler
+from streams import generate, normal
 
 pytestmark = [pytest.mark.skipif(not is_supported(torch.bfloat16), reason="this torch lacks the operators"), pytest.mark.usefixtures("all_threads")]
 
@@ -20,11 +20,6 @@ V, E = 5000, 256
 def small_heads_count_as_large(monkeypatch):
     monkeypatch.setattr(lm_head, "MIN_PARAMS", 1)
     monkeypatch.setattr(lm_head, "MIN_WIDTH", 1)
-
-
-def normal(*shape, seed=0):
-    """Normally distributed numbers."""
-    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
 
 
 def misleading(part):
@@ -79,11 +74,6 @@ def test_the_error_bound_is_tight(part):
     x, weight = misleading(part)
     logits, error = Bfloat16Approximation(weight)(x)
     assert error < 1.1 * (logits[0] - x.double()[0] @ weight.double().T).abs().max()
-
-
-def generate(gpt, idx, max_new_tokens, **settings):
-    """The same result as GPT.generate, from a backend."""
-    return torch.cat([idx, *gpt.generate_stream(idx, max_new_tokens, TokenSampler(**settings))], dim=1)
 
 
 @pytest.mark.parametrize("settings, length", cases(

@@ -10,20 +10,12 @@ from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.cpu.packed_linear import NARROW, PackedLinear, is_supported
 from sampling.backends.prepare import cast_linears
 from sampling.sampler.sample_token import TokenSampler
+from streams import generate, random_prompt
 
 pytestmark = [pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators"), pytest.mark.usefixtures("all_threads")]
 
 WIDE = dict(n_embd=NARROW, n_head=4, n_layer=2)
 PROCESSORS = ["Intel", "AMD"]
-
-
-def random_prompt(length, rows):
-    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
-def generate(gpt, idx, max_new_tokens, **settings):
-    """The same result as GPT.generate, from a backend."""
-    return torch.cat([idx, *gpt.generate_stream(idx, max_new_tokens, TokenSampler(**settings))], dim=1)
 
 
 def prefill_in_parts(gpt, idx, parts):

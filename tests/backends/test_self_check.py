@@ -27,7 +27,7 @@ def small_buckets(monkeypatch):
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_where_everything_works_nothing_is_said(cuda_graphs, recordings):
+def test_no_message_is_logged_if_every_check_passes(cuda_graphs, recordings):
     gpt = make_backend(cuda_graphs=cuda_graphs)
     found, expected = generate(gpt, top_k=20)
     assert found == expected and gpt.messages == [] and bool(recordings) == cuda_graphs
@@ -184,7 +184,7 @@ class TestCuda:
         assert draws_like_multinomial(torch.device("cuda", 0), vocab_size)
 
     @pytest.mark.parametrize("cuda_graphs", [True, False])
-    def test_where_everything_works_nothing_is_said(self, cuda_graphs):
+    def test_no_message_is_logged_if_every_check_passes(self, cuda_graphs):
         gpt = make_backend("cuda", cuda_graphs=cuda_graphs)
         found, expected = generate(gpt, top_k=20)
         assert found == expected and gpt.messages == []

@@ -163,7 +163,8 @@ def main():
     rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        make_models(folder, ["124M", "774M", "10.6M", "0.8M"] if options.device == "cpu" else ["124M", "XL", "10.6M"])
+        large = {"cpu": [] if options.quick else ["774M"], "cuda": ["XL"]}[options.device]
+        make_models(folder, ["124M", *large, "10.6M", *(["0.8M"] if options.device == "cpu" else [])])
         all_cases = cpu_cases if options.device == "cpu" else cuda_cases
         cases, limits = [case for case in all_cases(folder, options.quick) if options.only in case.row], []
         processes = [(row, name, command, []) for row, name, command in whole_processes(folder, options.device)

@@ -91,8 +91,9 @@ def lines_of(optimisation):
 def main():
     """Time both cases of each pair in turn for several rounds, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="a checkout of the other commit")
-    parser.add_argument("--optimisations", action="store_true")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--against", type=Path, help="a checkout of the other commit")
+    mode.add_argument("--optimisations", action="store_true", help="what each optimisation gains")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="only lines with this text in their name")
     options = parser.parse_args()

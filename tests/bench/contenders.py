@@ -29,7 +29,7 @@ def run_nanogpt(folder, samples, length, prompt, device):
     import torch
 
     from model import GPT
-    from sampling.text_generator import load_by_name
+    from sampling.checkpoints.by_name import load_by_name
     model = GPT.from_checkpoint(load_by_name(str(folder))).to(device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         for _ in range(samples):
@@ -161,8 +161,6 @@ def save_transformers(folder, shape):
 def print_limits(folder, device):
     """Print the memory bandwidth in bytes/s, and the rates of float32 and bfloat16 matrix products in FLOP/s."""
     import torch
-    if device == "cuda":
-        torch.set_float32_matmul_precision("high") # TF32, as in sample.py
     print(memory_bandwidth(device), matrix_rate(device, torch.float32), matrix_rate(device, torch.bfloat16))
 
 

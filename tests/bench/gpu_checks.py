@@ -19,14 +19,12 @@ from gpu_setup import (
     TEMPERATURE,
     TOP_K,
     Scale,
-    autocast,
     make_engine,
     make_gpu_backend,
     make_model,
     run_engine,
     set_nanogpt_flags,
 )
-from torch import Tensor
 
 from oracles import nanogpt_generate
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
@@ -37,9 +35,9 @@ from sampling.backends.cuda.self_check import (
     draws_like_multinomial,
     logits_error,
 )
-from sampling.sampler.logits import apply_top_k
+from sampling.backends.devices import autocast
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_token import Logits, TokenSampler
+from sampling.sampler.sample_token import TokenSampler
 
 
 def check_cells(scale: Scale):
@@ -92,7 +90,7 @@ def check_graphs(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
             return run_engine(engine, dtype, 8, [1, 2]), 0
         return run_engine(engine, dtype, 8, [1, 2]), sum(map(bool, engine.backend.state.graphs.values()))
     found, num_graphs = sample()
-    with patch.object(GraphedSteps, "uses_graphs", False):
+    with patch.object(GraphedSteps, "can_capture", False):
         expected, _ = sample()
     return {"samples_equal": f"{count_equal(found, expected)} of 8", "graphs": num_graphs}
 
@@ -109,20 +107,6 @@ def check_exact(scale: Scale, shape: dict, dtype: torch.dtype, where: str) -> di
             "graphs_used": sum(map(bool, graphs)), "graphs_refused": graphs.count(None)}
 
 
-class Divided:
-    """A SampleFn that divides by the temperature in a dtype."""
-    num_logits_needed = None
-
-    def __init__(self, dtype: torch.dtype, rng: PerRowRNG):
-        self.dtype, self.rng, self.prefetch, self.repeat_noise = dtype, rng, rng.prefetch, rng.repeat
-
-    def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
-        values = logits.values.to(self.dtype) / TEMPERATURE
-        values = apply_top_k(values, min(TOP_K, values.size(-1)))
-        probs = values.float().softmax(dim=-1)
-        return (probs / self.rng(probs.shape, None, probs.device)).argmax(dim=-1, keepdim=True)
-
-
 def check_default(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
     """The first token at which the default path leaves nanoGPT's loop, with each kind of division."""
     new_tokens, messages, found = scale.checked_tokens, [], {}
@@ -132,8 +116,9 @@ def check_default(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
         rng = PerRowRNG(SEED, scale.device, draws_per_sample=new_tokens, vocab_size=shape["vocab_size"])
         rng.set_rows([rng.state_for_sample(index) for index in range(4)])
         idx = torch.tensor([[1, 2, 3]] * 4, device=scale.device)
+        sampler = TokenSampler(TEMPERATURE, TOP_K, noise=rng, allow_sync=False, in_own_dtype=name != "float32")
         with autocast(scale.device, dtype):
-            tokens = torch.cat(list(gpt.generate_stream(idx, new_tokens, Divided(DTYPES[name], rng))), dim=1)
+            tokens = torch.cat(list(gpt.generate_stream(idx, new_tokens, sampler)), dim=1)
         pairs = zip(tokens.tolist(), expected, strict=True)
         found[f"first_differences_{name}_division"] = [first_difference([a], [b]) for a, b in pairs]
     return {**found, "messages": messages}

@@ -16,6 +16,7 @@ sys.path.insert(0, str(PROJECT / "tests")) # contenders has added PROJECT
 
 from model import GPT, GPTConfig
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
+from sampling.backends.devices import autocast
 from sampling.backends.prepare import cast_linears, prepare_model
 from sampling.generation.engine import Engine
 from sampling.params import ModelOptions, Prompt, SampleRequest, SamplingParams
@@ -100,11 +101,6 @@ def run_engine(engine: Engine, dtype: torch.dtype, num_samples: int, prompt: lis
     requests = [SampleRequest(first + i, Prompt(""), prompt) for i in range(num_samples)]
     with autocast(engine.backend.device, dtype):
         return [sample.token_ids for sample in engine.generate(requests) if sample.finish_reason]
-
-
-def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Autocast as sample.py uses it."""
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 # ---- nanoGPT's loop

@@ -12,7 +12,6 @@ from gpu_setup import (
     TEMPERATURE,
     TOP_K,
     Scale,
-    autocast,
     make_engine,
     make_model,
     nanogpt_loop,
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sampling.backends.cuda import padded_head, static_forward
+from sampling.backends.devices import autocast
 from sampling.backends.prepare import warm_up_compile
 
 PROMPT = [1]

@@ -10,7 +10,8 @@ from measure import machine
 def report(cases, processes, limits, rounds, device):
     """All results in Markdown."""
     limits = [statistics.median(values) for values in zip(*limits, strict=True)]
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ctranslate2") if find_spec(name))
+    modules = {"torch": "torch", "transformers": "transformers", "ctranslate2": "ctranslate2", "llama-cpp-python": "llama_cpp"}
+    packages = ", ".join(f"{name} {version(name)}" for name, module in modules.items() if find_spec(module))
     lines = [f"{machine(device)}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; matrix "
              f"products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32, {limits[2] / 1e9:,.0f} in bfloat16.", "",
              "| | | tokens/s | x nanoGPT's loop | of the limit |", "|---|---|---:|---:|---|"]
@@ -45,7 +46,7 @@ def share_of_limit(case, bandwidth, float32, bfloat16):
         if length <= window: # the weights and the cache are read once
             read = size * (layers * block + head + case.batch_size * 2 * layers * width * length) / bandwidth
             work = 2 * case.batch_size * (layers * block + head + 2 * layers * width * length) / rate
-        else: # the whole window; the last layer needs only keys and values, and half of attention is masked
+        else: # the whole window; the last layer needs only queries, keys and values, and half of attention is masked
             read = 0
             work = 2 * case.batch_size * window * ((layers - 1) * (block + width * window) + 3 * width**2) / rate
         reading, computing = (reading + read, computing) if read > work else (reading, computing + work)

@@ -9,7 +9,7 @@ from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import packed_or_eager
 from sampling.generation.engine import Engine
-from sampling.generation.flush_schedule import MAX_STEPS_BETWEEN_COPIES
+from sampling.generation.flush_schedule import MAX_FLUSH_INTERVAL
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.params import ModelOptions
 
@@ -25,8 +25,8 @@ class GPULikeEngine(Engine):
     """Copies tokens to the host as rarely as on a GPU."""
 
     @property
-    def sync_interval(self):
-        return MAX_STEPS_BETWEEN_COPIES
+    def max_flush_interval(self):
+        return MAX_FLUSH_INTERVAL
 
 
 @pytest.fixture

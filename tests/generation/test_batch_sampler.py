@@ -5,7 +5,7 @@ import torch
 from sampling.generation.batch_sampler import BatchSampler
 from sampling.params import SamplingParams
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_token import Logits
+from sampling.sampler.sample_fn import Logits
 
 CPU, V = torch.device("cpu"), 9
 LOGITS = torch.randn(6, 3, V, generator=torch.Generator().manual_seed(1)) # 6 steps, 3 rows

@@ -42,7 +42,7 @@ def test_log_probabilities_of_16_steps_are_copied_together(tokenizer, make_engin
 @pytest.mark.parametrize("num_steps", [1, 5, 16])
 @pytest.mark.parametrize("make_engine", ["graphs"], indirect=True)
 def test_streaming_shows_the_same_text_however_rarely_tokens_are_copied(tokenizer, make_engine, num_steps, copies, monkeypatch):
-    monkeypatch.setattr(engine_module.FlushSchedule, "record_copy", lambda self, steps: setattr(self, "num_steps", num_steps))
+    monkeypatch.setattr(engine_module.FlushSchedule, "record_flush", lambda self, steps: setattr(self, "num_steps", num_steps))
     requests, cursors = make_requests(tokenizer, PROMPTS[:3]), {}
     expected, texts = [tokenizer.decode(ids) for ids in reference_token_ids(requests)], [""] * 3
     copies.clear()
@@ -56,7 +56,7 @@ def test_streaming_shows_the_same_text_however_rarely_tokens_are_copied(tokenize
 @pytest.mark.parametrize("device, is_huggingface, expected", [("cuda", False, True), ("cuda", True, False), ("cpu", False, False), ("mps", False, False)])
 def test_only_on_cuda_and_for_a_checkpoint_the_sampler_computes_in_the_dtype_of_the_logits(tokenizer, make_engine, device, is_huggingface, expected):
     engine = make_engine(make_gpt(), tokenizer, is_huggingface=is_huggingface)
-    engine.backend = SimpleNamespace(device=torch.device(device), config=engine.backend.config, is_exact=False, forbids_sync=device == "cuda")
+    engine.backend = SimpleNamespace(device=torch.device(device), config=engine.backend.config, is_exact=False, allow_sync=device != "cuda")
     assert engine.new_sampler().sample.in_own_dtype == expected
 
 

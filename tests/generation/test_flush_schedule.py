@@ -21,7 +21,7 @@ def test_while_streaming_tokens_are_copied_every_30_ms_or_16_steps(milliseconds,
     for _ in range(3):
         num_steps = schedule.num_steps
         clock[0] += num_steps * milliseconds / 1000
-        schedule.record_copy(num_steps)
+        schedule.record_flush(num_steps)
         assert schedule.num_steps == expected
 
 
@@ -32,7 +32,7 @@ def test_the_schedule_follows_steps_that_become_slower(clock):
     for milliseconds in 50, 1, 9, 9, 2.9:
         num_steps = schedule.num_steps
         clock[0] += num_steps * milliseconds / 1000
-        schedule.record_copy(num_steps)
+        schedule.record_flush(num_steps)
         found.append(schedule.num_steps)
     assert found == [1, 16, 3, 3, 10]
 
@@ -42,5 +42,5 @@ def test_otherwise_the_number_of_steps_is_fixed(max_steps, stream, clock):
     schedule = FlushSchedule(max_steps, stream)
     for milliseconds in 0, 500, 0.1:
         clock[0] += milliseconds / 1000
-        schedule.record_copy(max_steps)
+        schedule.record_flush(max_steps)
         assert schedule.num_steps == max_steps

@@ -19,7 +19,7 @@ from sampling.generation.engine import Engine
 from sampling.generation.speculation import SpeculativeBackend
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.params import ModelOptions, SamplingParams
-from sampling.sampler.sample_token import Logits
+from sampling.sampler.sample_fn import Logits
 
 PARAMS = SamplingParams(max_new_tokens=28, temperature=0.9, top_k=30, seed=3)
 SHAPE = dict(block_size=32, n_embd=24, n_layer=2)

@@ -15,7 +15,7 @@ from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.backends.devices import autocast
 from sampling.generation.engine import Engine
-from sampling.generation.flush_schedule import MAX_STEPS_BETWEEN_COPIES
+from sampling.generation.flush_schedule import MAX_FLUSH_INTERVAL
 from sampling.generation.speculation import prepare_with_draft
 from sampling.params import ModelOptions, SamplingParams
 from sampling.sampler import per_row_rng
@@ -51,7 +51,7 @@ def gpu(request, monkeypatch):
     if request.param == "recorded":
         request.getfixturevalue("recordings")
     monkeypatch.setattr(per_row_rng, "exponential_is_from_bits", lambda: False) # a GPU draws with exponential_
-    monkeypatch.setattr(Engine, "sync_interval", MAX_STEPS_BETWEEN_COPIES)
+    monkeypatch.setattr(Engine, "max_flush_interval", MAX_FLUSH_INTERVAL)
     return "cpu"
 
 
@@ -143,7 +143,7 @@ def replay_nothing(monkeypatch):
 
 @with_graphs
 @pytest.mark.parametrize("breaks", [fail_to_capture, replay_nothing])
-def test_where_graphs_do_not_work_the_samples_are_the_same_and_one_line_says_so(tokenizer, folders, gpu, breaks, monkeypatch, caplog):
+def test_without_working_graphs_the_samples_are_the_same_and_one_line_says_so(tokenizer, folders, gpu, breaks, monkeypatch, caplog):
     expected = run(prepare(), tokenizer)
     reason, backend = breaks(monkeypatch), prepare(folders["half_right"])
     for _ in range(2):

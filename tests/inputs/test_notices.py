@@ -51,7 +51,7 @@ def test_gpt2s_encoding_can_produce_all_text(gpt2_encoding):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_tokenizer_produces_gets_no_warning(tmp_path, kind):
+def test_a_stop_text_that_the_tokenizer_can_produce_gets_no_warning(tmp_path, kind):
     """Any part of a text, also one that begins or ends inside a word."""
     save_tokenizer(kind, tmp_path)
     tokenizer, rng = HFTokenizer(find_tokenizer(tmp_path), 10**6), random.Random(kind)
@@ -66,7 +66,7 @@ def test_what_a_tokenizer_produces_gets_no_warning(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind, stop", [("wordpiece", "KING"), ("wordpiece", "\n\n"), ("suffix", "The"), ("words", "\n"), ("unigram", "<|endoftext|>")])
-def test_what_a_tokenizer_changes_or_drops_gets_a_warning(tmp_path, kind, stop):
+def test_a_stop_text_that_the_tokenizer_changes_or_drops_gets_a_warning(tmp_path, kind, stop):
     save_tokenizer(kind, tmp_path)
     tokenizer = HFTokenizer(find_tokenizer(tmp_path), 10**6)
     assert len(warnings_of([stop], tokenizer)) == 1

@@ -1,6 +1,5 @@
 """Which files of a folder make its tokenizer, and what the settings beside them change."""
 import json
-import os
 import random
 from pathlib import Path
 
@@ -86,13 +85,14 @@ def test_half_a_tokenizer_is_refused(missing, byte_level):
     assert str(byte_level / "merges.txt") in str(error.value)
 
 
-def test_a_folder_that_asks_for_code_is_read_without_it(tmp_path):
+def test_a_folder_that_asks_for_code_is_read_without_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path) # the code would write to the working directory
     save_tokenizer("byte-level", tmp_path)
     before = load(tmp_path).encode("Hello world")
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     write(tmp_path, tokenizer_config=settings | AUTO_MAP)
     (tmp_path / "code.py").write_text("open('ran', 'w')")
-    assert load(tmp_path).encode("Hello world") == before and not os.path.exists("ran")
+    assert load(tmp_path).encode("Hello world") == before and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("settings", [

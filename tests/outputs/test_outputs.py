@@ -168,7 +168,7 @@ def test_a_run_of_many_prompts_does_not_resume_a_run_of_one(tmp_path):
         list(outputs.resume(iter(REQUESTS)))
 
 
-def test_what_a_terminal_cannot_show_of_the_lines_of_json_is_said(monkeypatch):
+def test_replaced_characters_in_lines_of_json_are_logged(monkeypatch):
     told = []
     monkeypatch.setattr("sampling.outputs.jsonl.log_replacements", lambda: told.append(True))
     open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32").write(finished_sample(0, "O", [make_token("x", 0.5)]))

@@ -44,7 +44,7 @@ def test_one_sample_is_not_plural(capsys, num_tokens, tokens):
     assert re.fullmatch(rf"1 sample, {tokens} in \d+\.\d s: [\d.]+ tokens/s\n", capsys.readouterr().err)
 
 
-def test_where_stderr_is_no_terminal_a_line_comes_every_half_minute(capsys, monkeypatch):
+def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(capsys, monkeypatch):
     for total, before, after in (5, "0 of 5 samples", "1 of 5 samples"), (None, "0 samples", "1 sample"):
         clock = iter([0, 10, 29, 31, 50, 62, 90, 93])
         monkeypatch.setattr(progress.time, "perf_counter", clock.__next__)

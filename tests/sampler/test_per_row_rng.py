@@ -4,7 +4,8 @@ import torch
 
 from sampling.sampler import per_row_rng
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_token import Logits, TokenSampler, exponential_noise, sample_token
+from sampling.sampler.sample_fn import Logits
+from sampling.sampler.sample_token import TokenSampler, exponential_noise, sample_token
 
 exponential_is_from_bits = per_row_rng.exponential_is_from_bits
 

@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from sampling.sampler.sample_token import Logits, TokenSampler, exponential_noise, sample_token
+from sampling.sampler.sample_fn import Logits
+from sampling.sampler.sample_token import TokenSampler, exponential_noise, sample_token
 
 FIVE = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]])
 
@@ -165,7 +166,7 @@ def test_float16_logits_do_not_overflow_at_a_low_temperature(temperature, value)
     assert sample(logits, temperature, 2, allow_sync=False, in_own_dtype=True).item() == 1
 
 
-def test_what_nanogpt_does_not_have_is_computed_in_float32():
+def test_settings_that_nanogpt_lacks_are_computed_in_float32():
     logits, ids = HALF_LOGITS.bfloat16(), torch.arange(1000).expand(256, 1000)
     for settings in dict(repetition_penalty=1.3), dict(top_p=0.9), dict(min_p=0.1):
         found = []

@@ -1,12 +1,12 @@
 """User errors of every kind. Each ends the script with one error line that says what is wrong, what is allowed, and what to do."""
 import json
-import os
 import pickle
 
 import pytest
 import torch
 
 from models import make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
+from pickled_call import CreatesFile
 
 FAST = "--num_samples=1", "--max_new_tokens=5"
 BAD = { # arguments, exit status, a part of the error line
@@ -157,16 +157,9 @@ def test_bad_input_is_one_error_line(run_script, bad_input_folder, arguments, st
 
 
 def test_no_code_in_a_checkpoint_or_vocabulary_runs(run_script, tmp_path):
-    class Touch:
-        def __init__(self, name):
-            self.name = name
-
-        def __reduce__(self):
-            return os.system, (f"touch '{tmp_path / self.name}'",)
-
-    save_checkpoint(tmp_path / "a", make_gpt(), optimizer=Touch("ran-a"))
+    save_checkpoint(tmp_path / "a", make_gpt(), optimizer=CreatesFile(tmp_path / "ran-a"))
     save_checkpoint(tmp_path / "b", make_gpt())
-    (tmp_path / "b" / "meta.pkl").write_bytes(pickle.dumps({"stoi": {}, "itos": Touch("ran-b")}))
+    (tmp_path / "b" / "meta.pkl").write_bytes(pickle.dumps({"stoi": {}, "itos": CreatesFile(tmp_path / "ran-b")}))
     for out_dir in "ab":
         done = run_script(f"--out_dir={tmp_path / out_dir}", *FAST)
         assert done.returncode == 1 and "could run code" in done.stderr and done.stdout == ""

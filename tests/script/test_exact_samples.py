@@ -57,7 +57,7 @@ def test_a_file_of_a_normal_run_has_no_such_setting(run_script, folder):
     assert "exact" not in json.loads((folder / "a.jsonl").read_text().splitlines()[0])["settings"]
 
 
-def test_what_nanogpt_lacks_is_one_error_line(run_script, folder):
+def test_a_setting_that_nanogpt_lacks_is_one_error_line(run_script, folder):
     done = run_script(*RUN, "--top_p=0.9", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: exact=True does only what nanoGPT does: leave out top_p=0.9, or exact\n"

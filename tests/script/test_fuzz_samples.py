@@ -20,7 +20,8 @@ from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.outputs.jsonl import JsonlWriter, LineFormat
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token
-from sampling.sampler.sample_token import Logits, exponential_noise, sample_token
+from sampling.sampler.sample_fn import Logits
+from sampling.sampler.sample_token import exponential_noise, sample_token
 
 # ---- sampling a token
 

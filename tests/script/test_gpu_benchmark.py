@@ -54,7 +54,7 @@ def test_every_section_runs_without_a_gpu():
 
 
 @pytest.mark.slow
-def test_its_runs_of_the_script_are_equal():
+def test_repeated_runs_of_the_script_in_the_benchmark_are_equal():
     lines = measure("--only=script")
     assert len(lines) == 6 and [line for line in lines if "error" in line or "skipped" in line] == []
     assert all(line.get("equal", line.get("jsonl_equal") and line.get("html_equal")) for line in lines)

@@ -31,7 +31,7 @@ def test_a_settings_file_is_found_in_any_folder_and_next_to_the_script(script, t
     (["a.py"], "a.py: "), (["b.py", "a.py"], "a.py: "), (["a.py", "b.py", "--text=x"], "a.py: "), (["--count=13"], ""),
     (["a.py", "--count=13"], ""), (["b.py", "--count=13"], ""), (["c.py", "--flag"], "c.py: "), (["--count=13", "b.py"], ""),
 ], ids=str)
-def test_what_validate_refuses_in_a_file_names_the_file(script, tmp_path, arguments, where):
+def test_the_error_for_an_invalid_value_names_the_file_that_set_it(script, tmp_path, arguments, where):
     (tmp_path / "a.py").write_text("count = 13\n")
     (tmp_path / "b.py").write_text("rate = 0.5\n")
     (tmp_path / "c.py").write_text("rate = 13.0\n")

@@ -4,7 +4,7 @@ Weights are quantized per output channel, activations per token: each has a scal
 usually has 9 to 15 bits, so the weights decide the error, even if a few channels are a hundred times larger than the
 others. No token changes the product of another, because products are exact.
 """
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from sampling.checkpoints.mapped_memory import pages_of, release_pages
 
 MAX_WEIGHTS = 2**17 # rounded at once, so that little memory is needed and left behind
 MAX_ACTIVATIONS = 2**20 # multiplied at once: more do not stay in the processor's cache
-TINY = 2.0**-100 # added to scales, so that a row of zeros is not divided by zero
+TINY = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales, so that a row of zeros is not divided by zero
 
 
 class QuantizedWeight(NamedTuple):
@@ -82,12 +82,6 @@ class Int8Linear:
     def multiply(self, x: Tensor) -> Tensor:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(tiny(), norm, self.scale_per_norm) # (N, 1)
+        scale = torch.addcmul(TINY, norm, self.scale_per_norm) # (N, 1)
         y = (self.gemv if len(x) == 1 else self.gemm)(x, scale).mul_(scale)
         return y.mul_(self.scales) if self.bias is None else torch.addcmul(self.bias, y, self.scales)
-
-
-@cache
-def tiny() -> Tensor:
-    """TINY as a tensor, because torch.add takes no number as its first argument."""
-    return torch.tensor(TINY, dtype=torch.float32)

@@ -1,7 +1,8 @@
-"""Products of activations with whole numbers from -127 to 127, for one token and for many: exact, and so always equal.
+"""Exact products of activations with weights in 8 bits: by GEMV for one token, and by GEMM for many.
 
-Activations become whole numbers too, as large as they can be if all sums of products must stay below 2**24. float32
-adds such numbers exactly, in any order. So the two operators have the same results to the last bit.
+The weights are whole numbers from -127 to 127. Activations become whole numbers too, as large as they can be if all
+sums of products must stay below 2**24. float32 adds such numbers exactly, in any order. So both products have the same
+results to the last bit.
 """
 import math
 from functools import cache, reduce
@@ -16,12 +17,15 @@ MAX_BAG_WIDTH = 384 # the sums of more columns do not stay in the processor's re
 
 
 def max_norm(values: Tensor) -> float:
-    """The largest norm of a row of activations, before rounding, with which all products with values are exact.
+    """The largest norm of a row of activations, before rounding, for which every product with values is exact.
 
-    By the inequality of Cauchy and Schwarz, no sum of products is larger than the product of two norms. GEMV also adds
-    up to 128 times an activation before it subtracts as much, and rounding adds up to a half to each activation. GEMM's
-    low digits are not larger than the activations, and base times its high digits are at most twice as large: these
-    sums are multiples of base, so they are exact too. No activation is larger than the norm.
+    A product is exact if its partial sums stay below MAX_SUM. By the Cauchy-Schwarz inequality, a partial sum is at
+    most the norm of the activations times the norm of a row of values. GEMV also adds up to 128 times each activation
+    and subtracts it again, so the norm of a row counts as 128 more. Rounding changes each activation by at most 1/2.
+
+    GEMM needs no other bound. Its low digits are not larger than the activations. base times its high digits is at most
+    twice as large, but the sums of these are multiples of base, so float32 has them exactly. split_digits sets the
+    second limit: no activation is larger than the norm.
     """
     largest = max(rows.float().norm(dim=1).max().item() for rows in values.split(1024)) # few rows need little memory
     return min(MAX_SUM / (largest + 128) - math.sqrt(values.size(1)) / 2, max_activation(onednn_limits().base))
@@ -129,7 +133,7 @@ def qlinear(digits: Tensor, zero_point: int, packed: Tensor, ones: Tensor, zeros
 
 
 class OneDNNLimits(NamedTuple):
-    """Sums of products of digits below base are exact up to 2**24, with weights of up to max_inputs input channels."""
+    """What oneDNN multiplies exactly here: digits below base, with weights of at most max_inputs input channels."""
     base: int
     max_inputs: int
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear, is_supported
-from sampling.sampler.sample_token import Logits
+from sampling.sampler.sample_fn import Logits
 
 MIN_PARAMS = 2**23 # a smaller weight stays in the processor's cache
 MIN_WIDTH = 256 # in a narrower head, the work for each token takes longer than reading its row

@@ -1,23 +1,20 @@
 """The backend for CPUs: packed weights, and few operations per token."""
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model import GPT, Block, generate_stream
+from model import GPT, generate_stream
 from sampling.backends.backend import TokenStream
 from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, quantize_weight
 from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
+from sampling.backends.cpu.packed_block import LayerNorm, MakeLinear, PackedBlock
 from sampling.backends.cpu.packed_cache import PackedCache
-from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear
+from sampling.backends.cpu.packed_linear import PackedLinear
 from sampling.backends.cpu.traced_blocks import DecodeStep
 from sampling.backends.memory import estimate_bytes_per_sample, release_memory
-from sampling.sampler.sample_token import Logits, SampleFn
-
-IGNORED = torch.empty((), dtype=torch.float32) # an argument of baddbmm
-MakeLinear = Callable[[Tensor, Tensor | None], LinearLayer] # from a weight and a bias
+from sampling.sampler.sample_fn import Logits, SampleFn
 
 
 class PackedGPT:
@@ -30,7 +27,7 @@ class PackedGPT:
     device = torch.device("cpu")
     is_exact = False
     compaction_ratio = 1.0
-    forbids_sync = False # sample_token checks the logits at every step
+    allow_sync = True # sample_token checks the logits at every step
 
     def __init__(self, gpt: GPT, pack_eagerly: bool = False, use_int8: bool = False):
         self.config = gpt.config
@@ -106,42 +103,6 @@ class PackedGPT:
         return estimate_bytes_per_sample(self.config, 2 * 4 * self.config.n_layer * self.config.n_embd, length)
 
 
-class PackedBlock:
-    """The layers of a model.Block, packed."""
-
-    def __init__(self, block: Block, linear: MakeLinear):
-        self.ln_1, self.ln_2 = LayerNorm(block.ln_1), LayerNorm(block.ln_2)
-        layers = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
-        self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
-            linear(layer.weight, layer.bias) for layer in layers)
-        self.gelu, self.n_head = block.mlp.gelu.approximate, block.attn.n_head
-        self.head_width = block.attn.c_proj.weight.size(0) // self.n_head # Python's number: torch.jit.trace has its own
-
-    def qkv(self, x: Tensor) -> Tensor:
-        """Queries, keys and values side by side: (..., E) -> (..., 3 * E)."""
-        return self.c_attn(self.ln_1(x))
-
-    def post_attention(self, x: Tensor, y: Tensor) -> Tensor:
-        """The residual stream x after the result y of attention and after the MLP: (..., E) each."""
-        x = self.attn_c_proj(y, residual=x)
-        return self.mlp_c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), residual=x)
-
-    def decode_step(self, x: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
-        """The residual stream x (B, E) of one more token of each row, after this block: (B, E).
-
-        Stores its key and value at this position, and attends to all up to it. keys, values: (B, H, capacity, D).
-        """
-        H, D = self.n_head, self.head_width
-        q, k, v = self.qkv(x).view(-1, 3, H, D).unbind(1) # (B, H, D) each
-        keys.select(2, position).copy_(k)
-        values.select(2, position).copy_(v)
-        q = q.reshape(-1, 1, D).float() # (B * H, 1, D)
-        keys, values = (tensor.flatten(0, 1)[:, :position + 1] for tensor in (keys, values)) # (B * H, S, D)
-        # baddbmm with beta=0 ignores its first argument and scales the product; bmm would need a second pass.
-        scores = torch.baddbmm(IGNORED, q, keys.mT, beta=0, alpha=D**-0.5) # (B * H, 1, S)
-        return self.post_attention(x, torch.bmm(scores.softmax(-1), values).view(-1, H * D))
-
-
 def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:
     """Pack the blocks one by one. Empties the list, so that each one's memory is free before the next one is packed."""
     return [PackedBlock(blocks.pop(0), linear) for _ in range(len(blocks))]
@@ -160,14 +121,3 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask = torch.ones(T, S, dtype=torch.bool).tril(S - T) if 1 < T < S else None # is_causal needs T == S
     y = F.scaled_dot_product_attention(q.to(k.dtype), k, v, attn_mask=mask, is_causal=1 < T == S)
     return y.transpose(1, 2).flatten(2)
-
-
-class LayerNorm:
-    """A model's LayerNorm. It is not a Module, because calling a Module takes longer."""
-
-    def __init__(self, module: nn.LayerNorm):
-        self.shape, self.weight, self.bias, self.eps = module.normalized_shape, module.weight, module.bias, module.eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(..., E) -> (..., E)."""
-        return torch.layer_norm(x, self.shape, self.weight, self.bias, self.eps)

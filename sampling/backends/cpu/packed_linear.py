@@ -1,9 +1,9 @@
 """Linear layers with weights in oneDNN's own layout.
 
-Except on Intel processors, F.linear reaches less than half of the memory bandwidth with one row; everywhere, less than
-half of the arithmetic rate with hundreds of rows. A packed product reaches both, and fuses bias, GELU and the residual
-addition. Inductor does the same when it freezes a model. On Intel processors, F.linear uses MKL, which is faster than
-oneDNN for few rows: see PackThresholds.
+With one row, F.linear reaches less than half of the memory bandwidth, except on Intel processors. With hundreds of
+rows, it reaches less than half of the arithmetic rate on every processor. A packed product reaches both, and fuses
+bias, GELU and the residual addition. Inductor does the same when it freezes a model. On Intel processors, F.linear uses
+MKL, which is faster than oneDNN for few rows: see PackThresholds.
 """
 import math
 import platform
@@ -54,7 +54,7 @@ def is_intel_cpu() -> bool:
 def is_supported(dtype: torch.dtype = torch.float32) -> bool:
     """Whether torch and the processor support the packed operators for this dtype. They are private to Inductor."""
     try:
-        # With fewer rows, so narrow a layer would use its plain weight, and not the operators.
+        # This layer is narrow: with fewer rows, it would use its plain weight instead of the operators.
         x = torch.ones(pack_thresholds(dtype).min_rows_narrow, 16, dtype=dtype)
         layer = PackedLinear(torch.ones(16, 16, dtype=dtype), pack_eagerly=True)
         layer(layer(x, gelu="tanh"), residual=x)
@@ -82,7 +82,7 @@ class PackedLinear:
     def __call__(self, x: Tensor, residual: Tensor | None = None, gelu: str | None = None) -> Tensor:
         """See LinearLayer."""
         x = x.to(self.dtype)
-        if self.packed is None and not torch.jit.is_tracing(): # a recording must not contain the packing
+        if self.packed is None and not torch.jit.is_tracing(): # a trace must not contain the packing
             rows = num_rows(x)
             if self.should_pack(rows):
                 self.pack()

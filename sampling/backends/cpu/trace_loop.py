@@ -1,20 +1,14 @@
 """Records the operators of a block with torch.jit, and makes a loop of them that runs many blocks."""
 import warnings
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class DecodeBlock(Protocol):
-    """A block of a PackedGPT."""
-
-    def decode_step(self, x: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
-        """See PackedBlock.decode_step."""
+from sampling.backends.cpu.packed_block import PackedBlock
 
 
-def trace_loop(block: DecodeBlock, inputs: tuple) -> Callable[..., Tensor]:
+def trace_loop(block: PackedBlock, inputs: tuple) -> Callable[..., Tensor]:
     """A function that runs blocks with the same operators as this one.
 
     inputs: the tensors of this block, then the arguments of its decode_step. A tensor that the block uses must be among

@@ -18,12 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from sampling.backends.cpu.packed_block import PackedBlock
 from sampling.backends.cpu.packed_cache import PackedCache
-from sampling.backends.cpu.trace_loop import DecodeBlock, layout_of, tensors_of, trace_loop
+from sampling.backends.cpu.trace_loop import layout_of, tensors_of, trace_loop
 
-# The steps of Python before the step that is traced.
+# How many steps run in Python before one is traced, and for how long.
 MIN_STEPS = 2 # the second may pack layers
-MIN_SECONDS = 0.3 # for all of them: tracing takes 0.05 s, and saves 5 to 25 % of a step
+MIN_SECONDS = 0.3 # tracing takes 0.05 s, and saves 5 to 25 % of a step
 
 LOCK = threading.Lock() # for tracing, because catch_warnings is not safe with threads
 
@@ -43,11 +44,12 @@ class TracedBlocks(NamedTuple):
 class DecodeStep:
     """All blocks of a PackedGPT, for one more token of each row."""
 
-    def __init__(self, blocks: list[DecodeBlock]):
+    def __init__(self, blocks: list[PackedBlock]):
         self.blocks = blocks
         self.seconds: defaultdict[int, list[float]] = defaultdict(list) # of the first steps, by number of rows
         self.loops: dict[tuple, Callable[..., Tensor]] = {} # by number of rows and layout_of
-        self.traced: WeakKeyDictionary[PackedCache, tuple[int, list[TracedBlocks]]] = WeakKeyDictionary() # and rows
+        # The number of rows and the blocks of each cache.
+        self.traced: WeakKeyDictionary[PackedCache, tuple[int, list[TracedBlocks]]] = WeakKeyDictionary()
         self.is_traceable = True
 
     def __call__(self, x: Tensor, cache: PackedCache) -> Tensor:
@@ -56,7 +58,7 @@ class DecodeStep:
         cache.seq_len += 1
         rows, traced = self.traced.get(cache, (0, []))
         if rows == len(x):
-            return run(traced, x, position)
+            return run_traced(traced, x, position)
         start = time.perf_counter()
         y = self.run_in_python(x, cache, position)
         seconds = self.seconds[len(x)]
@@ -65,7 +67,7 @@ class DecodeStep:
         elif self.is_traceable:
             with LOCK:
                 self.trace(x, cache, position, expected=y)
-            if not self.is_traceable: # a wrong recording may have stored wrong keys and values
+            if not self.is_traceable: # a wrong trace may have stored wrong keys and values
                 self.run_in_python(x, cache, position)
         return y
 
@@ -91,14 +93,14 @@ class DecodeStep:
                     self.loops[key] = trace_loop(self.blocks[start], inputs)
                 traced.append(TracedBlocks(self.loops[key], tensors, keys, values))
                 start += len(tensors)
-            self.is_traceable = len(self.loops) == num_loops or torch.equal(run(traced, x, position), expected)
+            self.is_traceable = len(self.loops) == num_loops or torch.equal(run_traced(traced, x, position), expected)
         except (AttributeError, OSError, RuntimeError): # no torch.jit, no source code, an operator it does not support
             self.is_traceable = False
         if self.is_traceable:
             self.traced[cache] = len(x), traced
 
 
-def run(traced: list[TracedBlocks], x: Tensor, position: int) -> Tensor:
+def run_traced(traced: list[TracedBlocks], x: Tensor, position: int) -> Tensor:
     """Run all blocks: (B, E) -> (B, E)."""
     with torch.jit.optimized_execution(False): # optimizing would take as long again, and gain nothing
         for blocks in traced:

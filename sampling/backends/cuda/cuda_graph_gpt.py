@@ -21,7 +21,7 @@ from sampling.backends.cuda.static_forward import StaticForward
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.log import Log, warn
 from sampling.sampler.logits import require_finite
-from sampling.sampler.sample_token import Logits, SampleFn
+from sampling.sampler.sample_fn import Logits, SampleFn
 
 
 class CUDAGraphGPT:
@@ -31,7 +31,7 @@ class CUDAGraphGPT:
     cuda_graphs=False launches the kernels one by one. log gets messages for the user.
     """
     is_exact = False
-    forbids_sync = True
+    allow_sync = False
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True, log: Log = warn):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
@@ -85,7 +85,7 @@ class CUDAGraphGPT:
         logits_are_finite does not cover them, because the caller may not use all of them.
         """
         if isinstance(cache, PassCache):
-            return Logits(cache.passes.next_logits(idx, cache, num_positions))
+            return Logits(cache.passes.pass_logits(idx, cache, num_positions))
         return self.model.next_logits(idx, cache, num_logits_needed, num_positions)
 
     def logits_are_finite(self) -> Tensor:

@@ -6,7 +6,7 @@ from model import KVCache, linear_dtype, window_length
 from sampling.backends.cuda.graphed_steps import GraphedSteps
 from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
-from sampling.sampler.sample_token import Logits, SampleFn
+from sampling.sampler.sample_fn import Logits, SampleFn
 
 # Each step attends to a multiple of this number of cached positions, or to all. Each number has its own graph.
 BUCKET = 128

@@ -54,7 +54,7 @@ class GraphedPasses(GraphedSteps):
         self.lent = weakref.ref(cache)
         return cache
 
-    def next_logits(self, idx: Tensor, cache: PassCache, num_positions: int) -> Tensor:
+    def pass_logits(self, idx: Tensor, cache: PassCache, num_positions: int) -> Tensor:
         """Read ids (1, T) after the tokens in the cache: the logits (num_positions, V) of the last positions.
 
         The next call may overwrite the logits: a graph always writes them to the same memory.

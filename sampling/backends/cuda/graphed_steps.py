@@ -18,8 +18,8 @@ class GraphedSteps:
         self.pool: tuple[int, int] | None = None # memory that the graphs share: they never run at the same time
 
     @property
-    def uses_graphs(self) -> bool:
-        """Whether steps run as CUDA graphs, if checks allow it. On a CPU they run directly, which only tests use."""
+    def can_capture(self) -> bool:
+        """Whether the device has CUDA graphs. On a CPU, where only tests run, every step runs directly."""
         return self.device.type == "cuda"
 
     def step(self, key: Key) -> tuple[Tensor, ...]:
@@ -46,7 +46,7 @@ class GraphedSteps:
 
         The first run creates what must not be created during a capture, such as the workspaces of cuBLAS.
         """
-        if not self.uses_graphs or not self.checks.use_graphs or key not in self.graphs:
+        if not self.can_capture or not self.checks.use_graphs or key not in self.graphs:
             self.graphs[key] = None
             self.run(key)
             return

@@ -1,7 +1,7 @@
 """Whether an exception means that memory ran out."""
 import pytest
 
-from sampling.errors import is_out_of_memory
+from sampling.out_of_memory import is_out_of_memory
 
 
 @pytest.mark.parametrize("text, expected", [
