@@ -49,7 +49,7 @@ def gpt2_cases(gpt2, batch_sizes):
 
 def gpt2_large_cases(source):
     """GPT-2 774M, by sample.py."""
-    row, lengths = "774M, 1 sample", (8, 328) # far apart, because the time to load 3 GB varies by seconds
+    row, lengths = "774M, 1 sample", (8, 264)
     return [
         Case(row, "sample.py float32", sample_py(f"--init_from={source}", 1), lengths, 1),
         Case(row, "sample.py int8", sample_py(f"--init_from={source}", 1, dtype="int8"), lengths, 1),
