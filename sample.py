@@ -65,10 +65,7 @@ interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model and its tokenizer; then generate, save and show samples.
-
-    settings: the globals above, by name, for functions of other files.
-    """
+    """Load the model, then generate, save and show samples. settings: the globals above, for functions elsewhere."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from sampling.backends.devices import autocast, dtype_name
