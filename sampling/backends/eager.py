@@ -7,17 +7,13 @@ from itertools import islice
 import torch
 
 from model import GPT, KVCache
-from sampling.backends.backend import TokenStream
+from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.sampler.sample_fn import Logits, SampleFn
 
 
-class EagerGPT:
+class EagerGPT(Backend):
     """Runs GPT.generate_stream. With compile, torch.compile compiles GPT.forward."""
-    is_exact = False
-    compaction_ratio = 1.0
-    allow_sync = True # sample_token checks the logits at every step
-
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         if compile:
@@ -39,12 +35,6 @@ class EagerGPT:
         """See CausalLM."""
         return self.model.next_logits(idx, cache, num_logits_needed, num_positions)
 
-    def logits_are_finite(self) -> None:
-        """None: sample_token has checked every step."""
-
-    def release_memory(self) -> None:
-        """Does nothing: nothing is kept between streams."""
-
     def warm_up_compile(self, idx, max_new_tokens: int, context_shift: bool = False) -> None:
         """See Backend.warm_up_compile."""
         # The same arguments as in the later call, because a cache of another capacity would need another graph.
@@ -59,19 +49,9 @@ class EagerGPT:
         return estimate_bytes_per_sample(self.config, sum(layer.nbytes for layer in cache.layers), length)
 
 
-class Greedy:
-    """A SampleFn that takes the most likely token and adds nothing to compile."""
-    num_logits_needed = None
-
-    def prefetch(self) -> None:
-        """Does nothing: no random numbers are needed."""
-
-    def repeat_noise(self) -> None:
-        """Does nothing, for the same reason."""
-
-    def propose(self, logits: Logits, ids, ahead: int):
-        """See SampleFn."""
-        return self(logits, ids)
+class Greedy(SampleFn):
+    """Takes the most likely token and adds nothing to compile."""
 
     def __call__(self, logits: Logits, ids):
+        """See SampleFn."""
         return logits.values.argmax(dim=-1, keepdim=True)

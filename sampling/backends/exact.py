@@ -4,40 +4,35 @@ A GPU chooses its kernels by the shapes of the operations, and other kernels rou
 nanoGPT's shape: the batch is 1, each step reads the whole window, and ln_f runs on all rows of it. Then the same GPU
 and torch compute nanoGPT's logits bit for bit, in any dtype. CUDA graphs run the same kernels with less overhead.
 """
-
 import torch
 from torch import Tensor, nn
 
 from model import GPT
-from sampling.backends.backend import TokenStream
-from sampling.backends.cuda.graph_capture import capture_graph
+from sampling.backends.backend import Backend, TokenStream
+from sampling.backends.cuda.graphed_steps import GraphedSteps
 from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.log import Log, warn
 from sampling.sampler.sample_fn import Logits, SampleFn
 
 
-class ExactGPT:
+class ExactGPT(GraphedSteps, Backend):
     """Runs a GPT as nanoGPT does. Its Linears must be cast already, which gives the weights that autocast would give.
 
+    A step reads a window of tokens and computes logits. Its key is the number of tokens.
     cuda_graphs=False runs every step directly. log gets a message if CUDA graphs do not work.
     """
     is_exact = True
-    compaction_ratio = 1.0
-    allow_sync = True # the sampler checks the logits at every step
 
     def __init__(self, model: GPT, cuda_graphs: bool = True, log: Log = warn):
-        self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
+        weight = model.lm_head.weight
+        super().__init__(SelfCheck(log, use_graphs=cuda_graphs), weight.device)
+        self.model, self.config = model, model.config
         for module in model.modules():
             if isinstance(module, nn.GELU):
                 module.approximate = "none" # nanoGPT has only this form
-        self.checks = SelfCheck(log, use_graphs=cuda_graphs and self.device.type == "cuda")
-        self.lengths: set[int] = set() # of all windows so far
-        self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {} # by length; None: it gave other logits
-        self.pool: tuple[int, int] | None = None # memory that the graphs share: they never run at the same time
-        # The graphs read window and write logits.
         self.window = torch.zeros(1, self.config.block_size, dtype=torch.long, device=self.device)
-        self.logits: Tensor | None = None # (1, V)
+        self.logits = torch.empty(1, self.config.vocab_size, dtype=weight.dtype, device=self.device)
 
     @torch.no_grad()
     def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
@@ -55,21 +50,17 @@ class ExactGPT:
             idx = torch.cat([window, token], dim=1)
 
     def window_logits(self, window: Tensor) -> Tensor:
-        """The logits (1, V) after the ids (1, T), from a graph if there is one. The next call may overwrite them.
-
-        The first window of a length runs directly. The second one is also captured, so that a run of a single sample
-        does not wait for graphs that it never replays.
-        """
+        """The logits (1, V) after the ids (1, T), from a graph if there is one. The next call overwrites them."""
         T = window.size(1)
-        if graph := self.graphs.get(T):
-            self.window[:, :T] = window
-            graph.replay()
-            return self.logits
-        logits = self.forward(window)
-        if self.checks.use_graphs and T in self.lengths and T not in self.graphs:
-            self.graphs[T] = self.try_capture(window, logits)
-        self.lengths.add(T)
-        return logits
+        self.window[:, :T] = window
+        self.run_or_replay(T)
+        return self.logits
+
+    def step(self, key: int) -> tuple[Tensor]:
+        """Read the first key tokens of the window. See GraphedSteps.step."""
+        return self.logits.copy_(self.forward(self.window[:, :key])),
+
+    run = step # no check is needed: forward runs nanoGPT's own operations
 
     def forward(self, idx: Tensor) -> Tensor:
         """Read ids (1, T) as nanoGPT does: returns the logits (1, V) of the last position."""
@@ -80,43 +71,9 @@ class ExactGPT:
         last = transformer.ln_f(x)[:, -1:].clone(memory_format=torch.contiguous_format) # aligned as nanoGPT's copy is
         return self.model.lm_head(last)[:, -1] # (1, 1, V) -> (1, V)
 
-    def try_capture(self, window: Tensor, logits: Tensor) -> torch.cuda.CUDAGraph | None:
-        """A CUDA graph for windows of this length. None if graphs fail here, or if its logits differ in any bit.
-
-        Raises ValueError if the GPU cannot go on in this process.
-        """
-        if self.logits is None:
-            self.logits = torch.empty_like(logits)
-        graph = None
-        try:
-            with torch.cuda.device(self.device):
-                graph = self.capture(window, logits)
-        except Exception as error: # a driver, an operator or too little memory: each has its own
-            self.checks.graphs_failed(error, self.device)
-            self.release_memory()
-        if graph is None and not any(self.graphs.values()):
-            self.pool = None # torch closes the pool when none of its graphs is kept
-        return graph
-
-    def capture(self, window: Tensor, logits: Tensor) -> torch.cuda.CUDAGraph | None:
-        """The graph of try_capture. Raises the error of a capture or replay that fails."""
-        T = window.size(1)
-        self.window[:, :T] = window
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        graph, _ = capture_graph(lambda: self.logits.copy_(self.forward(self.window[:, :T])), self.pool, self.device)
-        self.logits.fill_(torch.nan) # so that the replay must write all of them
-        graph.replay()
-        return graph if torch.equal(self.logits, logits) else None
-
-    def logits_are_finite(self) -> None:
-        """None: the sampler has checked every step."""
-
     def release_memory(self) -> None:
         """See Backend.release_memory."""
-        self.graphs, self.pool = {}, None
-
-    def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:
-        """Does nothing: nanoGPT does not compile what it samples with."""
+        self.drop_graphs()
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""

@@ -18,8 +18,8 @@ class Logprobs(NamedTuple):
     top_ids: Tensor # (B, n)
 
 
-class BatchSampler:
-    """The SampleFn of a batch: samples the next token of a row, or teacher-forces it while its prompt has more tokens.
+class BatchSampler(SampleFn):
+    """Samples the next token of a row, or teacher-forces it while its prompt has more tokens.
 
     Its tensors stay in place from batch to batch of the same size, because CUDA graphs may hold them.
     """

@@ -31,7 +31,7 @@ def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, optio
     return SpeculativeBackend(prepare_model(gpt, device, dtype, options, log), draft, log)
 
 
-class SpeculativeBackend:
+class SpeculativeBackend(Backend):
     """The backend of the target, which samples the same tokens in less time, if the draft's proposals are good.
 
     The draft is on for a single sample inside the window of block_size tokens, and with context_shift also past it.
@@ -162,9 +162,6 @@ class SpeculativeBackend:
         """See Backend.release_memory."""
         self.target.release_memory()
         self.draft.release_memory()
-
-    def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:
-        """Does nothing: a draft needs compile=False."""
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""

@@ -6,33 +6,18 @@ from torch import Tensor
 
 from sampling.sampler.logits import apply_top_k, require_finite
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_fn import Logits
+from sampling.sampler.sample_fn import Logits, SampleFn
 
 
 @dataclass(frozen=True)
-class NanoGPTSampler:
-    """A SampleFn that samples as nanoGPT does: it calls torch.multinomial itself, with the generator of each row.
+class NanoGPTSampler(SampleFn):
+    """Samples as nanoGPT does: it calls torch.multinomial itself, with the generator of each row.
 
     TokenSampler computes the tokens from numbers that PerRowRNG draws, and works in batches and CUDA graphs.
     """
     temperature: float
     top_k: int | None
     rng: PerRowRNG
-
-    @property
-    def num_logits_needed(self) -> None:
-        """See SampleFn.num_logits_needed."""
-        return None
-
-    def prefetch(self) -> None:
-        """Does nothing: torch.multinomial draws the random numbers."""
-
-    def repeat_noise(self) -> None:
-        """Does nothing: the graphs of ExactGPT do not sample."""
-
-    def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
-        """Raises NotImplementedError: exact=True has no draft."""
-        raise NotImplementedError
 
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """See SampleFn. Raises ValueError if a logit is NaN or infinite, or if the temperature makes it so."""

@@ -1,4 +1,5 @@
 """SampleFn: what a backend needs to choose tokens. Its input is Logits, and Noise is its source of random numbers."""
+from abc import abstractmethod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ class Noise(Protocol):
 
 
 class SampleFn(Protocol):
-    """Chooses the next token of each row of a batch."""
+    """Chooses the next token of each row of a batch. By default, it needs all logits, and no random numbers."""
 
     @property
     def num_logits_needed(self) -> int | None:
@@ -36,6 +37,8 @@ class SampleFn(Protocol):
 
         It draws those random numbers now, and __call__ uses them later. Needs PerRowRNG, and a batch of one row.
         """
+        raise NotImplementedError
 
+    @abstractmethod
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """Logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""

@@ -20,7 +20,7 @@ from sampling.sampler.logits import (
     top_k_with_ties,
 )
 from sampling.sampler.per_row_rng import PerRowRNG
-from sampling.sampler.sample_fn import Logits, Noise
+from sampling.sampler.sample_fn import Logits, Noise, SampleFn
 
 MIN_TEMPERATURE_WITHOUT_SYNC = 1e-30 # below it, float32 logits may overflow, and a check would synchronise a GPU
 
@@ -78,8 +78,8 @@ def argmax_id(scores: Tensor, candidates: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TokenSampler:
-    """A SampleFn that calls sample_token with fixed settings. Raises ValueError if top_k is negative."""
+class TokenSampler(SampleFn):
+    """Calls sample_token with fixed settings. Raises ValueError if top_k is negative."""
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None

@@ -152,7 +152,7 @@ def test_replayed_graphs_give_the_same_samples(dtype, make_graphed, recordings):
 def test_a_full_window_is_replayed_within_the_first_sample(make_graphed, recordings):
     gpt = make_graphed(torch.bfloat16)
     assert exact_samples(gpt, torch.bfloat16, 1, 30) == expected_samples(torch.bfloat16, 1, 30)
-    assert list(gpt.graphs) == [16] and len(recordings) == 1
+    assert [length for length, graph in gpt.graphs.items() if graph] == [16] and len(recordings) == 1
 
 
 @pytest.mark.parametrize("spoil", [lambda logits: logits[0, 7].mul_(1.01), lambda logits: logits[0, 7].fill_(torch.nan)], ids=["another-bit", "not-written"])
@@ -165,7 +165,8 @@ def test_a_graph_with_other_logits_is_not_used(spoil, make_graphed, monkeypatch)
             spoil(gpt.logits)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", BadGraph)
     assert exact_samples(gpt, torch.bfloat16, 4, 20) == expected_samples(torch.bfloat16, 4, 20)
-    assert gpt.graphs and set(gpt.graphs.values()) == {None}
+    assert not any(gpt.graphs.values()) and gpt.pool is None
+    assert gpt.messages == ["CUDA graphs do not work here (a replayed step computed other logits than the step itself): going on without them, slower"]
 
 
 def test_a_replay_that_writes_nothing_is_not_used(make_graphed, monkeypatch):
@@ -174,7 +175,7 @@ def test_a_replay_that_writes_nothing_is_not_used(make_graphed, monkeypatch):
     monkeypatch.setattr(class_, "replay", lambda graph: None)
     monkeypatch.setattr(class_, "__exit__", lambda graph, *error: super(class_, graph).__exit__(*error))
     assert exact_samples(gpt, torch.bfloat16, 3, 5) == expected_samples(torch.bfloat16, 3, 5)
-    assert gpt.graphs and set(gpt.graphs.values()) == {None}
+    assert len(gpt.messages) == 1 and not any(gpt.graphs.values())
 
 
 class FailingCapture:
@@ -225,22 +226,6 @@ def test_a_gpu_that_cannot_continue_gives_an_error_that_says_what_to_do(make_gra
         exact_samples(make_graphed(torch.bfloat16), torch.bfloat16, 2, 5)
 
 
-def test_a_pool_without_graphs_is_not_used_again(make_graphed, monkeypatch):
-    """torch refuses a capture into a pool whose graphs are all gone, if a tensor in it remains."""
-    pools, class_ = [], torch.cuda.CUDAGraph
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: pools.append(len(pools)) or (0, len(pools)))
-    replay = class_.replay
-
-    def replay_first_wrong(recording):
-        replay(recording)
-        if len(gpt.graphs) == 0:
-            gpt.logits[0, 7] += 1
-    monkeypatch.setattr(class_, "replay", replay_first_wrong)
-    gpt = make_graphed(torch.float32)
-    assert exact_samples(gpt, torch.float32, 2, 5) == expected_samples(torch.float32, 2, 5)
-    assert len(pools) == 2 and gpt.pool == (0, 2) and [bool(graph) for graph in gpt.graphs.values()] == [False] + [True] * 4
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 class TestCuda:
@@ -276,4 +261,4 @@ class TestCuda:
         gpt = prepare_model(make_gpt(), torch.device("cuda"), torch.bfloat16, ModelOptions(exact=True), log=messages.append)
         found = exact_samples(gpt, torch.bfloat16, 3, 20)
         assert found == expected_samples(torch.bfloat16, 3, 20, "cuda"), "this also draws from the default generator"
-        assert len(messages) == 1 and not gpt.graphs and torch.cuda.current_stream() == stream
+        assert len(messages) == 1 and not any(gpt.graphs.values()) and torch.cuda.current_stream() == stream

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model import GPT, generate_stream
-from sampling.backends.backend import TokenStream
+from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, quantize_weight
 from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
 from sampling.backends.cpu.packed_block import LayerNorm, MakeLinear, PackedBlock
@@ -17,7 +17,7 @@ from sampling.backends.memory import estimate_bytes_per_sample, release_memory
 from sampling.sampler.sample_fn import Logits, SampleFn
 
 
-class PackedGPT:
+class PackedGPT(Backend):
     """Computes the logits of a GPT. It takes over the GPT's layers: afterwards, the GPT itself has no layers.
 
     pack_eagerly: pack all layers now. Otherwise each layer is packed when packing saves time, and the last bits of the
@@ -25,9 +25,6 @@ class PackedGPT:
     use_int8: round all weights to 8 bits now.
     """
     device = torch.device("cpu")
-    is_exact = False
-    compaction_ratio = 1.0
-    allow_sync = True # sample_token checks the logits at every step
 
     def __init__(self, gpt: GPT, pack_eagerly: bool = False, use_int8: bool = False):
         self.config = gpt.config
@@ -88,15 +85,6 @@ class PackedGPT:
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """(B, T, 3 * E) -> queries, keys and values of every head: three of (B, H, T, D)."""
         return qkv.unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4).unbind()
-
-    def logits_are_finite(self) -> None:
-        """None: sample_token has checked every step."""
-
-    def release_memory(self) -> None:
-        """Does nothing: nothing is kept between streams."""
-
-    def warm_up_compile(self, idx, max_new_tokens: int, context_shift: bool = False) -> None:
-        """Does nothing: PackedGPT is not compiled."""
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""

@@ -8,12 +8,11 @@ the first step of each kind with the plain model. Tests on a CPU also run the st
 In speculative decoding, the model and its draft are two CUDAGraphGPTs. GraphedPasses has the graphs of their passes,
 which do not sample.
 """
-
 import torch
 from torch import Tensor
 
 from model import GPT, KVCache
-from sampling.backends.backend import TokenStream
+from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.cuda.decode_state import DecodeState, attended_keys, cache_capacity
 from sampling.backends.cuda.graphed_passes import GraphedPasses, PassCache
 from sampling.backends.cuda.self_check import SelfCheck
@@ -24,13 +23,12 @@ from sampling.sampler.logits import require_finite
 from sampling.sampler.sample_fn import Logits, SampleFn
 
 
-class CUDAGraphGPT:
+class CUDAGraphGPT(Backend):
     """Generates the same tokens as its GPT. With compile, torch.compile fuses the kernels of the graphs.
 
     The sample_fn of generate_stream runs inside a graph: it must not synchronise, and its tensors must stay in place.
     cuda_graphs=False launches the kernels one by one. log gets messages for the user.
     """
-    is_exact = False
     allow_sync = False
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True, log: Log = warn):
