@@ -18,7 +18,7 @@ def input_line() -> str:
     if is_tty(sys.stdin) and not is_tty(sys.stdout) and is_tty(sys.stderr):
         print("> ", end="", file=sys.stderr, flush=True)
     line = input("> " if is_tty_session() else "").removesuffix("\r") # a file may have the line ends of Windows
-    if line.find("\n") == len(line) - 1: # a single line, pasted with its newline
+    if line.count("\n") == 1: # a single line, pasted with its newline
         line = line.removesuffix("\n")
     if "\n" in line: # the history file holds one entry per line
         replace_last_history_item(repr(line))

@@ -1,13 +1,7 @@
 """Log: where messages for the user go. sample.py passes its console's log. By default, they go to Python's logging."""
 import logging
 from collections.abc import Callable
-from functools import cache
 
 Log = Callable[[str], None]
 
 warn: Log = logging.getLogger("sampling").warning
-
-
-def each_once(log: Log) -> Log:
-    """A log that passes on each message once."""
-    return cache(log)

@@ -67,10 +67,12 @@ def choose_seed(seed: int | str, log: Log) -> int:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue. A JSONL file may give it an id. location is its file and line, for error messages."""
+    """A text to continue. location is its file and line, for error messages. A JSONL file may also have an id and other
+    fields for it, which out_file repeats."""
     text: str
     id: Any = None
     location: str = ""
+    other_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,8 @@ class Session:
         elif command.split()[:1] and command.split()[0] in commands:
             raise ValueError(f":{command.split()[0]} takes no value")
         else:
-            name, _, text = command.replace("=", " ", 1).partition(" ")
-            self.change_setting(name.replace("-", "_"), text.strip())
+            name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
+            self.change_setting(name.replace("-", "_"), text)
 
     def show_settings(self) -> None:
         """List the settings that a command may change."""

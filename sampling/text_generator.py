@@ -1,6 +1,7 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
@@ -91,7 +92,7 @@ class TextGenerator:
         """
         engine, self.idle_engine = self.idle_engine, None
         if engine and (engine.params, engine.batch_size, engine.stream) == (params, batch_size, stream):
-            engine.rewind()
+            engine.rng.rewind() # its samples would follow those of the latest call
             return engine
         return Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream,
                       is_huggingface=self.is_huggingface)
@@ -103,6 +104,5 @@ class TextGenerator:
                 raise TypeError(f"a prompt must be a text; got {prompt!r:.100}")
         if not all(prompts):
             raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
-        encoded = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts]
-        repeated = [prompt_and_ids for prompt_and_ids in encoded for _ in range(num_samples)]
-        return [SampleRequest(index, prompt, ids) for index, (prompt, ids) in enumerate(repeated)]
+        encoded, indices = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts], count()
+        return [SampleRequest(next(indices), prompt, ids) for prompt, ids in encoded for _ in range(num_samples)]

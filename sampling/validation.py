@@ -51,7 +51,7 @@ def check_device(settings: Settings) -> None:
 
 
 def check_dtype(settings: Settings) -> None:
-    """Check the name of the dtype, and the settings that it allows. Raises ValueError, which says what is allowed."""
+    """Check the name of the dtype, and that no other setting excludes it. Raises ValueError with what is allowed."""
     require(settings, "dtype", lambda v: v in ("auto", "float32", "bfloat16", "float16", "int8"),
             "dtype must be auto, float32, bfloat16, float16 or int8")
     for name in "compile", "exact":

@@ -77,6 +77,8 @@ def test_commands_change_the_settings(session, run_script, char_checkpoint):
     session.wait_for("max_new_tokens=12")
     session.wait_for("temperature=0.5")
     session.wait_for("top_k=3")
+    session.type(":stop=a = b\n:settings\n")
+    session.wait_for("stop='a = b'")
 
 
 @pytest.mark.parametrize("typed, message", [

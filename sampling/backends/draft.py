@@ -12,8 +12,8 @@ from sampling.checkpoints.checkpoint import named_errors
 from sampling.log import Log, warn
 from sampling.params import ModelOptions
 
-# A step of one row takes the time to read its weights, and about the time of reading so many bytes for each layer:
-# norms, attention and the calls of all operators.
+# A step of one row reads all weights. In each layer, norms, attention and the calls of operators take about the time of
+# reading this many bytes more.
 OVERHEAD_BYTES_PER_LAYER = 10_000_000
 INT8_READ_TIME = 1.35 # of a byte of weights in 8 bits, compared with a byte of other weights
 
@@ -42,21 +42,20 @@ def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options
     name, draft_dtype = options.draft, torch.int8 if options.draft == "int8" else dtype
     with named_errors(f"draft={name}"):
         if name == "int8":
-            backend = prepare_int8_copy(target, device)
+            if device.type != "cpu":
+                raise ValueError(f"draft=int8 runs only on a CPU; got device={device}: use a smaller model as the "
+                                 "draft")
+            from sampling.backends.cpu.packed_gpt import PackedGPT
+            backend = PackedGPT(share_weights(target), use_int8=True)
         else:
             gpt = GPT.from_checkpoint(load_by_name(name, copy_weights=dtype != torch.int8))
-            require_same_vocabulary(name, gpt.config.vocab_size, target.config.vocab_size)
+            size, target_size = gpt.config.vocab_size, target.config.vocab_size
+            if size != target_size:
+                raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: "
+                                 "the two must be equal; choose another draft, or leave it out")
             backend = prepare_model(gpt, device, dtype, options, log)
-    cost = step_bytes(backend.config, draft_dtype.itemsize) / step_bytes(target.config, dtype.itemsize)
+    cost = step_cost(backend.config, draft_dtype.itemsize) / step_cost(target.config, dtype.itemsize)
     return Draft(backend, cost, is_copy=name == "int8")
-
-
-def prepare_int8_copy(target: GPT, device: torch.device) -> RollbackBackend:
-    """The target in 8 bits. Does not change the target. Raises ValueError if that is not possible or gains nothing."""
-    if device.type != "cpu":
-        raise ValueError(f"draft=int8 runs only on a CPU; got device={device}: use a smaller model as the draft")
-    from sampling.backends.cpu.packed_gpt import PackedGPT
-    return PackedGPT(share_weights(target), use_int8=True)
 
 
 def share_weights(gpt: GPT) -> GPT:
@@ -64,15 +63,8 @@ def share_weights(gpt: GPT) -> GPT:
     return copy.deepcopy(gpt, {id(tensor): tensor for tensor in gpt.state_dict(keep_vars=True).values()})
 
 
-def require_same_vocabulary(name: str, size: int, target_size: int) -> None:
-    """Raises ValueError if the vocabularies of a draft and its target have different sizes."""
-    if size != target_size:
-        raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: the two "
-                         "must be equal; choose another draft, or leave it out")
-
-
-def step_bytes(config: GPTConfig, bytes_per_weight: int) -> float:
-    """The time of a step of one row, as the number of bytes that a processor reads in that time."""
+def step_cost(config: GPTConfig, bytes_per_weight: int) -> float:
+    """The cost of a step of one row: the bytes of its weights, and OVERHEAD_BYTES_PER_LAYER."""
     E, inner = config.n_embd, config.n_inner or 4 * config.n_embd
     num_weights = config.n_layer * (4 * E * E + 2 * E * inner) + config.vocab_size * E
     read_time = num_weights * (INT8_READ_TIME if bytes_per_weight == 1 else bytes_per_weight)

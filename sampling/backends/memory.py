@@ -60,7 +60,7 @@ def disable_malloc_trim() -> None:
         libc.mallopt(M_MMAP_MAX, 0) # all allocations are on the heap
 
 
-def release_memory() -> None:
+def return_freed_memory() -> None:
     """Return freed memory to the GPU and the system.
 
     After disable_malloc_trim, the C library does not do so by itself.

@@ -23,26 +23,18 @@ def prepare_model(gpt: GPT, device: torch.device, dtype: torch.dtype, options: M
     speculative decoding needs. log gets a message if CUDA graphs do not work here.
     Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
-    if dtype == torch.int8:
-        return prepare_int8(gpt)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
-    cast_linears(gpt, dtype).to(device)
+    if dtype != torch.int8: # PackedGPT rounds the weights itself
+        cast_linears(gpt, dtype).to(device)
     if options.exact:
-        return prepare_exact(gpt, device, options.cuda_graphs, log)
-    if device.type == "cuda":
-        return prepare_cuda(gpt, options, log)
-    backend = packed_or_eager(gpt, device, dtype, options)
+        backend = prepare_exact(gpt, device, options.cuda_graphs, log)
+    elif device.type == "cuda":
+        backend = prepare_cuda(gpt, options, log)
+    else:
+        backend = packed_or_eager(gpt, device, dtype, options)
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
-    return backend
-
-
-def prepare_int8(gpt: GPT) -> Backend:
-    """PackedGPT in 8 bits. Raises ValueError if torch or the processor lacks the operators."""
-    from sampling.backends.cpu.packed_gpt import PackedGPT
-    backend = PackedGPT(gpt, use_int8=True)
-    disable_malloc_trim()
     return backend
 
 
@@ -52,9 +44,7 @@ def prepare_exact(gpt: GPT, device: torch.device, cuda_graphs: bool, log: Log) -
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high") # TF32
         torch.backends.cuda.enable_cudnn_sdp(True) # the default, which the normal backend changes
-    elif device.type == "cpu":
-        disable_malloc_trim()
-    else: # the random numbers would be the CPU's
+    elif device.type != "cpu": # the random numbers would be the CPU's
         raise ValueError(f"exact=True needs CUDA or a CPU; got device={device.type}")
     return ExactGPT(gpt, cuda_graphs, log)
 
@@ -76,8 +66,8 @@ def packed_or_eager(gpt: GPT, device: torch.device, dtype: torch.dtype, options:
     if device.type == "cpu" and not options.compile:
         from sampling.backends.cpu.packed_gpt import PackedGPT
         from sampling.backends.cpu.packed_linear import is_supported
-        if is_supported(dtype):
-            return PackedGPT(gpt, options.pack_eagerly)
+        if dtype == torch.int8 or is_supported(dtype):
+            return PackedGPT(gpt, options.pack_eagerly, use_int8=dtype == torch.int8)
     from sampling.backends.eager import EagerGPT
     return EagerGPT(gpt, options.compile)
 

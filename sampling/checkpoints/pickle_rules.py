@@ -14,7 +14,7 @@ HASHED_OPERANDS = {"SETITEM": slice(1, None, 2), "SETITEMS": slice(1, None, 2), 
 HASHING_CALLS = {"collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set"}
 
 # The settings of a model as an instance of a class, whose module is the program that saved them. Nobody imports it.
-ANY_CONFIG = "* GPTConfig" # allows it, among the allowed names
+ANY_CONFIG = "* GPTConfig" # among the allowed names, it allows a GPTConfig of any module
 CONFIG_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)* GPTConfig", re.ASCII)
 MAX_CONFIG_NAME = 200 # characters
 MAX_CONFIG_FIELDS, MAX_CONFIG_SIZE = 64, 1000 # a config's fields, and the values that they count for

@@ -5,7 +5,10 @@ INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
 class SkipInit(TorchFunctionMode):
-    """Skips torch's init functions. On the meta device, the first one makes torch import modules for a second."""
+    """Skips torch's init functions.
+
+    On the meta device, the first call of one would make torch import modules, which takes a second.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

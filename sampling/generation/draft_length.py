@@ -26,8 +26,10 @@ class DraftLength:
             self.num_accepted = DECAY * self.num_accepted + num_accepted
 
     def best(self) -> int:
-        """The number with the largest speedup, from 2 to 8; 0 if all are slower than no draft. Then it stays 0,
-        because nothing more is recorded."""
+        """How many tokens to propose: from 2 to 8, whichever has the largest speedup; 0 if no draft is faster.
+
+        After a 0, nothing more is recorded, so the draft stays off.
+        """
         k = max(range(MIN_PROPOSALS, MAX_PROPOSALS + 1), key=self.speedup)
         return k if self.speedup(k) > 1 else 0
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sampling.backends.backend import Backend, TokenStream
-from sampling.backends.memory import release_memory
+from sampling.backends.memory import return_freed_memory
 from sampling.generation.batch_sampler import BatchSampler, Logprobs
 from sampling.generation.batching import group_by_length, next_batch, visible_prompt
 from sampling.generation.detokenizer import IncrementalDetokenizer
@@ -72,10 +72,6 @@ class Engine:
         return BatchSampler(self.params, self.rng, num_logprobs, allow_sync=self.backend.allow_sync,
                             in_own_dtype=in_own_dtype, is_exact=self.backend.is_exact)
 
-    def rewind(self) -> None:
-        """Let the next generate start at the seed again. Otherwise its samples follow those of the last one."""
-        self.rng.rewind()
-
     @property
     def max_flush_interval(self) -> int:
         """How many steps to run, at most, before the tokens are copied to the host."""
@@ -105,15 +101,14 @@ class Engine:
         """Generate the samples; yields whenever they have new tokens. If memory runs out, halves the batch size."""
         while samples:
             batch, samples = samples[:self.batch_size], samples[self.batch_size:]
-            ran_out = False
             try:
                 yield from self.decode_batch(batch, rng_states)
+                continue
             except (MemoryError, RuntimeError) as error:
-                ran_out = is_out_of_memory(error) and len(batch) > 1
-                if not ran_out:
+                if len(batch) == 1 or not is_out_of_memory(error):
                     raise
-            if ran_out: # not in the except clause, where the error still holds the tensors of the batch
-                samples = self.recover_from_oom(batch) + samples
+            # This is not in the except clause, where the error still holds the tensors of the batch.
+            samples = self.recover_from_oom(batch) + samples
 
     def recover_from_oom(self, batch: list[Sample]) -> list[Sample]:
         """Halve the batch size after this batch ran out of memory. Returns its unfinished samples, without tokens."""
@@ -121,7 +116,7 @@ class Engine:
         self.log(f"out of memory with {len(batch)} samples at once: going on with {self.batch_size}")
         self.sampler = self.new_sampler() # CUDA graphs of the old sampler hold tensors that it no longer uses
         self.backend.release_memory()
-        release_memory()
+        return_freed_memory()
         unfinished = [sample for sample in batch if not sample.finish_reason]
         for sample in unfinished:
             self.report_tokens(sample, -sample.num_tokens)
@@ -135,7 +130,7 @@ class Engine:
                 sample.finish_reason = "length"
             yield
             return
-        rows = [IncrementalDetokenizer(sample, self.tokenizer, self.params) for sample in samples]
+        detokenizers = [IncrementalDetokenizer(sample, self.tokenizer, self.params) for sample in samples]
         stream, last_steps = self.start_stream(samples, rng_states)
         schedule, pending = FlushSchedule(self.max_flush_interval, self.stream), []
         selected = None # the rows to keep; None: all
@@ -144,15 +139,15 @@ class Engine:
             pending.append(StepOutput(stream.send(selected), self.sampler.copy_logprobs()))
             selected = None
             if step in last_steps or len(pending) >= schedule.num_steps:
-                self.flush_tokens(pending, step, rows)
+                self.flush_tokens(pending, step, detokenizers)
                 schedule.record_flush(len(pending))
                 pending = []
                 yield
-                selected = self.rows_to_keep(rows)
+                selected = self.rows_to_keep(detokenizers)
                 if selected == []:
                     break
                 if selected is not None:
-                    rows = [rows[i] for i in selected]
+                    detokenizers = [detokenizers[i] for i in selected]
                     self.sampler.select_rows(selected)
         with suppress(StopIteration):
             stream.send([])
@@ -166,13 +161,14 @@ class Engine:
         last_steps = {len(remainder) + self.params.max_new_tokens for remainder in self.sampler.prompt_remainders}
         return self.backend.generate_stream(idx, max(last_steps), self.sampler, self.params.context_shift), last_steps
 
-    def rows_to_keep(self, rows: list[IncrementalDetokenizer]) -> list[int] | None:
+    def rows_to_keep(self, detokenizers: list[IncrementalDetokenizer]) -> list[int] | None:
         """The indices of the unfinished rows; None: keep all rows, because too few have finished."""
-        unfinished = [i for i, row in enumerate(rows) if not row.sample.finish_reason]
-        is_worthwhile = len(unfinished) < len(rows) and len(unfinished) <= self.backend.compaction_ratio * len(rows)
+        unfinished = [i for i, detokenizer in enumerate(detokenizers) if not detokenizer.sample.finish_reason]
+        B = len(detokenizers)
+        is_worthwhile = len(unfinished) < B and len(unfinished) <= self.backend.compaction_ratio * B
         return unfinished if is_worthwhile else None
 
-    def flush_tokens(self, pending: list[StepOutput], step: int, rows: list[IncrementalDetokenizer]) -> None:
+    def flush_tokens(self, pending: list[StepOutput], step: int, detokenizers: list[IncrementalDetokenizer]) -> None:
         """Append the tokens of the pending steps to the samples. step is the number of the last pending step."""
         ids = torch.cat([output.ids for output in pending], dim=1) # (B, steps)
         is_finite = self.backend.logits_are_finite()
@@ -183,12 +179,13 @@ class Engine:
             raise ValueError(NOT_FINITE)
         logprobs = copy_to_host([output.logprobs for output in pending])
         first_step = step - len(pending) # of the pending steps, counted from 0
-        for i, (row, remainder) in enumerate(zip(rows, self.sampler.prompt_remainders, strict=True)):
-            sample, num_before = row.sample, row.sample.num_tokens
+        rows = zip(detokenizers, self.sampler.prompt_remainders, strict=True)
+        for i, (detokenizer, remainder) in enumerate(rows):
+            sample, num_before = detokenizer.sample, detokenizer.sample.num_tokens
             for s in range(max(0, len(remainder) - first_step), len(pending)): # the steps before these read the prompt
                 if sample.finish_reason:
                     break
-                row.append(ids[i][s], *self.logprobs_of_row(logprobs[s], i, sample))
+                detokenizer.append(ids[i][s], *self.logprobs_of_row(logprobs[s], i, sample))
             self.report_tokens(sample, sample.num_tokens - num_before)
 
     def logprobs_of_row(self, step_logprobs: list[list] | None, i: int,

@@ -18,7 +18,7 @@ class FlushSchedule:
         self.last_flush = time.perf_counter()
 
     def record_flush(self, num_steps: int) -> None:
-        """Plan the next flush, after one of the tokens of this many steps."""
+        """The tokens of num_steps steps have just been flushed: plan the next flush."""
         if self.stream:
             now = time.perf_counter()
             seconds_per_step = max((now - self.last_flush) / num_steps, 1e-9)

@@ -5,6 +5,7 @@ target's own tokens, and one pass of the target computes the logits of several p
 why the text stays the same.
 """
 from collections.abc import Generator
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.draft import Draft, RollbackBackend, prepare_draft
 from sampling.backends.prepare import prepare_model
 from sampling.generation.draft_length import DraftLength
-from sampling.log import Log, each_once, warn
+from sampling.log import Log, warn
 from sampling.params import ModelOptions
 from sampling.sampler.logits import require_finite
 from sampling.sampler.sample_fn import Logits, SampleFn
@@ -26,7 +27,7 @@ def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, optio
     """See prepare_model, and prepare_draft if options has a draft. Raises what they raise."""
     if not options.draft:
         return prepare_model(gpt, device, dtype, options, log)
-    log = each_once(log) # one line if something is wrong with both models
+    log = cache(log) # each message once, although both models may have the same problem
     draft = prepare_draft(gpt, device, dtype, options, log) # before gpt loses its layers
     return SpeculativeBackend(prepare_model(gpt, device, dtype, options, log), draft, log)
 
@@ -40,7 +41,7 @@ class SpeculativeBackend(Backend):
 
     def __init__(self, target: RollbackBackend, draft: Draft, log: Log = warn):
         self.target, self.draft, self.draft_cost = target, draft.backend, draft.relative_cost
-        self.log_once = each_once(log)
+        self.log_once = cache(log)
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
         self.compaction_ratio, self.allow_sync = target.compaction_ratio, target.allow_sync
         # A copy of the target in 8 bits reads the target's own keys and values, instead of computing them again.

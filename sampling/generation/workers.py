@@ -40,21 +40,21 @@ class Workers:
             with stdout_to_stderr():
                 dist.init_process_group("gloo", timeout=timedelta(days=7)) # a lost process is an error at once anyway
             if self.is_main: # torchrun sends SIGTERM when another process has failed
-                signal.signal(signal.SIGTERM, lambda *_: end_with_error(TERMINATED, status=143))
+                signal.signal(signal.SIGTERM, end_on_sigterm)
         return self
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
         """If any process fails inside this block, all stop and rank 0 raises the error, as ValueError."""
+        if self.world_size == 1:
+            yield
+            return
         error = None
         try:
             yield
         except (ValueError, OSError, MemoryError, RuntimeError) as e:
-            if self.world_size == 1:
-                raise
             error = f"{e}" or "out of memory"
-        if self.world_size > 1:
-            self.raise_first(self.gather(error))
+        self.raise_first(self.gather(error))
 
     def raise_first(self, errors: list[str | None] | None) -> None:
         """End all processes if one of them has an error. errors: every rank's error on rank 0; None elsewhere."""
@@ -88,10 +88,10 @@ class Workers:
     def gather(self, mine: T) -> list[T] | None:
         """Return the list of every rank's object on rank 0; None elsewhere."""
         import torch.distributed as dist
-        found = [None] * self.world_size if self.is_main else None
+        gathered = [None] * self.world_size if self.is_main else None
         with lost_process_is_error():
-            dist.gather_object(mine, found)
-        return found
+            dist.gather_object(mine, gathered)
+        return gathered
 
     def batch_sizes(self, num_samples: int | None, batch_size: int) -> set[int]:
         """The sizes of this rank's batches in a run of num_samples; None: the number is unknown."""
@@ -154,7 +154,7 @@ def lost_process_is_error() -> Iterator[None]:
         raise ValueError(PROCESS_LOST) from error
 
 
-def end_with_error(message: str, status: int) -> None:
-    """End the process from a signal handler. Python's streams may be in use, so this does not write to them."""
-    os.write(2, f"error: {message}\n".encode())
-    os._exit(status)
+def end_on_sigterm(*_) -> None:
+    """A signal handler that ends the process. Python's streams may be in use, so this does not write to them."""
+    os.write(2, f"error: {TERMINATED}\n".encode())
+    os._exit(143)

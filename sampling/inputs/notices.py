@@ -42,9 +42,9 @@ def log_cropped(requests: Iterable[SampleRequest], tokenizer: Tokenizer, block_s
         if num_tokens > block_size and not (is_logged or request.already_saved):
             is_logged = True
             visible = tokenizer.decode(request.prompt_ids[-block_size:])
-            where, others = f"{request.prompt.location}: ", f"; of later prompts too, it sees at most {block_size}"
-            if not request.prompt.location: # the only prompt
-                where = others = ""
+            location = request.prompt.location # empty for the only prompt
+            where = f"{location}: " if location else ""
+            others = f"; of later prompts too, it sees at most {block_size}" if location else ""
             log(f"{where}the prompt has {num_tokens} tokens, but the model sees only the last {block_size}, which "
                 f"begin with {visible[:40]!r}{others}")
         yield request

@@ -6,11 +6,10 @@ each line that is not empty is a prompt. With JSONL:path, each line is a JSON ob
 """
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterator
+from dataclasses import fields
 from functools import reduce
 from itertools import chain, count
-from typing import Any
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Prompt, SampleRequest, SamplingParams
@@ -21,12 +20,6 @@ PARAM_NAMES = frozenset(f.name for f in fields(SamplingParams))
 # The fields of a line in out_file, besides "prompt" and "id".
 RESULT_FIELDS = frozenset(["version", "index", "text", "num_tokens", "finish_reason", "cumulative_logprob", "logprobs",
                            "seed", "checkpoint", "settings"])
-
-
-@dataclass(frozen=True)
-class JsonPrompt(Prompt):
-    """A prompt from a line of JSON that has other fields too."""
-    other_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_start(start: str) -> tuple[str, str]:
@@ -59,8 +52,7 @@ class PromptSource:
     def read(self) -> Iterator[Prompt]:
         """Yield all prompts, from the first one on. Raises ValueError if a prompt has a field that is not allowed."""
         for prompt in read_prompts(self.start):
-            if isinstance(prompt, JsonPrompt):
-                check_fields(prompt, self.setting_names)
+            check_fields(prompt, self.setting_names)
             yield prompt
 
     def requests(self, tokenizer: Tokenizer, num_samples: int, first_index: int = 0) -> Iterator[SampleRequest]:
@@ -153,11 +145,10 @@ def parse_json_line(line: str, location: str) -> Prompt:
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str) or not found["prompt"]:
         raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
                          f"got {line!r:.100}")
-    prompt, prompt_id = found.pop("prompt"), found.pop("id", None)
-    return JsonPrompt(prompt, prompt_id, location, found) if found else Prompt(prompt, prompt_id, location)
+    return Prompt(found.pop("prompt"), found.pop("id", None), location, other_fields=found)
 
 
-def check_fields(prompt: JsonPrompt, setting_names: Collection[str]) -> None:
+def check_fields(prompt: Prompt, setting_names: Collection[str]) -> None:
     """Raises ValueError if a field has the name of a setting or of a result."""
     for name in prompt.other_fields:
         if name in setting_names:

@@ -54,12 +54,12 @@ def is_text_or_empty(value) -> bool:
 
 def is_behavior(value) -> bool:
     """Whether value says what a pre-tokenizer does with the text that it matches."""
-    return isinstance(value, str) and value in BEHAVIORS
+    return value in BEHAVIORS
 
 
 def is_scheme(value) -> bool:
     """Whether value says when Metaspace adds a space before a text."""
-    return isinstance(value, str) and value in ("always", "first", "never")
+    return value in ("always", "first", "never")
 
 
 def is_count(value) -> bool:

@@ -8,27 +8,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from sampling.out_of_memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 # Unicode's symbols for control characters, except tab and newline. A terminal would interpret the characters.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
                     **dict.fromkeys(range(0x80, 0xa0), "\ufffd")}
 
 
-class ProgressBar(Protocol):
-    """A bar on standard error, which can be cleared before a message."""
-
-    def clear(self) -> object:
-        """Clear its line. The bar's next update shows it again."""
-
-
 @dataclass
 class Console:
     """The state that the functions below share."""
     is_main: bool = True
-    bar: ProgressBar | None = None
+    bar: "tqdm | None" = None # on standard error; log clears it before a message
     lacks_characters: bool = False # standard output could not show a character
     logged_replacements: bool = False # log_replacements has logged it
 
@@ -90,14 +86,14 @@ def shows_progress_bar() -> bool:
     return _console.is_main and is_tty(sys.stderr) and not (is_tty(sys.stdout) or is_pipe(sys.stdout))
 
 
-def set_progress_bar(bar: ProgressBar | None) -> None:
+def set_progress_bar(bar: "tqdm | None") -> None:
     """Register the bar on standard error, so that messages do not run into it. None: there is no bar."""
     _console.bar = bar
 
 
 @contextmanager
 def report_user_errors(status: int = 1) -> Iterator[None]:
-    """End the script with one line, and this exit status, for every error that a user can cause."""
+    """End the script with one line for every error that a user can cause. status is that of ValueError and OSError."""
     try:
         yield
     except BrokenPipeError: # the program that reads the samples has ended, as in: python sample.py | head
@@ -118,6 +114,7 @@ def report_and_exit(status: int, message: str) -> NoReturn:
     """Show an error as one line of limited length, and end the script."""
     line = " ".join(f"error: {message}".split())
     log(line if len(line) < 3000 else f"{line[:1500]} ... {line[-1500:]}")
+    set_progress_bar(None) # log has cleared it
     if not _console.is_main: # torchrun ends all processes as soon as one has failed: rank 0 must show its error first
         time.sleep(10)
     hard_exit(status)

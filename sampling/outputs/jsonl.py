@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from sampling.inputs.prompts import MULTI_KINDS, RESULT_FIELDS, JsonPrompt, parse_start
+from sampling.inputs.prompts import MULTI_KINDS, RESULT_FIELDS, parse_start
 from sampling.outputs.console import is_tty, log_replacements, sanitize
 from sampling.outputs.output_file import append, check_not_removed, open_output
 from sampling.params import Sample, SampleRequest, Token
@@ -138,17 +138,17 @@ class JsonlWriter:
 
 def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
     """The settings that decide the text of a sample, by name. Values with the same meaning become equal."""
-    found = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
+    kept = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
     if parse_start(settings["start"])[0] not in MULTI_KINDS:
-        del found["num_samples"] # a longer run of one prompt may continue the file of a shorter run
-    if not found["exact"]:
-        del found["exact"] # files of earlier versions do not have it
+        del kept["num_samples"] # a longer run of one prompt may continue the file of a shorter run
+    if not kept["exact"]:
+        del kept["exact"] # files of earlier versions do not have it
     return {
-        **found,
-        "top_k": found["top_k"] or None,
-        "top_p": None if found["top_p"] == 1 else found["top_p"],
-        "min_p": found["min_p"] or None,
-        "stop": [] if found["stop"] is None else as_list(found["stop"]),
+        **kept,
+        "top_k": kept["top_k"] or None,
+        "top_p": None if kept["top_p"] == 1 else kept["top_p"],
+        "min_p": kept["min_p"] or None,
+        "stop": [] if kept["stop"] is None else as_list(kept["stop"]),
         "device": device_type,
         "dtype": dtype_name,
     }
@@ -174,7 +174,7 @@ def identity(request: SampleRequest) -> dict[str, Any]:
     return {
         "version": VERSION, "index": request.index, "prompt": prompt.text,
         **({} if prompt.id is None else {"id": prompt.id}),
-        **(prompt.other_fields if isinstance(prompt, JsonPrompt) else {}),
+        **prompt.other_fields,
     }
 
 

@@ -1,5 +1,4 @@
 """Opens, locks and appends to the files of samples, which a later run can continue."""
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,9 +55,8 @@ def append(file: BinaryIO, data: bytes) -> None:
 
 def check_not_removed(file: BinaryIO) -> None:
     """Raise OSError if the file was removed: what is written to it would be lost. A renamed file is fine."""
-    with name_write_errors(file.name):
-        if not os.fstat(file.fileno()).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "it was removed during the run")
+    if not os.fstat(file.fileno()).st_nlink:
+        raise OSError(f"cannot write {file.name!r:.200}: it was removed during the run")
 
 
 @contextmanager

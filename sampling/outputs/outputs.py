@@ -1,6 +1,7 @@
 """Saves the samples of a run to out_file, html_file, both or neither."""
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sampling.inputs.prompts import parse_start
@@ -11,6 +12,8 @@ if TYPE_CHECKING: # most runs need none of these
     from sampling.checkpoints.checkpoint import Checkpoint
     from sampling.outputs.html import HtmlWriter
     from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter
+
+WEIGHTS = "*.safetensors", "*.bin" # in the folder of a Hugging Face model
 
 
 class Outputs:
@@ -102,16 +105,18 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
 
 
 def check_not_inputs(settings: dict[str, Any], checkpoint_path: str) -> None:
-    """Raise ValueError if out_file or html_file is the file of prompts, or the checkpoint."""
+    """Raise ValueError if out_file or html_file is the file of prompts, or a file of the checkpoint."""
     kind, prompts = parse_start(settings["start"])
-    inputs = {"checkpoint": checkpoint_path} | ({} if kind == "TEXT" else {"prompt file": prompts})
+    inputs = [("checkpoint", checkpoint_path)] + ([] if kind == "TEXT" else [("prompt file", prompts)])
+    if os.path.isdir(checkpoint_path): # a Hugging Face model
+        inputs += [("checkpoint", path) for ending in WEIGHTS for path in Path(checkpoint_path).glob(ending)]
     for name in "out_file", "html_file":
-        for what, path in inputs.items():
+        for what, path in inputs:
             if is_same_file(settings[name], path):
                 raise ValueError(f"{name} is the {what}, {path}: give {name} another name")
 
 
-def is_same_file(path: str | None, other: str) -> bool:
+def is_same_file(path: str | None, other: str | Path) -> bool:
     """Whether both are paths of the same file. None and - are no paths."""
     return (path is not None and "-" not in (path, other) and os.path.exists(path) and os.path.exists(other)
             and os.path.samefile(path, other))

@@ -17,8 +17,8 @@ def apply_repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Ten
 
     Positive logits are divided by the penalty, negative ones multiplied (CTRL, Keskar et al., 2019).
     """
-    found = logits.gather(1, ids) # (B, S)
-    return logits.scatter(1, ids, torch.where(found < 0, found * penalty, found / penalty))
+    seen = logits.gather(1, ids) # (B, S)
+    return logits.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))
 
 
 def apply_top_k(logits: Tensor, k: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from cases import cases
 from int8_support import skip_without_int8
 from sampling.backends.cpu import int8_linear, int8_products
-from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, quantize_weight
+from sampling.backends.cpu.int8_linear import Int8Linear, int8_embedding, quantize_weight
 from sampling.backends.cpu.int8_products import GEMM, GEMV, OneDNNLimits, onednn_limits
 from streams import normal
 
@@ -93,7 +93,7 @@ def test_nan_in_a_weight_reaches_the_result():
 
 def test_embeddings_are_the_rounded_rows():
     rows, idx = quantize_weight(normal(50, 24)), torch.tensor([[3, 49], [0, 3]])
-    torch.testing.assert_close(Int8Embedding(rows)(idx).double(), dequantized(rows)[idx])
+    torch.testing.assert_close(int8_embedding(idx, rows).double(), dequantized(rows)[idx])
 
 
 def test_the_default_dtype_of_the_caller_does_not_matter(fresh_check):

@@ -12,7 +12,7 @@ from models import make_gpt, save_checkpoint
 from project import PROJECT, SCRIPT
 from sampling.backends import memory
 from sampling.backends.eager import EagerGPT
-from sampling.backends.memory import disable_malloc_trim, max_batch_size, peak_memory, release_memory
+from sampling.backends.memory import disable_malloc_trim, max_batch_size, peak_memory, return_freed_memory
 
 needs_glibc = pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_without_glibc_nothing_happens(missing, monkeypatch):
         raise missing
     monkeypatch.setattr(memory.ctypes, "CDLL", no_library)
     disable_malloc_trim()
-    release_memory()
+    return_freed_memory()
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -97,5 +97,5 @@ def test_released_memory_includes_that_of_a_gpu_in_use(has_gpu, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
-    release_memory()
+    return_freed_memory()
     assert calls == ["empty_cache"] * has_gpu

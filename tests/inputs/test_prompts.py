@@ -7,7 +7,7 @@ import pytest
 from models import save_meta
 from project import RULE
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.prompts import JsonPrompt, PromptSource, parse_start, read_prompts
+from sampling.inputs.prompts import PromptSource, parse_start, read_prompts
 from sampling.params import Prompt, SampleRequest
 from script_process import PIPE, start_script
 
@@ -50,7 +50,7 @@ def test_jsonl_prompts_have_ids(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("\n\n".join(map(json.dumps, objects)))
     assert list(read_prompts(f"JSONL:{path}")) == [Prompt("a\nb", 7, f"{path}, line 1"), Prompt("ü", None, f"{path}, line 3"),
-                                                    JsonPrompt("c", {"x": 1}, f"{path}, line 5", {"other": None})]
+                                                    Prompt("c", {"x": 1}, f"{path}, line 5", {"other": None})]
 
 
 @pytest.mark.parametrize("name, message", [("temperature", "temperature is a setting of the whole run, not of one prompt"), ("seed", "seed is a setting"), ("stop", "stop is a setting"),

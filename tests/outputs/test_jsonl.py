@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pages import finished_sample, make_token
-from sampling.inputs.prompts import RESULT_FIELDS, JsonPrompt
+from sampling.inputs.prompts import RESULT_FIELDS
 from sampling.outputs.jsonl import JsonlWriter, LineFormat, reproducibility_settings
 from sampling.params import Prompt, SampleRequest
 
@@ -25,7 +25,7 @@ def write_file(path, requests=REQUESTS, settings=SETTINGS):
 
 
 def test_other_fields_of_jsonl_prompts_are_passed_on(tmp_path):
-    prompt = JsonPrompt("O", 3, "", {"label": [1], "none": None, "é": "ü"})
+    prompt = Prompt("O", 3, "", {"label": [1], "none": None, "é": "ü"})
     request = SampleRequest(0, prompt, [])
     whole = write_file(tmp_path / "a.jsonl", [request])
     line = json.loads(whole)

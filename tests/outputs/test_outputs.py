@@ -160,6 +160,15 @@ def test_the_checkpoint_is_never_overwritten(tmp_path, name):
     assert (tmp_path / "ckpt.pt").read_bytes() == b"weights"
 
 
+@pytest.mark.parametrize("name", ["out_file", "html_file"])
+def test_the_weights_of_a_hugging_face_model_are_never_overwritten(tmp_path, name):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    checkpoint = Checkpoint(str(tmp_path), {}, {}, 3, tmp_path, crc32="00000000")
+    with pytest.raises(ValueError, match=rf"^{name} is the checkpoint, .*model.safetensors: give {name} another name$"):
+        open_outputs({**SETTINGS, "overwrite": True, name: f"{tmp_path}/model.safetensors"}, checkpoint, "cpu", "float32")
+    assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
+
+
 def test_a_run_of_many_prompts_does_not_resume_a_run_of_one(tmp_path):
     run(tmp_path, 2, html_file=False)
     (tmp_path / "p.txt").write_text("O\n")

@@ -42,15 +42,9 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(values, scales)
 
 
-class Int8Embedding:
+def int8_embedding(idx: Tensor, weight: QuantizedWeight) -> Tensor:
     """Token ids (...) -> embeddings (..., E) in float32."""
-
-    def __init__(self, weight: QuantizedWeight):
-        self.weight = weight
-
-    def __call__(self, idx: Tensor) -> Tensor:
-        """See Int8Embedding."""
-        return self.weight.values[idx] * self.weight.scales[idx].unsqueeze(-1)
+    return weight.values[idx] * weight.scales[idx].unsqueeze(-1)
 
 
 class Int8Linear:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sampling.backends.cpu.packed_linear import LinearLayer, PackedLinear, is_supported
+from sampling.backends.cpu.packed_linear import PackedLinear, is_supported
 from sampling.sampler.sample_fn import Logits
 
 MIN_PARAMS = 2**23 # a smaller weight stays in the processor's cache
@@ -16,17 +16,6 @@ MIN_WIDTH = 256 # in a narrower head, the work for each token takes longer than 
 MAX_SHORTLIST_FRACTION = 1 / 16 # of the vocabulary; the rows of a longer shortlist take too long to read again
 FAILURE_BUDGET = 16 # -1 a miss, +0.5 a hit; at 0 the shortlist is disabled
 TINY = 2**-50 # a float32 norm may be too small by this much, if its square underflows
-
-
-class FullLMHead:
-    """lm_head: (B, E) -> Logits. Computes all of them."""
-
-    def __init__(self, linear: LinearLayer):
-        self.linear = linear
-
-    def __call__(self, x: Tensor, k: int | None = None) -> Logits:
-        """See ShortlistLMHead."""
-        return Logits(self.linear(x))
 
 
 class ShortlistLMHead:

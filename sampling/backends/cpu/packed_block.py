@@ -20,7 +20,7 @@ class PackedBlock:
         self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
             linear(layer.weight, layer.bias) for layer in layers)
         self.gelu, self.n_head = block.mlp.gelu.approximate, block.attn.n_head
-        self.head_width = block.attn.c_proj.weight.size(0) // self.n_head # Python's number: torch.jit.trace has its own
+        self.head_width = block.attn.c_proj.weight.size(0) // self.n_head # an int: in a trace, x.size() is a tensor
 
     def qkv(self, x: Tensor) -> Tensor:
         """Queries, keys and values side by side: (..., E) -> (..., 3 * E)."""

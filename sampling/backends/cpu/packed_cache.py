@@ -6,7 +6,7 @@ from model import GPTConfig
 
 
 class PackedCache:
-    """A KVCache with one tensor for the keys of all layers and one for the values, as TracedBlocks needs.
+    """A KVCache with one tensor for the keys of all layers and one for the values, as DecodeStep needs.
 
     It is float32 for every dtype of the weights. In bfloat16, oneDNN would make and keep a new kernel for every length,
     and scores would be too coarse.

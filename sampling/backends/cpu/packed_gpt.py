@@ -7,13 +7,13 @@ from torch.nn import functional as F
 
 from model import GPT, generate_stream
 from sampling.backends.backend import Backend, TokenStream
-from sampling.backends.cpu.int8_linear import Int8Embedding, Int8Linear, quantize_weight
-from sampling.backends.cpu.lm_head import FullLMHead, ShortlistLMHead
+from sampling.backends.cpu.int8_linear import Int8Linear, int8_embedding, quantize_weight
+from sampling.backends.cpu.lm_head import ShortlistLMHead
 from sampling.backends.cpu.packed_block import LayerNorm, MakeLinear, PackedBlock
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.packed_linear import PackedLinear
 from sampling.backends.cpu.traced_blocks import DecodeStep
-from sampling.backends.memory import estimate_bytes_per_sample, release_memory
+from sampling.backends.memory import estimate_bytes_per_sample, return_freed_memory
 from sampling.sampler.sample_fn import Logits, SampleFn
 
 
@@ -34,8 +34,9 @@ class PackedGPT(Backend):
         del gpt.lm_head, gpt.transformer.wte # otherwise, weights would stay in memory after they are packed
         if use_int8: # the head first: packing needs a second copy of a layer, and the head is the largest one
             quantized = quantize_weight(head)
-            self.lm_head = FullLMHead(Int8Linear(quantized))
-            self.embed = Int8Embedding(quantized if is_tied else quantize_weight(wte))
+            linear = Int8Linear(quantized)
+            self.lm_head = lambda x, k: Logits(linear(x)) # computes all logits, whatever k is
+            self.embed = partial(int8_embedding, weight=quantized if is_tied else quantize_weight(wte))
             self.blocks = pack_blocks(gpt.transformer.h, quantize_linear)
         else:
             self.embed = partial(F.embedding, weight=wte)
@@ -99,7 +100,7 @@ def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:
 def quantize_linear(weight: Tensor, bias: Tensor | None) -> Int8Linear:
     """The layer with this weight in 8 bits. Returns the memory that rounding needed to the system."""
     layer = Int8Linear(quantize_weight(weight), bias)
-    release_memory()
+    return_freed_memory()
     return layer
 
 

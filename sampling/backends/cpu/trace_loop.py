@@ -19,7 +19,8 @@ def trace_loop(block: PackedBlock, inputs: tuple) -> Callable[..., Tensor]:
         return block.decode_step(*inputs)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore") # of the deprecation, and of Python numbers: they are the same for every token
+        # torch warns that torch.jit is deprecated, and that Python numbers become constants. Here they are constants.
+        warnings.simplefilter("ignore")
         step = torch.jit.trace(decode_step, inputs, check_trace=False)
 
         def loop(tensors: list[list[Tensor]], x: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:

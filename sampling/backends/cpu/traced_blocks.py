@@ -36,10 +36,6 @@ class TracedBlocks(NamedTuple):
     keys: Tensor # (blocks, B, H, capacity, D)
     values: Tensor
 
-    def __call__(self, x: Tensor, position: Tensor) -> Tensor:
-        """(B, E) -> (B, E)."""
-        return self.loop(self.tensors, x, self.keys, self.values, position)
-
 
 class DecodeStep:
     """All blocks of a PackedGPT, for one more token of each row."""
@@ -102,7 +98,8 @@ class DecodeStep:
 
 def run_traced(traced: list[TracedBlocks], x: Tensor, position: int) -> Tensor:
     """Run all blocks: (B, E) -> (B, E)."""
+    index = torch.tensor(position)
     with torch.jit.optimized_execution(False): # optimizing would take as long again, and gain nothing
-        for blocks in traced:
-            x = blocks(x, torch.tensor(position))
+        for loop, tensors, keys, values in traced:
+            x = loop(tensors, x, keys, values, index)
     return x

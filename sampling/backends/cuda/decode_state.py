@@ -33,7 +33,7 @@ class DecodeState(GraphedSteps):
         self.position = torch.zeros(1, dtype=torch.long, device=self.device) # of the last token in the cache
         # The tokens that the model sees. If there are fewer than block_size, copies of the first token fill the rest.
         self.window = torch.zeros(batch_size, self.block_size, dtype=torch.long, device=self.device)
-        # Of all steps; NaN or infinite once any logit was.
+        # The sum of all logits so far: NaN or infinite once a logit was.
         self.logits_sum = torch.zeros((), dtype=torch.float32, device=self.device)
 
     def fits(self, batch_size: int, capacity: int, sample_fn: SampleFn | None) -> bool:
@@ -106,7 +106,7 @@ class DecodeState(GraphedSteps):
         self.token.copy_(self.sample_fn(Logits(values), self.window))
         return values
 
-    def run(self, key: int | str) -> None:
+    def run_and_check(self, key: int | str) -> None:
         """Run a step directly. If the batch size or key is new, compare row 0 with a forward pass without a cache."""
         self.append_token(key)
         logits, shape = self.logits(key), (len(self.token), key)

@@ -84,7 +84,7 @@ class GraphedPasses(GraphedSteps):
         logits = self.forward.decode_step(tokens, positions, self.cache.layers, num_keys)
         return self.logits[:T].copy_(logits[0]),
 
-    def run(self, key: tuple[int, int]) -> None:
+    def run_and_check(self, key: tuple[int, int]) -> None:
         """Run a pass directly. If its key is new, compare it with a forward pass without a cache."""
         logits, = self.step(key)
         T = len(logits)

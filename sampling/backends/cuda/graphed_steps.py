@@ -26,7 +26,7 @@ class GraphedSteps:
         """Run the step of this key. Does nothing that synchronises. Returns the logits, and other results if any."""
         raise NotImplementedError
 
-    def run(self, key: Key) -> None:
+    def run_and_check(self, key: Key) -> None:
         """Run the step of this key directly, and check it if the key is new."""
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ class GraphedSteps:
         """
         if not self.can_capture or not self.checks.use_graphs or key not in self.graphs:
             self.graphs[key] = None
-            self.run(key)
+            self.run_and_check(key)
             return
         with torch.cuda.device(self.device):
             if self.graphs[key] is None:
