@@ -92,7 +92,7 @@ class TextGenerator:
         """
         engine, self.idle_engine = self.idle_engine, None
         if engine and (engine.params, engine.batch_size, engine.stream) == (params, batch_size, stream):
-            engine.rng.rewind() # its samples would follow those of the latest call
+            engine.rng.rewind() # otherwise its samples would follow those of the latest call
             return engine
         return Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream,
                       is_huggingface=self.is_huggingface)

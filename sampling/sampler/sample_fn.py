@@ -20,7 +20,7 @@ class Noise(Protocol):
 
 
 class SampleFn(Protocol):
-    """Chooses the next token of each row of a batch. By default, it needs all logits, and no random numbers."""
+    """Chooses the next token of each row of a batch. By default, it needs all logits, and draws nothing ahead."""
 
     @property
     def num_logits_needed(self) -> int | None:

@@ -19,7 +19,7 @@ def trace_loop(block: PackedBlock, inputs: tuple) -> Callable[..., Tensor]:
         return block.decode_step(*inputs)
 
     with warnings.catch_warnings():
-        # torch warns that torch.jit is deprecated, and that Python numbers become constants. Here they are constants.
+        # torch warns that torch.jit is deprecated, and that Python numbers become constants. Here they never change.
         warnings.simplefilter("ignore")
         step = torch.jit.trace(decode_step, inputs, check_trace=False)
 
