@@ -27,7 +27,7 @@ OLD_FILE_START = b"".join(pickle.dumps(part, 2) for part in (0x1950a86a20f9469cf
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and ru_maxrss in kB")
 
 
-def cases(table, quick):
+def named_cases(table, quick):
     """Parameters for the cases of this table. Cases that quick does not name are slow. Large cases are functions, which return them."""
     return [pytest.param(case, id=name, marks=() if name in quick else pytest.mark.slow) for name, case in table.items()]
 

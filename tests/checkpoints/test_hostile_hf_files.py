@@ -5,7 +5,8 @@ import struct
 
 import pytest
 
-from attacks import cases, needs_linux
+from attacks import named_cases, needs_linux
+from sampling.checkpoints.huggingface import load_gpt2
 
 pytest_plugins = ["attacks"]
 pytestmark = needs_linux
@@ -56,7 +57,7 @@ SAFETENSORS = {
 }
 
 
-@pytest.mark.parametrize("content", cases(SAFETENSORS, quick=[
+@pytest.mark.parametrize("content", named_cases(SAFETENSORS, quick=[
     "header-of-all", "short-header", "terabytes", "overflowing", "backwards", "negative-size", "no-type", "empty-of-terabytes", "deep", "escape-codes", "empty"]))
 def test_invalid_safetensors_are_refused(content, assert_refused, hf_copy):
     (hf_copy / "model.safetensors").write_bytes(content)
@@ -67,13 +68,14 @@ def test_invalid_safetensors_are_refused(content, assert_refused, hf_copy):
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".", "", "a\0b", "\x1b[31m", "x" * 10**5, 5, None, ["x"], "nowhere.safetensors"],
                          ids=lambda name: repr(name)[:20])
-def test_an_index_may_only_name_files_in_its_folder(name, assert_refused, hf_copy):
+def test_an_index_may_only_name_files_in_its_folder(name, hf_copy):
     (hf_copy / "sub").mkdir()
     for copy in hf_copy / "sub" / "x.safetensors", hf_copy.parent / "x.safetensors":
         copy.write_bytes((hf_copy / "model.safetensors").read_bytes())
     (hf_copy / "model.safetensors").unlink()
     (hf_copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    assert_refused("must name files in its own folder", "out")
+    with pytest.raises(ValueError, match="must name files in its own folder"):
+        load_gpt2(str(hf_copy))
 
 
 @pytest.mark.parametrize("name, target", [

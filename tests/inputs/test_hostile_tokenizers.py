@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from attacks import cases, needs_linux
+from attacks import named_cases, needs_linux
 
 pytest_plugins = ["attacks"]
 pytestmark = needs_linux
@@ -106,7 +106,7 @@ QUICK = ["doubling-replaces", "bytes-of-bytes", "endless-expression", "precompil
          "100000-added-tokens", "added-id-twice", "many-lists", "escape-codes", "overlapping-strip"]
 
 
-@pytest.mark.parametrize("content", cases(HOSTILE, QUICK))
+@pytest.mark.parametrize("content", named_cases(HOSTILE, QUICK))
 def test_hostile_tokenizers_are_refused(content, assert_refused, hf_copy):
     content = content() if callable(content) else content
     (hf_copy / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogatepass"))

@@ -27,7 +27,7 @@ def test_meta_pkl_is_searched_in_the_checkpoints_folder_and_then_in_data(tmp_pat
     assert load(Path("empty"), None, 50257).source == "GPT-2's encoding"
 
 
-@pytest.mark.parametrize("dataset", [5, None, ["letters"], "x" * 100_000, "no/such", ""], ids=lambda dataset: repr(dataset)[:20])
+@pytest.mark.parametrize("dataset", [5, None, ["letters"], "x" * 100_000, "no/such", "", ".", "a\0b", "\x1b[31m"], ids=lambda dataset: repr(dataset)[:20])
 def test_gpt2s_encoding_is_used_if_dataset_is_not_a_usable_name(tmp_path, monkeypatch, gpt2_encoding, dataset):
     monkeypatch.chdir(tmp_path)
     assert load(Path("out"), dataset, 50304).source == "GPT-2's encoding"
