@@ -5,6 +5,7 @@ import struct
 import torch
 
 from model import GPT, GPTConfig
+from sampling.checkpoints.nanogpt import load_checkpoint
 
 CHARS = "\n !',-.:?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=len(CHARS), dropout=0.0, bias=True)
@@ -48,6 +49,14 @@ def save_checkpoint(folder, model, /, meta=True, config=None, **changes):
     if meta:
         save_meta(folder / "meta.pkl")
     return folder / "ckpt.pt"
+
+
+def same_model(path, model):
+    """Whether the checkpoint at path loads in float32, and gives the same logits as the model."""
+    loaded, idx = GPT.from_checkpoint(load_checkpoint(path)), torch.arange(16)[None]
+    with torch.no_grad():
+        return (all(parameter.dtype == torch.float32 for parameter in loaded.parameters())
+                and torch.equal(loaded(idx, idx)[0], model(idx, idx)[0]))
 
 
 def save_meta(path, chars=CHARS):

@@ -17,12 +17,6 @@ def same_as_transformers(folder, theirs):
         return (ours(idx, idx)[0] - theirs(idx).logits).abs().max() < 1e-4
 
 
-def test_safetensors_in_one_file_load(tmp_path):
-    theirs = make_transformers_gpt2(vocab_size=300)
-    theirs.save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").exists() and same_as_transformers(tmp_path, theirs)
-
-
 def test_safetensors_in_shards_load(tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
@@ -95,7 +89,8 @@ def test_an_invalid_model_id_is_refused():
     (lambda folder: (folder / "config.json").write_text("{"), "cannot read"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "must hold an object"),
     (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'), "model_type 'llama'; only gpt2"),
-    (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "activation_function": "relu"}'), "'relu'"),
+    (lambda folder: (folder / "config.json").write_text('{"model_type": ["gpt2"]}'), "model_type ['gpt2']; only gpt2"),
+    (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "activation_function": "relu"}'), "activation_function 'relu'; supported are"),
     (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'), "n_layer=12 but holds tensors of 2 layers"),
     (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor pytorch_model.bin"),
     (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 50), "cannot read"),

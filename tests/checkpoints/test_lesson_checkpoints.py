@@ -10,7 +10,7 @@ import torch
 
 from attacks import needs_linux, poison, write_checkpoint
 from model import GPT
-from models import SHAPE, make_gpt
+from models import SHAPE, make_gpt, same_model
 from pickle_code import call, tensor, value
 from sampling.checkpoints.init_draws import count_init_draws
 from sampling.checkpoints.nanogpt import load_checkpoint
@@ -49,13 +49,6 @@ def save_lesson(folder, model, /, config, name="model_19072.pt", **changes):
     folder.mkdir(exist_ok=True)
     torch.save({key: entry for key, entry in entries.items() if entry is not None}, folder / name)
     return folder / name
-
-
-def same_model(path, model):
-    """Whether the checkpoint at path gives the model's logits."""
-    idx = torch.arange(16)[None]
-    with torch.no_grad():
-        return torch.equal(GPT.from_checkpoint(load_checkpoint(path))(idx, idx)[0], model(idx, idx)[0])
 
 
 def tanh_gpt():

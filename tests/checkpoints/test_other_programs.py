@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 
-from model import GPT
-from models import SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args
+from models import SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, same_model
 from sampling.checkpoints.by_name import load_by_name, load_from_settings
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
@@ -34,33 +33,26 @@ def save(folder, content, name="weights.pt"):
 
 # ---- tensors without sizes
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_a_bare_state_dict(prefix, tmp_path):
-    path = save(tmp_path, {prefix + name: tensor for name, tensor in make_gpt().state_dict().items()})
-    message = error_of(path)
-    assert "n_head cannot be inferred from its tensors" in message
-    assert f'torch.save({{"model": torch.load({str(path)!r}), "model_args": dict({SIZES})}}, "ckpt.pt")' in message
-    assert '"config" instead of "model_args" for a model of build-nanogpt or minGPT' in message
+MINGPT = {"gelu": "tanh", "tie_word_embeddings": False}
 
 
-@pytest.mark.parametrize("prefix", ["transformer.", "", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("entry, changes", [
-    ("model_args", {}), ("model_args", {"bias": False}), ("config", {"gelu": "tanh"}), ("config", {"gelu": "tanh", "tie_word_embeddings": False}),
-], ids=["nanoGPT", "nanoGPT-no-bias", "build-nanogpt", "minGPT"])
+@pytest.mark.parametrize("entry, changes, prefix", [
+    ("model_args", {}, "transformer."), ("model_args", {"bias": False}, "transformer."), ("config", {"gelu": "tanh"}, "transformer."),
+    *(("config", MINGPT, prefix) for prefix in ("transformer.", "_orig_mod.transformer.", "", "_orig_mod.", "module._orig_mod.")),
+], ids=["nanoGPT", "nanoGPT-no-bias", "build-nanogpt", "minGPT", "compiled", "short", "short-compiled", "short-compiled-DDP"])
 def test_the_advice_for_a_bare_state_dict_works(entry, changes, prefix, tmp_path):
     model = make_gpt(**changes)
     tensors = model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16)}
-    if prefix != "transformer.":
-        tensors = {prefix + name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    path = save(tmp_path, tensors)
+    wrapper = prefix.removesuffix("transformer.")
+    path = save(tmp_path, {(wrapper if name == "lm_head.weight" else prefix) + name.removeprefix("transformer."): tensor
+                           for name, tensor in tensors.items()})
     message = error_of(path)
-    assert "replace each ? by the model's own number; then pass" in message and SIZES in message
+    assert "n_head cannot be inferred from its tensors" in message and SIZES in message
+    assert '"config" instead of "model_args" for a model of build-nanogpt or minGPT; replace each ? by the model\'s own number; then pass' in message
     command = message.split("sizes: ")[1].split(', with "config"')[0]
     command = command.replace("n_head=?", "n_head=2").replace("model_args", entry).replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
     exec(command, {"torch": torch})
-    loaded, idx = GPT.from_checkpoint(load_checkpoint(tmp_path)), torch.arange(16)[None]
-    with torch.no_grad():
-        assert torch.equal(loaded(idx, idx)[0], model(idx, idx)[0])
+    assert same_model(tmp_path, model)
 
 
 def test_a_model_without_its_sizes(tmp_path):
@@ -153,9 +145,7 @@ def test_the_advice_for_safetensors_works(tmp_path):
     save_model(model, path)
     command = error_of(path).split("sizes: ")[1].split(', with "config"')[0]
     exec(command.replace("n_head=?", "n_head=2").replace("ckpt.pt", str(tmp_path / "ckpt.pt")), {"torch": torch, "safetensors": safetensors})
-    loaded, idx = GPT.from_checkpoint(load_checkpoint(tmp_path)), torch.arange(16)[None]
-    with torch.no_grad():
-        assert torch.equal(loaded(idx, idx)[0], model(idx, idx)[0])
+    assert same_model(tmp_path, model)
 
 
 @pytest.mark.parametrize("config", [nanogpt_args(make_gpt().config), {"config": SHAPE}], ids=["sizes", "nested"])

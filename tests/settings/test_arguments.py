@@ -1,7 +1,7 @@
 """The configurator reads command-line arguments into a script's globals. The script is that of example_script.py."""
 import pytest
 
-from configurator import override, parse, suggest
+from configurator import override, suggest
 from example_script import DEFAULTS
 
 
@@ -132,13 +132,6 @@ def test_quotes_are_suggested_only_for_what_follows_a_text(script, tmp_path):
         script("--text=Once", "a.py", "upon")
     with pytest.raises(ValueError, match=r"'upon': .* needs quotes: --ends=.Once upon.$"):
         script("--ends=A", "--ends=Once", "upon")
-
-
-def test_a_single_value_can_be_parsed():
-    assert parse("top", "None", ["int", "None"]) is None and parse("rate", "3", ["float"]) == 3.0
-    assert parse("stop", "['a']", ["str", "list", "None"]) == ["a"] and parse("text", "['a']", ["str"]) == "['a']"
-    with pytest.raises(ValueError, match="top takes a whole number or None, got 'half'"):
-        parse("top", "half", ["int", "None"])
 
 
 @pytest.mark.parametrize("name, hint", [("cuont", "; did you mean count?"), ("cou", "; did you mean count?"), ("co", ""), ("other", "")])
