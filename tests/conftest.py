@@ -12,7 +12,7 @@ os.environ["GOMP_SPINCOUNT"] = "10000" # before torch is imported: with the defa
 import torch
 
 from fuzzing import load_profile
-from project import PROJECT
+from project import GPT2_FILES, PROJECT
 from script_process import start_script
 
 del os.environ["GOMP_SPINCOUNT"] # sample.py must set it itself
@@ -53,8 +53,8 @@ def tiktoken_cache(tmp_path_factory):
     if GPT2_ENCODING is None:
         return folder
     source = Path(GPT2_ENCODING.origin).parent / "data"
-    shutil.copy(source / "vocab.bpe", folder / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
-    shutil.copy(source / "encoder.json", folder / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+    for name, cached_name in GPT2_FILES.items():
+        shutil.copy(source / name, folder / cached_name)
     return folder
 
 

