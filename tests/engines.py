@@ -8,6 +8,7 @@ from oracles import reference_generate, reference_generate_with_context_shift
 from sampling.params import Prompt, SampleRequest, SamplingParams
 
 PROMPTS = ["The ", "O", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "] # block_size is 16
+BACKENDS = ["eager", "packed", "shortlist", "direct", "graphs"] # the parameters of the fixture make_engine
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
 
 

@@ -5,9 +5,10 @@ from models import make_gpt
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.sampler.per_row_rng import PerRowRNG
 from sampling.sampler.sample_token import TokenSampler
+from streams import random_prompt
 
 STEPS = 30
-PROMPT = torch.randint(61, (1, 5), generator=torch.Generator().manual_seed(0))
+PROMPT = random_prompt(5)
 
 
 def make_backend(device="cpu", **settings):

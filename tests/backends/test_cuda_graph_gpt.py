@@ -16,14 +16,9 @@ from sampling.generation.batch_sampler import BatchSampler
 from sampling.params import SamplingParams
 from sampling.sampler.per_row_rng import PerRowRNG
 from sampling.sampler.sample_token import TokenSampler, exponential_noise
-from streams import random_prompt
+from streams import generate, num_compiled_graphs, random_prompt
 
 GREEDY = TokenSampler(temperature=0, allow_sync=False)
-
-
-def generate(gpt, idx, max_new_tokens, sampler=GREEDY, context_shift=False):
-    """The same result as GPT.generate, from a backend."""
-    return torch.cat([idx, *gpt.generate_stream(idx, max_new_tokens, sampler, context_shift)], dim=1)
 
 
 @pytest.fixture
@@ -86,13 +81,13 @@ def test_replayed_steps_sample_the_same_tokens(settings, lengths, bucket, record
 def test_a_batch_of_the_same_size_reuses_the_graphs(recordings, monkeypatch):
     monkeypatch.setattr(decode_state, "BUCKET", 4)
     gpt = CUDAGraphGPT(make_gpt())
-    generate(gpt, random_prompt(3, 2), 20)
+    generate(gpt, random_prompt(3, 2), 20, GREEDY)
     assert list(gpt.state.graphs) == [4, 8, 12, 16, "window"]
     num_graphs = len(recordings)
     assert num_graphs == 4, "the only step with 4 keys ran directly"
-    generate(gpt, random_prompt(5, 2), 17)
+    generate(gpt, random_prompt(5, 2), 17, GREEDY)
     assert len(recordings) == num_graphs
-    generate(gpt, random_prompt(5, 3), 17)
+    generate(gpt, random_prompt(5, 3), 17, GREEDY)
     assert len(recordings) > num_graphs, "another batch size needs new graphs"
 
 
@@ -100,12 +95,12 @@ def test_a_longer_batch_gets_a_larger_cache(monkeypatch):
     monkeypatch.setattr(decode_state, "BUCKET", 4)
     gpt = CUDAGraphGPT(make_gpt())
     for max_new_tokens in 1, 9, 30:
-        assert torch.equal(generate(gpt, random_prompt(3), max_new_tokens), gpt.model.generate(random_prompt(3), max_new_tokens, 0))
+        assert torch.equal(generate(gpt, random_prompt(3), max_new_tokens, GREEDY), gpt.model.generate(random_prompt(3), max_new_tokens, 0))
 
 
 def test_another_sampler_gets_its_own_graphs(recordings):
     gpt, idx = CUDAGraphGPT(make_gpt()), random_prompt(3, 2)
-    greedy, penalized = generate(gpt, idx, 9), TokenSampler(0, repetition_penalty=2.0, allow_sync=False)
+    greedy, penalized = generate(gpt, idx, 9, GREEDY), TokenSampler(0, repetition_penalty=2.0, allow_sync=False)
     expected = gpt.model.generate(idx, 9, 0, repetition_penalty=2.0)
     assert not torch.equal(greedy, expected) and torch.equal(generate(gpt, idx, 9, penalized), expected)
 
@@ -134,7 +129,7 @@ def test_streams_may_be_interleaved_and_abandoned():
     found = [torch.cat(tokens, dim=1) for tokens in zip(*zip(*streams, strict=True), strict=True)]
     assert [tokens.tolist() for tokens in found] == [tokens.tolist() for tokens in expected]
     next(gpt.generate_stream(one, 20, GREEDY))
-    assert [generate(gpt, idx, 20)[:, 5:].tolist() for idx in (one, other)] == [tokens.tolist() for tokens in expected]
+    assert [generate(gpt, idx, 20, GREEDY)[:, 5:].tolist() for idx in (one, other)] == [tokens.tolist() for tokens in expected]
 
 
 def test_0_new_tokens_return_the_prompt():
@@ -144,14 +139,14 @@ def test_0_new_tokens_return_the_prompt():
 def test_an_empty_prompt_raises_the_same_error_as_gpt():
     for gpt in make_gpt(), CUDAGraphGPT(make_gpt()):
         with pytest.raises(ValueError, match="nothing to continue"):
-            generate(gpt, random_prompt(3)[:, :0], 4)
+            generate(gpt, random_prompt(3)[:, :0], 4, GREEDY)
 
 
 @pytest.mark.parametrize("context_shift", [True, False])
 def test_block_size_1_samples_the_same_tokens_as_gpt(context_shift):
     model = make_gpt(block_size=1)
     expected = model.generate(random_prompt(1), 9, 0, context_shift=context_shift)
-    assert torch.equal(generate(CUDAGraphGPT(model), random_prompt(1), 9, context_shift=context_shift), expected)
+    assert torch.equal(generate(CUDAGraphGPT(model), random_prompt(1), 9, GREEDY, context_shift), expected)
 
 
 def test_nan_in_one_stream_does_not_affect_the_next():
@@ -160,16 +155,16 @@ def test_nan_in_one_stream_does_not_affect_the_next():
         model.transformer.wte.weight[5] = torch.nan
     gpt, good, bad = CUDAGraphGPT(model), torch.tensor([[1, 2, 3]]), torch.tensor([[1, 5, 3]])
     with pytest.raises(ValueError, match="NaN or infinite"):
-        generate(gpt, bad, 4)
+        generate(gpt, bad, 4, GREEDY)
     assert not gpt.logits_are_finite()
-    assert torch.equal(generate(gpt, good, 1), model.generate(good, 1, 0))
+    assert torch.equal(generate(gpt, good, 1, GREEDY), model.generate(good, 1, 0))
     assert gpt.logits_are_finite()
 
 
 def test_a_batch_does_not_see_the_cache_of_the_previous_batch():
     gpt, one, other = CUDAGraphGPT(make_gpt()), random_prompt(12), random_prompt(12).flip(1)
-    expected = [generate(CUDAGraphGPT(make_gpt()), idx, 9).tolist() for idx in (one, other)]
-    assert [generate(gpt, idx, 9).tolist() for idx in (one, other)] == expected
+    expected = [generate(CUDAGraphGPT(make_gpt()), idx, 9, GREEDY).tolist() for idx in (one, other)]
+    assert [generate(gpt, idx, 9, GREEDY).tolist() for idx in (one, other)] == expected
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 8, 30])
@@ -179,7 +174,7 @@ def test_nan_logits_raise_at_the_end_of_a_stream(max_new_tokens, context_shift):
     with torch.no_grad():
         model.lm_head.weight[7] = torch.nan
     with pytest.raises(ValueError, match="NaN or infinite"):
-        generate(CUDAGraphGPT(model), random_prompt(3), max_new_tokens, context_shift=context_shift)
+        generate(CUDAGraphGPT(model), random_prompt(3), max_new_tokens, GREEDY, context_shift)
 
 
 def test_logits_are_finite_finds_nan_logits_while_the_stream_runs():
@@ -231,21 +226,19 @@ def test_a_decode_step_never_synchronises_the_gpu(settings, num_logprobs, monkey
 @pytest.mark.slow # test_eager.py compiles in the quick run
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
 def test_compiled_steps_sample_the_same_tokens(compile_settings):
-    def num_graphs():
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    model, idx, at_first = make_gpt(), random_prompt(5, 2), num_graphs()
+    model, idx, at_first = make_gpt(), random_prompt(5, 2), num_compiled_graphs()
     torch.manual_seed(3)
     expected = model.generate(idx, 20)
     gpt = CUDAGraphGPT(model, compile=True)
     gpt.warm_up_compile(random_prompt(5, 3), 20)
-    warm = num_graphs()
+    warm = num_compiled_graphs()
     assert warm - at_first == 2, "one for all blocks and one for the window"
     gpt.warm_up_compile(random_prompt(5, 2), 20)
-    warmer = num_graphs()
+    warmer = num_compiled_graphs()
     assert warmer > warm, "another batch size is compiled too"
     torch.manual_seed(3)
     assert torch.equal(generate(gpt, idx, 20, TokenSampler(allow_sync=False)), expected)
-    assert num_graphs() == warmer, "nothing is compiled while it generates"
+    assert num_compiled_graphs() == warmer, "nothing is compiled while it generates"
 
 
 @pytest.mark.cuda
@@ -269,7 +262,7 @@ class TestCuda:
 
     def test_decode_steps_are_cuda_graphs(self):
         gpt = CUDAGraphGPT(make_gpt(block_size=512).cuda())
-        generate(gpt, random_prompt(5).cuda(), 600)
+        generate(gpt, random_prompt(5).cuda(), 600, GREEDY)
         assert list(gpt.state.graphs) == [128, 256, 384, 512, "window"]
         assert all(isinstance(graph, torch.cuda.CUDAGraph) for graph in gpt.state.graphs.values())
 

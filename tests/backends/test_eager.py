@@ -5,6 +5,7 @@ import torch
 from models import make_gpt
 from sampling.backends.eager import EagerGPT
 from sampling.sampler.sample_token import TokenSampler
+from streams import generate, num_compiled_graphs, random_prompt
 
 
 @pytest.mark.parametrize("context_shift", [False, True])
@@ -13,8 +14,7 @@ def test_it_samples_the_same_tokens_as_gpt(context_shift):
     torch.manual_seed(3)
     expected = model.generate(idx, 30, 0.8, 20, context_shift=context_shift)
     torch.manual_seed(3)
-    stream = EagerGPT(model).generate_stream(idx, 30, TokenSampler(0.8, 20), context_shift)
-    assert torch.equal(torch.cat([idx, *stream], dim=1), expected)
+    assert torch.equal(generate(EagerGPT(model), idx, 30, TokenSampler(0.8, 20), context_shift), expected)
 
 
 @pytest.mark.usefixtures("compile_settings")
@@ -22,16 +22,13 @@ def test_it_samples_the_same_tokens_as_gpt(context_shift):
 @pytest.mark.parametrize("n_layer, max_new_tokens, context_shift", [
     (1, 9, False), pytest.param(2, 20, False, marks=pytest.mark.slow), pytest.param(1, 20, True, marks=pytest.mark.slow)]) # block_size is 16
 def test_a_compiled_model_samples_the_same_tokens_and_compiles_only_during_warm_up(n_layer, max_new_tokens, context_shift):
-    def num_graphs():
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    model, idx, at_first = make_gpt(n_layer=n_layer), torch.randint(61, (2, 5), generator=torch.Generator().manual_seed(0)), num_graphs()
+    model, idx, at_first = make_gpt(n_layer=n_layer), random_prompt(5, 2), num_compiled_graphs()
     torch.manual_seed(3)
     expected = model.generate(idx, max_new_tokens, context_shift=context_shift)
     backend = EagerGPT(model, compile=True)
     backend.warm_up_compile(idx, max_new_tokens, context_shift)
-    warm = num_graphs()
+    warm = num_compiled_graphs()
     assert warm > at_first
     torch.manual_seed(3)
-    stream = backend.generate_stream(idx, max_new_tokens, TokenSampler(), context_shift)
-    assert torch.equal(torch.cat([idx, *stream], dim=1), expected)
-    assert num_graphs() == warm, "nothing is compiled while it generates"
+    assert torch.equal(generate(backend, idx, max_new_tokens, context_shift=context_shift), expected)
+    assert num_compiled_graphs() == warm, "nothing is compiled while it generates"

@@ -12,6 +12,7 @@ from sampling.params import ModelOptions, SamplingParams
 from sampling.sampler.nanogpt_sampler import NanoGPTSampler
 from sampling.sampler.per_row_rng import PerRowRNG
 from sampling.sampler.sample_fn import Logits
+from streams import generate, random_prompt
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PROMPT = torch.tensor([[5, 17, 42]])
@@ -41,8 +42,7 @@ def exact_samples(gpt, dtype, num_samples, max_new_tokens):
     with autocast(dtype, gpt.device.type):
         for index in range(num_samples):
             rng.set_rows([rng.state_for_sample(index)])
-            tokens = gpt.generate_stream(idx, max_new_tokens, NanoGPTSampler(TEMPERATURE, TOP_K, rng))
-            found.append(torch.cat([idx, *tokens], dim=1)[0].tolist())
+            found.append(generate(gpt, idx, max_new_tokens, NanoGPTSampler(TEMPERATURE, TOP_K, rng))[0].tolist())
     return found
 
 
@@ -61,7 +61,7 @@ def make_graphed(recordings):
 @pytest.mark.parametrize("length", [1, 7, 16])
 def test_logits_equal_nanogpts_bit_for_bit(dtype, length):
     """ExactGPT casts the weights once. Autocast casts them at every step."""
-    window = torch.randint(61, (1, length), generator=torch.Generator().manual_seed(length))
+    window = random_prompt(length, seed=length)
     with torch.no_grad(), autocast(dtype):
         expected, found = nanogpt_logits(make_gpt(), window), make_exact(dtype).window_logits(window)
     assert found.dtype == dtype and torch.equal(found, expected)

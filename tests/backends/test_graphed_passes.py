@@ -13,8 +13,9 @@ from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
 from sampling.generation.draft_length import MAX_PROPOSALS
 from sampling.sampler.sample_token import TokenSampler
+from streams import random_prompt
 
-IDS = torch.randint(61, (1, 32), generator=torch.Generator().manual_seed(0))
+IDS = random_prompt(32)
 GREEDY = TokenSampler(temperature=0)
 
 

@@ -16,8 +16,7 @@ from sampling.backends.cpu.int8_linear import quantize_weight
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.draft import share_weights
 from sampling.checkpoints.nanogpt import load_checkpoint
-from sampling.sampler.sample_token import TokenSampler
-from streams import random_prompt
+from streams import generate, random_prompt
 
 skip_without_int8()
 pytestmark = pytest.mark.usefixtures("all_threads")
@@ -54,8 +53,7 @@ def test_it_is_the_model_with_rounded_weights(tied, gelu, prefill):
 def test_it_generates_past_block_size(context_shift):
     model, idx = make_gpt(), random_prompt(5, 3) # block_size is 16
     expected = with_rounded_weights(model).generate(idx, 40, temperature=0, context_shift=context_shift)
-    sampler = TokenSampler(temperature=0)
-    assert torch.equal(torch.cat([idx, *PackedGPT(model, use_int8=True).generate_stream(idx, 40, sampler, context_shift)], dim=1), expected)
+    assert torch.equal(generate(PackedGPT(model, use_int8=True), idx, 40, temperature=0, context_shift=context_shift), expected)
 
 
 @pytest.mark.parametrize("prefill", [1, 33])
@@ -91,7 +89,7 @@ def test_the_demo_predicts_nearly_as_well_as_in_float32():
     int8, float32 = PackedGPT(share_weights(gpt), use_int8=True), PackedGPT(gpt)
     torch.manual_seed(0)
     start = torch.zeros(8, 1, dtype=torch.long) # newlines
-    idx = torch.cat([start, *float32.generate_stream(start, 200, TokenSampler(temperature=1.0))], dim=1)
+    idx = generate(float32, start, 200)
     log_p, log_q = (all_logits(backend, idx).log_softmax(dim=-1) for backend in (float32, int8))
     divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
     assert 0 < divergence < 0.002, "with 8 bits for the inputs too, it is four times the measured 0.0007"

@@ -14,7 +14,7 @@ from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import cast_linears, prepare_model, warm_up_compile
 from sampling.params import ModelOptions, SamplingParams
-from sampling.sampler.sample_token import TokenSampler
+from streams import generate, random_prompt
 
 CPU = torch.device("cpu")
 IDX = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
@@ -28,18 +28,13 @@ def trim_calls(monkeypatch):
     return calls
 
 
-def generate(backend, max_new_tokens):
-    """Ids (B, T + max_new_tokens), generated greedily."""
-    return torch.cat([IDX, *backend.generate_stream(IDX, max_new_tokens, TokenSampler(temperature=0))], dim=1)
-
-
 @pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
 @pytest.mark.parametrize("pack_eagerly", [False, True])
 def test_a_cpu_gets_packed_gpt(pack_eagerly, trim_calls):
     backend = prepare_model(make_gpt(), CPU, torch.float32, ModelOptions(pack_eagerly=pack_eagerly))
     assert isinstance(backend, PackedGPT) and backend.device == CPU
     assert (backend.blocks[0].c_attn.packed is not None) == pack_eagerly
-    assert torch.equal(generate(backend, 20), make_gpt().generate(IDX, 20, temperature=0))
+    assert torch.equal(generate(backend, IDX, 20, temperature=0), make_gpt().generate(IDX, 20, temperature=0))
     assert trim_calls == ["disable_malloc_trim"]
 
 
@@ -64,12 +59,12 @@ def test_float16_generates_whether_or_not_it_can_be_packed(has_operators, monkey
     if not has_operators:
         monkeypatch.setattr(packed_linear, "is_supported", lambda dtype: False)
     with torch.autocast("cpu", torch.float16):
-        assert generate(prepare_model(make_gpt(), CPU, torch.float16), 20).shape == (2, 25)
+        assert generate(prepare_model(make_gpt(), CPU, torch.float16), IDX, 20, temperature=0).shape == (2, 25)
 
 
 def test_cast_linears_give_the_logits_of_autocast():
     """Autocast would cast the same weights again at every step."""
-    idx = torch.randint(61, (2, 14), generator=torch.Generator().manual_seed(0))
+    idx = random_prompt(14, 2)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = make_gpt()(idx)[0]
         model = cast_linears(make_gpt(), torch.bfloat16)
@@ -144,5 +139,4 @@ def test_in_half_precision_a_gpu_gets_a_padded_head(dtype, vocab_size, rows, sim
         backend = prepare_model(make_gpt(vocab_size=vocab_size), torch.device("cuda"), dtype)
         assert backend.model.lm_head.weight.shape == (rows, 24)
         torch.testing.assert_close(backend.model(IDX)[0], plain(IDX)[0])
-        sampler = TokenSampler(temperature=0, allow_sync=False)
-        assert torch.cat(list(backend.generate_stream(IDX, 20, sampler)), dim=1).max() < vocab_size
+        assert generate(backend, IDX, 20, temperature=0, allow_sync=False).max() < vocab_size

@@ -11,6 +11,7 @@ from sampling.backends.cpu import packed_linear, traced_blocks
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.cpu.packed_linear import NARROW, is_supported
 from sampling.backends.prepare import cast_linears
+from streams import random_prompt
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
 
@@ -37,10 +38,6 @@ def decode(gpt, idx, cache, first=0):
     return torch.stack([gpt.next_logits(idx[:, i:i + 1], cache).values for i in range(first, idx.size(1))])
 
 
-def random_ids(rows, length=16):
-    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
 def in_python(gpt):
     """The same model, which never traces."""
     gpt.decode_step.is_traceable = False
@@ -54,7 +51,7 @@ def in_python(gpt):
 def test_every_logit_is_the_same(dtype, rows, shape, processor):
     if dtype == "bfloat16" and not is_supported(torch.bfloat16):
         pytest.skip("this torch lacks the operators")
-    gpt, other, idx = packed_gpt(dtype, **SHAPES[shape]), in_python(packed_gpt(dtype, **SHAPES[shape])), random_ids(rows)
+    gpt, other, idx = packed_gpt(dtype, **SHAPES[shape]), in_python(packed_gpt(dtype, **SHAPES[shape])), random_prompt(16, rows)
     cache, other_cache = gpt.new_cache(rows, 16), gpt.new_cache(rows, 16)
     for start, end in (0, 4), (9, 12): # read some tokens at once, then one at a time
         assert torch.equal(gpt.next_logits(idx[:, start:end], cache).values, other.next_logits(idx[:, start:end], other_cache).values)
@@ -65,7 +62,7 @@ def test_every_logit_is_the_same(dtype, rows, shape, processor):
 
 
 def test_rows_may_leave():
-    gpt, other, idx = packed_gpt(), in_python(packed_gpt()), random_ids(3)
+    gpt, other, idx = packed_gpt(), in_python(packed_gpt()), random_prompt(16, 3)
     results = []
     for model in gpt, other:
         cache = model.new_cache(3, 16)
@@ -79,7 +76,7 @@ def test_rows_may_leave():
 
 
 def test_streams_may_alternate():
-    gpt, other, idx = packed_gpt(), in_python(packed_gpt()), random_ids(4)
+    gpt, other, idx = packed_gpt(), in_python(packed_gpt()), random_prompt(16, 4)
     parts = idx[:1], idx[1:]
     caches = [gpt.new_cache(len(part), 16) for part in parts]
     expected = [decode(other, part, other.new_cache(len(part), 16)) for part in parts]
@@ -91,7 +88,7 @@ def test_streams_may_alternate():
 def test_blocks_are_traced_once_for_a_number_of_rows(monkeypatch):
     traced, trace = [], torch.jit.trace
     monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: traced.append(1) or trace(*args, **kwargs))
-    gpt, idx = packed_gpt(), random_ids(3)
+    gpt, idx = packed_gpt(), random_prompt(16, 3)
     for rows in 1, 3, 1, 3, 1:
         decode(gpt, idx[:rows], gpt.new_cache(rows, 16))
     assert len(traced) == 2
@@ -100,7 +97,7 @@ def test_blocks_are_traced_once_for_a_number_of_rows(monkeypatch):
 def test_blocks_may_have_different_layouts(monkeypatch):
     """After two prompts of the same length, Intel's layers are packed, except those of the last block after attention."""
     monkeypatch.setattr(packed_linear, "is_intel_cpu", lambda: True)
-    results, idx = [], random_ids(1)
+    results, idx = [], random_prompt(16)
     for gpt in packed_gpt(**SHAPES["wide"]), in_python(packed_gpt(**SHAPES["wide"])):
         for _ in range(2):
             cache = gpt.new_cache(1, 16)
@@ -114,7 +111,7 @@ def test_blocks_may_have_different_layouts(monkeypatch):
 def test_steps_are_traced_only_after_enough_time(monkeypatch):
     monkeypatch.setattr(traced_blocks, "MIN_SECONDS", 3600)
     gpt = packed_gpt()
-    decode(gpt, random_ids(1), cache := gpt.new_cache(1, 16))
+    decode(gpt, random_prompt(16), cache := gpt.new_cache(1, 16))
     assert 0 < sum(gpt.decode_step.seconds[1]) < 3600 and cache not in gpt.decode_step.traced
 
 
@@ -132,7 +129,7 @@ def test_without_a_right_trace_python_runs_every_step(trace, monkeypatch):
         monkeypatch.setattr(torch.jit, "trace", trace)
     else:
         monkeypatch.delattr(torch.jit, "trace")
-    gpt, other, idx = packed_gpt(), in_python(packed_gpt()), random_ids(2)
+    gpt, other, idx = packed_gpt(), in_python(packed_gpt()), random_prompt(16, 2)
     found = decode(gpt, idx, cache := gpt.new_cache(2, 16))
     assert torch.equal(found, decode(other, idx, other_cache := other.new_cache(2, 16)))
     assert torch.equal(cache.keys, other_cache.keys)
@@ -141,7 +138,7 @@ def test_without_a_right_trace_python_runs_every_step(trace, monkeypatch):
 
 def test_a_plain_weight_leaves_memory_once_its_layer_is_packed(monkeypatch):
     monkeypatch.setattr(packed_linear, "is_intel_cpu", lambda: True)
-    gpt, idx = packed_gpt(**SHAPES["wide"]), random_ids(8)
+    gpt, idx = packed_gpt(**SHAPES["wide"]), random_prompt(16, 8)
     cache = gpt.new_cache(1, 16)
     decode(gpt, idx[:1, :8], cache)
     assert cache in gpt.decode_step.traced
@@ -153,7 +150,7 @@ def test_a_plain_weight_leaves_memory_once_its_layer_is_packed(monkeypatch):
 
 
 def test_a_finished_stream_leaves_no_cache_in_memory():
-    gpt, idx = packed_gpt(), random_ids(1)
+    gpt, idx = packed_gpt(), random_prompt(16)
     cache = gpt.new_cache(1, 16)
     decode(gpt, idx, cache)
     memory = weakref.ref(cache.keys)

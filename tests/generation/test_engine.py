@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engines import PARAMS, PROMPTS, generate, make_requests, reference_token_ids, token_ids, truncate_at_stop
+from engines import BACKENDS, PARAMS, PROMPTS, generate, make_requests, reference_token_ids, token_ids, truncate_at_stop
 from models import CHARS, make_gpt
 from oracles import nanogpt_samples, reference_generate
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
@@ -15,7 +15,6 @@ from sampling.generation.engine import Engine
 from sampling.params import Prompt, SampleRequest
 from sampling.sampler.per_row_rng import PerRowRNG
 
-BACKENDS = ["eager", "packed", "shortlist", "direct", "graphs"]
 each_backend = pytest.mark.parametrize("make_engine", BACKENDS, indirect=True)
 
 

@@ -6,11 +6,9 @@ from itertools import pairwise
 import pytest
 
 from cases import cases
-from engines import PARAMS, PROMPTS, generate, make_requests, reference_token_ids, truncate_at_stop
+from engines import BACKENDS, PARAMS, PROMPTS, generate, make_requests, reference_token_ids, truncate_at_stop
 from models import make_gpt
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
-
-BACKENDS = ["eager", "packed", "shortlist", "direct", "graphs"]
 
 
 @pytest.mark.parametrize("make_engine, stream, num_rounds", cases(BACKENDS, [True, False], [1, 10],

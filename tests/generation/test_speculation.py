@@ -65,6 +65,10 @@ def speculative(draft="right", backend="eager", cost=0.05, log=lambda message: N
     return SpeculativeBackend(target, Draft(prepare(DRAFTS[draft](**draft_shape), backend), cost), log)
 
 
+def load_demo():
+    return GPT.from_checkpoint(load_checkpoint(DEMO))
+
+
 def run(backend, tokenizer, params=PARAMS, num_samples=2, **settings):
     """The samples of a run, the texts of the most likely tokens, and all log-probabilities."""
     requests = make_requests(tokenizer, ["The "], num_samples)
@@ -100,11 +104,9 @@ def test_samples_are_the_same_as_without_a_draft(tokenizer, shortlists, draft, s
 
 @pytest.mark.parametrize("std", [0.0, 0.1, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_samples_of_a_trained_model_are_the_same_as_without_a_draft(std):
-    def load():
-        return GPT.from_checkpoint(load_checkpoint(DEMO))
     params, tokenizer = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl")
-    backend = SpeculativeBackend(prepare(load(), "packed"), Draft(prepare(add_noise(load(), std), "packed"), 0.1))
-    assert_same(run(backend, tokenizer, params, num_samples=1), run(prepare(load(), "packed"), tokenizer, params, num_samples=1))
+    backend = SpeculativeBackend(prepare(load_demo(), "packed"), Draft(prepare(add_noise(load_demo(), std), "packed"), 0.1))
+    assert_same(run(backend, tokenizer, params, num_samples=1), run(prepare(load_demo(), "packed"), tokenizer, params, num_samples=1))
     assert backend.num_accepted > 20
 
 
@@ -227,15 +229,13 @@ def test_a_draft_that_is_off_stays_off():
 @pytest.mark.parametrize("backend", ["packed", "eager"])
 def test_a_model_in_8_bits_is_a_good_draft_of_itself(backend, monkeypatch):
     """It shares the keys and values of a packed model, so it never reads the prompt, nor proposals that were accepted."""
-    def load():
-        return GPT.from_checkpoint(load_checkpoint(DEMO))
-    params, tokenizer, model, lengths = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl"), load(), set()
+    params, tokenizer, model, lengths = SamplingParams(max_new_tokens=120), CharTokenizer(DEMO / "meta.pkl"), load_demo(), set()
     draft = prepare_draft(model, torch.device("cpu"), torch.float32, ModelOptions(draft="int8"))
     next_logits = draft.backend.next_logits
     monkeypatch.setattr(draft.backend, "next_logits", lambda idx, *arguments: lengths.add(idx.size(1)) or next_logits(idx, *arguments))
     speculative_backend = SpeculativeBackend(prepare(model, backend), draft._replace(relative_cost=0.1))
     found = run(speculative_backend, tokenizer, params, num_samples=1)
-    assert_same(found, run(prepare(load(), backend), tokenizer, params, num_samples=1))
+    assert_same(found, run(prepare(load_demo(), backend), tokenizer, params, num_samples=1))
     assert speculative_backend.num_accepted > 0.7 * speculative_backend.num_proposed > 60
     assert (lengths == {1}) == (backend == "packed")
 
