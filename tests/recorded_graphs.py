@@ -57,3 +57,37 @@ def record_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     return recordings
+
+
+class FailingCaptures:
+    """A torch.cuda.graph that fails when it begins, when a step runs, or when it ends. As in torch, its stream then stays current.
+
+    number: the only capture that fails; the others are Recordings. None: no step can be captured.
+    """
+
+    def __init__(self, monkeypatch, fails_at="end", number=None):
+        self.fails_at, self.number, self.num_captures = fails_at, number, 0
+        self.current, self.closed = "stream", [] # the current stream, and the calls that closed a pool
+        monkeypatch.setattr(torch.cuda, "graph", self)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
+        for name in "_cuda_endAllocateToPool", "_cuda_releasePool":
+            monkeypatch.setattr(torch._C, name, lambda device, pool, name=name: self.closed.append((name, pool)), raising=False)
+
+    def __call__(self, recording, pool, stream):
+        self.recording, self.stream, self.num_captures = recording, stream, self.num_captures + 1
+        self.fails = self.number in (None, self.num_captures)
+        return self
+
+    def __enter__(self):
+        self.current = self.stream
+        if not self.fails:
+            self.recording.__enter__()
+        elif self.fails_at == "begin":
+            raise RuntimeError("no graphs here\nCUDA kernel errors might be reported later")
+
+    def __exit__(self, *error):
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture" if self.fails_at == "step" else "no graphs here\nmore lines")
+        self.recording.__exit__(*error)
+        self.current = "stream"

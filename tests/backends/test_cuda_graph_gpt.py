@@ -132,14 +132,9 @@ def test_streams_may_be_interleaved_and_abandoned():
     assert [generate(gpt, idx, 20, GREEDY)[:, 5:].tolist() for idx in (one, other)] == [tokens.tolist() for tokens in expected]
 
 
-def test_0_new_tokens_return_the_prompt():
-    assert torch.equal(generate(CUDAGraphGPT(make_gpt()), random_prompt(3), 0), random_prompt(3))
-
-
-def test_an_empty_prompt_raises_the_same_error_as_gpt():
-    for gpt in make_gpt(), CUDAGraphGPT(make_gpt()):
-        with pytest.raises(ValueError, match="nothing to continue"):
-            generate(gpt, random_prompt(3)[:, :0], 4, GREEDY)
+def test_an_empty_prompt_raises():
+    with pytest.raises(ValueError, match="nothing to continue"):
+        generate(CUDAGraphGPT(make_gpt()), random_prompt(0), 4, GREEDY)
 
 
 @pytest.mark.parametrize("context_shift", [True, False])
@@ -159,12 +154,6 @@ def test_nan_in_one_stream_does_not_affect_the_next():
     assert not gpt.logits_are_finite()
     assert torch.equal(generate(gpt, good, 1, GREEDY), model.generate(good, 1, 0))
     assert gpt.logits_are_finite()
-
-
-def test_a_batch_does_not_see_the_cache_of_the_previous_batch():
-    gpt, one, other = CUDAGraphGPT(make_gpt()), random_prompt(12), random_prompt(12).flip(1)
-    expected = [generate(CUDAGraphGPT(make_gpt()), idx, 9, GREEDY).tolist() for idx in (one, other)]
-    assert [generate(gpt, idx, 9, GREEDY).tolist() for idx in (one, other)] == expected
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 8, 30])

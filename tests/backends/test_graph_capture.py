@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from recorded_graphs import FailingCaptures
 from sampling.backends.cuda import decode_state
 from sampling.backends.cuda.graph_capture import capture_stream
 from sampling.sampler.per_row_rng import PerRowRNG
@@ -11,26 +12,6 @@ from small_gpu_backends import generate, make_backend
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     monkeypatch.setattr(decode_state, "BUCKET", 4)
-
-
-class FailingCapture:
-    """A torch.cuda.graph that fails when it begins, when a step runs, or when it ends. As in torch, its stream then stays current."""
-    current, closed = "stream", []
-
-    def __init__(self, fails_at):
-        self.fails_at = fails_at
-
-    def __call__(self, graph, pool, stream):
-        self.stream = stream
-        return self
-
-    def __enter__(self):
-        FailingCapture.current = self.stream
-        if self.fails_at == "begin":
-            raise RuntimeError("no graphs here\nCUDA kernel errors might be reported later")
-
-    def __exit__(self, *error):
-        raise RuntimeError("no graphs here" if self.fails_at == "end" else "operation failed due to a previous error during capture")
 
 
 class DefaultGenerators:
@@ -48,54 +29,48 @@ class DefaultGenerators:
 
 
 @pytest.fixture(params=["begin", "step", "end"])
-def failing_capture(request, recordings, monkeypatch):
+def captures(request, recordings, monkeypatch):
     """No step can be captured."""
-    FailingCapture.current, FailingCapture.closed, DefaultGenerators.restored = "stream", [], ()
-    monkeypatch.setattr(torch.cuda, "graph", FailingCapture(request.param))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FailingCapture.current)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(FailingCapture, "current", stream))
-    for name in "_cuda_endAllocateToPool", "_cuda_releasePool":
-        monkeypatch.setattr(torch._C, name, lambda device, pool, name=name: FailingCapture.closed.append((name, pool)), raising=False)
+    captures, noise = FailingCaptures(monkeypatch, request.param), PerRowRNG.__call__
+    monkeypatch.setattr(DefaultGenerators, "restored", ())
     monkeypatch.setattr(torch.cuda, "default_generators", DefaultGenerators())
-    noise = PerRowRNG.__call__
 
     def noise_outside_captures(*arguments):
-        if FailingCapture.current != "stream" and request.param == "step":
+        if captures.current != "stream" and request.param == "step":
             raise RuntimeError("no graphs here")
         return noise(*arguments)
     monkeypatch.setattr(PerRowRNG, "__call__", noise_outside_captures)
+    return captures
 
 
 @pytest.mark.parametrize("context_shift", [False, True])
-@pytest.mark.usefixtures("failing_capture")
-def test_without_graphs_the_samples_are_the_same(context_shift):
+def test_without_graphs_the_samples_are_the_same(context_shift, captures):
     gpt = make_backend()
     for _ in range(2):
         found, expected = generate(gpt, context_shift=context_shift, top_k=20)
         assert found == expected
     assert gpt.messages == ["CUDA graphs do not work here (RuntimeError: no graphs here): going on without them, slower"]
-    assert FailingCapture.current == "stream"
-    assert FailingCapture.closed == [("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1))]
+    assert captures.current == "stream"
+    assert captures.closed == [("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1))]
     assert DefaultGenerators.restored == ("a copy of the state",)
 
 
-@pytest.mark.parametrize("failing_capture", ["end"], indirect=True)
-def test_ctrl_c_in_a_capture_leaves_torch_usable(failing_capture, monkeypatch):
+@pytest.mark.parametrize("captures", ["end"], indirect=True)
+def test_ctrl_c_in_a_capture_leaves_torch_usable(captures, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
-    monkeypatch.setattr(FailingCapture, "__exit__", interrupt)
+    monkeypatch.setattr(FailingCaptures, "__exit__", interrupt)
     with pytest.raises(KeyboardInterrupt):
         generate(make_backend())
-    assert FailingCapture.current == "stream" and FailingCapture.closed and DefaultGenerators.restored
+    assert captures.current == "stream" and captures.closed and DefaultGenerators.restored
 
 
-@pytest.mark.usefixtures("failing_capture")
-def test_a_pool_that_is_closed_already_is_not_released_twice(monkeypatch):
+def test_a_pool_that_is_closed_already_is_not_released_twice(captures, monkeypatch):
     def end(device, pool):
         raise RuntimeError("not currently recording to this pool")
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
     found, expected = generate(make_backend())
-    assert found == expected and FailingCapture.closed == []
+    assert found == expected and captures.closed == []
 
 
 def test_each_gpu_has_one_capture_stream(monkeypatch):

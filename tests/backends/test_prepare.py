@@ -110,21 +110,15 @@ def test_out_of_memory_while_compiling_is_not_reported_as_a_failing_compiler(err
     assert raised.value is error
 
 
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_a_gpu_gets_cuda_graph_gpt(cuda_graphs, simulated_gpu):
+@pytest.mark.parametrize("options", [dict(), dict(cuda_graphs=False), dict(draft="name")], ids=str)
+def test_a_gpu_gets_cuda_graph_gpt(options, simulated_gpu):
     messages, gpu = [], torch.device("cuda", 1)
-    backend = prepare_model(make_gpt(), gpu, torch.float32, ModelOptions(cuda_graphs=cuda_graphs), log=messages.append)
-    assert isinstance(backend, CUDAGraphGPT) and backend.checks.use_graphs == cuda_graphs
+    backend = prepare_model(make_gpt(), gpu, torch.float32, ModelOptions(**options), log=messages.append)
+    assert isinstance(backend, CUDAGraphGPT) and backend.checks.use_graphs == options.get("cuda_graphs", True)
     backend.checks.log("hello")
     assert messages == ["hello"]
     assert simulated_gpu[:2] == [("set_device", gpu), ("to", gpu)], "nothing is allocated on another GPU"
     assert ("set_float32_matmul_precision", "highest") in simulated_gpu, "with TF32, another batch size could change a token"
-
-
-def test_a_target_and_its_draft_on_a_gpu_have_graphs_too(simulated_gpu):
-    backend = prepare_model(make_gpt(), torch.device("cuda"), torch.float32, ModelOptions(draft="name"))
-    assert isinstance(backend, CUDAGraphGPT) and backend.checks.use_graphs
-    assert ("set_float32_matmul_precision", "highest") in simulated_gpu
 
 
 def test_without_a_number_the_current_gpu_is_used(simulated_gpu):

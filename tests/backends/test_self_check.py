@@ -120,7 +120,7 @@ def test_wrong_logits_never_reach_the_text(first_key, context_shift, recordings,
     assert not any(gpt.state.graphs.values())
 
 
-def test_a_wrong_compiled_window_never_reaches_the_text(monkeypatch):
+def test_a_wrong_window_never_reaches_the_text(monkeypatch):
     forward_window = StaticForward.forward_window
     monkeypatch.setattr(StaticForward, "forward_window", lambda self, idx: forward_window(self, idx.flip(1)))
     gpt = make_backend()
