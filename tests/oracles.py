@@ -62,12 +62,12 @@ def nanogpt_logits(model, window):
     return linear(norm(x, "transformer.ln_f")[:, [-1]], "lm_head")[:, -1]
 
 
-def nanogpt_token(logits, temperature, top_k=None):
-    """Sample from logits (1, V) as nanoGPT does: in their dtype, with torch's global generator."""
+def nanogpt_token(logits, temperature, top_k=None, softmax_dtype=None):
+    """Sample from logits (B, V) as nanoGPT does: in their dtype, with torch's global generator. Under autocast on CUDA, softmax computes in float32."""
     logits = logits / temperature
     if top_k is not None:
         logits[logits < torch.topk(logits, min(top_k, logits.size(-1)))[0][:, [-1]]] = -torch.inf
-    return torch.multinomial(F.softmax(logits, dim=-1), num_samples=1)
+    return torch.multinomial(F.softmax(logits, dim=-1, dtype=softmax_dtype), num_samples=1)
 
 
 def nanogpt_generate(model, idx, max_new_tokens, temperature, top_k=None):

@@ -141,13 +141,13 @@ def test_logits_equal_transformers(changes, tmp_path):
 
 
 ALL_SETTINGS = dict(temperature=1.7, top_k=60, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
+EACH_SETTING = [dict(temperature=0.9, top_k=30), dict(top_p=0.9), dict(top_p=0.3, top_k=50), dict(min_p=0.9), dict(repetition_penalty=0.7)]
 
 
 @pytest.mark.parametrize("settings, has_graphs", cases([
-    dict(temperature=0.9, top_k=30), dict(top_p=0.9), dict(top_p=0.3, top_k=50), dict(top_p=1e-9), dict(top_p=1.0),
-    dict(min_p=0.05), dict(min_p=0.9), dict(min_p=0.0), dict(min_p=1.0), dict(repetition_penalty=1.3), dict(repetition_penalty=0.7),
-    ALL_SETTINGS, dict(temperature=1.5, top_p=0.7, min_p=0.3)], [False, True],
-    quick=lambda settings, has_graphs: settings == ALL_SETTINGS or (not has_graphs and len(settings) < 3 and 0.05 < min(settings.values()) < 1)))
+    *EACH_SETTING, ALL_SETTINGS, dict(top_p=1e-9), dict(top_p=1.0), dict(min_p=0.05), dict(min_p=0.0), dict(min_p=1.0), dict(repetition_penalty=1.3),
+    dict(temperature=1.5, top_p=0.7, min_p=0.3)], [False, True],
+    quick=lambda settings, has_graphs: settings == ALL_SETTINGS or (settings in EACH_SETTING and not has_graphs)))
 def test_samples_equal_transformers(settings, has_graphs, tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.save_pretrained(tmp_path)

@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from oracles import nanogpt_token
 from sampling.sampler.sample_fn import Logits
 from sampling.sampler.sample_token import TokenSampler, exponential_noise, sample_token
 
@@ -133,15 +134,6 @@ def test_a_token_sampler_applies_every_setting():
         assert not torch.equal(fewer, plain), left_out
 
 
-def nanogpt_tokens(logits, temperature, top_k):
-    """nanoGPT's own operations. Under autocast on CUDA, softmax computes in float32."""
-    logits = logits / temperature
-    if top_k is not None:
-        v, _ = torch.topk(logits, min(top_k, logits.size(-1)))
-        logits[logits < v[:, [-1]]] = -float("Inf")
-    return torch.multinomial(torch.softmax(logits, dim=-1, dtype=torch.float32), num_samples=1)
-
-
 HALF_LOGITS = torch.randn(256, 1000, generator=torch.Generator().manual_seed(4)).mul(3)
 
 
@@ -151,7 +143,7 @@ def test_in_their_own_dtype_logits_give_nanogpts_tokens(temperature, top_k, dtyp
     logits, others = HALF_LOGITS.to(dtype), 0
     for seed in range(10):
         torch.manual_seed(seed)
-        expected = nanogpt_tokens(logits, temperature, top_k)
+        expected = nanogpt_token(logits, temperature, top_k, softmax_dtype=torch.float32) # as under autocast on CUDA
         torch.manual_seed(seed)
         assert torch.equal(sample(logits, temperature, top_k, allow_sync=False, in_own_dtype=True), expected)
         torch.manual_seed(seed)
@@ -159,11 +151,12 @@ def test_in_their_own_dtype_logits_give_nanogpts_tokens(temperature, top_k, dtyp
     assert others == 0 if dtype == torch.float32 else others > 0 or dtype == torch.float16, "division in float32 gives other tokens"
 
 
-@pytest.mark.parametrize("temperature", [1e-4, 1e-20])
+@pytest.mark.parametrize("dtype, temperature", [(torch.float16, 1e-4), (torch.float16, 1e-20), (torch.bfloat16, 1e-37)], ids=str)
 @pytest.mark.parametrize("value", [50.0, -50.0])
-def test_float16_logits_do_not_overflow_at_a_low_temperature(temperature, value):
-    logits = torch.tensor([[value, value + 1, value - 1]], dtype=torch.float16)
-    assert sample(logits, temperature, 2, allow_sync=False, in_own_dtype=True).item() == 1
+def test_half_precision_logits_do_not_overflow_at_a_low_temperature(dtype, temperature, value):
+    logits = torch.tensor([[value, value + 1, value - 1]], dtype=dtype)
+    for allow_sync in False, True:
+        assert sample(logits, temperature, 2, allow_sync=allow_sync, in_own_dtype=True).item() == 1
 
 
 def test_settings_that_nanogpt_lacks_are_computed_in_float32():
@@ -189,7 +182,5 @@ def test_in_their_own_dtype_logits_are_never_read_by_the_host(dtype):
 @pytest.mark.parametrize("temperature", [0.8, 1e-35])
 def test_in_their_own_dtype_logits_are_checked_if_a_sync_is_allowed(temperature):
     values = torch.tensor([[0.0, 3.0, -2.0, 1.0]], dtype=torch.bfloat16)
-
-    assert temperature > 0.1 or int(sample(values, temperature, 2, in_own_dtype=True)) == 1
     with pytest.raises(ValueError, match="NaN or infinite"):
         sample(values * torch.inf, temperature, 2, in_own_dtype=True)
