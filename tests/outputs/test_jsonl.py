@@ -1,18 +1,20 @@
 """The JSONL file of samples: its lines, and that the writer resumes a file with the same bytes."""
 import json
+import math
 import re
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
-from pages import finished_sample, make_token
+from pages import finished_sample, make_token, make_tokens, write_page
 from sampling.inputs.prompts import RESULT_FIELDS
 from sampling.outputs.jsonl import JsonlWriter, LineFormat, reproducibility_settings
-from sampling.params import Prompt, SampleRequest
+from sampling.params import Prompt, SampleRequest, Token
 
 CHECKPOINT_ID, SETTINGS = {"path": "ckpt.pt", "crc32": "00000000"}, {"seed": 1, "stop": []}
 REQUESTS = [SampleRequest(index, Prompt(text, id), []) for index, (text, id) in enumerate([("a", None), ("é", 5), ("", {"x": 1}), ("\ud800", None)])]
+LIKELY = [make_token("a", 0.5, a=0.5, b=0.25, c=0.125), make_token("", 0.7), make_token("é\n", 0.0004, x=0.9)]
 
 
 def write_file(path, requests=REQUESTS, settings=SETTINGS):
@@ -22,6 +24,14 @@ def write_file(path, requests=REQUESTS, settings=SETTINGS):
             if not request.already_saved:
                 writer.write(replace(finished_sample(0, "", [make_token("x\n", 0.5)]), request=request))
     return path.read_bytes()
+
+
+def written(path, *samples, logprobs=None):
+    """Write a file of these samples. Return its lines."""
+    with closing(JsonlWriter(path, LineFormat(CHECKPOINT_ID, SETTINGS, logprobs))) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return path.read_text(encoding="utf-8").splitlines()
 
 
 def test_other_fields_of_jsonl_prompts_are_passed_on(tmp_path):
@@ -69,6 +79,33 @@ def test_a_removed_file_is_an_error(tmp_path):
     with pytest.raises(OSError, match=r"a\.jsonl': it was removed"):
         writer.write(finished_sample(1, "O", []))
     writer.close()
+
+
+# ---- log-probabilities
+
+def test_a_log_probability_has_three_decimals_however_large(tmp_path):
+    many, one = written(tmp_path / "a.jsonl", finished_sample(0, "O", [make_token("x", 0.1234)] * 700), finished_sample(1, "O", [Token(0, "x", -1e-9)]))
+    assert json.loads(many)["cumulative_logprob"] == round(700 * math.log(0.1234), 3) == -1464.627
+    assert '"cumulative_logprob": 0.0,' in one
+
+
+@pytest.mark.parametrize("logprobs, num_top", [(0, [0, 0, 0]), (2, [2, 0, 1]), (5, [3, 0, 1])])
+def test_logprobs_adds_each_token_and_the_most_likely_ones(tmp_path, logprobs, num_top):
+    line, = map(json.loads, written(tmp_path / "a.jsonl", finished_sample(0, "O", LIKELY), logprobs=logprobs))
+    content = line["logprobs"]["content"]
+    assert content[1] == {"id": 0, "token": "", "logprob": -0.357, "top_logprobs": []}
+    assert [(token["id"], token["token"], token["logprob"]) for token in content] == [(0, "a", -0.693), (0, "", -0.357), (0, "é\n", -7.824)]
+    assert "".join(token["token"] for token in content) == line["text"]
+    assert [len(token["top_logprobs"]) for token in content] == num_top
+    if logprobs == 2:
+        assert content[0]["top_logprobs"] == [{"token": "a", "logprob": -0.693}, {"token": "b", "logprob": -1.386}]
+
+
+def test_the_page_and_the_file_have_the_same_numbers(tmp_path):
+    line, = written(tmp_path / "a.jsonl", finished_sample(0, "O", make_tokens(50)), logprobs=5)
+    saved = [[token["logprob"], *(top["logprob"] for top in token["top_logprobs"])] for token in json.loads(line)["logprobs"]["content"]]
+    page = re.search('json">(.*)</script>', write_page(tmp_path / "a.html", [make_tokens(50)]).read_text())[1]
+    assert [[-cost / 1000 for cost in token[1::2]] for token in json.loads(page)] == saved
 
 
 # ---- resuming
@@ -138,3 +175,10 @@ def test_a_file_with_more_samples_than_the_run_is_refused(tmp_path):
         list(writer.resume(iter(REQUESTS[:3])))
     writer.close()
     assert (tmp_path / "a.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize("first, second", [(None, 0), (2, None), (2, 3)], ids=str)
+def test_a_file_with_other_logprobs_is_refused(tmp_path, first, second):
+    written(tmp_path / "a.jsonl", replace(finished_sample(0, "", LIKELY), request=REQUESTS[0]), logprobs=first)
+    with closing(JsonlWriter(tmp_path / "a.jsonl", LineFormat(CHECKPOINT_ID, SETTINGS, second))) as writer, pytest.raises(ValueError, match=f"logprobs is {first} there, and {second} here"):
+        list(writer.resume(iter(REQUESTS)))

@@ -27,8 +27,10 @@ def test_a_second_run_cannot_open_the_same_file(tmp_path):
 def test_the_error_names_a_file_that_cannot_be_opened(tmp_path):
     with pytest.raises(ValueError, match="is not a regular file"):
         open_output(tmp_path)
-    with pytest.raises(OSError, match=r"cannot write '.*no/such': No such file"):
-        open_output(f"{tmp_path}/no/such")
+    (tmp_path / "file").touch()
+    for path, reason in ("no/such", "No such file"), ("file/a", "Not a directory"), ("x" * 300, "File name too long"):
+        with pytest.raises(OSError, match=rf"cannot write '.*: {reason}"):
+            open_output(f"{tmp_path}/{path}")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
