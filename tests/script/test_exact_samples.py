@@ -50,20 +50,7 @@ def test_a_run_can_be_resumed(run_script, folder):
     assert refused.returncode == 1 and "exact is True there, and None here" in refused.stderr
 
 
-def test_a_file_of_a_normal_run_has_no_such_setting(run_script, folder):
-    """So the files of earlier versions can be resumed."""
-    run = *RUN, "--exact=False", "--out_file=a.jsonl"
-    assert run_script(*run, cwd=folder).returncode == 0
-    assert "exact" not in json.loads((folder / "a.jsonl").read_text().splitlines()[0])["settings"]
-
-
-def test_a_setting_that_nanogpt_lacks_is_one_error_line(run_script, folder):
-    done = run_script(*RUN, "--top_p=0.9", cwd=folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: exact=True does only what nanoGPT does: leave out top_p=0.9, or exact\n"
-
-
-def test_a_session_refuses_it_too_and_goes_on(run_script, folder):
+def test_a_session_refuses_what_nanogpt_lacks_and_goes_on(run_script, folder):
     done = run_script(*RUN, "--dtype=bfloat16", "--interactive", cwd=folder, stdin=b":top_p=0.9\n:temperature=0\n:again\n:again\n")
     assert done.stdout == nanogpt_output(torch.bfloat16)
     assert done.stderr.count("error: exact=True does only what nanoGPT does") == 2
