@@ -1,4 +1,5 @@
 """README.md, docs/, the settings files and the demo checkpoint work as documented."""
+import ast
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from configurator import find_settings
+from configurator import find_settings, help_text
 from oracles import nanogpt_samples
 from project import PROJECT, RULE, SCRIPT
 from sampling.inputs.char_tokenizer import CharTokenizer
@@ -96,6 +97,12 @@ def test_programs_run(program):
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=PROJECT, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_examples_of_the_help_fit_into_a_terminal_of_80_columns():
+    docstring = ast.get_docstring(ast.parse(SCRIPT.read_text(encoding="utf-8")))
+    examples = [line for line in help_text(docstring, find_settings(SCRIPT), 80).splitlines() if line.startswith("    python sample.py")]
+    assert len(examples) >= 3 and max(map(len, examples)) <= 80
 
 
 def test_the_table_of_settings_is_complete():

@@ -238,16 +238,6 @@ def test_stdout_may_be_full_or_closed_from_the_start(new_folder, arguments, stat
     assert process.returncode == 141 and b"rror" not in messages, messages
 
 
-@pytest.mark.parametrize("out_file, message", [
-    ("nowhere/a.jsonl", b"cannot write 'nowhere/a.jsonl': No such file"), ("out", b"out is not a regular file"),
-    ("prompts.txt/a", b"cannot write 'prompts.txt/a': Not a directory"), ("x" * 300, b"name too long")], ids=["no-folder", "folder", "in-a-file", "long"])
-def test_an_out_file_that_cannot_be_written_is_an_error_before_the_first_sample(new_folder, out_file, message):
-    process = start(new_folder("run"), *RUN, f"--out_file={out_file}")
-    printed, messages = process.communicate()
-    last = messages.splitlines()[-1]
-    assert process.returncode == 1 and printed == b"" and last.startswith(b"error: ") and message in last
-
-
 @pytest.mark.slow
 @QUICK_AND_SLOW
 def test_files_may_be_renamed_during_a_run(prepared, new_folder, uninterrupted, separate):

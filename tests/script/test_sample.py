@@ -75,17 +75,13 @@ def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_fol
     assert done.stdout == "".join(f"{tokenizer.decode(ids)}\n{RULE}\n" for ids in expected)
 
 
-def test_the_script_finds_nanogpts_data_folder_from_any_folder(run_script, tmp_path):
+def test_the_script_finds_nanogpts_data_folder_from_another_folder(run_script, tmp_path):
     save_checkpoint(tmp_path / "nanoGPT" / "out-letters", make_gpt(), meta=False)
     save_meta(tmp_path / "nanoGPT" / "data" / "letters" / "meta.pkl")
     (tmp_path / "elsewhere").mkdir()
     expected = expected_text(make_gpt(), "The ", seed=5, num_samples=1, max_new_tokens=5, top_k=200, temperature=0.8)
-    for cwd, out_dir in ("elsewhere", tmp_path / "nanoGPT" / "out-letters"), (".", "nanoGPT/out-letters"), ("nanoGPT", "out-letters"), ("nanoGPT/out-letters", "."):
-        done = run_script(f"--out_dir={out_dir}", *FAST, "--start=The ", "--seed=5", "--device=cpu", cwd=tmp_path / cwd)
-        assert done.stdout == expected, done.stderr
-    (tmp_path / "nanoGPT" / "data" / "letters" / "meta.pkl").unlink()
-    done = run_script(f"--out_dir={tmp_path}/nanoGPT/out-letters", *FAST, cwd=tmp_path / "elsewhere")
-    assert done.returncode == 1 and f"neither meta.pkl nor tokenizer.json is in {tmp_path}/nanoGPT/out-letters/, data/letters/, {tmp_path}/nanoGPT/data/letters/" in done.stderr
+    done = run_script(f"--out_dir={tmp_path / 'nanoGPT' / 'out-letters'}", *FAST, "--start=The ", "--seed=5", "--device=cpu", cwd=tmp_path / "elsewhere")
+    assert done.stdout == expected, done.stderr
 
 
 def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint):
@@ -95,24 +91,24 @@ def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint
 
 
 @pytest.mark.parametrize("arguments, prompt", [
-    (["--start=123"], "123"),
+    pytest.param(["--start=123"], "123", marks=pytest.mark.slow),
     pytest.param(["--start=a=b"], "a=b", marks=pytest.mark.slow),
-    (['--start="\\n"'], "\n"),
+    pytest.param(['--start="\\n"'], "\n", marks=pytest.mark.slow),
     pytest.param(["--start", "two words"], "two words", marks=pytest.mark.slow),
     pytest.param(["--temperature=1"], "\n", marks=pytest.mark.slow),
     (["--temperature=0"], "\n"),
-    (["--top_k=None"], "\n"),
+    pytest.param(["--top_k=None"], "\n", marks=pytest.mark.slow),
     pytest.param(["--top_k=0"], "\n", marks=pytest.mark.slow),
     pytest.param(["--top-k", "5"], "\n", marks=pytest.mark.slow),
-    (["--seed=-1"], "\n"),
-    (["--context_shift", "--start=A"], "A"),
+    pytest.param(["--seed=-1"], "\n", marks=pytest.mark.slow),
+    (["--context_shift", "--start=A", "--seed=-1"], "A"),
     (["--dtype=bfloat16"], "\n"),
     (["--dtype=float16"], "\n"),
     (["--start=FILE:prompt.txt"], "Zürich\nis"),
-    (["--start=FILE:-"], "piped"),
+    pytest.param(["--start=FILE:-"], "piped", marks=pytest.mark.slow),
     (["one.py", "--num_samples=1"], "one"),
     pytest.param(["one.py", "two.py"], "two", marks=pytest.mark.slow),
-    (["config/greedy.py"], "\n"),
+    pytest.param(["config/greedy.py"], "\n", marks=pytest.mark.slow),
 ], ids=str)
 def test_valid_settings_run(run_script, tmp_path, arguments, prompt):
     save_checkpoint(tmp_path / "out", make_gpt(vocab_size=80))

@@ -10,7 +10,7 @@ FAST = "--num_samples=1", "--max_new_tokens=5"
 
 
 @pytest.mark.parametrize("arguments", [
-    ['--stop=["e", "a"]'], ["--stop=e", "--stop=a"], pytest.param(["stops.py"], marks=pytest.mark.slow),
+    ["--stop=e", "--stop=a"], pytest.param(['--stop=["e", "a"]'], marks=pytest.mark.slow), pytest.param(["stops.py"], marks=pytest.mark.slow),
     pytest.param(["stops.py", "--stop=a", "--stop", "e"], marks=pytest.mark.slow)], ids=str)
 def test_several_stop_texts_end_a_sample_where_the_first_of_them_begins(run_script, char_checkpoint, tmp_path, arguments):
     (tmp_path / "stops.py").write_text("stop = ['a', 'e']\n")
@@ -31,7 +31,7 @@ def test_a_session_takes_a_list_of_stop_texts(run_script, char_checkpoint):
 
 @pytest.mark.parametrize("stop, warning", [
     ("\\n\\n", r"""warning: the stop text '\\n\\n' has a backslash and the letter n; if you mean a newline, write it in quotes: "\n\n", and in a shell --stop='"\n\n"'"""),
-    ("<|endoftext|>", "meta.pkl never produces this text"),
+    pytest.param("<|endoftext|>", "meta.pkl never produces this text", marks=pytest.mark.slow),
 ], ids=str)
 def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoint, stop, warning):
     done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--stop={stop}", "--stop=e")
@@ -47,36 +47,15 @@ def test_the_batch_size_of_a_training_file_is_ignored(run_script, char_checkpoin
     assert "batch_size=2" in run_script(tmp_path / "train.py", *FAST, "--batch_size=2").stderr
 
 
-@pytest.mark.parametrize("start", ["--start={}", "--start=FILE:prompt.txt", "--start=LINES:-"])
+@pytest.mark.parametrize("start", ["--start=FILE:prompt.txt", *(pytest.param(start, marks=pytest.mark.slow) for start in ["--start={}", "--start=LINES:-"])])
 def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_checkpoint, tmp_path, start):
     prompt = "A prompt that is longer than the window of the model"
     (tmp_path / "prompt.txt").write_text(prompt)
     done = run_script(f"--out_dir={char_checkpoint}", *FAST, start.format(prompt), cwd=tmp_path, stdin=prompt.encode())
     location, others = ("standard input, line 1: ", "; of later prompts too, it sees at most 16") if "LINES" in start else ("", "")
-    assert f"{location}the prompt has 52 tokens, but the model sees only the last 16, which begin with {prompt[-16:]!r}{others}\n" in done.stderr
+    assert f"{location}the prompt has 52 tokens, but the model sees only the last 16, which begin with {prompt[-16:]!r}{others}" in done.stderr.splitlines()
     assert done.returncode == 0 and done.stdout.startswith(prompt)
     assert "sees only" not in run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start={prompt[:16]}").stderr
-
-
-def test_a_settings_file_that_sets_nothing_gets_a_warning(run_script, char_checkpoint, tmp_path):
-    (tmp_path / "a.yaml").write_text("temperature: 0.5\ntop_k: 5\n")
-    done = run_script(f"--out_dir={char_checkpoint}", *FAST, "a.yaml", cwd=tmp_path)
-    assert done.returncode == 0 and "warning: a.yaml sets nothing; a settings file is Python, such as: init_from = 'resume'\n" in done.stderr
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (["--start=Once", "upon", "a", "time", "--top_k=5"], 'a value with spaces needs quotes: --start="Once upon a time"'),
-    (["-p", "Once upon"], "unknown setting -p; did you mean start?"),
-    (["bad.py"], "error: bad.py: top_k must be at least 1, or None or 0 for every token; got -5"),
-    (["bad.py", "--seed=5"], "error: bad.py: top_k"),
-    (["--top_k=-5"], "error: top_k must"),
-    (["--seed=some"], "error: seed must be a whole number, or random; got 'some'"),
-], ids=str)
-def test_a_wrong_setting_gets_one_line_that_helps(run_script, tmp_path, arguments, message):
-    (tmp_path / "bad.py").write_text("top_k = -5\n")
-    done = run_script(*arguments, cwd=tmp_path)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert message in done.stderr and done.stderr.startswith("error: ")
 
 
 def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_script, char_checkpoint, tmp_path):
@@ -88,16 +67,3 @@ def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_scri
     assert all(json.loads(line)["seed"] == json.loads(line)["settings"]["seed"] == int(drawn) for line in (tmp_path / "a.jsonl").read_text().splitlines())
     resumed = run_script(*run, f"--seed={drawn}", f"--out_file={tmp_path / 'a.jsonl'}")
     assert resumed.returncode == 0, resumed.stderr
-
-
-def test_help_answers_without_a_terminal_and_in_its_width(run_script):
-    for width in 60, 100:
-        done = run_script("--help", COLUMNS=str(width))
-        lines = [line for line in done.stdout.splitlines() if "python sample.py" not in line]
-        assert done.returncode == 0 and width - 5 <= max(map(len, lines)) <= width
-        assert "Where samples go:" in lines and """  --start='"\\n"'""" in done.stdout
-
-
-def test_examples_of_the_help_fit_into_a_terminal_of_80_columns(run_script):
-    examples = [line for line in run_script("--help").stdout.splitlines() if line.startswith("    python sample.py")]
-    assert len(examples) >= 3 and max(map(len, examples)) <= 80
