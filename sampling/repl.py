@@ -100,6 +100,8 @@ class Session:
 
     def print_samples(self, start: str) -> None:
         """Print a sample for each prompt that start names. Raises ValueError if there is none."""
+        if not start:
+            raise ValueError('the prompt is empty, but a sample needs something to continue, such as a newline: "\\n"')
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")

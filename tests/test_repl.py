@@ -92,7 +92,7 @@ def test_the_session_continues_after_an_error(session):
 ANSWERS = { # what a user types, and a part of the message
     ":temperature=cold": "error: temperature takes a number", ":temperature=-1": "error: temperature must be 0", ":out_dir=x": "error: a session has no setting out_dir",
     ":": "error: a session has no setting ;", ":stop": "error: :stop needs a value", ":x": "put a prompt that begins with a colon in quotes", ":again 3": "error: :again takes no value",
-    ":help": "Ctrl-D ends the session", ":seed=random": "drawn at random; :seed=", '""': "error: there is nothing to continue", "¡": "error: the prompt has characters",
+    ":help": "Ctrl-D ends the session", ":seed=random": "drawn at random; :seed=", '""': "error: the prompt is empty, but a sample needs something to continue, such as a newline", "¡": "error: the prompt has characters",
     "FILE:-": "error: this session reads standard input itself", "FILE:nowhere.txt": "error: cannot read the prompt file 'nowhere.txt'",
     "FILE:a--b.txt": "error: cannot read the prompt file 'a--b.txt'", "FILE:--seed.txt": "error: cannot read the prompt file '--seed.txt'",
 }
