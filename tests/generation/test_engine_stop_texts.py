@@ -8,7 +8,6 @@ import pytest
 from cases import cases
 from engines import BACKENDS, PARAMS, PROMPTS, generate, make_requests, reference_token_ids, truncate_at_stop
 from models import make_gpt
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 
 
 @pytest.mark.parametrize("make_engine, stream, num_rounds", cases(BACKENDS, [True, False], [1, 10],
@@ -56,14 +55,3 @@ def test_streaming_yields_the_first_unfinished_sample_at_every_step_and_then_eac
              for sample in make_engine(make_gpt(), tokenizer, replace(PARAMS, max_new_tokens=3), batch_size=2, stream=True)
              .generate(make_requests(tokenizer, ["O", "x"]))]
     assert found == [(0, 1, None), (0, 2, None), (0, 3, "length"), (1, 3, "length")]
-
-
-@pytest.mark.parametrize("stride", [25, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_stop_text_may_be_inside_one_token_or_span_several(gpt2_encoding, make_engine, stride):
-    tokenizer, model = GPT2Tokenizer(), make_gpt(vocab_size=50257, n_embd=8, block_size=64)
-    requests, params = make_requests(tokenizer, ["Hi"]), replace(PARAMS, max_new_tokens=30)
-    full = generate(make_engine(model, tokenizer, params), requests)[0].text
-    for start in range(0, len(full) - 6, stride):
-        stop = full[start:start + 6]
-        sample, = generate(make_engine(model, tokenizer, replace(params, stop=stop)), requests)
-        assert sample.text == truncate_at_stop(full, [stop]) and sample.finish_reason == "stop"

@@ -56,14 +56,6 @@ def test_batch_sizes_are_known_before_the_run(world_size, batch_size):
             assert workers.batch_sizes(num_samples, batch_size) == found[workers.rank]
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
-def test_partition_keeps_all_items_in_order_in_parts_of_nearly_equal_size(num_parts):
-    for num_items in range(20):
-        parts = partition(list(range(num_items)), num_parts)
-        assert [item for part in parts for item in part] == list(range(num_items)) and len(parts) == num_parts
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
 def test_output_of_gloo_goes_to_stderr(capfd):
     with stdout_to_stderr():
         os.write(1, b"a greeting")
