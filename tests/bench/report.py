@@ -59,6 +59,7 @@ def draw_chart(cases, path):
     import matplotlib
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "sample.py" # so that the same results give the same file
+    matplotlib.rcParams["svg.fonttype"] = "none" # text, which any browser draws with its own font, instead of outlines
     from matplotlib import pyplot
     rows = list(dict.fromkeys(case.row for case in cases))
     cases_of = {row: [case for case in cases if case.row == row] for row in rows}
@@ -68,7 +69,7 @@ def draw_chart(cases, path):
         shown = cases_of[row]
         colours = ["#d95f02" if case.name.startswith("sample.py") else "#8da0cb" for case in shown]
         bars = panel.barh([case.name for case in shown], [case.rate() for case in shown], color=colours)
-        panel.bar_label(bars, [f" {shown_rate(case)}" for case in shown])
+        panel.bar_label(bars, [shown_rate(case) for case in shown], padding=3)
         panel.set_title(f"{row}, tokens/s", loc="left", fontsize=10)
         panel.invert_yaxis()
         panel.margins(x=0.12)
