@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measure import FULL, HERE, PROJECT, SHORT, Case, contender, make_models, other, sample_py, timed
+from measure import FULL, HERE, PROJECT, SHORT, Case, contender, count, make_models, other, sample_py, timed
 from report import draw_chart, report
 
 
@@ -131,11 +131,6 @@ def cuda_cases(folder, quick):
             Case(row, "sample.py bfloat16", command, lengths, 100, batch_size=10, prompt=len(start)),
         ]
     return found
-
-
-def count(samples):
-    """Such as "1 sample" or "10 samples"."""
-    return f"{samples} sample{'s' * (samples > 1)}"
 
 
 def whole_processes(folder, device):

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -22,24 +22,32 @@ SHAPES = {
     "0.8M": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65, bias=False),
 }
 
+TEMPERATURE, TOP_K = 0.8, 200
+
 # ---- the other programs
 
+def nanogpt_loop(model, idx, length, goes_on=lambda: True):
+    """Continue ids (1, T) as nanoGPT does, which reads the whole window for every token. Stops early when goes_on returns False."""
+    import torch
+    with torch.no_grad():
+        for _ in takewhile(lambda _: goes_on(), range(length)):
+            logits = model(idx[:, -model.config.block_size:])[0][:, -1] / TEMPERATURE
+            kth = logits.topk(min(TOP_K, logits.size(-1))).values[:, -1:]
+            probs = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
+            idx = torch.cat([idx, torch.multinomial(probs, 1)], dim=1)
+    return idx
+
+
 def run_nanogpt(folder, samples, length, prompt, device):
-    """nanoGPT's loop: reads the whole window for every token, one sample after another; on a GPU under autocast."""
+    """nanoGPT's loop, one sample after another; on a GPU under autocast."""
     import torch
 
     from model import GPT
     from sampling.checkpoints.by_name import load_by_name
     model = GPT.from_checkpoint(load_by_name(str(folder))).to(device)
-    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         for _ in range(samples):
-            idx = torch.zeros(1, prompt, dtype=torch.long, device=device)
-            for _ in range(length):
-                logits = model(idx[:, -model.config.block_size:])[0][:, -1] / 0.8
-                kth = logits.topk(min(200, logits.size(-1))).values[:, -1:]
-                probs = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
-                idx = torch.cat([idx, torch.multinomial(probs, 1)], dim=1)
-            idx.tolist() # synchronises the GPU
+            nanogpt_loop(model, torch.zeros(1, prompt, dtype=torch.long, device=device), length).tolist() # synchronises the GPU
 
 
 def run_transformers(folder, samples, length, prompt, device, **settings):
@@ -49,7 +57,7 @@ def run_transformers(folder, samples, length, prompt, device, **settings):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype).to(device)
     idx = torch.zeros(1, prompt, dtype=torch.long, device=device)
-    model.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=0.8, top_k=200, eos_token_id=None,
+    model.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=TEMPERATURE, top_k=TOP_K, eos_token_id=None,
                    pad_token_id=0, max_new_tokens=length, num_return_sequences=samples, **settings).tolist()
 
 
@@ -64,7 +72,7 @@ def run_ctranslate2(folder, samples, length, prompt, device, compute_type="float
     generator = ctranslate2.Generator(str(folder / "ctranslate2"), compute_type=compute_type,
                                       intra_threads=len(os.sched_getaffinity(0)))
     generator.generate_batch([["a"] * prompt] * samples, max_length=length, min_length=length,
-                             sampling_topk=200 if "124M" in str(folder) else 65, sampling_temperature=0.8, end_token=[],
+                             sampling_topk=TOP_K if "124M" in str(folder) else 65, sampling_temperature=TEMPERATURE, end_token=[],
                              include_prompt_in_result=False, max_batch_size=samples)
 
 
@@ -79,7 +87,7 @@ def run_llama(folder, samples, length, prompt, device, kind="f32"):
     cores = len(os.sched_getaffinity(0))
     model = Llama(str(folder / f"{kind}.gguf"), n_ctx=1024, n_threads=cores, n_threads_batch=cores, verbose=False)
     for _ in range(samples):
-        tokens = model.generate([0] * prompt, top_k=200, top_p=1.0, min_p=0.0, temp=0.8, repeat_penalty=1.0)
+        tokens = model.generate([0] * prompt, top_k=TOP_K, top_p=1.0, min_p=0.0, temp=TEMPERATURE, repeat_penalty=1.0)
         list(islice(tokens, length))
 
 

@@ -1,4 +1,4 @@
-"""What the parts of gpu.py share: the size of the measurements, models, engines, nanoGPT's loop, and time limits."""
+"""What the parts of gpu.py share: the size of the measurements, models, engines, and time limits."""
 import json
 import signal
 import sys
@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
-from contenders import SHAPES
+from contenders import SHAPES, TEMPERATURE, TOP_K
 from measure import PROJECT
 
 sys.path.insert(0, str(PROJECT / "tests")) # contenders has added PROJECT
@@ -20,9 +19,8 @@ from sampling.backends.devices import autocast
 from sampling.backends.prepare import cast_linears, prepare_model
 from sampling.generation.engine import Engine
 from sampling.params import ModelOptions, Prompt, SampleRequest, SamplingParams
-from sampling.sampler.logits import apply_top_k
 
-TEMPERATURE, TOP_K, SEED = 0.8, 200, 1337
+SEED = 1337
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -103,22 +101,10 @@ def run_engine(engine: Engine, dtype: torch.dtype, num_samples: int, prompt: lis
         return [sample.token_ids for sample in engine.generate(requests) if sample.finish_reason]
 
 
-# ---- nanoGPT's loop
-
 def set_nanogpt_flags() -> None:
     """Use TF32 as nanoGPT does, and cuDNN's attention, which prepare_model switches off."""
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-@torch.no_grad()
-def nanogpt_loop(model: GPT, idx: torch.Tensor, new_tokens: int, goes_on: Callable[[], bool] = lambda: True):
-    """Continue ids (1, T) as nanoGPT does, under autocast. Stops early when goes_on returns False."""
-    for _ in takewhile(lambda _: goes_on(), range(new_tokens)):
-        logits = model(idx[:, -model.config.block_size:])[0][:, -1] / TEMPERATURE
-        probs = apply_top_k(logits, min(TOP_K, logits.size(-1))).softmax(-1)
-        idx = torch.cat([idx, torch.multinomial(probs, 1)], dim=1)
-    return idx
 
 
 # ---- time

@@ -7,18 +7,9 @@ from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
-from gpu_setup import (
-    DTYPES,
-    TEMPERATURE,
-    TOP_K,
-    Scale,
-    make_engine,
-    make_model,
-    nanogpt_loop,
-    run_engine,
-    seconds,
-    set_nanogpt_flags,
-)
+from contenders import nanogpt_loop
+from gpu_setup import DTYPES, TEMPERATURE, TOP_K, Scale, make_engine, make_model, run_engine, seconds, set_nanogpt_flags
+from measure import count
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -44,7 +35,7 @@ def timing_cells(scale: Scale, limits: dict) -> Iterator:
             ours = partial(time_ours, *where, limits, loops)
             yield name("1 sample", "nanoGPT's loop"), partial(time_loop, *where, loops), 20
             for samples in scale.samples:
-                yield name(named(samples), "ours"), partial(ours, samples), 25
+                yield name(count(samples), "ours"), partial(ours, samples), 25
             yield name("1 sample", "streaming"), partial(ours, 1, stream=True), 15
             if dtype == "bfloat16": # which of these are faster decides what the backend does
                 yield name("1 sample", "ours, attention as products"), partial(time_product_attention, ours), 15
@@ -53,20 +44,15 @@ def timing_cells(scale: Scale, limits: dict) -> Iterator:
                 yield name("4 samples", "exact"), partial(time_exact, *where, loops), 35
             if dtype == "bfloat16" and has_transformers:
                 for samples in scale.samples:
-                    yield name(named(samples), "Hugging Face"), partial(time_hf, scale, model, samples, loops), 30
+                    yield name(count(samples), "Hugging Face"), partial(time_hf, scale, model, samples, loops), 30
     if scale.compiles: # compilers take minutes, so they come last
         for samples in scale.samples[:2]:
-            name = f"{small}, {named(samples)}, bfloat16, {{}}".format
+            name = f"{small}, {count(samples)}, bfloat16, {{}}".format
             ours = partial(time_ours, scale, small, "bfloat16", limits, loops, samples, compile=True)
             yield name("ours compiled"), ours, 60
             if has_transformers:
                 static = partial(time_hf, scale, small, samples, loops, cache_implementation="static")
                 yield name("Hugging Face static and compiled"), static, 60
-
-
-def named(samples: int) -> str:
-    """Such as "1 sample" or "10 samples"."""
-    return f"{samples} sample{'s' * (samples > 1)}"
 
 
 def time_loop(scale: Scale, model: str, dtype: str, loops: dict) -> dict:

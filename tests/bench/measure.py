@@ -102,6 +102,11 @@ def make_models(folder, names):
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(vocabulary))
 
 
+def count(samples):
+    """Such as "1 sample" or "10 samples"."""
+    return f"{samples} sample{'s' * (samples > 1)}"
+
+
 def machine(device):
     """The name of the GPU, or of the processor and its number of cores."""
     if device == "cuda":
