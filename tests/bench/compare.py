@@ -111,7 +111,7 @@ def main():
             for _, one, two in pairs:
                 for case in (one, two) if i % 2 == 0 else (two, one):
                     case.run()
-    print(f"{machine('cpu')}; medians of {options.rounds} rounds.\n")
+    print(f"{machine()}; medians of {options.rounds} rounds.\n")
     columns = "optimisation | where | lines" if options.optimisations else "where"
     print(f"| {columns} | rate, x | smallest | largest |\n|{'---|' * columns.count('|')}---|---:|---:|---:|")
     for name, one, two in pairs:

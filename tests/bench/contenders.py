@@ -38,35 +38,28 @@ def nanogpt_loop(model, idx, length, goes_on=lambda: True):
     return idx
 
 
-def run_nanogpt(folder, samples, length, prompt, device):
-    """nanoGPT's loop, one sample after another; on a GPU under autocast."""
+def run_nanogpt(folder, samples, length, prompt):
+    """nanoGPT's loop, one sample after another."""
     import torch
 
     from model import GPT
     from sampling.checkpoints.by_name import load_by_name
-    model = GPT.from_checkpoint(load_by_name(str(folder))).to(device)
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        for _ in range(samples):
-            nanogpt_loop(model, torch.zeros(1, prompt, dtype=torch.long, device=device), length).tolist() # synchronises the GPU
+    model = GPT.from_checkpoint(load_by_name(str(folder)))
+    for _ in range(samples):
+        nanogpt_loop(model, torch.zeros(1, prompt, dtype=torch.long), length)
 
 
-def run_transformers(folder, samples, length, prompt, device, **settings):
-    """Hugging Face's generate with its KV cache, all samples in one batch; on a GPU in bfloat16."""
+def run_transformers(folder, samples, length, prompt):
+    """Hugging Face's generate with its KV cache, all samples in one batch."""
     import torch
     import transformers
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype).to(device)
-    idx = torch.zeros(1, prompt, dtype=torch.long, device=device)
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
+    idx = torch.zeros(1, prompt, dtype=torch.long)
     model.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=TEMPERATURE, top_k=TOP_K, eos_token_id=None,
-                   pad_token_id=0, max_new_tokens=length, num_return_sequences=samples, **settings).tolist()
+                   pad_token_id=0, max_new_tokens=length, num_return_sequences=samples)
 
 
-def run_static(*arguments):
-    """Hugging Face's generate with a static cache, for which it compiles the model."""
-    run_transformers(*arguments, cache_implementation="static")
-
-
-def run_ctranslate2(folder, samples, length, prompt, device, compute_type="float32"):
+def run_ctranslate2(folder, samples, length, prompt, compute_type="float32"):
     """CTranslate2's Generator, all samples in one batch."""
     import ctranslate2
     generator = ctranslate2.Generator(str(folder / "ctranslate2"), compute_type=compute_type,
@@ -81,7 +74,7 @@ def run_int8(*arguments):
     run_ctranslate2(*arguments, "int8")
 
 
-def run_llama(folder, samples, length, prompt, device, kind="f32"):
+def run_llama(folder, samples, length, prompt, kind="f32"):
     """llama.cpp through its Python package, one sample after another."""
     from llama_cpp import Llama
     cores = len(os.sched_getaffinity(0))
@@ -96,7 +89,7 @@ def run_llama_q8(*arguments):
     run_llama(*arguments, "q8_0")
 
 
-def run_load(folder, samples, length, prompt, device):
+def run_load(folder, samples, length, prompt):
     """Load a checkpoint as nanoGPT does: all of it, into a model that was initialised first. Then compute one token."""
     import torch
 
@@ -104,9 +97,8 @@ def run_load(folder, samples, length, prompt, device):
     checkpoint = torch.load(folder / "ckpt.pt", weights_only=True)
     model = GPT(GPTConfig(**checkpoint["model_args"]))
     model.load_state_dict(checkpoint["model"])
-    model.to(device)
     with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.long, device=device))
+        model(torch.zeros(1, 1, dtype=torch.long))
 
 
 # ---- models and limits
@@ -166,46 +158,43 @@ def save_transformers(folder, shape):
             subprocess.run(command, check=True, capture_output=True)
 
 
-def print_limits(folder, device):
+def print_limits(folder):
     """Print the memory bandwidth in bytes/s, and the rates of float32 and bfloat16 matrix products in FLOP/s."""
     import torch
-    print(memory_bandwidth(device), matrix_rate(device, torch.float32), matrix_rate(device, torch.bfloat16))
+    print(memory_bandwidth(), matrix_rate(torch.float32), matrix_rate(torch.bfloat16))
 
 
-def memory_bandwidth(device):
+def memory_bandwidth():
     """Bytes per second, from reading a tensor that is much larger than the caches."""
     import torch
-    big = torch.ones(2**28, device=device)
-    return best(lambda: big.sum(), 4 * big.numel(), device)
+    big = torch.ones(2**28)
+    return best(lambda: big.sum(), 4 * big.numel())
 
 
-def matrix_rate(device, dtype):
-    """FLOP/s of matrix products; on a CPU with the faster one of MKL and oneDNN."""
+def matrix_rate(dtype):
+    """FLOP/s of matrix products, with the faster one of MKL and oneDNN."""
     import torch
-    n = 2048 if device == "cpu" else 8192
-    a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
-    rates = [best(lambda: torch.mm(a, b), 2 * n**3, device)]
-    if device == "cpu" and torch.backends.mkldnn.is_available():
+    n = 2048
+    a, b = torch.randn(n, n, dtype=dtype), torch.randn(n, n, dtype=dtype)
+    rates = [best(lambda: torch.mm(a, b), 2 * n**3)]
+    if torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(b, None)
-        rates.append(best(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""), 2 * n**3, device))
+        rates.append(best(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""), 2 * n**3))
     return max(rates)
 
 
-def best(run, work, device):
+def best(run, work):
     """The highest rate of five runs, after a warm-up run. work is the amount of work of one run."""
-    import torch
     run()
     times = []
     for _ in range(5):
         start = time.perf_counter()
         run()
-        if device == "cuda":
-            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return work / min(times)
 
 
-CONTENDERS = {"nanogpt": run_nanogpt, "transformers": run_transformers, "static": run_static, "ctranslate2": run_ctranslate2,
+CONTENDERS = {"nanogpt": run_nanogpt, "transformers": run_transformers, "ctranslate2": run_ctranslate2,
               "int8": run_int8, "llama": run_llama, "llama q8": run_llama_q8, "load": run_load, "models": make_models, "limits": print_limits}
 
 if __name__ == "__main__":

@@ -73,12 +73,11 @@ def busy_cores(count):
             other.wait()
 
 
-def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, device="cpu", more=(),
-              script=(PROJECT / "sample.py",)):
+def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, more=(), script=(PROJECT / "sample.py",)):
     """A function length -> command, which runs sample.py."""
     def command(length):
         return [sys.executable, *script, source, f"--num_samples={samples}", f"--max_new_tokens={length}",
-                f"--batch_size={batch_size or samples}", f"--dtype={dtype}", f"--start={start}", f"--device={device}", *more]
+                f"--batch_size={batch_size or samples}", f"--dtype={dtype}", f"--start={start}", "--device=cpu", *more]
     return command
 
 
@@ -87,9 +86,9 @@ def contender(name, folder, *arguments):
     return [sys.executable, HERE / "contenders.py", name, folder, *arguments]
 
 
-def other(name, folder, samples, start=SHORT, device="cpu"):
+def other(name, folder, samples, start=SHORT):
     """A function length -> command, which runs another program."""
-    return lambda length: contender(name, folder, samples, length, len(start), device)
+    return lambda length: contender(name, folder, samples, length, len(start))
 
 
 def make_models(folder, names):
@@ -107,11 +106,8 @@ def count(samples):
     return f"{samples} sample{'s' * (samples > 1)}"
 
 
-def machine(device):
-    """The name of the GPU, or of the processor and its number of cores."""
-    if device == "cuda":
-        import torch
-        return torch.cuda.get_device_name()
+def machine():
+    """The name of the processor, and its number of cores."""
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -7,12 +7,12 @@ from contenders import SHAPES
 from measure import machine
 
 
-def report(cases, processes, limits, rounds, device):
+def report(cases, processes, limits, rounds):
     """All results in Markdown."""
     limits = [statistics.median(values) for values in zip(*limits, strict=True)]
     modules = {"torch": "torch", "transformers": "transformers", "ctranslate2": "ctranslate2", "llama-cpp-python": "llama_cpp"}
     packages = ", ".join(f"{name} {version(name)}" for name, module in modules.items() if find_spec(module))
-    lines = [f"{machine(device)}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; matrix "
+    lines = [f"{machine()}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; matrix "
              f"products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32, {limits[2] / 1e9:,.0f} in bfloat16.", "",
              "| | | tokens/s | x nanoGPT's loop | of the limit |", "|---|---|---:|---:|---|"]
     nanogpt = {case.row: case.rate() for case in cases if case.name == "nanoGPT's loop"}
