@@ -5,6 +5,7 @@ target's own tokens, and one pass of the target computes the logits of several p
 why the text stays the same.
 """
 from collections.abc import Generator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, optio
         return prepare_model(gpt, device, dtype, options, log)
     log = cache(log) # each message once, although both models may have the same problem
     draft = prepare_draft(gpt, device, dtype, options, log) # before gpt loses its layers
+    options = replace(options, pack_eagerly=True) # every pass over proposals needs packed layers
     return SpeculativeBackend(prepare_model(gpt, device, dtype, options, log), draft, log)
 
 
@@ -79,11 +81,13 @@ class SpeculativeBackend(Backend):
         end = ids.size(1) + num_tokens
         cache = self.target.new_cache(1, min(end, self.config.block_size))
         draft_cache = cache if self.shares_cache else self.draft.new_cache(1, min(end, self.draft.config.block_size))
-        proposals = ids[:, :0] # none: the first pass reads the prompt, exactly as without a draft
+        best_k = draft_length.best()
+        proposals = ids[:, :0] # none: the first pass reads the prompt, as without a draft
         while True:
             k = proposals.size(1)
             unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
-            logits = self.target.next_logits(unread, cache, sample_fn.num_logits_needed, k + 1)
+            # While the draft is on, few passes are without proposals, too few to prepare the LM head's shortlist for.
+            logits = self.target.next_logits(unread, cache, None if best_k else sample_fn.num_logits_needed, k + 1)
             if not self.allow_sync: # otherwise sample_fn checks
                 require_finite(logits.values)
             for num_accepted, row in enumerate(logits.values.split(1)):
@@ -100,9 +104,9 @@ class SpeculativeBackend(Backend):
             if ids.size(1) == end:
                 return ids
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
-            room = min(end, self.draft.config.block_size + 2) - ids.size(1) - 1
-            num_proposals = 0 if self.is_broken else max(0, min(draft_length.best(), room))
-            proposals = self.propose(ids, num_proposals, draft_cache, sample_fn)
+            draft_room = self.draft.config.block_size + 1 - ids.size(1)
+            best_k = 0 if self.is_broken or draft_room <= 0 else draft_length.best()
+            proposals = self.propose(ids, min(best_k, draft_room, end - ids.size(1) - 1), draft_cache, sample_fn)
             cache.seq_len = ids.size(1) - 1 # forget what the draft wrote, if it shares the cache
 
     def propose(self, ids: Tensor, num_proposals: int, cache: Any, sample_fn: SampleFn) -> Tensor:

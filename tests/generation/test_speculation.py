@@ -16,7 +16,7 @@ from sampling.backends.prepare import packed_or_eager
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.generation.draft_length import DraftLength
 from sampling.generation.engine import Engine
-from sampling.generation.speculation import SpeculativeBackend
+from sampling.generation.speculation import SpeculativeBackend, prepare_with_draft
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.params import ModelOptions, SamplingParams
 from sampling.sampler.sample_fn import Logits
@@ -32,12 +32,12 @@ SETTINGS = {
 
 
 class CountingGPT(EagerGPT):
-    """Counts its passes."""
-    num_passes = 0
+    """Counts its passes, and notes how many logits each of them is asked for."""
+    num_passes, asked = 0, ()
 
-    def next_logits(self, *arguments):
-        self.num_passes += 1
-        return super().next_logits(*arguments)
+    def next_logits(self, idx, cache, num_logits_needed, *arguments):
+        self.num_passes, self.asked = self.num_passes + 1, (*self.asked, num_logits_needed)
+        return super().next_logits(idx, cache, num_logits_needed, *arguments)
 
 
 class SometimesWrongGPT(CountingGPT):
@@ -132,6 +132,7 @@ def test_a_right_draft_saves_passes(tokenizer):
     run(backend, tokenizer, num_samples=1)
     assert backend.num_accepted == backend.num_proposed >= 16
     assert backend.target.num_passes <= 4, "28 tokens, at most 9 in a pass"
+    assert set(backend.target.asked) == {None}, "a shortlist would be prepared for the first pass alone"
 
 
 def test_after_a_rejected_token_a_right_draft_is_right_again(tokenizer, monkeypatch):
@@ -159,6 +160,20 @@ def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):
     run(backend, tokenizer, replace(PARAMS, temperature=1.5), num_samples=1)
     assert 0 < backend.num_proposed <= 20 and backend.draft.num_passes <= 20
     assert backend.target.num_passes <= 28
+    assert backend.target.asked[0] is None and backend.target.asked[-1] == PARAMS.top_k, "without proposals, a shortlist saves time"
+
+
+def test_past_the_draft_s_window_the_model_may_use_a_shortlist(tokenizer):
+    backend = speculative()
+    backend.target = CountingGPT(make_gpt(**SHAPE))
+    backend.draft.config = replace(backend.draft.config, block_size=20) # with its weights as they are, its proposals stay right
+    run(backend, tokenizer, num_samples=1)
+    assert backend.target.asked[-10:] == (PARAMS.top_k,) * 10
+
+
+def test_with_a_draft_the_model_is_packed_before_its_first_pass():
+    backend = prepare_with_draft(make_gpt(n_embd=64), torch.device("cpu"), torch.float32, ModelOptions(draft="int8"))
+    assert backend.target.blocks[0].c_attn.packed is not None
 
 
 @pytest.mark.parametrize("settings, draft_shape, cost, message", [
