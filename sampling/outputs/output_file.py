@@ -1,8 +1,13 @@
 """Opens, locks and appends to the files of samples, which a later run can continue."""
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
+
+# How the files of samples begin: lines of JSON, or a page.
+BEGINNING = re.compile(rb'\{"version": \d+, "index": |<!DOCTYPE html>.*<meta name="generator" content="sample.py">',
+                       re.DOTALL)
 
 
 def open_output(path: str | os.PathLike, overwrite: bool = False) -> BinaryIO:
@@ -25,6 +30,18 @@ def open_output(path: str | os.PathLike, overwrite: bool = False) -> BinaryIO:
         raise
     file.seek(0)
     return file
+
+
+def check_replaceable(path: str | os.PathLike) -> None:
+    """Check that overwrite may replace this file: it holds samples, or is empty or new.
+
+    Raises ValueError otherwise, and what open_output raises.
+    """
+    with open_output(path) as file:
+        begin = file.read(200)
+    if begin and not BEGINNING.match(begin):
+        raise ValueError(f"{path} was not written by sample.py, so --overwrite does not replace it: move it, or give the "
+                         "file another name")
 
 
 def lock(file: BinaryIO) -> None:

@@ -1,10 +1,7 @@
 """Saves the samples of a run to out_file, html_file, both or neither."""
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sampling.inputs.prompts import parse_start
 from sampling.outputs.console import log, plural
 from sampling.params import Sample, SampleRequest
 
@@ -12,8 +9,6 @@ if TYPE_CHECKING: # most runs need none of these
     from sampling.checkpoints.checkpoint import Checkpoint
     from sampling.outputs.html import HtmlWriter
     from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter
-
-WEIGHTS = "*.safetensors", "*.bin" # in the folder of a Hugging Face model
 
 
 class Outputs:
@@ -81,13 +76,12 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
         return Outputs()
     from sampling.outputs.html import HtmlWriter
     from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter, LineFormat, reproducibility_settings
-    from sampling.outputs.output_file import open_output
-    check_not_inputs(settings, checkpoint.path)
+    from sampling.outputs.output_file import check_replaceable
     overwrite = settings["overwrite"]
-    paths = [settings[name] for name in ("out_file", "html_file") if settings[name] not in (None, "-")]
-    if overwrite:
-        for path in paths:
-            open_output(path).close() # so that neither file is emptied if one of them cannot be used
+    if overwrite: # check both files, before one of them is emptied
+        for path in settings["out_file"], settings["html_file"]:
+            if path not in (None, "-"):
+                check_replaceable(path)
     jsonl = html = jsonl_printer = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
     checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32}
@@ -102,21 +96,3 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
         run_info = {"model": model, "start": settings["start"], **run_settings}
         html = HtmlWriter(settings["html_file"], run_info, num_saved, overwrite)
     return Outputs(jsonl, html, jsonl_printer)
-
-
-def check_not_inputs(settings: dict[str, Any], checkpoint_path: str) -> None:
-    """Raise ValueError if out_file or html_file is the file of prompts, or a file of the checkpoint."""
-    kind, prompts = parse_start(settings["start"])
-    inputs = [("checkpoint", checkpoint_path)] + ([] if kind == "TEXT" else [("prompt file", prompts)])
-    if os.path.isdir(checkpoint_path): # a Hugging Face model
-        inputs += [("checkpoint", path) for ending in WEIGHTS for path in Path(checkpoint_path).glob(ending)]
-    for name in "out_file", "html_file":
-        for what, path in inputs:
-            if is_same_file(settings[name], path):
-                raise ValueError(f"{name} is the {what}, {path}: give {name} another name")
-
-
-def is_same_file(path: str | None, other: str | Path) -> bool:
-    """Whether both are paths of the same file. None and - are no paths."""
-    return (path is not None and "-" not in (path, other) and os.path.exists(path) and os.path.exists(other)
-            and os.path.samefile(path, other))

@@ -143,30 +143,16 @@ def test_overwrite_replaces_both_files(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out_file", "html_file"])
-def test_the_prompt_file_is_refused_by_name(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "O"}\n')
-    with pytest.raises(ValueError, match=rf"^{name} is the prompt file, p.jsonl: give {name} another name$"):
-        open_outputs({**SETTINGS, "start": "JSONL:p.jsonl", name: f"{tmp_path}/p.jsonl"}, CHECKPOINT, "cpu", "float32")
-    assert (tmp_path / "p.jsonl").read_text() == '{"prompt": "O"}\n'
-
-
-@pytest.mark.parametrize("name", ["out_file", "html_file"])
-def test_the_checkpoint_is_never_overwritten(tmp_path, name):
-    (tmp_path / "ckpt.pt").write_bytes(b"weights")
-    checkpoint = Checkpoint(str(tmp_path / "ckpt.pt"), {}, {}, 3, tmp_path, crc32="00000000")
-    with pytest.raises(ValueError, match=rf"^{name} is the checkpoint, .*ckpt.pt: give {name} another name$"):
-        open_outputs({**SETTINGS, "overwrite": True, name: f"{tmp_path}/./ckpt.pt"}, checkpoint, "cpu", "float32")
-    assert (tmp_path / "ckpt.pt").read_bytes() == b"weights"
-
-
-@pytest.mark.parametrize("name", ["out_file", "html_file"])
-def test_the_weights_of_a_hugging_face_model_are_never_overwritten(tmp_path, name):
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    checkpoint = Checkpoint(str(tmp_path), {}, {}, 3, tmp_path, crc32="00000000")
-    with pytest.raises(ValueError, match=rf"^{name} is the checkpoint, .*model.safetensors: give {name} another name$"):
-        open_outputs({**SETTINGS, "overwrite": True, name: f"{tmp_path}/model.safetensors"}, checkpoint, "cpu", "float32")
-    assert (tmp_path / "model.safetensors").read_bytes() == b"weights"
+@pytest.mark.parametrize("content", [b"weights", b'{"prompt": "O"}\n', b'{"version": "1.0", "truncation": null}', b"<!DOCTYPE html>\n<p>mine</p>"], ids=repr)
+def test_overwrite_replaces_no_file_that_sample_py_did_not_write(tmp_path, name, content):
+    """Such as the checkpoint, the prompts or a tokenizer. The other file is not emptied either."""
+    run(tmp_path, 1)
+    (tmp_path / "other").write_bytes(content)
+    paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html", name: f"{tmp_path}/other"}
+    saved = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"^.*other was not written by sample.py, so --overwrite does not replace it: move it, or give the file another name$"):
+        open_outputs({**SETTINGS, **paths, "overwrite": True}, CHECKPOINT, "cpu", "float32")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == saved
 
 
 def test_a_run_of_many_prompts_does_not_resume_a_run_of_one(tmp_path):
