@@ -14,8 +14,7 @@ from sampling.params import ModelOptions
 
 # A step of one row reads all weights. In each layer, norms, attention and the calls of operators take about the time of
 # reading this many bytes more.
-OVERHEAD_BYTES_PER_LAYER = 10_000_000
-INT8_READ_TIME = 1.35 # of a byte of weights in 8 bits, compared with a byte of other weights
+OVERHEAD_BYTES_PER_LAYER = 7_000_000
 
 
 class RollbackBackend(Backend, CausalLM, Protocol):
@@ -67,5 +66,4 @@ def step_cost(config: GPTConfig, bytes_per_weight: int) -> float:
     """The cost of a step of one row: the bytes of its weights, and OVERHEAD_BYTES_PER_LAYER."""
     E, inner = config.n_embd, config.n_inner or 4 * config.n_embd
     num_weights = config.n_layer * (4 * E * E + 2 * E * inner) + config.vocab_size * E
-    read_time = num_weights * (INT8_READ_TIME if bytes_per_weight == 1 else bytes_per_weight)
-    return read_time + config.n_layer * OVERHEAD_BYTES_PER_LAYER
+    return num_weights * bytes_per_weight + config.n_layer * OVERHEAD_BYTES_PER_LAYER

@@ -40,8 +40,8 @@ def check_replaceable(path: str | os.PathLike) -> None:
     with open_output(path) as file:
         begin = file.read(200)
     if begin and not BEGINNING.match(begin):
-        raise ValueError(f"{path} was not written by sample.py, so --overwrite does not replace it: move it, or give the "
-                         "file another name")
+        raise ValueError(f"{path} was not written by sample.py, so --overwrite does not replace it: move it, or give "
+                         "the file another name")
 
 
 def lock(file: BinaryIO) -> None:

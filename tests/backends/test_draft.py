@@ -42,7 +42,7 @@ def test_the_draft_int8_needs_a_cpu():
 
 def test_the_cost_of_a_draft_grows_with_its_weights_and_layers():
     xl = GPTConfig(n_layer=48, n_head=25, n_embd=1600)
-    assert 0.35 < step_cost(xl, 1) / step_cost(xl, 4) < 0.45
+    assert 0.25 < step_cost(xl, 1) / step_cost(xl, 4) < 0.35
     assert step_cost(GPTConfig(), 4) / step_cost(xl, 4) < 0.12
     small = GPTConfig(n_layer=6, n_head=6, n_embd=384, vocab_size=65)
     assert step_cost(small, 1) / step_cost(small, 4) > 0.6, "most of the time of a small model is not for weights"

@@ -29,6 +29,12 @@ def shortlist():
     lm_head.MIN_PARAMS = float("inf")
 
 
+def interleaving():
+    """In 8 bits, each thread reads the weights of a product from one place of memory to the next."""
+    from sampling.backends.cpu import int8_products
+    int8_products.NUM_STREAMS = 1
+
+
 def skip_init():
     """The model is initialised, on the meta device, before it gets its weights."""
     from sampling.checkpoints import skip_init
@@ -54,7 +60,7 @@ def shorten_spinning():
 
 
 OPTIMISATIONS = {function.__name__: function for function in (
-    packing, tracing, shortlist, skip_init, jump_ahead, disable_malloc_trim, shorten_spinning)}
+    packing, tracing, shortlist, interleaving, skip_init, jump_ahead, disable_malloc_trim, shorten_spinning)}
 
 if __name__ == "__main__":
     _, optimisation, *sys.argv[1:] = sys.argv
