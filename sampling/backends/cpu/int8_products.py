@@ -67,8 +67,10 @@ class GEMV:
 
     def values(self) -> Tensor:
         """The weight (out, in), int8."""
-        rows = self.table[self.indices, :-8].view(self.num_bags, self.in_features, -1)
-        return rows.mT.reshape(-1, self.in_features)[:self.out_features].bitwise_xor_(128).view(torch.int8)
+        values = torch.empty(self.num_bags, self.table.size(1) - 8, self.in_features, dtype=torch.uint8)
+        for rows, part in zip(self.table.split(self.in_features), values, strict=True): # little memory: bag by bag
+            part.copy_(rows[self.indices[:self.in_features], :-8].T)
+        return values.flatten(0, 1)[:self.out_features].bitwise_xor_(128).view(torch.int8)
 
 
 @cache
