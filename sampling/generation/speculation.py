@@ -30,7 +30,8 @@ def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, optio
         return prepare_model(gpt, device, dtype, options, log)
     log = cache(log) # each message once, although both models may have the same problem
     draft = prepare_draft(gpt, device, dtype, options, log) # before gpt loses its layers
-    options = replace(options, pack_eagerly=True) # every pass over proposals needs packed layers
+    if DraftLength(draft.relative_cost).best(): # it will be used: a pass over proposals needs packed layers
+        options = replace(options, pack_eagerly=True)
     return SpeculativeBackend(prepare_model(gpt, device, dtype, options, log), draft, log)
 
 

@@ -9,6 +9,7 @@ from engines import generate, make_requests, reference_token_ids
 from model import GPT
 from models import add_noise, make_gpt
 from project import PROJECT
+from sampling.backends import draft as draft_module
 from sampling.backends.cpu import lm_head
 from sampling.backends.draft import Draft, prepare_draft
 from sampling.backends.eager import EagerGPT
@@ -171,9 +172,11 @@ def test_past_the_draft_s_window_the_model_may_use_a_shortlist(tokenizer):
     assert backend.target.asked[-10:] == (PARAMS.top_k,) * 10
 
 
-def test_with_a_draft_the_model_is_packed_before_its_first_pass():
+@pytest.mark.parametrize("cost, is_packed", [(0.3, True), (1.0, False)])
+def test_a_draft_that_gains_time_packs_the_model_before_its_first_pass(cost, is_packed, monkeypatch):
+    monkeypatch.setattr(draft_module, "step_cost", lambda config, bytes_per_weight: cost if bytes_per_weight == 1 else 1.0)
     backend = prepare_with_draft(make_gpt(n_embd=64), torch.device("cpu"), torch.float32, ModelOptions(draft="int8"))
-    assert backend.target.blocks[0].c_attn.packed is not None
+    assert (backend.target.blocks[0].c_attn.packed is not None) == is_packed
 
 
 @pytest.mark.parametrize("settings, draft_shape, cost, message", [
