@@ -58,11 +58,20 @@ def test_it_generates_past_block_size(context_shift):
 
 @pytest.mark.parametrize("prefill", [1, 33])
 def test_a_row_has_the_same_logits_alone_and_in_a_batch(prefill):
+    """The batch reads the prompts token by token, as it does where they differ in length."""
     backend, idx = PackedGPT(make_gpt(**WIDE), use_int8=True), random_prompt(45, 7)
-    together = all_logits(backend, idx, prefill)
+    together = all_logits(backend, idx)[:, prefill - 1:]
     for row in 0, 6:
         assert torch.equal(all_logits(backend, idx[row:row + 1], prefill)[0], together[row])
     assert torch.equal(all_logits(backend, idx[2:5], prefill), together[2:5])
+
+
+def test_several_positions_of_a_pass_have_the_logits_of_single_steps():
+    backend, idx = PackedGPT(make_gpt(**WIDE), use_int8=True), random_prompt(45, 1)
+    cache = backend.new_cache(1, 45)
+    backend.next_logits(idx[:, :20], cache)
+    found = backend.next_logits(idx[:, 20:], cache, num_positions=7).values
+    assert torch.equal(found, all_logits(backend, idx)[0, -7:])
 
 
 @pytest.mark.parametrize("length", [16, 64])

@@ -36,15 +36,31 @@ class PackedBlock:
 
         Stores its key and value at this position, and attends to all up to it. keys, values: (B, H, capacity, D).
         """
-        H, D = self.n_head, self.head_width
-        q, k, v = self.qkv(x).view(-1, 3, H, D).unbind(1) # (B, H, D) each
+        q, k, v = self.qkv(x).view(-1, 3, self.n_head, self.head_width).unbind(1) # (B, H, D) each
         keys.select(2, position).copy_(k)
         values.select(2, position).copy_(v)
+        return self.post_attention(x, self.attention(q, keys, values, position))
+
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, position: int | Tensor) -> Tensor:
+        """The query q (B, H, D) of this position attends to all positions up to it: (B, E).
+
+        keys, values: (B, H, capacity, D).
+        """
+        H, D = self.n_head, self.head_width
         q = q.reshape(-1, 1, D).float() # (B * H, 1, D)
         keys, values = (tensor.flatten(0, 1)[:, :position + 1] for tensor in (keys, values)) # (B * H, S, D)
         # baddbmm with beta=0 ignores its first argument and scales the product; bmm would need a second pass.
         scores = torch.baddbmm(IGNORED, q, keys.mT, beta=0, alpha=D**-0.5) # (B * H, 1, S)
-        return self.post_attention(x, torch.bmm(scores.softmax(-1), values).view(-1, H * D))
+        return torch.bmm(scores.softmax(-1), values).view(-1, H * D)
+
+    def repeated_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """attention for each of the queries (B, H, T, D), the last T of S positions; k, v: (B, H, S, D) -> (B, T, E).
+
+        So the results are those of T calls of decode_step, to the last bit.
+        """
+        T, S = q.size(2), k.size(2)
+        k, v = k.contiguous(), v.contiguous() # otherwise, attention may copy them for each query
+        return torch.stack([self.attention(q[:, :, t], k, v, S - T + t) for t in range(T)], dim=1)
 
 
 class LayerNorm:
