@@ -88,7 +88,7 @@ def main(settings):
             num_total, max_prompt_len = prompts.count_and_max_len(tokenizer, num_samples) # None for standard input
             outputs = open_outputs(settings, checkpoint, torch_device.type, dtype_name(ptdtype))
             requests = open_requests(prompts, outputs, tokenizer, gpt.config.block_size)
-        model = prepare_backend(gpt, torch_device, ptdtype)
+        model = prepare_backend(gpt, torch_device, ptdtype, num_total)
     num_total, max_prompt_len = workers.broadcast((num_total, max_prompt_len))
     resume_garbage_collection()
 
@@ -125,14 +125,15 @@ def load_model(local_rank):
     return torch_device, ptdtype, checkpoint, GPT.from_checkpoint(checkpoint), load_tokenizer(checkpoint, log)
 
 
-def prepare_backend(gpt, torch_device, ptdtype):
-    """The backend that runs this GPT, with its draft if there is one. Logs what runs where."""
+def prepare_backend(gpt, torch_device, ptdtype, num_total):
+    """The backend that generates num_total samples, with its draft if there is one. Logs what runs where."""
     from sampling.backends.devices import dtype_name
     from sampling.generation.speculation import prepare_with_draft
     log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
-    # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
+    # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit. A run of one
+    # sample need not: it cannot be resumed in the middle.
     options = ModelOptions(compile=compile, cuda_graphs=cuda_graphs, exact=exact, draft=draft,
-                           pack_eagerly=bool(out_file))
+                           pack_eagerly=bool(out_file) and num_total != 1)
     return prepare_with_draft(gpt, torch_device, ptdtype, options, log)
 
 
