@@ -40,9 +40,10 @@ class HtmlWriter:
         self.path = path
         if num_saved and not os.path.exists(path):
             raise self.resume_error(num_saved, 0)
-        self.file = open_output(path, overwrite)
+        self.file = open_output(path)
         try:
-            self.end: int | None = self.find_end(num_saved) # where the first write truncates the file; None after that
+            # Where the first write truncates the file; None after that.
+            self.end: int | None = 0 if overwrite else self.find_end(num_saved)
         except BaseException:
             self.file.close()
             raise
@@ -74,12 +75,12 @@ class HtmlWriter:
         """The position after the first num_saved samples of the file; 0 if the page begins anew.
 
         Raises ValueError unless the file is a page of this run with at least num_saved samples, or is empty. With an
-        out_file that has no samples, the page may have some: a run that died had not saved them in out_file yet.
+        out_file that has no samples, the page may have one: a run that died had not saved it in out_file yet.
         """
         head = self.head.encode()
         begin = self.file.read(len(head))
         if not num_saved:
-            can_restart = num_saved == 0 and head.startswith(begin) and self.has_only_samples()
+            can_restart = num_saved == 0 and head.startswith(begin) and self.has_one_sample()
             if begin and not can_restart:
                 raise ValueError(f"{self.path} exists already, and nothing is overwritten: give html_file another "
                                  "name, or replace it with --overwrite")
@@ -91,13 +92,10 @@ class HtmlWriter:
                 return self.file.tell()
         raise self.resume_error(num_saved, num_found)
 
-    def has_only_samples(self) -> bool:
-        """Whether the rest of the file is samples, from the first one on. The last one may be truncated."""
-        for index, line in enumerate(self.file):
-            start = sample_start(index)
-            if line[:len(start)] != start[:len(line)]:
-                return False
-        return True
+    def has_one_sample(self) -> bool:
+        """Whether the rest of the file is the first sample, or the beginning of it."""
+        line, start = self.file.readline(), sample_start(0)
+        return line[:len(start)] == start[:len(line)] and not self.file.read(1)
 
     def resume_error(self, num_saved: int, found: int) -> ValueError:
         """The error for a page that does not hold the samples that out_file holds."""

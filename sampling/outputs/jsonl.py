@@ -64,14 +64,14 @@ class JsonlPrinter:
 class JsonlWriter:
     """Writes samples to a file, in order. Each sample is flushed when it is finished.
 
-    The lines that the file already holds stay, unless overwrite is True, and resume checks them. Raises OSError or
-    ValueError if the file cannot be opened.
+    The lines that the file already holds stay, and resume checks them. If overwrite is True, the first write removes
+    them: a run that fails earlier does not change the file. Raises OSError or ValueError if the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike, format: LineFormat, overwrite: bool = False):
         self.path, self.format = path, format
-        self.file = open_output(path, overwrite)
-        self.num_saved = sum(line.endswith(b"\n") or is_json(line) for line in self.file)
+        self.file, self.overwrite = open_output(path), overwrite
+        self.num_saved = 0 if overwrite else sum(line.endswith(b"\n") or is_json(line) for line in self.file)
 
     def resume(self, requests: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
         """Yield all requests. Those with samples in the file are marked as already saved.
@@ -81,7 +81,7 @@ class JsonlWriter:
         """
         requests, end = iter(requests), 0
         self.file.seek(0)
-        while line := self.file.readline():
+        while not self.overwrite and (line := self.file.readline()):
             request = next(requests, None)
             if request is None:
                 raise ValueError(f"{self.path} holds {self.num_saved} samples, more than this run generates: give "
@@ -101,6 +101,9 @@ class JsonlWriter:
     def write(self, sample: Sample) -> None:
         """Append a finished sample. Raises OSError if it cannot be written."""
         check_not_removed(self.file)
+        if self.overwrite:
+            self.file.truncate(0)
+            self.overwrite = False
         append(self.file, self.format.line(sample))
 
     def close(self) -> None:

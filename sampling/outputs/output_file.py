@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
+from sampling.inputs.prompts import FILE_KINDS, parse_start
+
 # How the files of samples begin: lines of JSON, or a page.
 BEGINNING = re.compile(rb'\{"version": \d+, "index": |<!DOCTYPE html>.*<meta name="generator" content="sample.py">',
                        re.DOTALL)
 
 
-def open_output(path: str | os.PathLike, overwrite: bool = False) -> BinaryIO:
-    """Open a file for reading and appending, and lock it for this run. Its content stays, unless overwrite is True.
+def open_output(path: str | os.PathLike) -> BinaryIO:
+    """Open a file for reading and appending, and lock it for this run. Its content stays.
 
     Raises OSError or ValueError, which names the file, if that is not possible.
     """
@@ -21,10 +23,8 @@ def open_output(path: str | os.PathLike, overwrite: bool = False) -> BinaryIO:
         file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
     try:
         lock(file)
-        if is_stdout(file):
+        if is_same_file(file, 1):
             raise ValueError(f"standard output goes to {path}: give the file another name")
-        if overwrite:
-            file.truncate(0)
     except BaseException:
         file.close()
         raise
@@ -32,12 +32,15 @@ def open_output(path: str | os.PathLike, overwrite: bool = False) -> BinaryIO:
     return file
 
 
-def check_replaceable(path: str | os.PathLike) -> None:
-    """Check that overwrite may replace this file: it holds samples, or is empty or new.
+def check_replaceable(path: str | os.PathLike, start: str) -> None:
+    """Check that overwrite may replace this file: it holds samples, or is empty or new, and start does not name it.
 
     Raises ValueError otherwise, and what open_output raises.
     """
+    kind, prompt_path = parse_start(start)
     with open_output(path) as file:
+        if kind in FILE_KINDS and is_same_file(file, 0 if prompt_path == "-" else prompt_path):
+            raise ValueError(f"{path} is also the file of prompts: give the file of samples another name")
         begin = file.read(200)
     if begin and not BEGINNING.match(begin):
         raise ValueError(f"{path} was not written by sample.py, so --overwrite does not replace it: move it, or give "
@@ -56,10 +59,10 @@ def lock(file: BinaryIO) -> None:
             pass
 
 
-def is_stdout(file: BinaryIO) -> bool:
-    """Whether standard output goes to the same file."""
-    with suppress(OSError): # it may be closed
-        return os.path.samestat(os.fstat(file.fileno()), os.fstat(1))
+def is_same_file(file: BinaryIO, other: str | int) -> bool:
+    """Whether other, a path or a file descriptor, is the same file."""
+    with suppress(OSError): # there may be no such file, and the descriptor may be closed
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(other))
     return False
 
 

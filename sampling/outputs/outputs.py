@@ -78,10 +78,9 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
     from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter, LineFormat, reproducibility_settings
     from sampling.outputs.output_file import check_replaceable
     overwrite = settings["overwrite"]
-    if overwrite: # check both files, before one of them is emptied
-        for path in settings["out_file"], settings["html_file"]:
-            if path not in (None, "-"):
-                check_replaceable(path)
+    for path in (settings["out_file"], settings["html_file"]) if overwrite else ():
+        if path not in (None, "-"):
+            check_replaceable(path, settings["start"])
     jsonl = html = jsonl_printer = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
     checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32}

@@ -1,6 +1,7 @@
 """out_file and html_file of a run together."""
+import os
 import sys
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def run(tmp_path, count, out_file=True, html_file=True, overwrite=False):
             if not request.already_saved:
                 outputs.write(finished_sample(request.index, "O", [make_token("x", 0.5)]))
     return outputs.num_saved
+
+
+@contextmanager
+def redirected(descriptor, file):
+    """Let a file descriptor of this process be another file."""
+    saved = os.dup(descriptor)
+    os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(saved, descriptor)
+        os.close(saved)
 
 
 def test_without_files_nothing_is_saved(tmp_path):
@@ -153,6 +166,28 @@ def test_overwrite_replaces_no_file_that_sample_py_did_not_write(tmp_path, name,
     with pytest.raises(ValueError, match=r"^.*other was not written by sample.py, so --overwrite does not replace it: move it, or give the file another name$"):
         open_outputs({**SETTINGS, **paths, "overwrite": True}, CHECKPOINT, "cpu", "float32")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == saved
+
+
+@pytest.mark.parametrize("name", ["out_file", "html_file"])
+@pytest.mark.parametrize("start", ["FILE:{}/a", "LINES:{}/link", "JSONL:-", "LINES:/dev/stdin"])
+def test_overwrite_does_not_replace_the_prompts(tmp_path, name, start):
+    run(tmp_path, 1, html_file=False)
+    path = (tmp_path / "a.jsonl").rename(tmp_path / "a")
+    (tmp_path / "link").hardlink_to(path)
+    with open(path) as stdin, redirected(0, stdin), pytest.raises(ValueError, match="/a is also the file of prompts: give the file of samples another name"):
+        open_outputs({**SETTINGS, "start": start.format(tmp_path), name: str(path), "overwrite": True}, CHECKPOINT, "cpu", "float32")
+
+
+def test_overwrite_keeps_the_files_until_a_sample_is_finished(tmp_path):
+    run(tmp_path, 2)
+    saved = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html", "overwrite": True}
+    outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
+    assert not any(request.already_saved for request in outputs.resume(iter(REQUESTS)))
+    assert {path: path.read_bytes() for path in saved} == saved
+    outputs.write(finished_sample(0, "O", [make_token("y", 0.5)]))
+    assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == (tmp_path / "a.html").read_bytes().count(b"</article>") == 1
+    outputs.close()
 
 
 def test_a_run_of_many_prompts_does_not_resume_a_run_of_one(tmp_path):

@@ -26,6 +26,8 @@ def test_overwrite_replaces_a_file_of_other_settings(run_script, char_checkpoint
     before = (tmp_path / "a.jsonl").read_bytes()
     refused = run_script(*run, "--seed=5", cwd=tmp_path)
     assert refused.returncode == 1 and (tmp_path / "a.jsonl").read_bytes() == before
+    failed = run_script(*run, "--seed=5", "--overwrite", "--draft=nowhere/model", cwd=tmp_path)
+    assert failed.returncode == 1 and (tmp_path / "a.jsonl").read_bytes() == before
     done = run_script(*run, "--seed=5", "--overwrite", cwd=tmp_path)
     assert done.returncode == 0 and [json.loads(line)["seed"] for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [5, 5]
 
