@@ -90,7 +90,7 @@ class CausalSelfAttention(nn.Module):
             cached[..., start:start + T, :] = qkv[1:] # if x has one row, all rows of the cache get it
             if start:
                 k, v = cached[..., :start + T, :] # (B, H, S, D) each
-                is_causal = False # it aligns the first query with the first key, but the queries are the last positions
+                is_causal = False # it assumes that query 0 is at position 0, but it is at position start
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=x.device).tril(start) if T > 1 else None
         dropout = self.dropout.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, dropout_p=dropout)
@@ -275,7 +275,7 @@ def generate_stream(model: CausalLM, idx: Tensor, max_new_tokens: int, sample_fn
 
     The caller may send a list of row indices to keep only these rows. An empty list ends the stream.
     context_shift is for text longer than block_size. With it, as in llama.cpp, a full window drops its older half, and
-    the model reads the rest once. Without it, the model reads the whole window again for every token.
+    the rest is prefilled once. Without it, every token recomputes the whole window.
     Raises ValueError if idx has no tokens.
     """
     B, T = idx.shape

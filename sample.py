@@ -44,14 +44,17 @@ seed: int | str = 1337 # the same seed gives the same samples; random: a new see
 device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
 dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16, or float16 if the GPU lacks it; elsewhere
                # float32; 'int8', on a CPU: weights of 8 bits, for speed and less memory; changes the text
-compile = False # run torch.compile first: takes a minute; may gain speed on a GPU (not measured), gains none on a CPU
-cuda_graphs = True # on a GPU: launch all kernels of a step at once, if that works; False is slower, with the same text
+compile = False # compile the model with torch.compile first, which takes about a minute: not faster on a CPU, not
+                # measured on a GPU
+cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower, with the
+                   # same text
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
-exact = False # run nanoGPT's own operations, one sample at a time: slower, but made to give nanoGPT's text on a GPU in
-              # any dtype
-draft: str | None = None # a second model proposes tokens, and the model checks several at once: faster on a CPU for one
-                         # sample at a time, with the same text in float32; int8: the model itself in 8 bits;
-                         # otherwise the name, folder or file of a smaller model with the same vocabulary
+exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on a
+              # GPU in any dtype
+draft: str | None = None # speculative decoding: a draft model proposes tokens, and the model checks several in one
+                         # pass; faster on a CPU for one sample at a time, with the same text in float32; int8: the
+                         # model itself in 8 bits; otherwise the name, folder or file of a smaller model with the same
+                         # vocabulary
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go
@@ -65,7 +68,7 @@ interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model, then generate, save and show samples. settings: the globals above, for functions elsewhere."""
+    """Load the model, then generate, save and show samples. settings: the globals above, for other modules."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from sampling.backends.devices import autocast, dtype_name
@@ -138,13 +141,13 @@ def prepare_backend(gpt, torch_device, ptdtype, num_total):
 
 
 def open_requests(prompts, outputs, tokenizer, block_size):
-    """The requests of the run. Those that an earlier run saved are marked. Logs the first prompt that is too long."""
+    """The requests of the run. Those that an earlier run saved are marked. Logs which prompt is too long first."""
     from sampling.inputs.notices import log_cropped
     return log_cropped(outputs.resume(prompts.requests(tokenizer, num_samples)), tokenizer, block_size, log)
 
 
 def choose_batch_size(backend, workers, max_prompt_len):
-    """How many samples to generate at once. max_prompt_len: that of the longest prompt; None if it is unknown."""
+    """How many samples to generate at once. max_prompt_len: in tokens; None if it is unknown."""
     from sampling.backends.memory import max_batch_size
     length = (max_prompt_len or backend.config.block_size) + max_new_tokens
     return batch_size or max_batch_size(backend, length, workers.local_world_size)
@@ -165,9 +168,9 @@ if __name__ == '__main__':
     with report_user_errors(status=2):
         settings = override(globals(), sys.argv[1:], validate=check_settings, log=log, aliases=ALIASES,
                             ignore=training_settings)
-    shorten_spinning() # this and the next come before torch is imported
+    shorten_spinning() # this and the next call must run before torch is imported
     pause_garbage_collection()
-    if settings["dtype"] != "bfloat16": # AMX makes its prompts and batches faster
+    if settings["dtype"] != "bfloat16": # in bfloat16, AMX makes prefill and batches faster
         avoid_amx()
     with report_user_errors():
         main(settings)

@@ -2,7 +2,7 @@
 import re
 import signal
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from configurator import parse, suggest
@@ -38,7 +38,7 @@ Put a prompt that begins with a colon in quotes: ":like this". Several pasted li
 Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
-def run_repl(engine: Engine, printer: Printer, start: str = DEFAULT_START) -> None:
+def run_repl(engine: Engine, printer: Printer, start: str) -> None:
     """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is DEFAULT_START.
 
     engine has the initial settings.
@@ -62,15 +62,19 @@ class Session:
     next_index: int = 0 # the index of the next sample
     last: Sample | None = None
     shows_prompt: bool = True # whether the last sample was printed with its prompt
-    interrupts: list[bool] = field(default_factory=list) # one entry per Ctrl-C while no line is read
+    is_interrupted: bool = False # Ctrl-C was pressed since the latest line was read
 
     def __post_init__(self):
         self.record_interrupts()
 
     def record_interrupts(self) -> None:
         """From now on, only record Ctrl-C. An exception during generation could make the model's state inconsistent."""
-        self.interrupts.clear()
-        signal.signal(signal.SIGINT, lambda *_: self.interrupts.append(True))
+        self.is_interrupted = False
+        signal.signal(signal.SIGINT, self.interrupt)
+
+    def interrupt(self, *_) -> None:
+        """A signal handler: end the sample after its latest token."""
+        self.is_interrupted = True
 
     def read_line(self) -> str | None:
         """Read the next line; None after the last one. Ctrl-C discards the line and starts a new one."""
@@ -108,7 +112,7 @@ class Session:
         requests = PromptSource(start).requests(self.engine.tokenizer, 1, self.next_index)
         for request in log_cropped(requests, self.engine.tokenizer, self.engine.backend.config.block_size, log):
             self.print_sample(request)
-            if self.interrupts:
+            if self.is_interrupted:
                 return
 
     def print_sample(self, request: SampleRequest, shows_prompt: bool = True) -> None:
@@ -118,7 +122,7 @@ class Session:
         for sample in self.engine.generate([request]):
             self.last = sample
             self.printer.update(sample, shows_prompt)
-            if self.interrupts:
+            if self.is_interrupted:
                 print(flush=True)
                 return
 

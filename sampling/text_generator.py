@@ -46,13 +46,13 @@ class TextGenerator:
         """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
 
         Raises ValueError if a prompt is empty, if the tokenizer cannot encode it, or if a number is not allowed;
-        TypeError if a prompt is no text.
+        TypeError if a prompt is not a str.
         """
         if num_samples < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"num_samples and batch_size must be at least 1; got {num_samples} and {batch_size}")
         params = params or SamplingParams()
         if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
-            raise TypeError(f"prompts must be a text or a list of texts; got {prompts!r:.100}")
+            raise TypeError(f"prompts must be a str or a list of str; got {prompts!r:.100}")
         requests = self.make_requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
         longest = max((len(request.prompt_ids) for request in requests), default=0)
         batch_size = batch_size or max_batch_size(self.backend, longest + params.max_new_tokens)
@@ -61,10 +61,10 @@ class TextGenerator:
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one sample in parts, while it is generated.
 
-        Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it; TypeError if it is no text.
+        Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it; TypeError if it is not a str.
         """
         if not isinstance(prompt, str):
-            raise TypeError(f"stream takes one prompt, a text; got {prompt!r:.100}")
+            raise TypeError(f"stream takes one prompt, a str; got {prompt!r:.100}")
         cursor = None
         for sample in self.run(self.make_requests([prompt], num_samples=1), params or SamplingParams(), stream=True):
             cursor = cursor or TextCursor(sample)
@@ -86,7 +86,8 @@ class TextGenerator:
             yield sample
 
     def take_engine(self, params: SamplingParams, batch_size: int, stream: bool) -> Engine:
-        """An engine at the start of its random stream: that of the latest call if it fits, because it has CUDA graphs.
+        """An engine at the start of its random stream. If the latest call had the same parameters, its engine is used
+        again, with its CUDA graphs.
 
         Two calls may be interleaved, so they never share an engine.
         """
@@ -101,7 +102,7 @@ class TextGenerator:
         """Make num_samples requests for each prompt."""
         for prompt in prompts:
             if not isinstance(prompt, str):
-                raise TypeError(f"a prompt must be a text; got {prompt!r:.100}")
+                raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")
         if not all(prompts):
             raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
         encoded, indices = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts], count()

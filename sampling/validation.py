@@ -75,7 +75,7 @@ def check_sampling_params(params: Settings) -> None:
     require(params, "repetition_penalty", lambda v: is_number(v) and 0.01 <= v <= 100,
             "repetition_penalty must be from 0.01 to 100; 1 means no penalty")
     require(params, "stop", lambda v: v is None or all(isinstance(text, str) and text for text in as_list(v)),
-            "stop must be a text, a list of texts, none of them empty, or None")
+            "stop must be a text or a list of texts, none of them empty, or None")
     require(params, "seed", lambda v: is_int(v) and -2**63 <= v < 2**64, "seed must be between -2**63 and 2**64 - 1")
     if "num_logprobs" in params: # not a setting
         require(params, "num_logprobs", lambda v: v is None or (is_int(v) and v >= 0),

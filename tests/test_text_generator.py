@@ -30,15 +30,15 @@ def test_streamed_text_is_the_text_of_the_sample(generator):
 
 
 def test_a_stream_takes_one_prompt(generator):
-    with pytest.raises(TypeError, match="stream takes one prompt, a text; got"):
+    with pytest.raises(TypeError, match="stream takes one prompt, a str; got"):
         next(generator.stream(["A", "B"], PARAMS))
 
 
 def test_a_prompt_is_a_text(generator):
-    with pytest.raises(TypeError, match=r"^a prompt must be a text; got \[1, 2\]$"):
+    with pytest.raises(TypeError, match=r"^a prompt must be a str; got \[1, 2\]$"):
         generator.generate(["A", [1, 2]], PARAMS)
     for prompts in None, 5, b"A":
-        with pytest.raises(TypeError, match=r"^prompts must be a text or a list of texts; got "):
+        with pytest.raises(TypeError, match=r"^prompts must be a str or a list of str; got "):
             generator.generate(prompts, PARAMS)
 
 
@@ -94,7 +94,7 @@ def test_samples_with_a_draft_are_the_same(generator):
     name = str(PROJECT / "out-shakespeare-char")
     expected = [sample.text for sample in generator.generate("ROMEO:", PARAMS, num_samples=2)]
     gpt = sampling.load(name, device="cpu", draft=name)
-    gpt.backend.draft_cost = 0.1 # this draft costs as much as the model, and would not be used
+    gpt.backend.relative_cost = 0.1 # this draft costs as much as the model, and would not be used
     assert [sample.text for sample in gpt.generate("ROMEO:", PARAMS, num_samples=2, batch_size=1)] == expected
     assert "".join(gpt.stream("ROMEO:", PARAMS)) == expected[0] and gpt.backend.num_accepted > 10
     with pytest.raises(ValueError, match="draft does not work with exact=True"):

@@ -74,7 +74,7 @@ def test_a_temperature_that_no_float_can_hold_is_refused():
 
 
 def test_a_number_too_long_to_print_is_refused_like_others():
-    with pytest.raises(ValueError, match="stop must be a text, a list of texts, none of them empty, or None; got a list"):
+    with pytest.raises(ValueError, match="stop must be a text or a list of texts, none of them empty, or None; got a list"):
         check_settings(DEFAULTS | {"stop": ["a", 10**5000]})
 
 

@@ -23,7 +23,8 @@ class Backend(Protocol):
     # Finished rows leave a batch when at most this share of its rows is unfinished. It is below 1 if new CUDA graphs
     # cost more than idle rows.
     compaction_ratio: float = 1.0
-    # Whether sample_token may synchronise with the GPU. If not, logits_are_finite tells what it would check.
+    # Whether sample_token may synchronise with the GPU, to check that logits are finite. If not, the engine calls
+    # logits_are_finite.
     allow_sync: bool = True
     # Whether each sample must be generated alone, with nanoGPT's own operations.
     is_exact: bool = False
@@ -34,7 +35,7 @@ class Backend(Protocol):
         """Continue token ids (B, T): yields the ids (B, 1) of each step, max_new_tokens times.
 
         The caller may send a list of row indices to keep only these rows. An empty list ends the stream.
-        context_shift drops the older half of a full window, instead of reading the whole window again for every token.
+        context_shift drops the older half of a full window, instead of recomputing the whole window for every token.
         """
 
     def logits_are_finite(self) -> Tensor | None:
@@ -47,7 +48,7 @@ class Backend(Protocol):
         """Free what is kept for the next stream, such as CUDA graphs. By default, nothing is kept."""
 
     def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:
-        """Run the steps of such a call of generate_stream, so that torch.compile compiles them now.
+        """Run the steps that generate_stream would run with these arguments, so that torch.compile compiles them now.
 
         By default, nothing is compiled.
         """

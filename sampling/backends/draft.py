@@ -12,8 +12,8 @@ from sampling.checkpoints.checkpoint import named_errors
 from sampling.log import Log, warn
 from sampling.params import ModelOptions
 
-# A step of one row reads all weights. In each layer, norms, attention and the calls of operators take about the time of
-# reading this many bytes more.
+# A step of one row takes the time to read all weights, and in each layer some more: for norms, attention and calls of
+# operators. That is about the time to read this many bytes.
 OVERHEAD_BYTES_PER_LAYER = 7_000_000
 
 

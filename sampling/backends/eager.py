@@ -6,7 +6,7 @@ from itertools import islice
 
 import torch
 
-from model import GPT, KVCache
+from model import GPT, KVCache, linear_dtype
 from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.memory import estimate_bytes_per_sample
 from sampling.sampler.sample_fn import Logits, SampleFn
@@ -17,7 +17,7 @@ class EagerGPT(Backend):
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         if compile:
-            torch._dynamo.config.recompile_limit = 32 # a graph each for prompt, token and window, by batch size
+            torch._dynamo.config.recompile_limit = 32 # prefill, steps and windows, each by batch size
             torch._inductor.config.freezing = self.device.type == "cpu" # packs the weights: twice as fast
             model.compile(dynamic=True)
 
@@ -45,8 +45,7 @@ class EagerGPT(Backend):
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""
-        cache = self.model.new_cache(1, 1)
-        return estimate_bytes_per_sample(self.config, sum(layer.nbytes for layer in cache.layers), length)
+        return estimate_bytes_per_sample(self.config, length, linear_dtype(self.model).itemsize)
 
 
 class Greedy(SampleFn):

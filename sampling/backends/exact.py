@@ -1,7 +1,7 @@
 """The backend for exact=True: nanoGPT's own operations, for one sample at a time, without a KV cache.
 
 A GPU chooses its kernels by the shapes of the operations, and other kernels round differently. So each operation has
-nanoGPT's shape: the batch is 1, each step reads the whole window, and ln_f runs on all rows of it. Then the same GPU
+nanoGPT's shape: the batch is 1, each step computes the whole window, and ln_f runs on all rows of it. Then the same GPU
 and torch compute nanoGPT's logits bit for bit, in any dtype. CUDA graphs run the same kernels with less overhead.
 """
 import torch
@@ -77,4 +77,4 @@ class ExactGPT(GraphedSteps, Backend):
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""
-        return estimate_bytes_per_sample(self.config, 0, self.config.block_size + 1)
+        return estimate_bytes_per_sample(self.config, self.config.block_size + 1, cache_itemsize=0)

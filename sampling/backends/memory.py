@@ -30,11 +30,15 @@ def max_batch_size(backend: Backend, length: int, num_processes: int = 1) -> int
     return max(1, min(max_rows, free // 2 // backend.bytes_per_sample(length)))
 
 
-def estimate_bytes_per_sample(config: GPTConfig, cache_bytes_per_token: int, length: int) -> int:
-    """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window."""
+def estimate_bytes_per_sample(config: GPTConfig, length: int, cache_itemsize: int) -> int:
+    """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window.
+
+    cache_itemsize: the bytes of a number in the KV cache; 0: there is no cache.
+    """
     num_tokens = min(length, config.block_size)
-    window_bytes_per_token = 10 * 4 * config.n_embd if length > config.block_size else 0
-    return num_tokens * (cache_bytes_per_token + window_bytes_per_token) + 40 * config.vocab_size
+    cache_bytes = 2 * config.n_layer * config.n_embd * cache_itemsize # of the keys and values of a token
+    window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0 # about ten activations of a token
+    return num_tokens * (cache_bytes + window_bytes) + 40 * config.vocab_size # logits, and what sampling makes of them
 
 
 def peak_memory(device: torch.device) -> int | None:

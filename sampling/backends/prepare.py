@@ -97,5 +97,5 @@ def warm_up_compile(backend: Backend, prompt_length: int | None, batch_sizes: It
     except Exception as e: # a missing compiler or driver shows in many ways
         if is_out_of_memory(e):
             raise
-        raise ValueError(f"compile=True does not work here, leave it out ({type(e).__name__}: {e!s:.300})") from None
+        raise ValueError(f"compile=True does not work here ({type(e).__name__}: {e!s:.300}): leave it out") from None
     log(f"compiled in {time.perf_counter() - start:.1f} s")

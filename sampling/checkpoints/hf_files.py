@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sampling.checkpoints.errors import first_sentence
+from sampling.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING: # importing torch takes a second
     from torch import Tensor
@@ -28,7 +29,7 @@ def read_safetensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> "d
     except OSError:
         raise
     except Exception as e:
-        if "allocate memory" in str(e):
+        if is_out_of_memory(e):
             raise MemoryError(f"reading {path}") from None
         raise ValueError(f"cannot read {path}: it is damaged, or not a safetensors file "
                          f"({first_sentence(e)})") from None

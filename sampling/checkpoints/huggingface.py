@@ -39,8 +39,9 @@ def load_gpt2(name_or_folder: str, with_crc32: bool = False, copy_weights: bool 
         if "model_type" not in config:
             reject_safetensors_in(folder)
         model_args = gpt2_model_args(config, folder)
-        state_dict, checksums = read_weights(folder)
-        reject_nanogpt_layout(weight_files(folder)[0], state_dict)
+        paths = weight_files(folder)
+        state_dict, checksums = read_weights(paths)
+        reject_nanogpt_layout(paths[0], state_dict)
         state_dict = rename_hf_keys(state_dict)
         if config.get("tie_word_embeddings", True) and EMBEDDING in state_dict:
             state_dict[HEAD] = state_dict[EMBEDDING]
@@ -84,12 +85,11 @@ def download(name: str) -> Path:
                          f"'hf download {name} --local-dir DIR', then give DIR instead of the name") from None
 
 
-def read_weights(folder: Path) -> tuple[StateDict, Checksums]:
+def read_weights(paths: list[Path]) -> tuple[StateDict, Checksums]:
     """The tensors of all weight files. Also the checksums of their records, if every file has checksums.
 
     All files share one limit on the cost of reading, so a thousand shards cost no more than one file.
     """
-    paths = weight_files(folder)
     state_dict, checksums = {}, []
     for path in paths:
         if path.suffix == ".safetensors": # this format has no checksums

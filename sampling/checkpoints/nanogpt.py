@@ -38,7 +38,7 @@ def load_checkpoint(out_dir: str | Path, with_crc32: bool = False, copy_weights:
             path=str(path), model_args=model_args, state_dict=state_dict, vocab_size=vocab_size_of(state_dict),
             folder=path.parent, dataset=config.get("dataset") if isinstance(config, dict) else None,
             crc32=crc32_of(state_dict) if with_crc32 else None,
-            # Samples are nanoGPT's, also for build-nanogpt, which itself sets the seed after it builds the model.
+            # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
             num_init_draws=count_init_draws(state_dict))
 
 

@@ -26,6 +26,7 @@ from sampling.checkpoints.other_programs import explain_forbidden_name
 from sampling.checkpoints.pickle_rules import ANY_CONFIG
 from sampling.checkpoints.pickle_scanner import MAX_PICKLE_BYTES, MAX_PICKLE_STEPS, CheckedPickle, check_pickle
 from sampling.checkpoints.zip_scanner import Checksums, check_zip
+from sampling.out_of_memory import is_out_of_memory
 
 ZIP_SIGNATURE = b"PK\3\4"
 MAX_SMALL_STEPS = 4000 # for each of the first three pickles of an old file
@@ -45,13 +46,13 @@ def read_torch_file(path: Path, max_steps: int = MAX_PICKLE_STEPS) -> tuple[Any,
         config_names, checksums = check_zip_file(path, max_steps) if is_zip else check_old_file(path, max_steps)
         stand_ins = STAND_INS + [(ConfigRecord, name.replace(" ", ".")) for name in config_names]
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
-            warnings.simplefilter("ignore") # they are meant for the author of the file
+            warnings.simplefilter("ignore") # torch's warnings are for the author of the file
             # For a file that is not mapped, torch trusts the storage sizes that the pickle claims.
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True), checksums
     except OtherProgramError:
         raise
     except Exception as e: # a damaged file can make torch raise any exception
-        if "allocate memory" in str(e):
+        if is_out_of_memory(e):
             raise MemoryError(f"reading {path}") from None
         raise ValueError(f"cannot read {path}: {reason(e)}; only tensors, numbers and text are allowed") from None
 

@@ -25,12 +25,12 @@ class BatchSampler(SampleFn):
     """
 
     def __init__(self, params: SamplingParams, rng: PerRowRNG, num_logprobs: int | None, allow_sync: bool,
-                 in_own_dtype: bool = False, is_exact: bool = False):
+                 in_logits_dtype: bool = False, is_exact: bool = False):
         if is_exact:
-            self.sample: SampleFn = NanoGPTSampler(params.temperature, params.top_k, rng)
+            self.sample_fn: SampleFn = NanoGPTSampler(params.temperature, params.top_k, rng)
         else:
-            self.sample = TokenSampler(params.temperature, params.top_k, params.top_p, params.min_p,
-                                       params.repetition_penalty, rng, allow_sync, in_own_dtype)
+            self.sample_fn = TokenSampler(params.temperature, params.top_k, params.top_p, params.min_p,
+                                       params.repetition_penalty, rng, allow_sync, in_logits_dtype)
         self.rng, self.num_logprobs = rng, num_logprobs
         self.forced_tokens = torch.empty(0, 1, dtype=torch.long) # (B, 1); -1: this row is sampled
         self.forced_by_step = self.forced_tokens[None] # (steps, B, 1)
@@ -41,19 +41,19 @@ class BatchSampler(SampleFn):
     @property
     def num_logits_needed(self) -> int | None:
         """See SampleFn.num_logits_needed. Log-probabilities need all logits."""
-        return self.sample.num_logits_needed if self.num_logprobs is None else None
+        return self.sample_fn.num_logits_needed if self.num_logprobs is None else None
 
     def prefetch(self) -> None:
         """See SampleFn.prefetch."""
-        self.sample.prefetch()
+        self.sample_fn.prefetch()
 
     def repeat_noise(self) -> None:
         """See SampleFn.repeat_noise."""
-        self.sample.repeat_noise()
+        self.sample_fn.repeat_noise()
 
     def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
         """See SampleFn. No token may be left to teacher-force, as in a batch of one row."""
-        return self.sample.propose(logits, ids, ahead)
+        return self.sample_fn.propose(logits, ids, ahead)
 
     def start_batch(self, prompts: list[list[int]], rng_states: list[Tensor], device: torch.device) -> None:
         """Begin a batch of prompts. rng_states are the generator states in which their samples start."""
@@ -85,7 +85,7 @@ class BatchSampler(SampleFn):
 
     def __call__(self, logits: Logits, ids: Tensor) -> Tensor:
         """See SampleFn: logits and the ids (B, S) that the model saw -> the next ids (B, 1)."""
-        token = torch.where(self.forced_tokens < 0, self.sample(logits, ids), self.forced_tokens)
+        token = torch.where(self.forced_tokens < 0, self.sample_fn(logits, ids), self.forced_tokens)
         if self.logprobs is not None:
             logprobs = logits.values.float().log_softmax(dim=-1) # (B, V)
             found = Logprobs(logprobs.gather(1, token), *logprobs.topk(self.num_logprobs))

@@ -68,9 +68,9 @@ class Engine:
         if num_logprobs is not None:
             num_logprobs = min(num_logprobs, self.backend.config.vocab_size)
         # On CUDA, nanoGPT computes in the dtype of the logits. On other devices it has no autocast: they are float32.
-        in_own_dtype = self.backend.device.type == "cuda" and not self.is_huggingface
+        in_logits_dtype = self.backend.device.type == "cuda" and not self.is_huggingface
         return BatchSampler(self.params, self.rng, num_logprobs, allow_sync=self.backend.allow_sync,
-                            in_own_dtype=in_own_dtype, is_exact=self.backend.is_exact)
+                            in_logits_dtype=in_logits_dtype, is_exact=self.backend.is_exact)
 
     @property
     def max_flush_interval(self) -> int:
@@ -113,7 +113,7 @@ class Engine:
     def recover_from_oom(self, batch: list[Sample]) -> list[Sample]:
         """Halve the batch size after this batch ran out of memory. Returns its unfinished samples, without tokens."""
         self.batch_size = len(batch) // 2
-        self.log(f"out of memory with {len(batch)} samples at once: going on with {self.batch_size}")
+        self.log(f"out of memory with {len(batch)} samples at once: continuing with {self.batch_size}")
         self.sampler = self.new_sampler() # CUDA graphs of the old sampler hold tensors that it no longer uses
         self.backend.release_memory()
         return_freed_memory()

@@ -43,7 +43,7 @@ class SpeculativeBackend(Backend):
     """
 
     def __init__(self, target: RollbackBackend, draft: Draft, log: Log = warn):
-        self.target, self.draft, self.draft_cost = target, draft.backend, draft.relative_cost
+        self.target, self.draft_backend, self.relative_cost = target, draft.backend, draft.relative_cost
         self.log_once = cache(log)
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
         self.compaction_ratio, self.allow_sync = target.compaction_ratio, target.allow_sync
@@ -61,7 +61,7 @@ class SpeculativeBackend(Backend):
             yield from self.target.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
             return
         self.log_limits(idx.size(1) + max_new_tokens, context_shift)
-        ids, draft_length = idx[:, -block_size:], DraftLength(self.draft_cost)
+        ids, draft_length = idx[:, -block_size:], DraftLength(self.relative_cost)
         while max_new_tokens:
             num_tokens = min(max_new_tokens, block_size + 1 - ids.size(1)) # the last one is sampled from a full window
             ids = yield from self.decode_window(ids, num_tokens, sample_fn, draft_length)
@@ -69,7 +69,7 @@ class SpeculativeBackend(Backend):
             if ids is None or not max_new_tokens:
                 return
             ids = ids[:, -window_length(ids.size(1), block_size, context_shift):]
-            if not context_shift: # the target reads the whole window again for every token
+            if not context_shift: # the target recomputes the whole window for every token
                 yield from self.target.generate_stream(ids, max_new_tokens, sample_fn)
                 return
 
@@ -81,13 +81,14 @@ class SpeculativeBackend(Backend):
         """
         end = ids.size(1) + num_tokens
         cache = self.target.new_cache(1, min(end, self.config.block_size))
-        draft_cache = cache if self.shares_cache else self.draft.new_cache(1, min(end, self.draft.config.block_size))
+        draft_capacity = min(end, self.draft_backend.config.block_size)
+        draft_cache = cache if self.shares_cache else self.draft_backend.new_cache(1, draft_capacity)
         best_k = draft_length.best()
-        proposals = ids[:, :0] # none: the first pass reads the prompt, as without a draft
+        proposals = ids[:, :0] # none: the first pass is the prefill, as without a draft
         while True:
             k = proposals.size(1)
             unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
-            # While the draft is on, few passes are without proposals, too few to prepare the LM head's shortlist for.
+            # While the draft is on, passes without proposals are too rare to prepare the LM head's shortlist for.
             logits = self.target.next_logits(unread, cache, None if best_k else sample_fn.num_logits_needed, k + 1)
             if not self.allow_sync: # otherwise sample_fn checks
                 require_finite(logits.values)
@@ -105,7 +106,7 @@ class SpeculativeBackend(Backend):
             if ids.size(1) == end:
                 return ids
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
-            draft_room = self.draft.config.block_size + 1 - ids.size(1)
+            draft_room = self.draft_backend.config.block_size + 1 - ids.size(1)
             best_k = 0 if self.is_broken or draft_room <= 0 else draft_length.best()
             proposals = self.propose(ids, min(best_k, draft_room, end - ids.size(1) - 1), draft_cache, sample_fn)
             cache.seq_len = ids.size(1) - 1 # forget what the draft wrote, if it shares the cache
@@ -117,7 +118,7 @@ class SpeculativeBackend(Backend):
         """
         extended, logits_sum = ids, torch.zeros((), device=self.device)
         for ahead in range(num_proposals):
-            logits = self.draft.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
+            logits = self.draft_backend.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
             try:
                 token = sample_fn.propose(logits, extended, ahead)
             except ValueError:
@@ -140,18 +141,19 @@ class SpeculativeBackend(Backend):
         if len(idx) > 1:
             self.log_once("the draft is off: several samples at once are faster without it; batch_size=1 turns it on")
             return False
-        if DraftLength(self.draft_cost).best() == 0:
-            self.log_once("the draft is off: compared with the model, its steps take too long to gain time")
+        if DraftLength(self.relative_cost).best() == 0:
+            self.log_once("the draft is off: its steps take too long, compared with the model's, to save time")
             return False
         return idx.size(1) > 0 # without tokens, the target raises ValueError
 
     def log_limits(self, num_tokens: int, context_shift: bool) -> None:
         """Say in advance where in a text of num_tokens the draft is off, because a message would interrupt the text."""
-        block_size, draft_block_size = self.config.block_size, self.draft.config.block_size
+        block_size, draft_block_size = self.config.block_size, self.draft_backend.config.block_size
         if num_tokens > draft_block_size and draft_block_size < block_size:
-            self.log_once(f"the draft works while the window has at most {draft_block_size} tokens, its own block_size")
+            self.log_once(f"the draft is used only while the window has at most {draft_block_size} tokens, its own "
+                          "block_size")
         elif num_tokens > block_size and not context_shift:
-            self.log_once(f"the draft works up to block_size, {block_size} tokens with the prompt")
+            self.log_once(f"the draft is used only up to block_size: {block_size} tokens, including the prompt")
 
     def summary(self) -> str:
         """How many proposals were accepted so far."""
@@ -167,8 +169,9 @@ class SpeculativeBackend(Backend):
     def release_memory(self) -> None:
         """See Backend.release_memory."""
         self.target.release_memory()
-        self.draft.release_memory()
+        self.draft_backend.release_memory()
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""
-        return self.target.bytes_per_sample(length) + (0 if self.shares_cache else self.draft.bytes_per_sample(length))
+        draft_bytes = 0 if self.shares_cache else self.draft_backend.bytes_per_sample(length)
+        return self.target.bytes_per_sample(length) + draft_bytes

@@ -1,7 +1,7 @@
 """Shares a run among the processes that torchrun started, on one machine or on several.
 
 Rank 0 reads the prompts, sends every rank its share of the requests, and shows and saves the samples that come back,
-in order. Each sample has its own place in the random stream, so the samples are the same as with one process.
+in order. Each sample has its own offset in the random stream, so the samples are the same as with one process.
 """
 import os
 import signal
@@ -54,14 +54,18 @@ class Workers:
             yield
         except (ValueError, OSError, MemoryError, RuntimeError) as e:
             error = f"{e}" or "out of memory"
-        self.raise_first(self.gather(error))
+        import torch.distributed as dist
+        errors = [None] * self.world_size
+        with lost_process_is_error():
+            dist.all_gather_object(errors, error)
+        self.raise_first(errors)
 
-    def raise_first(self, errors: list[str | None] | None) -> None:
-        """End all processes if one of them has an error. errors: every rank's error on rank 0; None elsewhere."""
-        for rank, error in enumerate(self.broadcast(errors)):
+    def raise_first(self, errors: list[str | None]) -> None:
+        """End all processes if one of them has an error. errors: that of each rank."""
+        import torch.distributed as dist
+        for rank, error in enumerate(errors):
             if error is not None:
                 if not self.is_main: # wait until rank 0 has shown the error: torchrun kills rank 0 when another ends
-                    import torch.distributed as dist
                     with suppress(RuntimeError):
                         dist.barrier()
                     os._exit(1)

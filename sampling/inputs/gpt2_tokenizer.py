@@ -2,7 +2,7 @@
 import codecs
 from collections.abc import Callable, Sequence
 
-from sampling.inputs.token_ids import IdArray, id_list
+from sampling.inputs.token_ids import IdArray, id_list, require_unicode
 
 
 class GPT2Tokenizer:
@@ -29,10 +29,7 @@ class GPT2Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text is not valid Unicode."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not valid UTF-8 at character {error.start + 1}") from None
+        require_unicode(text)
         return self.encoding.encode(text, allowed_special={"<|endoftext|>"})
 
     def decode(self, ids: Sequence[int] | IdArray) -> str:

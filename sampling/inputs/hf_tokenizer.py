@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sampling.checkpoints.errors import first_sentence
 from sampling.inputs.token_decoder import REPLACEMENT, DecoderStage, make_decoders
-from sampling.inputs.token_ids import IdArray, id_list
+from sampling.inputs.token_ids import IdArray, id_list, require_unicode
 from sampling.inputs.tokenizer_files import read_tokenizer
 from sampling.inputs.tokenizer_json import check_tokenizer
 from sampling.inputs.tokenizer_model import vocab_of
@@ -41,10 +41,7 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text is not valid Unicode, or cannot be encoded."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not valid UTF-8 at character {error.start + 1}") from None
+        require_unicode(text)
         try:
             ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
         except ValueError as error:

@@ -28,9 +28,9 @@ class Tokenizer(Protocol):
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
         """A function (id, last=False) -> text for one sequence, which continues prompt_ids.
 
-        The joined texts are what decode returns. After a prompt, they are what the tokens add to its text. If a
-        character spans several tokens, the text of the last of them has it. last: no token follows, so an incomplete
-        character becomes U+FFFD.
+        Without prompt_ids, the joined texts are what decode returns. With prompt_ids, they are what the tokens add to
+        the text of the prompt. A character that spans several tokens comes with the last of them. last=True: no token
+        follows, so an incomplete character becomes U+FFFD.
         """
 
 

@@ -57,6 +57,7 @@ def read_tokenizer(path: Path) -> dict:
     elif path.name == "vocab.json":
         content = byte_level_bpe(path, settings)
     else:
+        settings = BERT_TOKENS | settings # as in transformers
         content = word_piece(path, settings)
     return add_special_tokens(content, settings)
 
@@ -75,7 +76,6 @@ def byte_level_bpe(path: Path, settings: dict) -> dict:
 def word_piece(path: Path, settings: dict) -> dict:
     """The tokenizer of a vocab.txt, such as BERT's."""
     require(class_name(settings) in WORD_PIECE_CLASSES, needs_json_message(path, settings))
-    settings.update(BERT_TOKENS | settings)
     vocab = {token.rstrip(): i for i, token in enumerate(read_lines(path))}
     return {
         "normalizer": {"type": "BertNormalizer", "clean_text": True, "strip_accents": settings.get("strip_accents"),

@@ -33,7 +33,7 @@ _console = Console()
 
 
 def setup_console(is_main: bool = True) -> None:
-    """Call this first. Then Ctrl-C ends the script at once, and standard output raises no error about characters.
+    """Set up Ctrl-C, which then ends the script at once, and standard output, which then never fails on characters.
 
     On a terminal, characters that its encoding lacks become "?". Files and pipes get UTF-8.
 
@@ -79,7 +79,7 @@ def log_replacements() -> None:
 
 
 def shows_progress_bar() -> bool:
-    """Whether to show a bar: only standard error, and not the samples, must go to the terminal.
+    """Whether to show a progress bar: standard error must go to a terminal, and the samples must not.
 
     The reader of a pipe may show the samples there, as in: python sample.py | tee samples.txt
     """
@@ -93,7 +93,7 @@ def set_progress_bar(bar: "tqdm | None") -> None:
 
 @contextmanager
 def report_user_errors(status: int = 1) -> Iterator[None]:
-    """End the script with one line for every error that a user can cause. status is that of ValueError and OSError."""
+    """End the script with one line for every error that a user can cause. status: for ValueError and OSError."""
     try:
         yield
     except BrokenPipeError: # the program that reads the samples has ended, as in: python sample.py | head
@@ -106,8 +106,8 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        report_and_exit(1, "out of memory: the model, or one sample of it, is too large "
-                           f"({str(error) or 'nothing more is known':.200})")
+        report_and_exit(1, "out of memory: the model, or a single sample, does not fit "
+                           f"({str(error) or 'no details available':.200})")
 
 
 def report_and_exit(status: int, message: str) -> NoReturn:

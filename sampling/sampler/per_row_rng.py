@@ -2,7 +2,7 @@
 
 nanoGPT samples its texts one after another from one random stream. Sample k starts where sample k - 1 ended:
 k * max_new_tokens * V exponential numbers into the stream. PerRowRNG gives each row of a batch its own generator at
-its own place in that stream. So a batch gets the same tokens as samples that are generated one after another.
+its own offset in that stream. So a batch gets the same tokens as samples that are generated one after another.
 """
 from collections import deque
 from functools import cache
@@ -105,9 +105,9 @@ class PerRowRNG:
         return self.exponentials(self.numbers, ids, device)
 
     def peek(self, ahead: int, shape: tuple[int, int], ids: Tensor | None, device: torch.device) -> Tensor:
-        """What __call__ will return `ahead` calls after the next one. The batch must have one row.
+        """The numbers of a later __call__: ahead=0 is the next call, ahead=1 the one after it.
 
-        Each number is drawn once: __call__ takes the numbers that peek has drawn.
+        The batch must have one row. Each number is drawn once: __call__ takes the numbers that peek has drawn.
         """
         if self.is_prefetched: # self.numbers is the first of the upcoming draws
             if ahead == 0:

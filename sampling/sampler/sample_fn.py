@@ -24,7 +24,7 @@ class SampleFn(Protocol):
 
     @property
     def num_logits_needed(self) -> int | None:
-        """How many of the largest logits of a row must be exact; None or 0: all."""
+        """How many of the largest logits of a row must be exact; None: all."""
 
     def prefetch(self) -> None:
         """Draw the random numbers of the next __call__, before a CUDA graph that holds __call__ runs."""
@@ -33,7 +33,7 @@ class SampleFn(Protocol):
         """Let the next __call__ use the same random numbers as the latest one. Needs PerRowRNG."""
 
     def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
-        """The ids (1, 1) that __call__ would return for these arguments, `ahead` calls after the next one.
+        """The ids (1, 1) that a later __call__ would return: ahead=0 is the next call, ahead=1 the one after it.
 
         It draws those random numbers now, and __call__ uses them later. Needs PerRowRNG, and a batch of one row.
         """

@@ -34,30 +34,30 @@ def exponential_noise(shape: tuple[int, int], ids: Tensor | None, device: torch.
 
 def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: int | None = None,
                  top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0, *,
-                 noise: Noise, allow_sync: bool = True, in_own_dtype: bool = False) -> Tensor:
+                 noise: Noise, allow_sync: bool = True, in_logits_dtype: bool = False) -> Tensor:
     """Logits and the ids (B, S) of the text so far -> the next ids (B, 1). The logits are not modified.
 
     The settings apply in this order, as in transformers: repetition_penalty; temperature (0 takes the most likely
     token and draws no noise); top_k with all ties (None or 0: every token); top_p; min_p.
 
     Raises ValueError if a logit is NaN or infinite. allow_sync=False does nothing that would synchronise a GPU: it does
-    not check logits, and top_k keeps all V columns. in_own_dtype=True applies temperature and top_k in the dtype of the
-    logits, as nanoGPT does under autocast; all else is computed in float32. In both modes, temperatures below 1e-30
+    not check logits, and top_k keeps all V columns. in_logits_dtype=True applies temperature and top_k in the dtype of
+    the logits, as nanoGPT does under autocast; all else is computed in float32. In both modes, temperatures below 1e-30
     count as 0.
     """
-    values, shape = logits.values if in_own_dtype else logits.values.float(), logits.values.shape
+    values, shape = logits.values if in_logits_dtype else logits.values.float(), logits.values.shape
     candidates = None # (B, K) the ids of the columns of values; None: values still has all V columns
     if repetition_penalty != 1:
         values = apply_repetition_penalty(values.float(), ids, repetition_penalty)
     if logits.candidate_ids is not None:
         values = values[:, logits.candidate_ids] # (B, V) -> (B, K)
         candidates = logits.candidate_ids.expand(len(values), -1) # (K,) -> (B, K)
-    is_greedy = temperature == 0 or ((in_own_dtype or not allow_sync) and temperature < MIN_TEMPERATURE_WITHOUT_SYNC)
-    if allow_sync and (is_greedy or in_own_dtype): # otherwise apply_temperature checks
+    is_greedy = temperature == 0 or ((in_logits_dtype or not allow_sync) and temperature < MIN_TEMPERATURE_WITHOUT_SYNC)
+    if allow_sync and (is_greedy or in_logits_dtype): # otherwise apply_temperature checks
         require_finite(values)
     if is_greedy:
         return argmax_id(values, candidates)
-    if in_own_dtype:
+    if in_logits_dtype:
         values = apply_temperature_as_nanogpt(values, temperature)
     else:
         values = apply_temperature(values, temperature, allow_sync)
@@ -87,7 +87,7 @@ class TokenSampler(SampleFn):
     repetition_penalty: float = 1.0
     noise: Noise = exponential_noise
     allow_sync: bool = True
-    in_own_dtype: bool = False
+    in_logits_dtype: bool = False
 
     def __post_init__(self):
         if self.top_k is not None and self.top_k < 0:
@@ -98,7 +98,7 @@ class TokenSampler(SampleFn):
         """See SampleFn.num_logits_needed."""
         if self.repetition_penalty != 1:
             return None # the penalty may make a small logit the largest
-        return 1 if self.temperature == 0 else self.top_k
+        return 1 if self.temperature == 0 else self.top_k or None
 
     def prefetch(self) -> None:
         """See SampleFn.prefetch. torch's global generator needs no prefetch: CUDA graphs support it."""
@@ -121,4 +121,4 @@ class TokenSampler(SampleFn):
     def sample(self, logits: Logits, ids: Tensor, noise: Noise) -> Tensor:
         """Sample with these random numbers."""
         return sample_token(logits, ids, self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
-                            noise=noise, allow_sync=self.allow_sync, in_own_dtype=self.in_own_dtype)
+                            noise=noise, allow_sync=self.allow_sync, in_logits_dtype=self.in_logits_dtype)

@@ -100,7 +100,7 @@ def test_a_token_is_sampled_in_the_dtype_of_the_logits(dtype):
 
 def test_the_engine_samples_with_nanogpts_operations():
     engine = Engine(make_exact(torch.bfloat16), None, SamplingParams(temperature=0.7, top_k=5))
-    assert engine.sampler.sample == NanoGPTSampler(0.7, 5, engine.rng)
+    assert engine.sampler.sample_fn == NanoGPTSampler(0.7, 5, engine.rng)
 
 
 def test_every_model_gets_nanogpts_gelu():
@@ -161,7 +161,7 @@ def test_a_graph_with_other_logits_is_not_used(spoil, make_graphed, monkeypatch)
     monkeypatch.setattr(Recording, "replay", lambda recording: replay(recording) or spoil(gpt.logits))
     assert exact_samples(gpt, torch.bfloat16, 4, 20) == expected_samples(torch.bfloat16, 4, 20)
     assert not any(gpt.graphs.values()) and gpt.pool is None
-    assert gpt.messages == ["CUDA graphs do not work here (a replayed step computed other logits than the step itself): going on without them, slower"]
+    assert gpt.messages == ["CUDA graphs do not work here (a replayed step computed other logits than the step itself): continuing without them, which is slower"]
 
 
 def test_a_replay_that_writes_nothing_is_not_used(make_graphed, monkeypatch):
@@ -176,7 +176,7 @@ def test_a_replay_that_writes_nothing_is_not_used(make_graphed, monkeypatch):
 def test_a_failing_capture_is_one_message_and_the_samples_stay_the_same(make_graphed, monkeypatch):
     gpt, captures = make_graphed(torch.bfloat16), FailingCaptures(monkeypatch, number=3)
     assert exact_samples(gpt, torch.bfloat16, 3, 20) == expected_samples(torch.bfloat16, 3, 20)
-    assert gpt.messages == ["CUDA graphs do not work here (RuntimeError: no graphs here): going on without them, slower"]
+    assert gpt.messages == ["CUDA graphs do not work here (RuntimeError: no graphs here): continuing without them, which is slower"]
     assert captures.num_captures == 3 and captures.current == "stream"
     assert captures.closed == [("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1))]
     assert not any(gpt.graphs.values()) and gpt.pool is None

@@ -49,7 +49,7 @@ def test_without_graphs_the_samples_are_the_same(context_shift, captures):
     for _ in range(2):
         found, expected = generate(gpt, context_shift=context_shift, top_k=20)
         assert found == expected
-    assert gpt.messages == ["CUDA graphs do not work here (RuntimeError: no graphs here): going on without them, slower"]
+    assert gpt.messages == ["CUDA graphs do not work here (RuntimeError: no graphs here): continuing without them, which is slower"]
     assert captures.current == "stream"
     assert captures.closed == [("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1))]
     assert DefaultGenerators.restored == ("a copy of the state",)
@@ -97,7 +97,7 @@ class TestCuda:
         found, expected = generate(gpt, top_k=20)
         assert found == expected
         message, = gpt.messages
-        assert message.startswith("CUDA graphs do not work here (") and message.endswith("): going on without them, slower")
+        assert message.startswith("CUDA graphs do not work here (") and message.endswith("): continuing without them, which is slower")
         assert torch.cuda.current_stream() == stream
         assert torch.rand(3, device="cuda").isfinite().all(), "the default generator can be used again"
         monkeypatch.undo()

@@ -153,13 +153,6 @@ def test_batches_do_not_use_the_approximation():
     assert packed.lm_head.approximation is None
 
 
-@pytest.mark.parametrize("k", [-1, 0])
-def test_k_below_1_returns_all_logits(k):
-    head = ShortlistLMHead(normal(V, E), weight_is_shared=True)
-    for _ in range(3):
-        assert head(normal(1, E), k).candidate_ids is None
-
-
 def test_the_first_token_is_computed_without_packing():
     head, x = ShortlistLMHead(normal(V, E), weight_is_shared=True), normal(1, E)
     first = head(x, 20)

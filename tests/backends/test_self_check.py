@@ -116,7 +116,7 @@ def test_wrong_logits_never_reach_the_text(first_key, context_shift, recordings,
         found, expected = generate(gpt, rows, context_shift, top_k=20)
         assert found == expected
     message, = gpt.messages
-    assert message.startswith("the fast path for GPUs computes other logits than the plain model here") and "a batch of 3" in message
+    assert message.startswith("the fast path for GPUs computes other logits than the plain model here") and "batch size 3" in message
     assert not any(gpt.state.graphs.values())
 
 
@@ -149,7 +149,7 @@ def test_a_graph_that_computes_something_else_never_reaches_the_text(wrong_repla
     for _ in range(2):
         found, expected = generate(gpt, top_k=20)
         assert found == expected
-    assert gpt.messages == [f"CUDA graphs do not work here ({OTHER_LOGITS}): going on without them, slower"]
+    assert gpt.messages == [f"CUDA graphs do not work here ({OTHER_LOGITS}): continuing without them, which is slower"]
     assert len(recordings) == 1 and not any(gpt.state.graphs.values())
 
 
@@ -159,7 +159,7 @@ def test_an_empty_graph_never_passes_for_a_good_one(recordings, monkeypatch):
     monkeypatch.setattr(Recording, "__exit__", TorchDispatchMode.__exit__) # keeps what the step wrote
     gpt = make_backend()
     found, expected = generate(gpt, top_k=20)
-    assert found == expected and gpt.messages == [f"CUDA graphs do not work here ({OTHER_LOGITS}): going on without them, slower"]
+    assert found == expected and gpt.messages == [f"CUDA graphs do not work here ({OTHER_LOGITS}): continuing without them, which is slower"]
 
 
 @pytest.mark.parametrize("fails_in", ["capture", "replay"])
@@ -208,4 +208,4 @@ class TestCuda:
         monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay_nothing)
         gpt = make_backend("cuda")
         found, expected = generate(gpt, top_k=20)
-        assert found == expected and gpt.messages == [f"CUDA graphs do not work here ({OTHER_LOGITS}): going on without them, slower"]
+        assert found == expected and gpt.messages == [f"CUDA graphs do not work here ({OTHER_LOGITS}): continuing without them, which is slower"]

@@ -116,7 +116,7 @@ def check_default(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
         rng = PerRowRNG(SEED, scale.device, draws_per_sample=new_tokens, vocab_size=shape["vocab_size"])
         rng.set_rows([rng.state_for_sample(index) for index in range(4)])
         idx = torch.tensor([[1, 2, 3]] * 4, device=scale.device)
-        sampler = TokenSampler(TEMPERATURE, TOP_K, noise=rng, allow_sync=False, in_own_dtype=name != "float32")
+        sampler = TokenSampler(TEMPERATURE, TOP_K, noise=rng, allow_sync=False, in_logits_dtype=name != "float32")
         with autocast(scale.device, dtype):
             tokens = torch.cat(list(gpt.generate_stream(idx, new_tokens, sampler)), dim=1)
         pairs = zip(tokens.tolist(), expected, strict=True)
@@ -244,7 +244,7 @@ def compare_runs(scale: Scale, runs: list[list[str]]) -> dict:
 
 def notices(printed: list[tuple[str, str]]) -> list[str]:
     """The lines on standard error that say that something does not work here."""
-    return [line[:200] for _, messages in printed for line in messages.splitlines() if "going on" in line or "not those of" in line]
+    return [line[:200] for _, messages in printed for line in messages.splitlines() if "continuing" in line or "not those of" in line]
 
 
 def check_resumed(scale: Scale) -> dict:

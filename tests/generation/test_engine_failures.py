@@ -24,7 +24,7 @@ def test_out_of_memory_halves_the_batch_and_does_not_change_the_samples(tokenize
     found = token_ids(make_engine(make_gpt(), tokenizer, batch_size=8, stream=True, log=messages.append), requests)
     monkeypatch.undo()
     assert found == reference_token_ids(requests)
-    assert messages == ["out of memory with 8 samples at once: going on with 4", "out of memory with 4 samples at once: going on with 2"]
+    assert messages == ["out of memory with 8 samples at once: continuing with 4", "out of memory with 4 samples at once: continuing with 2"]
 
 
 def test_out_of_memory_with_a_single_sample_raises(tokenizer, make_engine, monkeypatch):

@@ -57,7 +57,7 @@ def test_streaming_shows_the_same_text_however_rarely_tokens_are_copied(tokenize
 def test_only_on_cuda_and_for_a_checkpoint_the_sampler_computes_in_the_dtype_of_the_logits(tokenizer, make_engine, device, is_huggingface, expected):
     engine = make_engine(make_gpt(), tokenizer, is_huggingface=is_huggingface)
     engine.backend = SimpleNamespace(device=torch.device(device), config=engine.backend.config, is_exact=False, allow_sync=device != "cuda")
-    assert engine.new_sampler().sample.in_own_dtype == expected
+    assert engine.new_sampler().sample_fn.in_logits_dtype == expected
 
 
 def test_out_of_memory_frees_the_graphs_before_a_smaller_batch(tokenizer, recordings, monkeypatch):
@@ -112,4 +112,4 @@ class TestCuda:
             found = generate(Engine(backend, tokenizer, params, batch_size=64, log=messages.append), requests)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
-        assert len(found) == 64 and messages[0] == "out of memory with 64 samples at once: going on with 32"
+        assert len(found) == 64 and messages[0] == "out of memory with 64 samples at once: continuing with 32"

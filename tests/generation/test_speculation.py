@@ -140,10 +140,10 @@ def test_after_a_rejected_token_a_right_draft_is_right_again(tokenizer, monkeypa
     rounds, record = [], DraftLength.record
     monkeypatch.setattr(DraftLength, "record", lambda self, k, accepted: rounds.append((k, accepted)) or record(self, k, accepted))
     backend = speculative(cost=0.02)
-    backend.draft = SometimesWrongGPT(make_gpt(**SHAPE))
+    backend.draft_backend = SometimesWrongGPT(make_gpt(**SHAPE))
     run(backend, tokenizer, num_samples=4)
     num_rejected = sum(accepted < k for k, accepted in rounds)
-    assert 3 <= num_rejected <= backend.draft.num_passes // 5 and backend.num_accepted > num_rejected
+    assert 3 <= num_rejected <= backend.draft_backend.num_passes // 5 and backend.num_accepted > num_rejected
 
 
 def test_a_draft_whose_logits_are_nan_changes_no_sample(tokenizer):
@@ -157,9 +157,9 @@ def test_a_draft_whose_logits_are_nan_changes_no_sample(tokenizer):
 
 def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):
     backend = speculative("wrong", cost=0.4)
-    backend.target, backend.draft = CountingGPT(make_gpt(**SHAPE)), CountingGPT(DRAFTS["wrong"](**SHAPE))
+    backend.target, backend.draft_backend = CountingGPT(make_gpt(**SHAPE)), CountingGPT(DRAFTS["wrong"](**SHAPE))
     run(backend, tokenizer, replace(PARAMS, temperature=1.5), num_samples=1)
-    assert 0 < backend.num_proposed <= 20 and backend.draft.num_passes <= 20
+    assert 0 < backend.num_proposed <= 20 and backend.draft_backend.num_passes <= 20
     assert backend.target.num_passes <= 28
     assert backend.target.asked[0] is None and backend.target.asked[-1] == PARAMS.top_k, "without proposals, a shortlist saves time"
 
@@ -167,7 +167,7 @@ def test_a_wrong_draft_is_turned_off_after_a_few_rounds(tokenizer):
 def test_past_the_draft_s_window_the_model_may_use_a_shortlist(tokenizer):
     backend = speculative()
     backend.target = CountingGPT(make_gpt(**SHAPE))
-    backend.draft.config = replace(backend.draft.config, block_size=20) # with its weights as they are, its proposals stay right
+    backend.draft_backend.config = replace(backend.draft_backend.config, block_size=20) # with its weights as they are, its proposals stay right
     run(backend, tokenizer, num_samples=1)
     assert backend.target.asked[-10:] == (PARAMS.top_k,) * 10
 
@@ -181,9 +181,9 @@ def test_a_draft_that_gains_time_packs_the_model_before_its_first_pass(cost, is_
 
 @pytest.mark.parametrize("settings, draft_shape, cost, message", [
     ({"batch_size": 4}, SHAPE, 0.1, "the draft is off: several samples at once are faster without it; batch_size=1 turns it on"),
-    ({"params": replace(PARAMS, max_new_tokens=40)}, SHAPE, 0.1, "the draft works up to block_size, 32 tokens with the prompt"),
-    ({}, {**SHAPE, "block_size": 20}, 0.1, "the draft works while the window has at most 20 tokens, its own block_size"),
-    ({}, SHAPE, 1.0, "the draft is off: compared with the model, its steps take too long to gain time"),
+    ({"params": replace(PARAMS, max_new_tokens=40)}, SHAPE, 0.1, "the draft is used only up to block_size: 32 tokens, including the prompt"),
+    ({}, {**SHAPE, "block_size": 20}, 0.1, "the draft is used only while the window has at most 20 tokens, its own block_size"),
+    ({}, SHAPE, 1.0, "the draft is off: its steps take too long, compared with the model's, to save time"),
 ], ids=["several samples", "past the window", "past the draft's window", "a slow draft"])
 def test_one_line_says_when_the_draft_is_off_and_the_samples_are_the_same(tokenizer, settings, draft_shape, cost, message):
     lines = []
@@ -263,6 +263,6 @@ def test_only_logits_that_are_not_finite_turn_the_draft_off(tokenizer, monkeypat
 
     def fail(*arguments):
         raise ValueError("another error")
-    monkeypatch.setattr(backend.draft, "next_logits", fail)
+    monkeypatch.setattr(backend.draft_backend, "next_logits", fail)
     with pytest.raises(ValueError, match="another error"):
         run(backend, tokenizer)

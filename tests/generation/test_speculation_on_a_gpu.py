@@ -61,14 +61,14 @@ def prepare(draft=None, dtype=torch.float32, model=None, **options):
     backend = prepare_with_draft(model or make_gpt(**SHAPE), torch.device("cuda"), dtype, options, messages.append)
     backend.messages = messages
     if draft:
-        backend.draft_cost = 0.05 # the estimate for such small models would turn the draft off
+        backend.relative_cost = 0.05 # the estimate for such small models would turn the draft off
     return backend
 
 
 def run(backend, tokenizer, params=PARAMS, dtype=torch.float32, **settings):
     """The token ids of two samples, one after the other unless batch_size says more."""
     engine = Engine(backend, tokenizer, params, log=lambda message: None, **settings)
-    engine.sampler.sample = replace(engine.sampler.sample, in_own_dtype=True) # as on a GPU
+    engine.sampler.sample_fn = replace(engine.sampler.sample_fn, in_logits_dtype=True) # as on a GPU
     with torch.no_grad(), autocast(backend.device, dtype):
         return token_ids(engine, make_requests(tokenizer, ["The "], 2))
 
@@ -83,8 +83,8 @@ def folders(tmp_path_factory):
     draft == "half_right" or (gpu == "simulated" and setting in ("plain", "context_shift")))), indirect=["gpu"])
 def test_in_float32_the_samples_are_the_same_as_without_a_draft(tokenizer, folders, gpu, draft, setting):
     plain, backend, params = prepare(), prepare(folders[draft]), replace(PARAMS, **SETTINGS[setting])
-    assert isinstance(plain, CUDAGraphGPT) and type(backend.target) is type(backend.draft) is CUDAGraphGPT
-    assert plain.device.type == backend.target.device.type == backend.draft.device.type == gpu
+    assert isinstance(plain, CUDAGraphGPT) and type(backend.target) is type(backend.draft_backend) is CUDAGraphGPT
+    assert plain.device.type == backend.target.device.type == backend.draft_backend.device.type == gpu
     assert run(backend, tokenizer, params) == run(plain, tokenizer, params)
     assert not [message for message in backend.messages if "here" in message], "every check passed"
     rate = backend.num_accepted / backend.num_proposed
@@ -104,7 +104,7 @@ def test_in_half_precision_most_proposals_of_the_same_model_are_accepted(tokeniz
 def test_the_passes_of_both_models_are_replayed_and_a_later_sample_captures_nothing(tokenizer, folders, gpu, monkeypatch):
     backend, params = prepare(folders["same"]), replace(PARAMS, temperature=0.0)
     run(backend, tokenizer, params) # two equal samples: the first one runs each pass, and the second one captures those that ran once
-    models, replayed, replay = (backend.target, backend.draft), [], torch.cuda.CUDAGraph.replay
+    models, replayed, replay = (backend.target, backend.draft_backend), [], torch.cuda.CUDAGraph.replay
     graphs = [dict(model.passes.graphs) for model in models]
     assert {T for T, _ in graphs[0]} >= {9} and {T for T, _ in graphs[1]} == {1, 2}
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(graph) or replay(graph))
@@ -121,13 +121,13 @@ def test_batches_and_text_past_the_window_use_graphs_too(tokenizer, folders, gpu
     assert run(backend, tokenizer, params, batch_size=batch_size) == run(plain, tokenizer, params, batch_size=batch_size)
     graphs = backend.target.state.graphs
     assert list(graphs) == [8, 16, 24, 32, "window"][-1 if batch_size == 1 else 0:None if settings else 4] and all(graphs.values())
-    assert (backend.target.passes is None) == (backend.draft.passes is None) == (batch_size > 1)
+    assert (backend.target.passes is None) == (backend.draft_backend.passes is None) == (batch_size > 1)
 
 
 def test_without_cuda_graphs_nothing_is_captured(tokenizer, folders, gpu):
     backend = prepare(folders["half_right"], cuda_graphs=False)
     assert run(backend, tokenizer) == run(prepare(), tokenizer)
-    assert not any([*backend.target.passes.graphs.values(), *backend.draft.passes.graphs.values()]) and backend.messages == []
+    assert not any([*backend.target.passes.graphs.values(), *backend.draft_backend.passes.graphs.values()]) and backend.messages == []
 
 
 def fail_to_capture(monkeypatch):
@@ -149,9 +149,9 @@ def test_without_working_graphs_the_samples_are_the_same_and_one_line_says_so(to
     reason, backend = breaks(monkeypatch), prepare(folders["half_right"])
     for _ in range(2):
         assert run(backend, tokenizer) == expected
-    assert backend.messages == [f"CUDA graphs do not work here ({reason}): going on without them, slower"], "one line for both models"
+    assert backend.messages == [f"CUDA graphs do not work here ({reason}): continuing without them, which is slower"], "one line for both models"
     assert caplog.messages == [], "the draft uses the same log"
-    assert not any([*backend.target.passes.graphs.values(), *backend.draft.passes.graphs.values()])
+    assert not any([*backend.target.passes.graphs.values(), *backend.draft_backend.passes.graphs.values()])
 
 
 def test_other_random_numbers_are_reported_once(folders, gpu, monkeypatch, caplog):

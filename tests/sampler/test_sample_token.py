@@ -108,7 +108,7 @@ def test_num_logits_needed_logits_give_the_same_tokens(settings, ties):
 @pytest.mark.parametrize("settings", [dict(), dict(top_k=None), dict(top_k=0), dict(top_p=0.5), dict(top_k=20, repetition_penalty=1.1),
                                       dict(temperature=0, repetition_penalty=0.9)], ids=str)
 def test_other_settings_need_all_logits(settings):
-    assert not TokenSampler(**settings).num_logits_needed
+    assert TokenSampler(**settings).num_logits_needed is None
 
 
 def test_num_logits_needed_depends_on_temperature_and_top_k():
@@ -145,7 +145,7 @@ def test_in_their_own_dtype_logits_give_nanogpts_tokens(temperature, top_k, dtyp
         torch.manual_seed(seed)
         expected = nanogpt_token(logits, temperature, top_k, softmax_dtype=torch.float32) # as under autocast on CUDA
         torch.manual_seed(seed)
-        assert torch.equal(sample(logits, temperature, top_k, allow_sync=False, in_own_dtype=True), expected)
+        assert torch.equal(sample(logits, temperature, top_k, allow_sync=False, in_logits_dtype=True), expected)
         torch.manual_seed(seed)
         others += (sample(logits, temperature, top_k, allow_sync=False) != expected).sum().item()
     assert others == 0 if dtype == torch.float32 else others > 0 or dtype == torch.float16, "division in float32 gives other tokens"
@@ -156,7 +156,7 @@ def test_in_their_own_dtype_logits_give_nanogpts_tokens(temperature, top_k, dtyp
 def test_half_precision_logits_do_not_overflow_at_a_low_temperature(dtype, temperature, value):
     logits = torch.tensor([[value, value + 1, value - 1]], dtype=dtype)
     for allow_sync in False, True:
-        assert sample(logits, temperature, 2, allow_sync=allow_sync, in_own_dtype=True).item() == 1
+        assert sample(logits, temperature, 2, allow_sync=allow_sync, in_logits_dtype=True).item() == 1
 
 
 def test_settings_that_nanogpt_lacks_are_computed_in_float32():
@@ -165,7 +165,7 @@ def test_settings_that_nanogpt_lacks_are_computed_in_float32():
         found = []
         for values in logits, logits.float():
             torch.manual_seed(1)
-            found.append(sample_token(Logits(values), ids, **settings, noise=exponential_noise, allow_sync=False, in_own_dtype=True))
+            found.append(sample_token(Logits(values), ids, **settings, noise=exponential_noise, allow_sync=False, in_logits_dtype=True))
         assert torch.equal(*found), settings
 
 
@@ -175,7 +175,7 @@ def test_in_their_own_dtype_logits_are_never_read_by_the_host(dtype):
     def noise(shape, ids, device):
         return torch.empty(shape, device=device)
     logits, ids = torch.empty(2, 50, dtype=dtype, device="meta"), torch.zeros(2, 3, dtype=torch.long, device="meta")
-    tokens = sample_token(Logits(logits), ids, 0.8, 20, 0.9, 0.1, 1.2, noise=noise, allow_sync=False, in_own_dtype=True)
+    tokens = sample_token(Logits(logits), ids, 0.8, 20, 0.9, 0.1, 1.2, noise=noise, allow_sync=False, in_logits_dtype=True)
     assert tokens.shape == (2, 1) and tokens.is_meta
 
 
@@ -183,4 +183,4 @@ def test_in_their_own_dtype_logits_are_never_read_by_the_host(dtype):
 def test_in_their_own_dtype_logits_are_checked_if_a_sync_is_allowed(temperature):
     values = torch.tensor([[0.0, 3.0, -2.0, 1.0]], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="NaN or infinite"):
-        sample(values * torch.inf, temperature, 2, in_own_dtype=True)
+        sample(values * torch.inf, temperature, 2, in_logits_dtype=True)

@@ -190,7 +190,7 @@ def test_out_of_memory_halves_the_batch(run_script, tmp_path):
     code = f"import sys; sys.argv = {[str(SCRIPT), *settings, '--batch_size=128']!r}\n{LITTLE_MEMORY}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
     assert done.returncode == 0, done.stderr
-    assert "out of memory with 128 samples at once: going on with 64" in done.stderr
+    assert "out of memory with 128 samples at once: continuing with 64" in done.stderr
     assert done.stdout == run_script(*settings, "--batch_size=16").stdout
 
 

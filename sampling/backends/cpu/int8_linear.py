@@ -1,8 +1,8 @@
 """Linear layers with weights in 8 bits, which a CPU reads in a quarter of the time.
 
-Weights are quantized per output channel, activations per token: each has a scale. The largest activation of a token
-usually has 9 to 15 bits, so the weights decide the error, even if a few channels are a hundred times larger than the
-others. No token changes the product of another, because products are exact.
+Weights are quantized to 8 bits per output channel, and activations to 9 to 15 bits per token: each channel and each
+token has a scale. So nearly all of the error comes from the weights, even if a few channels are a hundred times larger
+than the others. Products are exact, so the tokens of a batch do not change each other's results.
 """
 from functools import cached_property
 from typing import NamedTuple

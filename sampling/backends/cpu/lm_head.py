@@ -33,15 +33,15 @@ class ShortlistLMHead:
         self.weight = weight.detach() if self.max_shortlist else None
         self.approximation: Bfloat16Approximation | None = None # made at its first use
         self.k, self.budget = None, FAILURE_BUDGET
-        self.ready = pack_eagerly # the first token should not wait for the bfloat16 copy
+        self.skip_shortlist = not pack_eagerly # once: the first token should not wait for the bfloat16 copy
 
     def __call__(self, x: Tensor, k: int | None = None) -> Logits:
         """(B, E) -> Logits (B, V). Only the k largest logits, and those that tie with the k-th, need to be exact;
         None: all."""
         logits = None
-        if self.ready and len(x) == 1 and k and 0 < k <= self.max_shortlist:
+        if not self.skip_shortlist and len(x) == 1 and k is not None and k <= self.max_shortlist:
             logits = self.try_shortlist(x, k)
-        self.ready = True
+        self.skip_shortlist = False
         return logits or Logits(self.linear(x))
 
     def try_shortlist(self, x: Tensor, k: int) -> Logits | None:

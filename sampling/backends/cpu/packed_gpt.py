@@ -92,7 +92,7 @@ class PackedGPT(Backend):
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""
-        return estimate_bytes_per_sample(self.config, 2 * 4 * self.config.n_layer * self.config.n_embd, length)
+        return estimate_bytes_per_sample(self.config, length, torch.float32.itemsize)
 
 
 def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:

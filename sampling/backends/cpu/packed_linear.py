@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# A layer with fewer inputs or outputs is narrow: one oneDNN call takes 10 to 100 us, more than its product of few rows.
+# A layer with fewer inputs or outputs is narrow: a call of oneDNN takes 10 to 100 us, which is longer than multiplying
+# a few rows takes.
 NARROW = 256
 
 

@@ -9,7 +9,7 @@ from sampling.backends.cpu.packed_block import PackedBlock
 
 
 def trace_loop(block: PackedBlock, inputs: tuple) -> Callable[..., Tensor]:
-    """A function that runs blocks with the same operators as this one.
+    """A function that runs several blocks, one after another. They must have the same operators as this block.
 
     inputs: the tensors of this block, then the arguments of its decode_step. A tensor that the block uses must be among
     them, otherwise torch.jit.trace would make it a constant, the same for all blocks.

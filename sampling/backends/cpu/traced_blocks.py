@@ -22,7 +22,7 @@ from sampling.backends.cpu.packed_block import PackedBlock
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.trace_loop import layout_of, tensors_of, trace_loop
 
-# How many steps run in Python before one is traced, and for how long.
+# A step is traced after this many steps have run in Python, and for this long in total.
 MIN_STEPS = 2 # the second may pack layers
 MIN_SECONDS = 0.3 # tracing takes 0.05 s, and saves 5 to 25 % of a step
 
@@ -78,7 +78,7 @@ class DecodeStep:
         self.traced.pop(cache, None)
 
     def trace(self, x: Tensor, cache: PackedCache, position: int, expected: Tensor) -> None:
-        """Prepare the next steps of this cache. New loops run this step again, and must give the expected result."""
+        """Trace the blocks for this cache. A new loop runs this step again; if the result differs, tracing ends."""
         traced, start, num_loops = [], 0, len(self.loops)
         try:
             for layout, group in groupby(map(tensors_of, self.blocks), key=layout_of):

@@ -11,7 +11,7 @@ which do not sample.
 import torch
 from torch import Tensor
 
-from model import GPT, KVCache
+from model import GPT, KVCache, linear_dtype
 from sampling.backends.backend import Backend, TokenStream
 from sampling.backends.cuda.decode_state import DecodeState, attended_keys, cache_capacity
 from sampling.backends.cuda.graphed_passes import GraphedPasses, PassCache
@@ -33,7 +33,7 @@ class CUDAGraphGPT(Backend):
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True, log: Log = warn):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
-        self.is_compiled, self.forward = compile, StaticForward(model, compile)
+        self.is_compiled, self.static_forward = compile, StaticForward(model, compile)
         # An idle row costs a GPU little, new graphs cost much, and compiled ones most.
         self.compaction_ratio = 0.0 if compile else 0.5
         self.checks = SelfCheck(log, use_graphs=cuda_graphs)
@@ -72,7 +72,7 @@ class CUDAGraphGPT(Backend):
         capacity = cache_capacity(capacity, self.config.block_size)
         if self.passes is None or not self.passes.is_free(capacity):
             self.passes = None # frees its memory before the new one takes more
-            self.passes = GraphedPasses(self.forward, self.checks, capacity)
+            self.passes = GraphedPasses(self.static_forward, self.checks, capacity)
         return self.passes.lend_cache()
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class CUDAGraphGPT(Backend):
         state, self.state = self.state, None # no other stream may use it at the same time
         if state is None or not state.fits(batch_size, capacity, sample_fn):
             state = None # frees its memory before the new one takes more
-            state = DecodeState(self.forward, self.checks, batch_size, capacity, sample_fn)
+            state = DecodeState(self.static_forward, self.checks, batch_size, capacity, sample_fn)
         self.logits_sum = state.logits_sum
         return state
 
@@ -113,13 +113,12 @@ class CUDAGraphGPT(Backend):
         state = self.take_state(len(idx), length, sample_fn=None) # nothing is sampled
         seq_lens = range(1, min(length, state.capacity) + 1)
         for num_keys in sorted({attended_keys(seq_len, state.capacity) for seq_len in seq_lens}):
-            self.forward.decode_step(state.token, state.position, state.cache.layers, num_keys)
+            self.static_forward.decode_step(state.token, state.position, state.cache.layers, num_keys)
         if length > self.config.block_size and not context_shift:
-            self.forward.forward_window(state.window)
+            self.static_forward.forward_window(state.window)
 
     def bytes_per_sample(self, length: int) -> int:
         """See Backend.bytes_per_sample."""
         if self.is_compiled:
             length = max(length, self.config.block_size) # the cache of compiled steps always has this size
-        cache_bytes_per_token = sum(layer.nbytes for layer in self.model.new_cache(1, 1).layers)
-        return estimate_bytes_per_sample(self.config, cache_bytes_per_token, length)
+        return estimate_bytes_per_sample(self.config, length, linear_dtype(self.model).itemsize)

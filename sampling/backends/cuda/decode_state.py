@@ -20,18 +20,20 @@ class DecodeState(GraphedSteps):
     The key of a step is the number of positions that it attends to, or WINDOW.
     """
 
-    def __init__(self, forward: StaticForward, checks: SelfCheck, batch_size: int, capacity: int,
+    def __init__(self, static_forward: StaticForward, checks: SelfCheck, batch_size: int, capacity: int,
                  sample_fn: SampleFn | None):
-        model = forward.model
+        model = static_forward.model
         super().__init__(checks, model.lm_head.weight.device)
-        self.forward, self.sample_fn, self.capacity = forward, sample_fn, capacity
+        self.model, self.static_forward = model, static_forward
+        self.sample_fn, self.capacity = sample_fn, capacity
         self.block_size, self.dtype = model.config.block_size, linear_dtype(model)
         self.cache = KVCache(model.config, batch_size, capacity, self.device, self.dtype)
         for layer in self.cache.layers:
             layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
         self.token = torch.zeros(batch_size, 1, dtype=torch.long, device=self.device)
         self.position = torch.zeros(1, dtype=torch.long, device=self.device) # of the last token in the cache
-        # The tokens that the model sees. If there are fewer than block_size, copies of the first token fill the rest.
+        # The tokens that the model sees. If there are fewer than block_size, copies of the first token fill the rest:
+        # for the repetition penalty, a repeated token changes nothing.
         self.window = torch.zeros(batch_size, self.block_size, dtype=torch.long, device=self.device)
         # The sum of all logits so far: NaN or infinite once a logit was.
         self.logits_sum = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -52,7 +54,7 @@ class DecodeState(GraphedSteps):
         self.cache.seq_len = 0
         self.window.copy_(idx[:, :1].expand_as(self.window)) # (B, 1) -> (B, block_size)
         self.window[:, :idx.size(1)] = idx
-        self.sample(self.forward.model(shared, cache=self.cache)[0])
+        self.sample(self.model(shared, cache=self.cache)[0])
         self.position.fill_(idx.size(1) - 1)
 
     def advance(self, context_shift: bool) -> None:
@@ -89,15 +91,15 @@ class DecodeState(GraphedSteps):
         if not self.checks.use_static_forward:
             return self.plain_logits(key)
         if key == WINDOW:
-            return self.forward.forward_window(self.window)
-        return self.forward.decode_step(self.token, self.position, self.cache.layers, key)
+            return self.static_forward.forward_window(self.window)
+        return self.static_forward.decode_step(self.token, self.position, self.cache.layers, key)
 
     def plain_logits(self, key: int | str) -> Tensor:
         """The same logits (B, 1, V), from the plain model."""
         if key == WINDOW:
-            return self.forward.model(self.window)[0]
+            return self.model(self.window)[0]
         self.cache.seq_len -= 1 # advance has counted the token, and the model counts it too
-        return self.forward.model(self.token, cache=self.cache)[0]
+        return self.model(self.token, cache=self.cache)[0]
 
     def sample(self, logits: Tensor) -> Tensor:
         """Sample the next token of each row from logits (B or 1, 1, V), and store it in token. Returns (B, V)."""
@@ -111,7 +113,7 @@ class DecodeState(GraphedSteps):
         self.append_token(key)
         logits, shape = self.logits(key), (len(self.token), key)
         if self.checks.use_static_forward and shape not in self.checks.checked_shapes:
-            expected = self.forward.model(self.window[:1, :self.cache.seq_len])[0]
+            expected = self.model(self.window[:1, :self.cache.seq_len])[0]
             if not self.checks.check_logits(shape, logits[:1], expected, self.dtype):
                 self.drop_graphs()
                 logits = self.plain_logits(key)

@@ -11,7 +11,7 @@ from sampling.backends.cuda.graphed_steps import GraphedSteps
 from sampling.backends.cuda.self_check import SelfCheck
 from sampling.backends.cuda.static_forward import StaticForward
 
-MAX_TOKENS = 9 # of a pass that has a graph: one token and the most proposals of a round
+MAX_TOKENS = 9 # of a pass that has a graph: 1 + MAX_PROPOSALS of draft_length.py
 
 
 class PassCache:
@@ -30,14 +30,15 @@ class PassCache:
 class GraphedPasses(GraphedSteps):
     """Passes of one row. The key of a pass is (T, number of positions that it attends to), for T tokens.
 
-    lend_cache begins a text, and next_logits reads its tokens. The next text uses the same tensors and graphs:
-    otherwise every sample would capture its own.
+    lend_cache begins a text, and pass_logits computes the logits of its tokens. The next text uses the same tensors and
+    graphs: otherwise every sample would capture its own.
     """
 
-    def __init__(self, forward: StaticForward, checks: SelfCheck, capacity: int):
-        model = forward.model
+    def __init__(self, static_forward: StaticForward, checks: SelfCheck, capacity: int):
+        model = static_forward.model
         super().__init__(checks, model.lm_head.weight.device)
-        self.forward, self.capacity, self.dtype = forward, capacity, linear_dtype(model)
+        self.model, self.static_forward = model, static_forward
+        self.capacity, self.dtype = capacity, linear_dtype(model)
         self.cache = KVCache(model.config, 1, capacity, self.device, self.dtype)
         self.ids = torch.zeros(1, capacity, dtype=torch.long, device=self.device) # the text
         self.position = torch.zeros(1, dtype=torch.long, device=self.device) # of the first token of the pass
@@ -74,14 +75,14 @@ class GraphedPasses(GraphedSteps):
 
     def plain_logits(self, idx: Tensor, num_positions: int) -> Tensor:
         """The same logits, from the plain model."""
-        return self.forward.model(idx, cache=self.cache, num_positions=num_positions)[0][0] # (1, n, V) -> (n, V)
+        return self.model(idx, cache=self.cache, num_positions=num_positions)[0][0] # (1, n, V) -> (n, V)
 
     def step(self, key: tuple[int, int]) -> tuple[Tensor]:
         """Read the tokens of a pass. Returns their logits (T, V). See GraphedSteps.step."""
         T, num_keys = key
         positions = self.position + torch.arange(T, device=self.device)
         tokens = self.ids.index_select(1, positions) # (1, T)
-        logits = self.forward.decode_step(tokens, positions, self.cache.layers, num_keys)
+        logits = self.static_forward.decode_step(tokens, positions, self.cache.layers, num_keys)
         return self.logits[:T].copy_(logits[0]),
 
     def run_and_check(self, key: tuple[int, int]) -> None:
@@ -91,7 +92,7 @@ class GraphedPasses(GraphedSteps):
         end = self.cache.seq_len + T
         if (1, key) in self.checks.checked_shapes:
             return
-        expected = self.forward.model(self.ids[:, :end], num_positions=T)[0]
+        expected = self.model(self.ids[:, :end], num_positions=T)[0]
         if not self.checks.check_logits((1, key), logits, expected, self.dtype):
             self.drop_graphs()
             self.cache.seq_len = 0 # any of the keys and values may be wrong

@@ -1,6 +1,6 @@
 """Checks on the user's own GPU that the fast path computes what the plain model computes.
 
-If a check fails, the run goes on in a slower way that does not need what failed, and a line tells the user.
+If a check fails, the run continues without what failed, which is slower, and a line tells the user.
 """
 from dataclasses import dataclass, field
 
@@ -42,11 +42,11 @@ class SelfCheck:
             return True
         self.use_graphs = self.use_static_forward = False
         self.log(f"the fast path for GPUs computes other logits than the plain model here (a difference of {error:.3g} "
-                 f"standard deviations, with a batch of {shape[0]}): going on with the plain model, slower")
+                 f"standard deviations, batch size {shape[0]}): continuing with the plain model, which is slower")
         return False
 
     def graphs_failed(self, error: Exception, device: torch.device) -> None:
-        """Go on without CUDA graphs after this error. Raises ValueError if the GPU cannot go on in this process."""
+        """Continue without CUDA graphs after this error. Raises ValueError if the GPU cannot be used any more."""
         while error.__context__ is not None: # the first error says more than those that it caused
             error = error.__context__
         first_line = str(error).partition("\n")[0]
@@ -59,9 +59,9 @@ class SelfCheck:
         self.disable_graphs(reason)
 
     def disable_graphs(self, reason: str) -> None:
-        """Go on without CUDA graphs, and tell the user why."""
+        """Continue without CUDA graphs, and tell the user why."""
         self.use_graphs = False
-        self.log(f"CUDA graphs do not work here ({reason}): going on without them, slower")
+        self.log(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
 
 
 def draws_like_multinomial(device: torch.device, vocab_size: int) -> bool:
