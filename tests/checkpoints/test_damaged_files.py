@@ -155,3 +155,15 @@ def test_a_changed_setting_is_detected(tmp_path):
     assert torch.load(path, weights_only=True)["model_args"]["n_head"] == 2
     with pytest.raises(ValueError, match="does not match its checksum"):
         load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["ckpt.pt", "model.safetensors"])
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr)
+def test_a_good_file_is_not_called_damaged_if_memory_runs_out(tmp_path, monkeypatch, kind, error):
+    make_checkpoint(tmp_path) if kind == "ckpt.pt" else make_hf_folder(tmp_path, kind)
+
+    def fail(*arguments, **settings):
+        raise error
+    monkeypatch.setattr("torch.load" if kind == "ckpt.pt" else "safetensors.torch.load_file", fail)
+    with pytest.raises(MemoryError, match=f"reading .*{kind}"):
+        load_checkpoint(tmp_path) if kind == "ckpt.pt" else load_gpt2(str(tmp_path))
