@@ -57,6 +57,13 @@ def test_a_row_has_the_same_result_alone_and_beside_any_others(fbgemm, monkeypat
     assert torch.equal(layer(x[17:40], gelu="none"), together[17:40])
 
 
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+def test_gelu_of_a_row_does_not_depend_on_how_threads_share_the_rows(gelu):
+    layer, x = Int8Linear(quantize_weight(normal(512, 64))), normal(57, 64)
+    torch.set_num_threads(5) # 57 * 512 / 5 is not a multiple of 32
+    assert torch.equal(layer(x, gelu=gelu), torch.cat([layer(row[None], gelu=gelu) for row in x]))
+
+
 @pytest.mark.parametrize("base", [256, 128])
 def test_large_channels_do_not_cost_the_others_their_precision(base, monkeypatch):
     """GPT-2 has such channels. With 8 bits for the inputs, the error is many times larger."""

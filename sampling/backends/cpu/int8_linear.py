@@ -16,6 +16,7 @@ from sampling.checkpoints.mapped_memory import pages_of, release_pages
 
 MAX_WEIGHTS = 2**17 # rounded at once, so that little memory is needed and left behind
 MAX_ACTIVATIONS = 2**20 # multiplied at once: more do not stay in the processor's cache
+MAX_SERIAL = 2**14 # torch's GELU lets threads share tensors that have more elements
 TINY = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales, so that a row of zeros is not divided by zero
 
 
@@ -69,8 +70,8 @@ class Int8Linear:
         rows = x.flatten(0, -2)
         size = max(1, MAX_ACTIVATIONS // rows.size(1))
         y = self.multiply(rows) if len(rows) <= size else torch.cat([self.multiply(part) for part in rows.split(size)])
+        y = apply_gelu(y, gelu) if gelu else y
         y = y.view(*x.shape[:-1], -1)
-        y = F.gelu(y, approximate=gelu) if gelu else y
         return y if residual is None else residual + y
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -79,3 +80,15 @@ class Int8Linear:
         scale = torch.addcmul(TINY, norm, self.scale_per_norm) # (N, 1)
         y = (self.gemv if len(x) == 1 else self.gemm)(x, scale).mul_(scale)
         return y.mul_(self.scales) if self.bias is None else torch.addcmul(self.bias, y, self.scales)
+
+
+def apply_gelu(x: Tensor, approximate: str) -> Tensor:
+    """F.gelu of x (N, width). No row changes another, if the width is a multiple of 32.
+
+    For "tanh", torch computes the last elements of a thread's share with another function, whose last bit may differ.
+    The shares depend on N. So x is computed in parts that are too small to be shared.
+    """
+    size = max(1, MAX_SERIAL // x.size(1))
+    if approximate == "none" or len(x) <= size:
+        return F.gelu(x, approximate=approximate)
+    return torch.cat([F.gelu(rows, approximate=approximate) for rows in x.split(size)])
