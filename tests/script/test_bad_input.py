@@ -75,7 +75,7 @@ BAD = { # arguments, exit status, a part of the error line
     "nul-in-out_file": (["--out_file='a\\0b'"], 2, "out_file must be the path"),
     "nan-as-an-id": (["--start=JSONL:nan.jsonl"], 1, "nan.jsonl, line 1: every line must be an object"),
     "empty-stop": (["--stop="], 2, "stop must be a text"),
-    "stop-of-numbers": (["stops.py"], 2, "stop must be a text, a list of texts"),
+    "stop-of-numbers": (["stops.py"], 2, "stop must be a text or a list of texts"),
     "no-out_file": (["--out_file="], 2, "out_file must be the path"),
     "no-html_file": (["--html_file="], 2, "html_file must be the path"),
     "out_file-in-no-folder": (["--out_file=no/such/a.jsonl"], 1, "cannot write 'no/such/a.jsonl': No such file"),
