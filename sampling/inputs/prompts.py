@@ -136,15 +136,16 @@ def file_name(path: str) -> str:
 
 def parse_json_line(line: str, location: str) -> Prompt:
     """The prompt in a line of JSON. Raises ValueError if the line has none."""
+    reason = ""
     try:
         found = json.loads(line)
         # out_file nests these fields deeper: leave room for 50 more levels. JSON has no NaN or infinity.
         json.dumps(reduce(lambda inner, _: [inner], range(50), found), allow_nan=False)
-    except (ValueError, RecursionError):
-        found = None
+    except (ValueError, RecursionError) as error:
+        found, reason = None, f" ({error})"
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str) or not found["prompt"]:
         raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
-                         f"got {line!r:.100}")
+                         f"got {line!r:.100}{reason}")
     return Prompt(found.pop("prompt"), found.pop("id", None), location, other_fields=found)
 
 

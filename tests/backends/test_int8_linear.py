@@ -42,7 +42,7 @@ def test_it_gives_the_results_of_a_linear_with_rounded_weights(shape, bias, gelu
     expected = expected if residual is None else expected + residual.double()
     found = Int8Linear(rows, bias)(x, residual, gelu)
     assert found.dtype == torch.float32 and found.shape == expected.shape
-    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert (found - expected).abs().max() < 1e-3 * 256 / onednn_limits().base * expected.abs().max()
 
 
 @pytest.mark.parametrize("fbgemm", [True, False])
@@ -64,7 +64,7 @@ def test_gelu_of_a_row_does_not_depend_on_how_threads_share_the_rows(gelu):
     assert torch.equal(layer(x, gelu=gelu), torch.cat([layer(row[None], gelu=gelu) for row in x]))
 
 
-@pytest.mark.parametrize("base", [256, 128])
+@pytest.mark.parametrize("base", [base for base in (256, 128) if base <= onednn_limits().base])
 def test_large_channels_do_not_cost_the_others_their_precision(base, monkeypatch):
     """GPT-2 has such channels. With 8 bits for the inputs, the error is many times larger."""
     monkeypatch.setattr(int8_products, "onednn_limits", lambda: OneDNNLimits(base, 512))

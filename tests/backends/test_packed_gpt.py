@@ -151,6 +151,9 @@ def test_eagerly_packed_layers_give_the_same_logits_at_every_call(rows, processo
 
 # ---- bfloat16
 
+needs_bfloat16 = pytest.mark.skipif(not is_supported(torch.bfloat16), reason="this processor lacks the operators")
+
+
 def assert_as_near_as_autocast(logits, make_model):
     """Assert that PackedGPT's mean error in bfloat16 is at most 1.2 times the GPT's error under autocast.
 
@@ -164,6 +167,7 @@ def assert_as_near_as_autocast(logits, make_model):
     assert 0 < (packed - exact).abs().mean() <= 1.2 * (autocast - exact).abs().mean()
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("parts, rows, shape, processor", cases([None, (14, 1), (5, 10)], [1, 2], [{}, WIDE], PROCESSORS,
                          quick=lambda parts, rows, shape, processor: (rows, processor) == (2, "Intel")), indirect=["processor"])
 def test_bfloat16_is_as_near_to_float32_as_autocast(parts, rows, shape, processor):
@@ -174,6 +178,7 @@ def test_bfloat16_is_as_near_to_float32_as_autocast(parts, rows, shape, processo
     assert_as_near_as_autocast(logits, lambda: make_gpt(**shape))
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("rows, processor", cases([1, 3], PROCESSORS, quick=lambda rows, processor: (rows, processor) == (3, "Intel")),
                          indirect=["processor"])
 def test_bfloat16_with_large_attention_scores_is_as_near_to_float32_as_autocast(rows, processor):

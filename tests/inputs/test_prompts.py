@@ -79,6 +79,14 @@ def test_the_error_names_a_line_that_is_not_a_prompt(tmp_path, line):
         next(prompts)
 
 
+@pytest.mark.parametrize("field, reason", [("1e999", "Out of range float"), ("9" * 5000, "Exceeds the limit"), ('"', "Unterminated string")],
+                         ids=lambda text: text[:5])
+def test_the_error_says_why_a_line_is_not_json(tmp_path, field, reason):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "field": ' + field + "}")
+    with pytest.raises(ValueError, match=rf"p.jsonl, line 1: .*; got '{{\"prompt\".* \({reason}"):
+        next(read_prompts(f"JSONL:{tmp_path}/p.jsonl"))
+
+
 @pytest.mark.parametrize("start, message", [
     ("FILE:nowhere", "cannot read the prompt file 'nowhere': No such file"),
     ("LINES:.", "cannot read the prompt file '.': "),
