@@ -45,9 +45,10 @@ def test_it_gives_the_results_of_a_linear_with_rounded_weights(shape, bias, gelu
     assert (found - expected).abs().max() < 1e-3 * 256 / onednn_limits().base * expected.abs().max()
 
 
-@pytest.mark.parametrize("fbgemm", [True, False])
-def test_a_row_has_the_same_result_alone_and_beside_any_others(fbgemm, monkeypatch):
+@pytest.mark.parametrize("fbgemm, max_gemv_tokens", [(True, 1), (True, 30), (False, 1)])
+def test_a_row_has_the_same_result_alone_and_beside_any_others(fbgemm, max_gemv_tokens, monkeypatch):
     monkeypatch.setattr(int8_linear, "has_fbgemm", lambda: fbgemm)
+    monkeypatch.setattr(int8_linear, "max_gemv_tokens", lambda: max_gemv_tokens)
     layer = Int8Linear(quantize_weight(normal(96, 768)), normal(96, seed=1))
     assert isinstance(layer.gemv, GEMV if fbgemm else GEMM)
     x = torch.cat([normal(20, 768), 1e6 * normal(20, 768, seed=1), torch.zeros(1, 768), 1e-6 * normal(20, 768, seed=2)])
@@ -75,11 +76,13 @@ def test_large_channels_do_not_cost_the_others_their_precision(base, monkeypatch
     assert (Int8Linear(rows)(x) - exact).abs().mean() < 1.1 * of_weights
 
 
-def test_one_token_needs_the_weight_only_once():
+@pytest.mark.parametrize("few", [1, 10])
+def test_few_tokens_need_the_weight_only_once(few, monkeypatch):
+    monkeypatch.setattr(int8_linear, "max_gemv_tokens", lambda: few)
     layer = Int8Linear(quantize_weight(normal(20, 64)))
-    layer(normal(1, 64))
+    layer(normal(few, 64))
     assert "gemm" not in vars(layer)
-    layer(normal(2, 64))
+    layer(normal(few + 1, 64))
     assert "gemm" in vars(layer)
 
 

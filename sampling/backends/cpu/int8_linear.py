@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sampling.backends.cpu.int8_products import GEMM, GEMV, MAX_WEIGHT, has_fbgemm, max_norm
+from sampling.backends.cpu.int8_products import GEMM, GEMV, MAX_WEIGHT, has_fbgemm, max_gemv_tokens, max_norm
 from sampling.checkpoints.mapped_memory import pages_of, release_pages
 
 MAX_WEIGHTS = 2**17 # rounded at once, so that little memory is needed and left behind
@@ -62,7 +62,7 @@ class Int8Linear:
 
     @cached_property
     def gemm(self) -> GEMM:
-        """For several tokens. It is made when first needed: with it, the weight is in memory twice."""
+        """For many tokens. It is made when first needed: with it, the weight is in memory twice."""
         return GEMM(self.gemv.values())
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, gelu: str | None = None) -> Tensor:
@@ -78,7 +78,7 @@ class Int8Linear:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(TINY, norm, self.scale_per_norm) # (N, 1)
-        y = (self.gemv if len(x) == 1 else self.gemm)(x, scale).mul_(scale)
+        y = (self.gemv if len(x) <= max_gemv_tokens() else self.gemm)(x, scale).mul_(scale)
         return y.mul_(self.scales) if self.bias is None else torch.addcmul(self.bias, y, self.scales)
 
 

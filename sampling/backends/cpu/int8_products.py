@@ -1,11 +1,11 @@
-"""Exact products of activations with weights in 8 bits: by GEMV for one token, and by GEMM for many.
+"""Exact products of activations with weights in 8 bits: by GEMV for one token or a few, and by GEMM for many.
 
 The weights are whole numbers from -127 to 127. Activations become whole numbers too, as large as they can be if all
 sums of products must stay below 2**24. float32 adds such numbers exactly, in any order. So both products have the same
 results to the last bit.
 """
 import math
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 
 MAX_WEIGHT = 127
 MAX_SUM = 2**24 - 2**16 # float32 has all whole numbers up to 2**24; the rest is for the rounding of norms
-MAX_BAG_WIDTH = 384 # the sums of more columns do not stay in the processor's registers
 NUM_STREAMS = 4 # at how many places of a bag's memory a thread reads in turn
 
 
@@ -37,47 +36,63 @@ def has_fbgemm() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
+def max_bag_width() -> int:
+    """How many sums stay in the processor's registers: 16 in each of 24 with AVX512, and 8 in each of 12 without."""
+    return 384 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 96
+
+
+def max_gemv_tokens() -> int:
+    """For how many tokens GEMV is at least as fast as GEMM, which needs three times the instructions without VNNI."""
+    return 10 if onednn_limits().base < 256 else 1
+
+
 class GEMV:
-    """The product of one token with a weight (out, in) of whole numbers: FBGEMM's embedding bag.
+    """The product of few tokens with a weight (out, in) of whole numbers: FBGEMM's embedding bag.
 
     An embedding bag is a weighted sum of rows of a table in 8 bits. Here, a row of the table holds the weights of one
     input channel, and the weights of the sum are the activations. Of torch's operators for 8 bits, it reads memory
-    fastest, and it does not round the activations. A bag covers up to MAX_BAG_WIDTH output channels, and threads share
-    the bags equally. In memory, the rows of a bag are in the order of interleaved_channels.
+    fastest, and it does not round the activations. A part of the table holds up to max_bag_width() output channels. Its
+    rows are in the order of interleaved_channels. Each part has a bag for each token. Threads share the parts equally.
     """
 
     def __init__(self, values: Tensor):
         self.out_features, self.in_features = values.shape
         num_threads = torch.get_num_threads()
-        self.num_bags = num_threads * math.ceil(self.out_features / (num_threads * MAX_BAG_WIDTH))
-        width = math.ceil(self.out_features / self.num_bags)
-        self.table = torch.zeros(self.num_bags * self.in_features, width + 8, dtype=torch.uint8)
+        self.num_parts = num_threads * math.ceil(self.out_features / (num_threads * max_bag_width()))
+        width = math.ceil(self.out_features / self.num_parts)
+        self.table = torch.zeros(self.num_parts * self.in_features, width + 8, dtype=torch.uint8)
         order = interleaved_channels(self.in_features)
         for rows, part in zip(self.table.split(self.in_features), values.split(width), strict=False):
             rows[:, :len(part)] = part.T[order].view(torch.uint8) ^ 128 # adds 128
         self.table[:, width:] = torch.tensor([1.0, -128.0], dtype=torch.float32).view(torch.uint8) # scale and offset
-        self.indices, self.bag_starts = bag_indices(self.num_bags, self.in_features)
 
     def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
-        """x (1, in) divided by scale (1, 1) and rounded, times the weight -> (1, out)."""
-        x = (x.expand(self.num_bags, -1) / scale).round_()
+        """x (N, in) divided by scale (N, 1) and rounded, times the weight -> (N, out)."""
+        N = len(x)
+        x = (x / scale).round_().expand(self.num_parts, -1, -1)
+        indices, starts = bag_indices(self.num_parts, N, self.in_features)
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.table, self.indices, self.bag_starts, per_sample_weights=x.view(-1)) # (bags, width)
-        return y.view(1, -1)[:, :self.out_features]
+            self.table, indices, starts, per_sample_weights=x.reshape(-1)) # (parts * N, width)
+        return y.view(self.num_parts, N, -1).transpose(0, 1).flatten(1)[:, :self.out_features]
 
     def values(self) -> Tensor:
         """The weight (out, in), int8."""
-        values = torch.empty(self.num_bags, self.table.size(1) - 8, self.in_features, dtype=torch.uint8)
-        for rows, part in zip(self.table.split(self.in_features), values, strict=True): # little memory: bag by bag
-            part.copy_(rows[self.indices[:self.in_features], :-8].T)
+        values = torch.empty(self.num_parts, self.table.size(1) - 8, self.in_features, dtype=torch.uint8)
+        order = interleaved_channels(self.in_features).argsort()
+        for rows, part in zip(self.table.split(self.in_features), values, strict=True): # little memory: part by part
+            part.copy_(rows[order, :-8].T)
         return values.flatten(0, 1)[:self.out_features].bitwise_xor_(128).view(torch.int8)
 
 
-@cache
-def bag_indices(num_bags: int, in_features: int) -> tuple[Tensor, Tensor]:
-    """The rows of each bag in the order of the channels, and where the bags start. All layers of a shape share them."""
-    starts = torch.arange(0, num_bags * in_features, in_features, dtype=torch.int32)
-    return (starts[:, None] + interleaved_channels(in_features).argsort()).int().flatten(), starts
+@lru_cache(maxsize=32)
+def bag_indices(num_parts: int, num_tokens: int, in_features: int) -> tuple[Tensor, Tensor]:
+    """The rows of each bag in the order of the channels, and where the bags start. All layers of a shape share them.
+
+    The bags of a part follow each other, so that memory is read once for all tokens.
+    """
+    first_rows = torch.arange(0, num_parts * in_features, in_features).repeat_interleave(num_tokens) # of each bag
+    indices = first_rows[:, None] + interleaved_channels(in_features).argsort()
+    return indices.int().flatten(), torch.arange(0, indices.numel(), in_features, dtype=torch.int32)
 
 
 @cache
