@@ -36,7 +36,8 @@ def load_and_exit(folder, init_from, seconds):
     os.chdir(folder)
     os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
-    signal.alarm(seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds)) # of processor time, so that other programs do not matter
+    signal.alarm(10 * seconds) # also if it only waits
     try:
         with report_user_errors():
             load(init_from)

@@ -159,9 +159,14 @@ def save_transformers(folder, shape):
 
 
 def print_limits(folder):
-    """Print the memory bandwidth in bytes/s, and the rates of float32 and bfloat16 matrix products in FLOP/s."""
+    """Print the memory bandwidth in bytes/s, and the rates of float32 and bfloat16 matrix products in FLOP/s.
+
+    The last rate is 0 if the processor has no bfloat16: torch then computes a thousandth of float32's rate.
+    """
     import torch
-    print(memory_bandwidth(), matrix_rate(torch.float32), matrix_rate(torch.bfloat16))
+
+    from sampling.backends.cpu.packed_linear import is_supported
+    print(memory_bandwidth(), matrix_rate(torch.float32), matrix_rate(torch.bfloat16) if is_supported(torch.bfloat16) else 0)
 
 
 def memory_bandwidth():

@@ -12,8 +12,9 @@ def report(cases, processes, limits, rounds):
     limits = [statistics.median(values) for values in zip(*limits, strict=True)]
     modules = {"torch": "torch", "transformers": "transformers", "ctranslate2": "ctranslate2", "llama-cpp-python": "llama_cpp"}
     packages = ", ".join(f"{name} {version(name)}" for name, module in modules.items() if find_spec(module))
+    bfloat16 = f", {limits[2] / 1e9:,.0f} in bfloat16" if limits[2] else "; the processor has no bfloat16"
     lines = [f"{machine()}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; matrix "
-             f"products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32, {limits[2] / 1e9:,.0f} in bfloat16.", "",
+             f"products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32{bfloat16}.", "",
              "| | | tokens/s | x nanoGPT's loop | of the limit |", "|---|---|---:|---:|---|"]
     nanogpt = {case.row: case.rate() for case in cases if case.name == "nanoGPT's loop"}
     for case in cases:
@@ -37,7 +38,7 @@ def share_of_limit(case, bandwidth, float32, bfloat16):
     """The rate of sample.py as a percentage of the machine's limit. At each step, memory or arithmetic is the limit."""
     if not case.name.startswith("sample.py") or "=" in case.name or "context_shift" in case.name or case.busy:
         return ""
-    size, rate = {"bfloat16": (2, bfloat16), "int8": (1, bfloat16)}.get(case.name.split()[1], (4, float32))
+    size, rate = {"bfloat16": (2, bfloat16 or float32), "int8": (1, bfloat16 or float32)}.get(case.name.split()[1], (4, float32))
     shape = SHAPES[case.row.split(",")[0]]
     layers, width, window = shape["n_layer"], shape["n_embd"], shape["block_size"]
     block, head = 12 * width**2, shape["vocab_size"] * width # weights
