@@ -84,7 +84,7 @@ class GEMV:
         return values.flatten(0, 1)[:self.out_features].bitwise_xor_(128).view(torch.int8)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16) # few, because those of a large head for ten tokens need 30 MB
 def bag_indices(num_parts: int, num_tokens: int, in_features: int) -> tuple[Tensor, Tensor]:
     """The rows of each bag in the order of the channels, and where the bags start. All layers of a shape share them.
 
