@@ -30,7 +30,7 @@ class BatchSampler(SampleFn):
             self.sample_fn: SampleFn = NanoGPTSampler(params.temperature, params.top_k, rng)
         else:
             self.sample_fn = TokenSampler(params.temperature, params.top_k, params.top_p, params.min_p,
-                                       params.repetition_penalty, rng, allow_sync, in_logits_dtype)
+                                          params.repetition_penalty, rng, allow_sync, in_logits_dtype)
         self.rng, self.num_logprobs = rng, num_logprobs
         self.forced_tokens = torch.empty(0, 1, dtype=torch.long) # (B, 1); -1: this row is sampled
         self.forced_by_step = self.forced_tokens[None] # (steps, B, 1)
