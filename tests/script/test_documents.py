@@ -111,7 +111,7 @@ def test_the_table_of_settings_is_complete():
     assert rows == {name: repr(setting.default) for name, setting in find_settings(SCRIPT).items()}
 
 
-@pytest.mark.parametrize("name", ["RESULTS.md", "RESULTS-emerald-rapids.md", "RESULTS-amd.md"])
+@pytest.mark.parametrize("name", ["RESULTS.md", "RESULTS-emerald-rapids.md", "RESULTS-amd.md", "RESULTS-zen3.md"])
 def test_the_documents_contain_the_benchmark_results(name):
     results = (PROJECT / "tests" / "bench" / name).read_text(encoding="utf-8").strip()
     assert any(results in path.read_text(encoding="utf-8") for path in DOCUMENTS)
