@@ -161,7 +161,7 @@ def save_transformers(folder, shape):
 def print_limits(folder):
     """Print the memory bandwidth in bytes/s, and the rates of float32 and bfloat16 matrix products in FLOP/s.
 
-    The last rate is 0 if the processor has no bfloat16: torch then computes a thousandth of float32's rate.
+    The last rate is 0 if the processor has no bfloat16: the measurement would take minutes.
     """
     import torch
 

@@ -38,7 +38,8 @@ def share_of_limit(case, bandwidth, float32, bfloat16):
     """The rate of sample.py as a percentage of the machine's limit. At each step, memory or arithmetic is the limit."""
     if not case.name.startswith("sample.py") or "=" in case.name or "context_shift" in case.name or case.busy:
         return ""
-    size, rate = {"bfloat16": (2, bfloat16 or float32), "int8": (1, bfloat16 or float32)}.get(case.name.split()[1], (4, float32))
+    bfloat16 = bfloat16 or float32 # without bfloat16, float32's rate is the limit
+    size, rate = {"bfloat16": (2, bfloat16), "int8": (1, bfloat16)}.get(case.name.split()[1], (4, float32))
     shape = SHAPES[case.row.split(",")[0]]
     layers, width, window = shape["n_layer"], shape["n_embd"], shape["block_size"]
     block, head = 12 * width**2, shape["vocab_size"] * width # weights

@@ -13,7 +13,7 @@ from torch import Tensor
 
 MAX_WEIGHT = 127
 MAX_SUM = 2**24 - 2**16 # float32 has all whole numbers up to 2**24; the rest is for the rounding of norms
-NUM_STREAMS = 4 # at how many places of a bag's memory a thread reads in turn
+NUM_STREAMS = 4 # at how many places of a table's part a thread reads in turn
 
 
 def max_norm(values: Tensor) -> float:
@@ -42,7 +42,7 @@ def max_bag_width() -> int:
 
 
 def max_gemv_tokens() -> int:
-    """For how many tokens GEMV is at least as fast as GEMM, which needs three times the instructions without VNNI."""
+    """For how many tokens GEMV is at least as fast as GEMM. Without VNNI, oneDNN is slow for few tokens."""
     return 10 if onednn_limits().base < 256 else 1
 
 
