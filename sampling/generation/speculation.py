@@ -5,7 +5,6 @@ target's own tokens, and one pass of the target computes the logits of several p
 why the text stays the same.
 """
 from collections.abc import Generator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -30,8 +29,6 @@ def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, optio
         return prepare_model(gpt, device, dtype, options, log)
     log = cache(log) # each message once, although both models may have the same problem
     draft = prepare_draft(gpt, device, dtype, options, log) # before gpt loses its layers
-    if DraftLength(draft.relative_cost).best(): # it will be used: a pass over proposals needs packed layers
-        options = replace(options, pack_eagerly=True)
     return SpeculativeBackend(prepare_model(gpt, device, dtype, options, log), draft, log)
 
 

@@ -9,15 +9,14 @@ from engines import generate, make_requests, reference_token_ids
 from model import GPT
 from models import add_noise, make_gpt
 from project import PROJECT
-from sampling.backends import draft as draft_module
-from sampling.backends.cpu import lm_head
+from sampling.backends.cpu import lm_head, packed_linear
 from sampling.backends.draft import Draft, prepare_draft
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import packed_or_eager
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.generation.draft_length import DraftLength
 from sampling.generation.engine import Engine
-from sampling.generation.speculation import SpeculativeBackend, prepare_with_draft
+from sampling.generation.speculation import SpeculativeBackend
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.params import ModelOptions, SamplingParams
 from sampling.sampler.sample_fn import Logits
@@ -172,10 +171,11 @@ def test_past_the_draft_s_window_the_model_may_use_a_shortlist(tokenizer):
     assert backend.target.asked[-10:] == (PARAMS.top_k,) * 10
 
 
-@pytest.mark.parametrize("cost, is_packed", [(0.3, True), (1.0, False)])
-def test_a_draft_that_gains_time_packs_the_model_before_its_first_pass(cost, is_packed, monkeypatch):
-    monkeypatch.setattr(draft_module, "step_cost", lambda config, bytes_per_weight: cost if bytes_per_weight == 1 else 1.0)
-    backend = prepare_with_draft(make_gpt(n_embd=64), torch.device("cpu"), torch.float32, ModelOptions(draft="int8"))
+@pytest.mark.parametrize("num_tokens, is_packed", [(10, False), (60, True)])
+def test_on_intel_the_model_is_packed_once_the_number_of_proposals_repeats(tokenizer, monkeypatch, num_tokens, is_packed):
+    monkeypatch.setattr(packed_linear, "is_intel_cpu", lambda: True)
+    backend = speculative("right", "packed", cost=0.3, block_size=64, draft_shape={**SHAPE, "block_size": 64})
+    run(backend, tokenizer, replace(PARAMS, max_new_tokens=num_tokens), num_samples=1)
     assert (backend.target.blocks[0].c_attn.packed is not None) == is_packed
 
 
