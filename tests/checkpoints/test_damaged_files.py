@@ -15,7 +15,7 @@ from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.tokenizer import load_tokenizer
 
-NUM_POSITIONS = {"ckpt.pt": 1000, "old ckpt.pt": 1000, "model.safetensors": 500, "pytorch_model.bin": 500, "meta.pkl": 300, "config.json": 300}
+NUM_POSITIONS = {"ckpt.pt": 400, "old ckpt.pt": 400, "model.safetensors": 300, "pytorch_model.bin": 300, "meta.pkl": 300, "config.json": 300}
 SMALL = dict(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5, bias=False)
 each_stride = pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.slow)], ids=["every-tenth", "all"])
 

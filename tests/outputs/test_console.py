@@ -69,6 +69,8 @@ def test_a_message_clears_the_progress_bar_first(read_stderr, exit_statuses):
 
 
 def test_only_the_main_process_prints_messages(read_stderr, exit_statuses, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(console.time, "sleep", pauses.append)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert console.shows_progress_bar()
     console.setup_console(is_main=False)
@@ -76,6 +78,7 @@ def test_only_the_main_process_prints_messages(read_stderr, exit_statuses, monke
     with pytest.raises(SystemExit), console.report_user_errors():
         raise ValueError("wrong")
     assert read_stderr() == "" and exit_statuses == [1]
+    assert pauses == [10], "torchrun ends all processes as soon as one has failed: the main one must show its error first"
     assert not console.shows_progress_bar()
 
 

@@ -76,8 +76,6 @@ def test_a_random_seed_is_the_same_for_all_processes(torchrun, run_script, folde
 
 @pytest.mark.parametrize("arguments, message", [
     pytest.param(["--temprature=1"], "did you mean temperature?", marks=slow),
-    pytest.param(["--out_dir=nowhere"], "there is no checkpoint at nowhere", marks=slow),
-    pytest.param(["--start=LINES:nothing.txt"], "cannot read the prompt file", marks=slow),
     pytest.param(["--start=¡"], "the prompt has characters", marks=slow),
     pytest.param(["--interactive"], "interactive=True", marks=slow),
     (["--out_file=prompts.txt"], "prompts.txt, line 1: not"), # only rank 0 finds it
@@ -92,13 +90,12 @@ def test_an_error_is_reported_once(torchrun, folder, arguments, message):
 
 
 @slow
-@pytest.mark.parametrize("victim", [1, 2])
-def test_if_a_process_dies_the_run_ends_and_the_same_command_resumes_it(torchrun, run_script, folder, victim):
+def test_if_a_process_dies_the_run_ends_and_the_same_command_resumes_it(torchrun, run_script, folder):
     run = ("--start=LINES:prompts.txt", "--num_samples=20", "--max_new_tokens=60", "--batch_size=2", "--device=cpu")
     process = torchrun(3, *run, "--out_file=a.jsonl")
     while not (folder / "a.jsonl").exists() or (folder / "a.jsonl").stat().st_size == 0:
         time.sleep(0.01)
-    os.kill(process_of_rank(process.pid, victim), signal.SIGKILL)
+    os.kill(process_of_rank(process.pid, 1), signal.SIGKILL)
     _, messages = process.communicate(timeout=60)
     # Either rank 0 or torchrun reports it first.
     assert process.returncode != 0 and (f"error: {PROCESS_LOST}" in messages or f"error: {TERMINATED}" in messages)
