@@ -101,7 +101,7 @@ def test_the_demo_predicts_nearly_as_well_as_in_float32():
     idx = generate(float32, start, 100)
     log_p, log_q = (all_logits(backend, idx).log_softmax(dim=-1) for backend in (float32, int8))
     divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
-    assert 0 < divergence < 0.002, "with 8 bits for the inputs too, it is four times the measured 0.0007"
+    assert 0 < divergence < 0.0004, "with 8 bits for the inputs too, it is six times the measured 0.00015"
 
 
 def test_share_weights_leaves_the_gpt_to_another_backend():
