@@ -178,7 +178,8 @@ def combine(earlier: Any, value: Any, types: list[str]) -> Any:
     """The value of a setting that is given twice: the later value, or a list of both if it takes text or a list."""
     if not {"str", "list"} <= set(types) or earlier is None or value is None:
         return value
-    return [each for part in (earlier, value) for each in (part if isinstance(part, list) else [part])]
+    earlier, value = (given if isinstance(given, list) else [given] for given in (earlier, value))
+    return earlier + value
 
 
 def parse_literal(text: str) -> Any:

@@ -174,7 +174,7 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.seq_len
         end = start + idx.size(1)
         if end > self.config.block_size:
-            raise ValueError(f"cannot read {end} tokens: block_size is {self.config.block_size}")
+            raise ValueError(f"cannot process {end} tokens: block_size is {self.config.block_size}")
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(start, end, device=idx.device))
         x = self.transformer.drop(x) # (B, T, E)
         for i, block in enumerate(self.transformer.h):
@@ -321,7 +321,7 @@ def linear_dtype(model: GPT) -> torch.dtype:
 
 
 def require_same_tensors(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """Raises ValueError, which names the first tensors that are missing, unexpected or misshapen, if there are any."""
+    """Raises ValueError if tensors are missing, unexpected or misshapen. It names the first three of each kind."""
     problems = {
         "missing": [name for name in expected if name not in found],
         "unexpected": [name for name in found if name not in expected],

@@ -34,7 +34,7 @@ max_new_tokens = 500 # how many tokens each sample adds to the prompt
 # How tokens are chosen
 temperature = 0.8 # lower: more predictable; higher: more random; 0: always the most likely token
 top_k: int | None = 200 # sample only from the top_k most likely tokens; None or 0: from all
-top_p: float | None = None # sample only from the most likely tokens: the fewest that add up to top_p
+top_p: float | None = None # nucleus sampling: only from the most likely tokens whose probabilities add up to top_p
 min_p: float | None = None # sample only from tokens at least min_p times as likely as the most likely token
 repetition_penalty = 1.0 # above 1: tokens that are already in the text become less likely
 stop: str | list | None = None # end a sample before this text, or before one of a list such as ["\n\n", "KING:"]
@@ -43,7 +43,7 @@ seed: int | str = 1337 # the same seed gives the same samples; random: a new see
 # How the model runs
 device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
 dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16, or float16 if the GPU lacks it; elsewhere
-               # float32; 'int8', on a CPU: weights of 8 bits, for speed and less memory; changes the text
+               # float32; 'int8', on a CPU: int8 weights, for speed and less memory; changes the text
 compile = False # compile the model with torch.compile first, which takes about a minute: not faster on a CPU, not
                 # measured on a GPU
 cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower, with the
@@ -53,7 +53,7 @@ exact = False # run nanoGPT's own operations, one sample at a time: slower, but 
               # GPU in any dtype
 draft: str | None = None # speculative decoding: a draft model proposes tokens, and the model checks several in one
                          # pass; faster on a CPU for one sample at a time, with the same text in float32; int8: the
-                         # model itself in 8 bits; otherwise the name, folder or file of a smaller model with the same
+                         # model itself in int8; otherwise the name, folder or file of a smaller model with the same
                          # vocabulary
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
@@ -68,7 +68,7 @@ interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model, then generate, save and show samples. settings: the globals above, for other modules."""
+    """Load the model, then generate, save and show samples. settings: a dict of the globals above."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from sampling.backends.devices import autocast, dtype_name
@@ -97,7 +97,8 @@ def main(settings):
 
     with torch.no_grad(), autocast(torch_device, ptdtype):
         printer = Printer(tokenizer, show_probs)
-        progress = Progress(num_total and num_total - outputs.num_saved, max_new_tokens)
+        num_left = None if num_total is None else num_total - outputs.num_saved
+        progress = Progress(num_left, max_new_tokens)
         engine = Engine(model, tokenizer, params, checkpoint.num_init_draws, log=log, on_tokens=progress.add_tokens,
                         stream=is_tty(sys.stdout) and out_file != "-", is_huggingface=checkpoint.is_huggingface)
         if interactive:
@@ -121,10 +122,13 @@ def load_model(local_rank):
     from model import GPT
     from sampling.backends.devices import choose_device, choose_dtype
     from sampling.checkpoints.by_name import load_from_settings
+    from sampling.checkpoints.state_dict import crc32_of
     from sampling.inputs.tokenizer import load_tokenizer
     torch_device = choose_device(device, local_rank)
     ptdtype = choose_dtype(torch_device, dtype)
-    checkpoint = load_from_settings(init_from, out_dir, bool(out_file), copy_weights=ptdtype != torch.int8)
+    checkpoint = load_from_settings(init_from, out_dir, copy_weights=ptdtype != torch.int8)
+    if out_file:
+        checkpoint.crc32 = crc32_of(checkpoint.state_dict) # now, because GPT.from_checkpoint empties the state_dict
     return torch_device, ptdtype, checkpoint, GPT.from_checkpoint(checkpoint), load_tokenizer(checkpoint, log)
 
 
@@ -141,7 +145,7 @@ def prepare_backend(gpt, torch_device, ptdtype, num_total):
 
 
 def open_requests(prompts, outputs, tokenizer, block_size):
-    """The requests of the run. Those that an earlier run saved are marked. Logs which prompt is too long first."""
+    """The requests of the run. Those that an earlier run saved are marked. Logs the first prompt that is too long."""
     from sampling.inputs.notices import log_cropped
     return log_cropped(outputs.resume(prompts.requests(tokenizer, num_samples)), tokenizer, block_size, log)
 

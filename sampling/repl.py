@@ -130,10 +130,11 @@ class Session:
         """Run the command that was typed after the colon. Raises ValueError if it is unknown or its value is wrong."""
         commands = {"help": show_help, "h": show_help, "?": show_help, "settings": self.show_settings,
                     "again": self.sample_again, "continue": self.continue_last}
-        if command in commands:
-            commands[command]()
-        elif command.split()[:1] and command.split()[0] in commands:
-            raise ValueError(f":{command.split()[0]} takes no value")
+        word, *rest = command.split() or [""]
+        if word in commands:
+            if rest:
+                raise ValueError(f":{word} takes no value")
+            commands[word]()
         else:
             name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
             self.change_setting(name.replace("-", "_"), text)

@@ -1,7 +1,6 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 import torch
 
@@ -12,6 +11,7 @@ from sampling.backends.memory import max_batch_size
 from sampling.checkpoints.by_name import load_by_name
 from sampling.generation.engine import Engine
 from sampling.generation.speculation import prepare_with_draft
+from sampling.inputs.prompts import make_requests
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.log import warn
 from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, TextCursor
@@ -105,5 +105,4 @@ class TextGenerator:
                 raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")
         if not all(prompts):
             raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
-        encoded, indices = [(Prompt(text), self.tokenizer.encode(text)) for text in prompts], count()
-        return [SampleRequest(next(indices), prompt, ids) for prompt, ids in encoded for _ in range(num_samples)]
+        return list(make_requests(map(Prompt, prompts), self.tokenizer, num_samples))

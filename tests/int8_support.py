@@ -1,7 +1,7 @@
 """What the tests of int8 share."""
 import pytest
 
-from sampling.backends.cpu.int8_products import onednn_limits
+from sampling.backends.cpu.int8_matmul import onednn_limits
 
 
 def skip_without_int8():

@@ -1,7 +1,7 @@
 """Chooses the device and the dtype."""
 import torch
 
-from sampling.backends.cpu.int8_products import onednn_limits
+from sampling.backends.cpu.int8_matmul import onednn_limits
 from sampling.backends.process import avoid_amx
 
 
@@ -32,13 +32,11 @@ def available_devices() -> list[str]:
 def choose_dtype(device: torch.device, name: str) -> torch.dtype:
     """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
 
-    Raises ValueError if the device does not support it. check_dtype must have allowed the name.
+    For int8, it also turns AMX off for this process. Raises ValueError if the device does not support the dtype.
+    check_dtype must have allowed the name.
     """
     if name == "int8":
-        if device.type != "cpu":
-            raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
-        avoid_amx()
-        onednn_limits() # raises ValueError
+        prepare_for_int8(device)
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device
@@ -48,6 +46,14 @@ def choose_dtype(device: torch.device, name: str) -> torch.dtype:
             return getattr(torch, name)
         is_native = torch.cuda.is_bf16_supported(including_emulation=False) # emulation is slow
         return torch.bfloat16 if is_native else torch.float16
+
+
+def prepare_for_int8(device: torch.device) -> None:
+    """Turn AMX off for this process: see avoid_amx. Raises ValueError if int8 does not work here."""
+    if device.type != "cpu":
+        raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
+    avoid_amx()
+    onednn_limits() # raises ValueError
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

@@ -12,8 +12,8 @@ from sampling.checkpoints.checkpoint import named_errors
 from sampling.log import Log, warn
 from sampling.params import ModelOptions
 
-# A step of one row takes the time to read all weights, and in each layer some more: for norms, attention and calls of
-# operators. That is about the time to read this many bytes.
+# A step of one row mostly waits for memory: it reads all weights. Each layer also takes time for norms, attention and
+# calls of operators, about as long as reading this many bytes.
 OVERHEAD_BYTES_PER_LAYER = 7_000_000
 
 
@@ -24,7 +24,7 @@ class RollbackBackend(Backend, CausalLM, Protocol):
 class Draft(NamedTuple):
     """A prepared draft. relative_cost is the time of one of its steps, in steps of the target.
 
-    is_copy: whether it is the target itself, in 8 bits.
+    is_copy: whether it is the target itself, in int8.
     """
     backend: RollbackBackend
     relative_cost: float
@@ -33,7 +33,7 @@ class Draft(NamedTuple):
 
 def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions,
                   log: Log = warn) -> Draft:
-    """The options.draft of a target: "int8" is the target itself in 8 bits, otherwise a model's name, folder or file.
+    """The options.draft of a target: "int8" is the target itself in int8, otherwise a model's name, folder or file.
 
     Call this before prepare_model takes the layers of the target. The other arguments are those of the target.
     Raises ValueError or OSError if there is no such model, or if it cannot be the draft of this target.

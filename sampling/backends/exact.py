@@ -57,13 +57,13 @@ class ExactGPT(GraphedSteps, Backend):
         return self.logits
 
     def step(self, key: int) -> tuple[Tensor]:
-        """Read the first key tokens of the window. See GraphedSteps.step."""
-        return self.logits.copy_(self.forward(self.window[:, :key])),
+        """Process the first key tokens of the window. See GraphedSteps.step."""
+        return (self.logits.copy_(self.forward(self.window[:, :key])),)
 
     run_and_check = step # no check is needed: forward runs nanoGPT's own operations
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Read ids (1, T) as nanoGPT does: returns the logits (1, V) of the last position."""
+        """Process ids (1, T) as nanoGPT does. Returns the logits (1, V) of the last position."""
         transformer = self.model.transformer
         x = transformer.wte(idx) + transformer.wpe(torch.arange(idx.size(1), device=idx.device)) # (1, T, E)
         for block in transformer.h:

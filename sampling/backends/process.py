@@ -41,7 +41,7 @@ def avoid_amx() -> None:
 
     For few rows, products with AMX take up to twice as long. In float32, the shortlist has such a product (lm_head.py):
     on Emerald Rapids, GPT-2's takes 6.4 ms with AMX, and 4.1 ms without. In int8, products with AMX are exact only for
-    few inputs at a time (int8_products.py). In bfloat16, AMX makes prefill and batches faster, so it stays on.
+    few inputs at a time (int8_matmul.py). In bfloat16, AMX makes prefill and batches faster, so it stays on.
     """
     with suppress(OSError): # not Linux
         if "amx_int8" in Path("/proc/cpuinfo").read_text():

@@ -8,19 +8,19 @@ from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.checkpoints.nearby import latest_numbered_checkpoint
 
 
-def load_from_settings(init_from: str, out_dir: str, with_crc32: bool = False, copy_weights: bool = True) -> Checkpoint:
+def load_from_settings(init_from: str, out_dir: str, copy_weights: bool = True) -> Checkpoint:
     """Load the checkpoint in out_dir if init_from is "resume"; otherwise GPT-2, by Hugging Face id or folder.
 
-    with_crc32: whether the Checkpoint needs its crc32. copy_weights: see copy_tensors.
+    copy_weights: see copy_tensors.
     """
     if init_from == "resume":
-        return load_checkpoint(out_dir, with_crc32, copy_weights)
+        return load_checkpoint(out_dir, copy_weights)
     reason = f"{init_from} is not the folder of a Hugging Face model"
     if is_checkpoint(init_from) and not init_from.endswith(".safetensors"):
         raise ValueError(f"{reason}; for a ckpt.pt pass --out_dir={init_from}")
     if numbered := numbered_checkpoint_in(init_from):
         raise ValueError(f"{reason}: it has no config.json; for {numbered.name} pass --out_dir={numbered}")
-    return load_gpt2(init_from, with_crc32, copy_weights)
+    return load_gpt2(init_from, copy_weights)
 
 
 def load_by_name(name: str, copy_weights: bool = True) -> Checkpoint:

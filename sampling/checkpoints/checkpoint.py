@@ -22,7 +22,7 @@ class Checkpoint:
     vocab_size: int # rows of the token embedding; 0 if it is missing
     folder: Path # of the file or the model; it may hold the tokenizer
     dataset: object = None # train.py's setting, of any type; data/<dataset> may hold the tokenizer
-    crc32: str | None = None # of all tensors, 8 hexadecimal digits; only if it was asked for
+    crc32: str | None = None # of all tensors, 8 hexadecimal digits; sample.py sets it if there is an out_file
     is_huggingface: bool = False # otherwise it is a ckpt.pt
     num_init_draws: int = 0 # how many 32-bit random numbers nanoGPT draws to initialise such a model
 

@@ -12,7 +12,6 @@ from sampling.checkpoints.state_dict import (
     EMBEDDING,
     HEAD,
     StateDict,
-    crc32_of,
     normalize_state_dict,
     require_tensors,
     vocab_size_of,
@@ -26,7 +25,7 @@ TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.t
 PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
 
 
-def load_gpt2(name_or_folder: str, with_crc32: bool = False, copy_weights: bool = True) -> Checkpoint:
+def load_gpt2(name_or_folder: str, copy_weights: bool = True) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
     Reads config.json and the weights, in one file or in shards. Uses pytorch_model.bin only if there are no
@@ -48,8 +47,7 @@ def load_gpt2(name_or_folder: str, with_crc32: bool = False, copy_weights: bool 
         model_args, state_dict = normalize_state_dict(model_args, state_dict, folder, checksums, copy_weights)
         rescale_queries(config, model_args, state_dict)
         return Checkpoint(path=name_or_folder, model_args=model_args, state_dict=state_dict,
-                          vocab_size=vocab_size_of(state_dict), folder=folder, is_huggingface=True,
-                          crc32=crc32_of(state_dict) if with_crc32 else None)
+                          vocab_size=vocab_size_of(state_dict), folder=folder, is_huggingface=True)
 
 
 def find_folder(name_or_folder: str) -> Path:

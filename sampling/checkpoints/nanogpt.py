@@ -10,7 +10,6 @@ from sampling.checkpoints.state_dict import (
     EMBEDDING,
     HEAD,
     StateDict,
-    crc32_of,
     normalize_state_dict,
     plain_name,
     vocab_size_of,
@@ -18,7 +17,7 @@ from sampling.checkpoints.state_dict import (
 from sampling.checkpoints.torch_files import read_torch_file
 
 
-def load_checkpoint(out_dir: str | Path, with_crc32: bool = False, copy_weights: bool = True) -> Checkpoint:
+def load_checkpoint(out_dir: str | Path, copy_weights: bool = True) -> Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
     copy_weights: see copy_tensors.
@@ -37,7 +36,6 @@ def load_checkpoint(out_dir: str | Path, with_crc32: bool = False, copy_weights:
         return Checkpoint(
             path=str(path), model_args=model_args, state_dict=state_dict, vocab_size=vocab_size_of(state_dict),
             folder=path.parent, dataset=config.get("dataset") if isinstance(config, dict) else None,
-            crc32=crc32_of(state_dict) if with_crc32 else None,
             # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
             num_init_draws=count_init_draws(state_dict))
 

@@ -64,7 +64,7 @@ def has_model_type(folder: Path) -> bool:
         return False
 
 
-def explain_forbidden_name(path: Path, pickled: bytes, error: ForbiddenNameError) -> None:
+def reject_forbidden_name(path: Path, pickled: bytes, error: ForbiddenNameError) -> None:
     """Raises OtherProgramError if the pickle with the forbidden name is a Lightning checkpoint or a whole module."""
     if LIGHTNING_KEY.encode() in pickled:
         reject_lightning(path)

@@ -22,7 +22,7 @@ from sampling.checkpoints.errors import (
     first_sentence,
     require,
 )
-from sampling.checkpoints.other_programs import explain_forbidden_name
+from sampling.checkpoints.other_programs import reject_forbidden_name
 from sampling.checkpoints.pickle_rules import ANY_CONFIG
 from sampling.checkpoints.pickle_scanner import MAX_PICKLE_BYTES, MAX_PICKLE_STEPS, CheckedPickle, check_pickle
 from sampling.checkpoints.zip_scanner import Checksums, check_zip
@@ -95,7 +95,7 @@ def check_torch_pickle(path: Path, pickled: bytes, max_steps: int) -> CheckedPic
     try:
         return check_pickle(pickled, ALLOWED_NAMES, max_steps)
     except ForbiddenNameError as e:
-        explain_forbidden_name(path, pickled, e)
+        reject_forbidden_name(path, pickled, e)
         raise
 
 

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 
 MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
-# What DraftLength assumes at first, as if it had seen so many proposals. A few rounds of a bad draft outweigh it.
+# The initial counts, as if 7 of 8 proposals had been accepted. After a few rounds, the real counts outweigh them.
 PRIOR_CHECKED, PRIOR_ACCEPTED = 8.0, 7.0
 DECAY = 0.95 # the counts of earlier rounds are multiplied by this after each round
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.

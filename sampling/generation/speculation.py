@@ -44,7 +44,7 @@ class SpeculativeBackend(Backend):
         self.log_once = cache(log)
         self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
         self.compaction_ratio, self.allow_sync = target.compaction_ratio, target.allow_sync
-        # A copy of the target in 8 bits reads the target's own keys and values, instead of computing them again.
+        # An int8 copy of the target reads the target's own keys and values, instead of computing them again.
         self.shares_cache = draft.is_copy and type(target) is type(draft.backend)
         self.is_broken = False # whether the draft's logits were NaN or infinite
         self.num_proposed = self.num_accepted = 0 # of all streams
@@ -54,7 +54,10 @@ class SpeculativeBackend(Backend):
                         context_shift: bool = False) -> TokenStream:
         """See Backend.generate_stream. sample_fn must support propose if idx has one row."""
         block_size = self.config.block_size
-        if not self.is_useful(idx):
+        reason_off = self.reason_off(idx)
+        if reason_off:
+            self.log_once(f"the draft is off: {reason_off}")
+        if reason_off or idx.size(1) == 0: # without tokens, the target raises ValueError
             yield from self.target.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
             return
         self.log_limits(idx.size(1) + max_new_tokens, context_shift)
@@ -80,13 +83,13 @@ class SpeculativeBackend(Backend):
         cache = self.target.new_cache(1, min(end, self.config.block_size))
         draft_capacity = min(end, self.draft_backend.config.block_size)
         draft_cache = cache if self.shares_cache else self.draft_backend.new_cache(1, draft_capacity)
-        best_k = draft_length.best()
+        num_wanted = draft_length.best() # how many tokens the draft should propose; 0: the draft is off
         proposals = ids[:, :0] # none: the first pass is the prefill, as without a draft
         while True:
             k = proposals.size(1)
             unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
             # While the draft is on, passes without proposals are too rare to prepare the LM head's shortlist for.
-            logits = self.target.next_logits(unread, cache, None if best_k else sample_fn.num_logits_needed, k + 1)
+            logits = self.target.next_logits(unread, cache, None if num_wanted else sample_fn.num_logits_needed, k + 1)
             if not self.allow_sync: # otherwise sample_fn checks
                 require_finite(logits.values)
             for num_accepted, row in enumerate(logits.values.split(1)):
@@ -104,8 +107,8 @@ class SpeculativeBackend(Backend):
                 return ids
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
             draft_room = self.draft_backend.config.block_size + 1 - ids.size(1)
-            best_k = 0 if self.is_broken or draft_room <= 0 else draft_length.best()
-            proposals = self.propose(ids, min(best_k, draft_room, end - ids.size(1) - 1), draft_cache, sample_fn)
+            num_wanted = 0 if self.is_broken or draft_room <= 0 else draft_length.best()
+            proposals = self.propose(ids, min(num_wanted, draft_room, end - ids.size(1) - 1), draft_cache, sample_fn)
             cache.seq_len = ids.size(1) - 1 # forget what the draft wrote, if it shares the cache
 
     def propose(self, ids: Tensor, num_proposals: int, cache: Any, sample_fn: SampleFn) -> Tensor:
@@ -133,15 +136,13 @@ class SpeculativeBackend(Backend):
         self.log_once("the draft is off: its logits are NaN or infinite")
         return ids[:, :0]
 
-    def is_useful(self, idx: Tensor) -> bool:
-        """Whether the draft can save time with these prompts (B, T). If not, logs why."""
+    def reason_off(self, idx: Tensor) -> str | None:
+        """Why the draft cannot save time with these prompts (B, T); None if it can."""
         if len(idx) > 1:
-            self.log_once("the draft is off: several samples at once are faster without it; batch_size=1 turns it on")
-            return False
+            return "several samples at once are faster without it; batch_size=1 turns it on"
         if DraftLength(self.relative_cost).best() == 0:
-            self.log_once("the draft is off: its steps take too long, compared with the model's, to save time")
-            return False
-        return idx.size(1) > 0 # without tokens, the target raises ValueError
+            return "its steps take too long, compared with the model's, to save time"
+        return None
 
     def log_limits(self, num_tokens: int, context_shift: bool) -> None:
         """Say in advance where in a text of num_tokens the draft is off, because a message would interrupt the text."""

@@ -6,7 +6,7 @@ each line that is not empty is a prompt. With JSONL:path, each line is a JSON ob
 """
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import fields
 from functools import reduce
 from itertools import chain, count
@@ -60,11 +60,7 @@ class PromptSource:
 
         Raises ValueError if the tokenizer cannot encode a prompt.
         """
-        indices = count(first_index)
-        for prompt in self:
-            prompt_ids = encode_prompt(prompt, tokenizer)
-            for _ in range(num_samples):
-                yield SampleRequest(next(indices), prompt, prompt_ids)
+        return make_requests(self, tokenizer, num_samples, first_index)
 
     def count_and_max_len(self, tokenizer: Tokenizer, num_samples: int) -> tuple[int, int] | tuple[None, None]:
         """The number of samples of the run, and the number of tokens in the longest prompt; (None, None) for a pipe.
@@ -77,6 +73,16 @@ class PromptSource:
         for prompt in self:
             num_prompts, max_len = num_prompts + 1, max(max_len, len(encode_prompt(prompt, tokenizer)))
         return num_prompts * num_samples, max_len
+
+
+def make_requests(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int,
+                  first_index: int = 0) -> Iterator[SampleRequest]:
+    """Yield num_samples requests for each prompt. Their indices count up from first_index."""
+    indices = count(first_index)
+    for prompt in prompts:
+        prompt_ids = encode_prompt(prompt, tokenizer)
+        for _ in range(num_samples):
+            yield SampleRequest(next(indices), prompt, prompt_ids)
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:

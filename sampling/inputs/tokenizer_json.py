@@ -41,10 +41,7 @@ def is_pattern(value) -> bool:
 
 def is_known_pattern(value) -> bool:
     """Whether value is a pattern that is plain text or a known regular expression."""
-    if is_pattern(value):
-        return True
-    return (isinstance(value, dict) and list(value) == ["Regex"] and isinstance(value["Regex"], str)
-            and value["Regex"] in KNOWN_EXPRESSIONS)
+    return is_pattern(value) or value in [{"Regex": expression} for expression in KNOWN_EXPRESSIONS]
 
 
 def is_text_or_empty(value) -> bool:

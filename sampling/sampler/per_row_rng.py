@@ -34,7 +34,7 @@ class PerRowRNG:
         self.states: list[Tensor] = [] # where the sample of each row starts
         self.numbers: Tensor | None = None # (B, V): the latest draw of each row
         self.is_prefetched = False # whether self.numbers is the next draw
-        self.lookahead: deque[Tensor] = deque() # the draws after that, (1, V) each, as far as peek has drawn them
+        self.lookahead: deque[Tensor] = deque() # the draws after self.numbers that peek has already made, (1, V) each
 
     def state_for_sample(self, index: int) -> Tensor:
         """The generator state in which sample number index starts. Until rewind, indices must not decrease."""

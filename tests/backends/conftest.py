@@ -24,7 +24,7 @@ def compile_settings():
 @pytest.fixture
 def fresh_check():
     """Let onednn_limits check the operators again, in this test and after it."""
-    from sampling.backends.cpu.int8_products import onednn_limits
+    from sampling.backends.cpu.int8_matmul import onednn_limits
     onednn_limits.cache_clear()
     yield
     onednn_limits.cache_clear()

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 
 from cases import cases
 from int8_support import skip_without_int8
-from sampling.backends.cpu import int8_linear, int8_products
+from sampling.backends.cpu import int8_linear, int8_matmul
 from sampling.backends.cpu.int8_linear import Int8Linear, int8_embedding, quantize_weight
-from sampling.backends.cpu.int8_products import GEMM, GEMV, OneDNNLimits, onednn_limits
+from sampling.backends.cpu.int8_matmul import EmbeddingBagMatmul, OneDNNLimits, TwoDigitMatmul, onednn_limits
 from streams import normal
 
 skip_without_int8()
@@ -21,7 +21,7 @@ def dequantized(rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_weights_are_rounded_to_a_scale_of_their_row(dtype, monkeypatch):
-    monkeypatch.setattr(int8_linear, "MAX_WEIGHTS", 100) # 7 rows are rounded at once
+    monkeypatch.setattr(int8_linear, "WEIGHTS_PER_CHUNK", 100) # 7 rows are rounded at once
     weight = (normal(20, 14) * torch.logspace(-6, 3, 20)[:, None]).to(dtype)
     weight[3] = 0
     rows = quantize_weight(weight)
@@ -34,7 +34,7 @@ def test_weights_are_rounded_to_a_scale_of_their_row(dtype, monkeypatch):
     [(1, 768), (40, 100), (2, 3, 5)], [True, False], [None, "none", "tanh"], [True, False],
     quick=lambda shape, bias, gelu, residual: bias == (gelu != "tanh") and residual == (gelu is None)))
 def test_it_gives_the_results_of_a_linear_with_rounded_weights(shape, bias, gelu, residual, monkeypatch):
-    monkeypatch.setattr(int8_linear, "MAX_ACTIVATIONS", 1500) # 40 rows are multiplied in three parts
+    monkeypatch.setattr(int8_linear, "ACTIVATIONS_PER_CHUNK", 1500) # 40 rows are multiplied in three parts
     rows, x = quantize_weight(normal(30, shape[-1])), normal(*shape, seed=1)
     bias, residual = normal(30, seed=2) if bias else None, normal(*shape[:-1], 30, seed=3) if residual else None
     expected = F.linear(x.double(), dequantized(rows), None if bias is None else bias.double())
@@ -45,12 +45,12 @@ def test_it_gives_the_results_of_a_linear_with_rounded_weights(shape, bias, gelu
     assert (found - expected).abs().max() < 1e-3 * 256 / onednn_limits().base * expected.abs().max()
 
 
-@pytest.mark.parametrize("fbgemm, max_gemv_tokens", [(True, 1), (True, 30), (False, 1)])
-def test_a_row_has_the_same_result_alone_and_beside_any_others(fbgemm, max_gemv_tokens, monkeypatch):
+@pytest.mark.parametrize("fbgemm, max_bag_tokens", [(True, 1), (True, 30), (False, 1)])
+def test_a_row_has_the_same_result_alone_and_beside_any_others(fbgemm, max_bag_tokens, monkeypatch):
     monkeypatch.setattr(int8_linear, "has_fbgemm", lambda: fbgemm)
-    monkeypatch.setattr(int8_linear, "max_gemv_tokens", lambda: max_gemv_tokens)
+    monkeypatch.setattr(int8_linear, "max_bag_tokens", lambda: max_bag_tokens)
     layer = Int8Linear(quantize_weight(normal(96, 768)), normal(96, seed=1))
-    assert isinstance(layer.gemv, GEMV if fbgemm else GEMM)
+    assert isinstance(layer.few_tokens_matmul, EmbeddingBagMatmul if fbgemm else TwoDigitMatmul)
     x = torch.cat([normal(20, 768), 1e6 * normal(20, 768, seed=1), torch.zeros(1, 768), 1e-6 * normal(20, 768, seed=2)])
     together = layer(x, gelu="none")
     for i, row in enumerate(x):
@@ -68,7 +68,7 @@ def test_gelu_of_a_row_does_not_depend_on_how_threads_share_the_rows(gelu):
 @pytest.mark.parametrize("base", [base for base in (256, 128) if base <= onednn_limits().base])
 def test_large_channels_do_not_cost_the_others_their_precision(base, monkeypatch):
     """GPT-2 has such channels. With 8 bits for the inputs, the error is many times larger."""
-    monkeypatch.setattr(int8_products, "onednn_limits", lambda: OneDNNLimits(base, 512))
+    monkeypatch.setattr(int8_matmul, "onednn_limits", lambda: OneDNNLimits(base, 512))
     weight, x = normal(200, 768), normal(10, 768, seed=1)
     x[:, [5, 700]] *= 100
     exact, rows = x.double() @ weight.double().T, quantize_weight(weight)
@@ -78,12 +78,12 @@ def test_large_channels_do_not_cost_the_others_their_precision(base, monkeypatch
 
 @pytest.mark.parametrize("few", [1, 10])
 def test_few_tokens_need_the_weight_only_once(few, monkeypatch):
-    monkeypatch.setattr(int8_linear, "max_gemv_tokens", lambda: few)
+    monkeypatch.setattr(int8_linear, "max_bag_tokens", lambda: few)
     layer = Int8Linear(quantize_weight(normal(20, 64)))
     layer(normal(few, 64))
-    assert "gemm" not in vars(layer)
+    assert "many_tokens_matmul" not in vars(layer)
     layer(normal(few + 1, 64))
-    assert "gemm" in vars(layer)
+    assert "many_tokens_matmul" in vars(layer)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])

@@ -129,7 +129,7 @@ def test_rows_can_be_dropped_from_a_stream(context_shift, processor):
 @pytest.mark.parametrize("parts, processor", cases([(17,), (16, 1), (10, 7)], PROCESSORS,
                          quick=lambda parts, processor: processor == "Intel"), indirect=["processor"])
 def test_more_than_block_size_tokens_raise(parts, processor):
-    with pytest.raises(ValueError, match="cannot read 17 tokens: block_size is 16"):
+    with pytest.raises(ValueError, match="cannot process 17 tokens: block_size is 16"):
         prefill_in_parts(PackedGPT(make_gpt()), random_prompt(17, 1), parts)
 
 

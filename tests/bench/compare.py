@@ -78,12 +78,12 @@ def pairs_of_optimisations(folder):
 def lines_of(optimisation):
     """The number of lines of code of the optimisation."""
     from sampling.backends import memory, process
-    from sampling.backends.cpu import int8_products, lm_head, packed_linear, trace_loop, traced_blocks
+    from sampling.backends.cpu import int8_matmul, lm_head, packed_linear, trace_loop, traced_blocks
     from sampling.checkpoints import skip_init
     from sampling.sampler import mt19937
     parts = {
         "packing": [packed_linear], "tracing": [traced_blocks, trace_loop], "shortlist": [lm_head],
-        "interleaving": [int8_products.interleaved_channels], "skip_init": [skip_init], "jump_ahead": [mt19937], "disable_malloc_trim": [memory.disable_malloc_trim],
+        "interleaving": [int8_matmul.interleaved_channels], "skip_init": [skip_init], "jump_ahead": [mt19937], "disable_malloc_trim": [memory.disable_malloc_trim],
         "shorten_spinning": [process.shorten_spinning, process.cores_are_busy],
     }[optimisation]
     return sum(bool(line.strip()) for part in parts for line in inspect.getsource(part).splitlines())

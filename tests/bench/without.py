@@ -31,8 +31,8 @@ def shortlist():
 
 def interleaving():
     """In 8 bits, each thread reads the weights of a product from one place of memory to the next."""
-    from sampling.backends.cpu import int8_products
-    int8_products.NUM_STREAMS = 1
+    from sampling.backends.cpu import int8_matmul
+    int8_matmul.NUM_STREAMS = 1
 
 
 def skip_init():

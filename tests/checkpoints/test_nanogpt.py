@@ -12,6 +12,7 @@ import torch
 from models import SHAPE, make_gpt, nanogpt_args, same_model, save_checkpoint
 from pickled_call import CreatesFile
 from sampling.checkpoints.nanogpt import find_checkpoint, load_checkpoint
+from sampling.checkpoints.state_dict import crc32_of
 
 # ---- finding the file
 
@@ -62,7 +63,7 @@ def test_crc32_depends_on_the_weights_but_not_on_their_order(tmp_path):
     reversed_tensors = dict(reversed(model.state_dict().items()))
     paths = [save_checkpoint(tmp_path / "a", model), save_checkpoint(tmp_path / "b", model, model=reversed_tensors),
              save_checkpoint(tmp_path / "c", make_gpt(seed=2))]
-    one, same, other = (load_checkpoint(path, with_crc32=True).crc32 for path in paths)
+    one, same, other = (crc32_of(load_checkpoint(path).state_dict) for path in paths)
     assert one == same != other and len(one) == 8 and int(one, 16) >= 0
     assert load_checkpoint(paths[0]).crc32 is None
 

@@ -1,4 +1,4 @@
-"""Linear layers with weights in 8 bits, which a CPU reads in a quarter of the time.
+"""Linear layers with int8 weights, which a CPU reads in a quarter of the time.
 
 Weights are quantized to 8 bits per output channel, and activations to 9 to 15 bits per token: each channel and each
 token has a scale. So nearly all of the error comes from the weights, even if a few channels are a hundred times larger
@@ -11,28 +11,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sampling.backends.cpu.int8_products import GEMM, GEMV, MAX_WEIGHT, has_fbgemm, max_gemv_tokens, max_norm
+from sampling.backends.cpu.int8_matmul import (
+    MAX_WEIGHT,
+    EmbeddingBagMatmul,
+    TwoDigitMatmul,
+    has_fbgemm,
+    max_bag_tokens,
+    max_norm,
+)
 from sampling.checkpoints.mapped_memory import pages_of, release_pages
 
-MAX_WEIGHTS = 2**17 # rounded at once, so that little memory is needed and left behind
-MAX_ACTIVATIONS = 2**20 # multiplied at once: more do not stay in the processor's cache
-MAX_SERIAL = 2**14 # torch's GELU lets threads share tensors that have more elements
+WEIGHTS_PER_CHUNK = 2**17 # quantized at once, so that their float32 copies need little memory
+ACTIVATIONS_PER_CHUNK = 2**20 # multiplied at once: more do not fit in the processor's cache
+MAX_SERIAL_GELU = 2**14 # elements: torch's GELU uses several threads for a larger tensor
 TINY = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales, so that a row of zeros is not divided by zero
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight in 8 bits: values[i] * scales[i] is its row i, the weights of output channel i."""
+    """An int8 weight: values[i] * scales[i] is its row i, the weights of output channel i."""
     values: Tensor # (out, in), int8
     scales: Tensor # (out,), float32
 
 
 def quantize_weight(weight: Tensor) -> QuantizedWeight:
-    """Round a weight (out, in) of any floating point dtype to 8 bits, per output channel.
+    """Quantize a weight (out, in) of any floating point dtype to int8, per output channel.
 
     The memory of a weight that is mapped from a file is released part by part, so that it is never all in memory.
     """
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
-    pages, size = pages_of([weight]), max(1, MAX_WEIGHTS // weight.size(1))
+    pages, size = pages_of([weight]), max(1, WEIGHTS_PER_CHUNK // weight.size(1))
     weight = weight.detach().contiguous() # Hugging Face's are transposed: each part would read all pages again
     parts = zip(weight.split(size), values.split(size), scales.split(size), strict=True)
     for part, part_values, part_scales in parts:
@@ -49,26 +56,26 @@ def int8_embedding(idx: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 class Int8Linear:
-    """A LinearLayer with a weight in 8 bits. Inputs, results, bias and residual are float32."""
+    """A LinearLayer with an int8 weight. Inputs, results, bias and residual are float32."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None):
         values, self.scales = weight
         self.bias = None if bias is None else bias.detach()
         self.scale_per_norm = torch.tensor(1 / max_norm(values), dtype=torch.float32)
         if has_fbgemm():
-            self.gemv: GEMV | GEMM = GEMV(values)
+            self.few_tokens_matmul: EmbeddingBagMatmul | TwoDigitMatmul = EmbeddingBagMatmul(values)
         else:
-            self.gemv = self.gemm = GEMM(values)
+            self.few_tokens_matmul = self.many_tokens_matmul = TwoDigitMatmul(values)
 
     @cached_property
-    def gemm(self) -> GEMM:
+    def many_tokens_matmul(self) -> TwoDigitMatmul:
         """For many tokens. It is made when first needed: with it, the weight is in memory twice."""
-        return GEMM(self.gemv.values())
+        return TwoDigitMatmul(self.few_tokens_matmul.values())
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, gelu: str | None = None) -> Tensor:
         """See LinearLayer."""
         rows = x.flatten(0, -2)
-        size = max(1, MAX_ACTIVATIONS // rows.size(1))
+        size = max(1, ACTIVATIONS_PER_CHUNK // rows.size(1))
         y = self.multiply(rows) if len(rows) <= size else torch.cat([self.multiply(part) for part in rows.split(size)])
         y = apply_gelu(y, gelu) if gelu else y
         y = y.view(*x.shape[:-1], -1)
@@ -78,7 +85,8 @@ class Int8Linear:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(TINY, norm, self.scale_per_norm) # (N, 1)
-        y = (self.gemv if len(x) <= max_gemv_tokens() else self.gemm)(x, scale).mul_(scale)
+        matmul = self.few_tokens_matmul if len(x) <= max_bag_tokens() else self.many_tokens_matmul
+        y = matmul(x, scale).mul_(scale)
         return y.mul_(self.scales) if self.bias is None else torch.addcmul(self.bias, y, self.scales)
 
 
@@ -88,7 +96,7 @@ def apply_gelu(x: Tensor, approximate: str) -> Tensor:
     For "tanh", torch computes the last elements of a thread's share with another function, whose last bit may differ.
     The shares depend on N. So x is computed in parts that are too small to be shared.
     """
-    size = max(1, MAX_SERIAL // x.size(1))
+    size = max(1, MAX_SERIAL_GELU // x.size(1))
     if approximate == "none" or len(x) <= size:
         return F.gelu(x, approximate=approximate)
     return torch.cat([F.gelu(rows, approximate=approximate) for rows in x.split(size)])

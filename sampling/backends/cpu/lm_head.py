@@ -33,7 +33,7 @@ class ShortlistLMHead:
         self.weight = weight.detach() if self.max_shortlist else None
         self.approximation: Bfloat16Approximation | None = None # made at its first use
         self.k, self.budget = None, FAILURE_BUDGET
-        self.skip_shortlist = not pack_eagerly # once: the first token should not wait for the bfloat16 copy
+        self.skip_shortlist = not pack_eagerly # in the first call: it should not wait for the bfloat16 copy
 
     def __call__(self, x: Tensor, k: int | None = None) -> Logits:
         """(B, E) -> Logits (B, V). Only the k largest logits, and those that tie with the k-th, need to be exact;

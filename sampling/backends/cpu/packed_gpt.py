@@ -22,7 +22,7 @@ class PackedGPT(Backend):
 
     pack_eagerly: pack all layers now. Otherwise each layer is packed when packing saves time, and the last bits of the
     logits depend on when that happens.
-    use_int8: round all weights to 8 bits now. While there is a cache, the logits of a row do not depend, to the last
+    use_int8: quantize all weights to int8 now. While there is a cache, the logits of a row do not depend, to the last
     bit, on the other rows or on how its tokens are split into passes.
     """
     device = torch.device("cpu")
@@ -60,7 +60,7 @@ class PackedGPT(Backend):
         """See CausalLM.next_logits. Raises ValueError if there are more than block_size tokens."""
         T, start = idx.size(1), 0 if cache is None else cache.seq_len
         if start + T > self.config.block_size:
-            raise ValueError(f"cannot read {start + T} tokens: block_size is {self.config.block_size}")
+            raise ValueError(f"cannot process {start + T} tokens: block_size is {self.config.block_size}")
         with torch.autocast("cpu", enabled=False): # the layers cast their inputs themselves
             x = self.embed(idx) + self.wpe[start:start + T] # (B, T, E)
             x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache, num_positions)
@@ -78,7 +78,8 @@ class PackedGPT(Backend):
                 k, v = cache.append(i, k, v)
             if i == last: # from here on, only the last positions are needed
                 q, x = q[:, :, -num_positions:], x[:, -num_positions:].contiguous()
-            # In int8, rounded activations make a difference in the last bit thousands of times larger.
+            # In int8, rounding activations can turn a difference in the last bit into one that is thousands of times
+            # larger. repeated_attention does not differ from decode_step.
             attention = block.repeated_attention if self.use_int8 and cache is not None else causal_attention
             x = block.post_attention(x, attention(q, k, v))
         if cache is not None:
@@ -101,7 +102,7 @@ def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:
 
 
 def quantize_linear(weight: Tensor, bias: Tensor | None) -> Int8Linear:
-    """The layer with this weight in 8 bits. Returns the memory that rounding needed to the system."""
+    """The int8 layer of this weight. Returns the memory that quantizing needed to the system."""
     layer = Int8Linear(quantize_weight(weight), bias)
     return_freed_memory()
     return layer

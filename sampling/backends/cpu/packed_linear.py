@@ -28,7 +28,7 @@ class LinearLayer(Protocol):
 
 
 class PackThresholds(NamedTuple):
-    """From how many rows on a packed product is faster, including the time to pack."""
+    """The number of rows from which on a packed product is faster than F.linear, including the time to pack."""
     min_rows_repeated: int # if two successive products have the same number of rows
     min_rows_once: float # otherwise
     min_rows_narrow: int # with fewer rows, a narrow layer uses its plain weight, even after packing

@@ -34,7 +34,7 @@ class CUDAGraphGPT(Backend):
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True, log: Log = warn):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         self.is_compiled, self.static_forward = compile, StaticForward(model, compile)
-        # An idle row costs a GPU little, new graphs cost much, and compiled ones most.
+        # On a GPU, an idle row takes little time, capturing new graphs much, and compiling them most.
         self.compaction_ratio = 0.0 if compile else 0.5
         self.checks = SelfCheck(log, use_graphs=cuda_graphs)
         self.checks.check_random_numbers(self.device, self.config.vocab_size)

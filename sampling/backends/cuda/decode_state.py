@@ -49,7 +49,7 @@ class DecodeState(GraphedSteps):
         self.token, self.window = self.token[rows], self.window[rows]
 
     def prefill(self, idx: Tensor) -> None:
-        """Read (B, T) ids into the empty cache and sample the next token."""
+        """Prefill: process ids (B, T) with an empty cache, and sample the next token."""
         shared = idx[:1] if (idx == idx[:1]).all() else idx # equal rows need one forward pass
         self.cache.seq_len = 0
         self.window.copy_(idx[:, :1].expand_as(self.window)) # (B, 1) -> (B, block_size)
@@ -58,7 +58,7 @@ class DecodeState(GraphedSteps):
         self.position.fill_(idx.size(1) - 1)
 
     def advance(self, context_shift: bool) -> None:
-        """Read the latest token and sample the next one."""
+        """Process the latest token and sample the next one."""
         seq_len = self.cache.seq_len
         length = window_length(seq_len + 1, self.block_size, context_shift)
         if length > seq_len: # the cache has room for the token
@@ -70,7 +70,7 @@ class DecodeState(GraphedSteps):
             self.run_or_replay(WINDOW)
 
     def step(self, key: int | str) -> tuple[Tensor, Tensor]:
-        """Read the latest token and sample the next one: logits (B, V) and token (B, 1). See GraphedSteps.step."""
+        """Process the latest token and sample the next one: logits (B, V) and token (B, 1). See GraphedSteps.step."""
         self.append_token(key)
         return self.sample(self.logits(key)), self.token
 

@@ -21,7 +21,7 @@ class StaticForward:
         self.model_forward = torch.compile(model.forward, dynamic=False) if compile else model.forward
 
     def decode_step(self, tokens: Tensor, positions: Tensor, layers: list[Tensor], num_keys: int) -> Tensor:
-        """Read tokens (B, T) at the positions (T,), attending to the first num_keys positions of KVCache.layers.
+        """Process tokens (B, T) at the positions (T,), attending to the first num_keys positions of KVCache.layers.
 
         T is 1 without a draft. Writes the tokens' keys and values into the layers. Returns logits (B, T, V).
         """
@@ -34,7 +34,7 @@ class StaticForward:
         return self.model.lm_head(transformer.ln_f(x)) # (B, T, E) -> (B, T, V)
 
     def forward_window(self, idx: Tensor) -> Tensor:
-        """Read (B, T) ids without a cache. Returns the logits (B, 1, V) of the last position."""
+        """Process ids (B, T) without a cache. Returns the logits (B, 1, V) of the last position."""
         return self.model_forward(idx)[0]
 
 

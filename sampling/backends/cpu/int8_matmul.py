@@ -1,7 +1,7 @@
-"""Exact products of activations with weights in 8 bits: by GEMV for one token or a few, and by GEMM for many.
+"""Exact products of activations with int8 weights: EmbeddingBagMatmul for a few tokens, TwoDigitMatmul for many.
 
 The weights are whole numbers from -127 to 127. Activations become whole numbers too, as large as they can be if all
-sums of products must stay below 2**24. float32 adds such numbers exactly, in any order. So both products have the same
+sums of products must stay below 2**24. float32 adds such numbers exactly, in any order. So both classes have the same
 results to the last bit.
 """
 import math
@@ -13,43 +13,47 @@ from torch import Tensor
 
 MAX_WEIGHT = 127
 MAX_SUM = 2**24 - 2**16 # float32 has all whole numbers up to 2**24; the rest is for the rounding of norms
-NUM_STREAMS = 4 # at how many places of a table's part a thread reads in turn
+NUM_STREAMS = 4 # a thread reads a part of the table at so many places in turn: see interleaved_channels
 
 
 def max_norm(values: Tensor) -> float:
     """The largest norm of a row of activations, before rounding, for which every product with values is exact.
 
     A product is exact if its partial sums stay below MAX_SUM. By the Cauchy-Schwarz inequality, a partial sum is at
-    most the norm of the activations times the norm of a row of values. GEMV also adds up to 128 times each activation
-    and subtracts it again, so the norm of a row counts as 128 more. Rounding changes each activation by at most 1/2.
+    most the norm of the activations times the norm of a row of values. EmbeddingBagMatmul adds each term in two steps,
+    first with -128 and then with the weight + 128. Between them, the sum is off by 128 times one activation, which is
+    at most 128 times the norm: hence the 128 below. Rounding changes each activation by at most 1/2.
 
-    GEMM needs no other bound. Its low digits are not larger than the activations. base times its high digits is at most
-    twice as large, but the sums of these are multiples of base, so float32 has them exactly. split_digits sets the
-    second limit: no activation is larger than the norm.
+    TwoDigitMatmul needs no other bound. Its low digits are not larger than the activations. base times its high digits
+    is at most twice as large, but the sums of these are multiples of base, so float32 has them exactly. split_digits
+    sets the second limit: no activation is larger than the norm.
     """
     largest = max(rows.float().norm(dim=1).max().item() for rows in values.split(1024)) # few rows need little memory
     return min(MAX_SUM / (largest + 128) - math.sqrt(values.size(1)) / 2, max_activation(onednn_limits().base))
 
 
 def has_fbgemm() -> bool:
-    """Whether torch was built with FBGEMM. Without it, GEMV is slow."""
+    """Whether torch was built with FBGEMM. Without it, EmbeddingBagMatmul is slow."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def max_bag_width() -> int:
-    """How many sums stay in the processor's registers: 16 in each of 24 with AVX512, and 8 in each of 12 without."""
+    """How many sums fit in the processor's registers: 16 in each of 24 with AVX512, and 8 in each of 12 without."""
     return 384 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 96
 
 
-def max_gemv_tokens() -> int:
-    """For how many tokens GEMV is at least as fast as GEMM. Without VNNI, oneDNN is slow for few tokens."""
+def max_bag_tokens() -> int:
+    """The number of tokens up to which EmbeddingBagMatmul is at least as fast as TwoDigitMatmul.
+
+    Without VNNI, oneDNN is slow for few tokens.
+    """
     return 10 if onednn_limits().base < 256 else 1
 
 
-class GEMV:
+class EmbeddingBagMatmul:
     """The product of few tokens with a weight (out, in) of whole numbers: FBGEMM's embedding bag.
 
-    An embedding bag is a weighted sum of rows of a table in 8 bits. Here, a row of the table holds the weights of one
+    An embedding bag is a weighted sum of rows of an 8-bit table. Here, a row of the table holds the weights of one
     input channel, and the weights of the sum are the activations. Of torch's operators for 8 bits, it reads memory
     fastest, and it does not round the activations. A part of the table holds up to max_bag_width() output channels. Its
     rows are in the order of interleaved_channels. Each part has a bag for each token. Threads share the parts equally.
@@ -105,7 +109,7 @@ def interleaved_channels(in_features: int) -> Tensor:
     return torch.cat([torch.arange(first, in_features, NUM_STREAMS) for first in range(NUM_STREAMS)])
 
 
-class GEMM:
+class TwoDigitMatmul:
     """The product of many tokens with a weight (out, in) of whole numbers: oneDNN's, which Inductor uses too.
 
     It takes activations of 8 bits. So each activation becomes two digits, and both digits share one product. With few
@@ -114,13 +118,13 @@ class GEMM:
 
     def __init__(self, values: Tensor):
         self.limits = onednn_limits()
-        self.products = [OneDNNProduct(part.contiguous()) for part in values.split(self.limits.max_inputs, dim=1)]
+        self.matmuls = [OneDNNMatmul(part.contiguous()) for part in values.split(self.limits.max_inputs, dim=1)]
 
     def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
         """x (N, in) divided by scale (N, 1) and rounded, times the weight -> (N, out)."""
         base, max_inputs = self.limits
         digits = split_digits((x / scale).round_(), base).split(max_inputs, dim=1)
-        sums = (product(part, base // 2) for product, part in zip(self.products, digits, strict=True))
+        sums = (matmul(part, base // 2) for matmul, part in zip(self.matmuls, digits, strict=True))
         high, low = reduce(torch.add, sums).chunk(2)
         return torch.add(low, high, alpha=base)
 
@@ -141,8 +145,8 @@ def max_activation(base: int) -> int:
     return base * base // 2 - base // 2 - 1
 
 
-class OneDNNProduct:
-    """The product with a weight (out, in) in int8. Raises AttributeError or RuntimeError if it is not available."""
+class OneDNNMatmul:
+    """The product with an int8 weight (out, in). Raises AttributeError or RuntimeError if it is not available."""
 
     def __init__(self, values: Tensor):
         self.packed = torch.ops.onednn.qlinear_prepack(values, None)
@@ -180,7 +184,7 @@ def onednn_limits() -> OneDNNLimits:
             digits = torch.tensor(16 * [0, base - 1, base // 2 + 1], dtype=torch.uint8)[:, None]
             digits = digits.expand(-1, weight.size(1)) # 4097 of them have sums above 2**24 that float32 must round
             expected = (digits.double() - base // 2) @ weight.T.double()
-            if torch.equal(OneDNNProduct(weight)(digits, base // 2), expected.float()):
+            if torch.equal(OneDNNMatmul(weight)(digits, base // 2), expected.float()):
                 return OneDNNLimits(base, max_inputs)
     except (AttributeError, RuntimeError): # the operators are missing
         pass

@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 
 from int8_support import skip_without_int8
-from sampling.backends.cpu import int8_products
+from sampling.backends.cpu import int8_matmul
 from sampling.backends.cpu.int8_linear import Int8Linear, quantize_weight
-from sampling.backends.cpu.int8_products import (
-    GEMM,
-    GEMV,
-    OneDNNProduct,
+from sampling.backends.cpu.int8_matmul import (
+    EmbeddingBagMatmul,
+    OneDNNMatmul,
+    TwoDigitMatmul,
     max_activation,
     max_norm,
     onednn_limits,
@@ -34,7 +34,7 @@ def largest_activations(values):
 @pytest.mark.parametrize("kind", ["random", "largest", "one row"])
 @pytest.mark.parametrize("out_features, in_features, width", [(70, 100, 96), (31, 20001, 384)])
 def test_the_products_of_one_and_of_many_tokens_are_exact(out_features, in_features, width, kind, monkeypatch):
-    monkeypatch.setattr(int8_products, "max_bag_width", lambda: width)
+    monkeypatch.setattr(int8_matmul, "max_bag_width", lambda: width)
     values = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8)
     if kind == "largest":
         values = values.sign() * 127
@@ -42,24 +42,24 @@ def test_the_products_of_one_and_of_many_tokens_are_exact(out_features, in_featu
         values[1:] //= 50
     x, one = largest_activations(values), torch.ones(1, 1)
     expected = x.round() @ values.double().T
-    gemv, gemm = GEMV(values), GEMM(values)
+    few, many = EmbeddingBagMatmul(values), TwoDigitMatmul(values)
     assert expected.abs().max() <= 2**24
-    for product in gemv, gemm:
-        assert torch.equal(product(x.float(), one.expand(len(x), 1)).double(), expected)
-        assert torch.equal(product(x[:1].float(), one).double(), expected[:1])
-    assert torch.equal(gemv.values(), values)
+    for matmul in few, many:
+        assert torch.equal(matmul(x.float(), one.expand(len(x), 1)).double(), expected)
+        assert torch.equal(matmul(x[:1].float(), one).double(), expected[:1])
+    assert torch.equal(few.values(), values)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_number_of_threads_does_not_matter(num_threads):
     values, x = torch.randint(-127, 128, (1000, 20), dtype=torch.int8), normal(4, 20)
-    expected, before = GEMV(values)(x, x.new_full((4, 1), 1e-3)), torch.get_num_threads()
+    expected, before = EmbeddingBagMatmul(values)(x, x.new_full((4, 1), 1e-3)), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        gemv = GEMV(values)
+        matmul = EmbeddingBagMatmul(values)
     finally:
         torch.set_num_threads(before)
-    assert gemv.num_parts % num_threads == 0 and torch.equal(gemv(x, x.new_full((4, 1), 1e-3)), expected)
+    assert matmul.num_parts % num_threads == 0 and torch.equal(matmul(x, x.new_full((4, 1), 1e-3)), expected)
 
 
 @pytest.mark.parametrize("base", [256, 128])
@@ -82,7 +82,7 @@ def test_digits_are_smaller_where_sums_saturate(fresh_check, monkeypatch):
             inputs, weights = inputs.view(len(inputs), 1, -1, 2), weights.view(1, len(weights), -1, 2)
             sums = (inputs * weights).sum(dim=-1).clamp(-2**15, 2**15 - 1).double().sum(dim=-1)
             return (sums - zero_point * self.values.double().sum(dim=1)).float()
-    monkeypatch.setattr(int8_products, "OneDNNProduct", SaturatingProduct)
+    monkeypatch.setattr(int8_matmul, "OneDNNMatmul", SaturatingProduct)
     assert onednn_limits() == (128, 2**20)
     rows, x = quantize_weight(normal(20, 64)), normal(3, 64)
     expected = x.double() @ (rows.values.double() * rows.scales[:, None]).T
@@ -97,20 +97,20 @@ def test_products_have_fewer_inputs_where_large_sums_are_rounded(fresh_check, mo
 
         def __call__(self, digits, zero_point):
             return (digits.double() @ self.values.T).float() - zero_point * self.values.sum(dim=1).float()
-    monkeypatch.setattr(int8_products, "OneDNNProduct", RoundingProduct)
+    monkeypatch.setattr(int8_matmul, "OneDNNMatmul", RoundingProduct)
     assert onednn_limits() == (256, 512)
     rows, x = quantize_weight(normal(20, 3000).abs()), normal(9, 3000)
     layer = Int8Linear(rows)
-    assert len(layer.gemm.products) == 6
+    assert len(layer.many_tokens_matmul.matmuls) == 6
     assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
 
 
 @pytest.mark.parametrize("error", [AttributeError("no such operator"), RuntimeError("not implemented"), None], ids=repr)
 def test_without_the_operators_the_error_names_another_dtype(error, fresh_check, monkeypatch):
-    def multiply(product, digits, zero_point):
+    def multiply(matmul, digits, zero_point):
         if error:
             raise error
         return torch.zeros(len(digits), 64)
-    monkeypatch.setattr(OneDNNProduct, "__call__", multiply)
+    monkeypatch.setattr(OneDNNMatmul, "__call__", multiply)
     with pytest.raises(ValueError, match=r"^dtype=int8 does not work with this torch on this processor: use dtype=float32$"):
         onednn_limits()
