@@ -1,4 +1,5 @@
 """Reads lines from a user: with a prompt sign, line editing, and the history of earlier sessions."""
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ def input_line() -> str:
     """Read a line. A user at a terminal sees "> " first, on standard error if standard output is not a terminal."""
     if is_tty(sys.stdin) and not is_tty(sys.stdout) and is_tty(sys.stderr):
         print("> ", end="", file=sys.stderr, flush=True)
-    line = input("> " if is_tty_session() else "").removesuffix("\r") # a file may have the line ends of Windows
+    line = input("> " if is_tty_session() else "")
+    line = line.removeprefix("\ufeff").removesuffix("\r") # a file may come from Windows
     if line.count("\n") == 1: # a single line, pasted with its newline
         line = line.removesuffix("\n")
     if "\n" in line: # the history file holds one entry per line
@@ -30,6 +32,12 @@ def replace_last_history_item(line: str) -> None:
     import readline
     if length := readline.get_current_history_length():
         readline.replace_history_item(length - 1, line)
+
+
+def keep_invalid_bytes() -> None:
+    """Let input() turn bytes that are not UTF-8 into lone surrogates, so that only their line is an error."""
+    if isinstance(sys.stdin, io.TextIOWrapper): # not in a notebook
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 import re
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
@@ -9,7 +11,7 @@ from configurator import parse, suggest
 from sampling.generation.engine import Engine
 from sampling.inputs.notices import log_cropped, warn_about_stop_texts
 from sampling.inputs.prompts import PromptSource, parse_start
-from sampling.line_input import input_line, line_editing
+from sampling.line_input import input_line, keep_invalid_bytes, line_editing
 from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choose_seed
@@ -41,8 +43,11 @@ Ctrl-C ends the sample, Ctrl-D ends the session."""
 def run_repl(engine: Engine, printer: Printer, start: str) -> None:
     """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is DEFAULT_START.
 
-    engine has the initial settings.
+    engine has the initial settings. Raises ValueError if standard input or output is closed.
     """
+    if sys.stdin is None or sys.stdout is None:
+        raise ValueError("interactive=True needs standard input and standard output, but one of them is closed")
+    keep_invalid_bytes()
     set_progress_bar(None) # a progress bar would mix with what the user types
     session = Session(replace(engine, stream=True, on_tokens=lambda num_tokens: None), printer)
     if is_tty(sys.stdin):
@@ -76,20 +81,27 @@ class Session:
         """A signal handler: end the sample after its latest token."""
         self.is_interrupted = True
 
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """In this block, Ctrl-C raises KeyboardInterrupt: it may wait for the user, or for another program."""
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            yield
+        finally:
+            self.record_interrupts()
+
     def read_line(self) -> str | None:
         """Read the next line; None after the last one. Ctrl-C discards the line and starts a new one."""
         while True:
             try:
-                signal.signal(signal.SIGINT, signal.default_int_handler) # raises KeyboardInterrupt, only here
-                return input_line()
+                with self.interruptible():
+                    return input_line()
             except KeyboardInterrupt:
                 end_line()
             except EOFError:
                 if is_tty(sys.stdin):
                     end_line()
                 return None
-            finally:
-                self.record_interrupts()
 
     def respond(self, line: str) -> None:
         """Run a command, or print a sample for a prompt. Logs an error if the line is wrong."""
@@ -98,6 +110,8 @@ class Session:
                 self.run_command(line[1:].strip())
             elif line:
                 self.print_samples(parse("start", line, ["str"]))
+        except KeyboardInterrupt: # while a prompt file was read
+            end_line()
         except ValueError as error:
             log_for_session(f"error: {error}")
         self.printer.reset()
@@ -109,7 +123,9 @@ class Session:
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
-        requests = PromptSource(start).requests(self.engine.tokenizer, 1, self.next_index)
+        with self.interruptible(): # a file may be a pipe that nobody writes to
+            source = PromptSource(start)
+        requests = source.requests(self.engine.tokenizer, 1, self.next_index)
         for request in log_cropped(requests, self.engine.tokenizer, self.engine.backend.config.block_size, log):
             self.print_sample(request)
             if self.is_interrupted:

@@ -15,7 +15,7 @@ from sampling.inputs.prompts import make_requests
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.log import warn
 from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, TextCursor
-from sampling.validation import check_device, check_dtype
+from sampling.validation import check_counts, check_device, check_dtype
 
 
 @dataclass(eq=False)
@@ -48,8 +48,7 @@ class TextGenerator:
         Raises ValueError if a prompt is empty, if the tokenizer cannot encode it, or if a number is not allowed;
         TypeError if a prompt is not a str.
         """
-        if num_samples < 1 or (batch_size is not None and batch_size < 1):
-            raise ValueError(f"num_samples and batch_size must be at least 1; got {num_samples} and {batch_size}")
+        check_counts({"num_samples": num_samples, "batch_size": batch_size})
         params = params or SamplingParams()
         if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
             raise TypeError(f"prompts must be a str or a list of str; got {prompts!r:.100}")
@@ -74,11 +73,13 @@ class TextGenerator:
     def run(self, requests: list[SampleRequest], params: SamplingParams, batch_size: int = 1,
             stream: bool = False) -> Iterator[Sample]:
         """See Engine.generate. Each call starts at the seed again."""
-        engine = self.take_engine(params, batch_size, stream)
+        # The engine outlives the call. In the caller's inference mode, its tensors could not be changed outside of it.
+        with torch.inference_mode(False):
+            engine = self.take_engine(params, batch_size, stream)
         samples = engine.generate(requests)
         while True:
             # Only around each step: autocast must not stay on while the caller has control.
-            with autocast(self.backend.device, self.dtype):
+            with torch.inference_mode(False), autocast(self.backend.device, self.dtype):
                 sample = next(samples, None)
             if sample is None:
                 self.idle_engine = engine # only here: an abandoned call may leave an inconsistent state

@@ -15,19 +15,24 @@ def check_settings(settings: Settings) -> None:
     require(settings, "start", bool,
             "start is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'")
     require(settings, "seed", lambda v: v == "random" or isinstance(v, int), "seed must be a whole number, or random")
-    require(settings, "num_samples", lambda v: 1 <= v <= 10**9, "num_samples must be from 1 to 10**9")
+    check_counts(settings)
     params = dict(settings)
     if params["seed"] == "random":
         params["seed"] = 0 # in place of the number that choose_seed draws later
     check_sampling_params(params)
     check_device(settings)
     check_dtype(settings)
-    require(settings, "batch_size", lambda v: v is None or 1 <= v <= 10**5,
-            "batch_size must be from 1 to 100000, or None")
     check_model_options(settings)
     if settings["exact"]:
         check_exact(settings)
     check_outputs(settings)
+
+
+def check_counts(settings: Settings) -> None:
+    """Check num_samples and batch_size. Raises ValueError, which says what is allowed and what was given."""
+    require(settings, "num_samples", lambda v: is_int(v) and 1 <= v <= 10**9, "num_samples must be from 1 to 10**9")
+    require(settings, "batch_size", lambda v: v is None or (is_int(v) and 1 <= v <= 10**5),
+            "batch_size must be from 1 to 100000, or None")
 
 
 def check_model_options(options: Settings) -> None:
@@ -65,7 +70,7 @@ def check_sampling_params(params: Settings) -> None:
     """Check the fields of SamplingParams, by name. Raises ValueError, which says what is allowed and what was given."""
     require(params, "max_new_tokens", lambda v: is_int(v) and 0 <= v <= 10**9, "max_new_tokens must be from 0 to 10**9")
     require(params, "temperature", lambda v: is_number(v) and 0 <= v <= sys.float_info.max,
-            "temperature must be 0 (always the most likely token) or more")
+            "temperature must be 0 (always the most likely token) or a larger finite number")
     require(params, "top_k", lambda v: v is None or (is_int(v) and v >= 0),
             "top_k must be at least 1, or None or 0 for every token")
     require(params, "top_p", lambda v: v is None or (is_number(v) and 0 < v <= 1),
@@ -77,6 +82,7 @@ def check_sampling_params(params: Settings) -> None:
     require(params, "stop", lambda v: v is None or all(isinstance(text, str) and text for text in as_list(v)),
             "stop must be a text or a list of texts, none of them empty, or None")
     require(params, "seed", lambda v: is_int(v) and -2**63 <= v < 2**64, "seed must be between -2**63 and 2**64 - 1")
+    require(params, "context_shift", lambda v: isinstance(v, bool), "context_shift must be True or False")
     if "num_logprobs" in params: # not a setting
         require(params, "num_logprobs", lambda v: v is None or (is_int(v) and v >= 0),
                 "num_logprobs must be at least 0, or None for no log-probabilities")

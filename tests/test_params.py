@@ -19,6 +19,8 @@ def test_params_are_validated_when_created_or_replaced():
         replace(params, top_k=-1)
     with pytest.raises(ValueError, match="temperature must be"):
         SamplingParams(temperature=-1)
+    with pytest.raises(ValueError, match="context_shift must be True or False; got 'False'"):
+        SamplingParams(context_shift="False")
     with pytest.raises(FrozenInstanceError):
         params.seed = 6
 

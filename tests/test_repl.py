@@ -1,9 +1,11 @@
 """The interactive session, on a terminal and with lines from a pipe."""
 import io
+import os
 import re
 import signal
 import sys
 import time
+from subprocess import DEVNULL
 
 import pytest
 
@@ -12,7 +14,7 @@ from sampling import line_input
 from sampling.generation.engine import Engine
 from sampling.outputs.printer import Printer
 from sampling.repl import Session, run_repl
-from script_process import start_script
+from script_process import CLOSED, start_script
 from terminal import Terminal
 
 SESSION = ("--interactive", "--device=cpu", "--max_new_tokens=30")
@@ -232,9 +234,35 @@ def test_a_session_reads_lines_from_a_pipe(run_script, char_checkpoint):
     assert "> " not in done.stdout and "error: a session has no setting nothing" in done.stderr
 
 
-def test_a_session_reads_windows_lines_from_a_pipe(run_script, char_checkpoint):
-    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=b"The \r\n:quit\r\nO\r\n")
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte-order-mark"])
+def test_a_session_reads_windows_lines_from_a_pipe(run_script, char_checkpoint, mark):
+    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=mark + b"The \r\n:quit\r\nO\r\n")
     assert done.stdout.count(RULE) == 1 and done.stdout.startswith("The ") and "error" not in done.stderr
+
+
+def test_a_line_that_is_not_utf8_is_an_error_of_its_own(run_script, char_checkpoint):
+    lines = b"The \nb\xffd\nO\n"
+    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=lines, PYTHONIOENCODING="utf-8:strict") # as in most locales
+    assert done.returncode == 0 and done.stdout.count(RULE) == 2 and "lacks: '\\udcff' at 2" in done.stderr
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_session_needs_both_streams(char_checkpoint, stream):
+    process = start_script(f"--out_dir={char_checkpoint}", *SESSION, **{"stdin": DEVNULL, stream: CLOSED})
+    _, messages = process.communicate()
+    assert process.returncode == 1 and b"error: interactive=True needs standard input and standard output" in messages
+    assert b"Traceback" not in messages
+
+
+def test_ctrl_c_ends_the_wait_for_a_pipe_of_prompts(session, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    session.type(f"FILE:{tmp_path / 'pipe'}\n")
+    session.wait_for("pipe\n")
+    time.sleep(0.3)
+    session.type("\x03")
+    session.wait_for("\n> ")
+    session.type("O\n")
+    session.wait_for(RULE)
 
 
 @pytest.mark.parametrize("pasted, line", [("The\n", "The"), ("The\nO\n", "The\nO\n"), ("\n", "")], ids=repr)

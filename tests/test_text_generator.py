@@ -57,6 +57,15 @@ def test_the_default_dtype_of_the_caller_does_not_matter(generator):
         torch.set_default_dtype(torch.float32)
 
 
+def test_the_inference_mode_of_the_caller_does_not_matter(generator):
+    expected = generator.generate("ROMEO:", PARAMS)[0].text
+    with torch.inference_mode():
+        reloaded = sampling.load(str(PROJECT / "out-shakespeare-char"), device="cpu")
+        texts = [generator.generate("ROMEO:", PARAMS)[0].text, reloaded.generate("ROMEO:", PARAMS)[0].text]
+    texts += [generator.generate("ROMEO:", PARAMS)[0].text, reloaded.generate("ROMEO:", PARAMS)[0].text]
+    assert texts == 4 * [expected]
+
+
 def test_interleaved_and_abandoned_streams_do_not_disturb_each_other(generator):
     prompts = "ROMEO:", "A", "ROMEO:"
     expected = ["".join(generator.stream(prompt, PARAMS)) for prompt in prompts]
@@ -77,7 +86,8 @@ def test_calls_with_the_same_parameters_share_cuda_graphs(recordings, generator)
     assert 0 < counts[0] == counts[1] < counts[2] < counts[3]
 
 
-@pytest.mark.parametrize("arguments", [dict(num_samples=0), dict(batch_size=0), dict(prompts=""), dict(prompts=["A", ""])], ids=str)
+@pytest.mark.parametrize("arguments", [
+    dict(num_samples=0), dict(num_samples=2.0), dict(batch_size=0), dict(batch_size="2"), dict(batch_size=10**30), dict(prompts=""), dict(prompts=["A", ""])], ids=str)
 def test_invalid_arguments_raise_value_error(generator, arguments):
     with pytest.raises(ValueError):
         generator.generate(**{"prompts": "A", "params": PARAMS, **arguments})

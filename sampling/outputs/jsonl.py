@@ -198,7 +198,7 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
         record = {}
     record = record if isinstance(record, dict) else {}
     advice = "nothing is overwritten, so move the file, or give out_file another name"
-    if record.get("version", VERSION) != VERSION or record.keys() >= VERSION_1_FIELDS:
+    if record.get("version", 1 if record.keys() >= VERSION_1_FIELDS else VERSION) != VERSION:
         raise ValueError(f"{where}: another version of sample.py wrote this file, with other fields; {advice}")
     if not (isinstance(record.get("settings"), dict) and isinstance(record.get("checkpoint"), dict)):
         raise ValueError(f"{where}: not written by sample.py; {advice}")

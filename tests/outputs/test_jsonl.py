@@ -48,6 +48,12 @@ def test_other_fields_of_jsonl_prompts_are_passed_on(tmp_path):
             write_file(tmp_path / "a.jsonl", [other])
 
 
+def test_other_fields_may_have_the_names_of_version_1(tmp_path):
+    request = SampleRequest(0, Prompt("O", other_fields=dict.fromkeys(["sample", "tokens", "ended", "logprob"], 1)), [])
+    whole = write_file(tmp_path / "a.jsonl", [request])
+    assert write_file(tmp_path / "a.jsonl", [request]) == whole
+
+
 def test_equivalent_settings_are_equal():
     settings = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0,
                     stop="e", seed=1, compile=False, context_shift=False, exact=False)
