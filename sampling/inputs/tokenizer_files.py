@@ -14,6 +14,8 @@ WORD_PIECE_CLASSES = {"", "BertTokenizer", "DistilBertTokenizer", "ElectraTokeni
                       "TokenizersBackend"}
 NAMED_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 TOKEN_LISTS = "extra_special_tokens", "additional_special_tokens"
+# The special tokens of a class of transformers, for a folder that does not name its own.
+GPT2_TOKENS = {"unk_token": "<|endoftext|>"}
 BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]",
                "mask_token": "[MASK]"}
 SENTENCEPIECE = "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"
@@ -52,12 +54,14 @@ def read_tokenizer(path: Path) -> dict:
     settings = read_settings(path.parent)
     if path.name == "tokenizer.json":
         content = read_large_json(path)
-        if isinstance(content.get("model"), dict) and is_gpt2(path.parent, settings):
-            content = with_gpt2_settings(content, settings)
+        if is_byte_level_bpe(content) and is_gpt2(path.parent, settings):
+            settings = GPT2_TOKENS | settings
+            content["pre_tokenizer"] |= gpt2_options(settings)
     elif path.name == "vocab.json":
+        settings = GPT2_TOKENS | settings
         content = byte_level_bpe(path, settings)
     else:
-        settings = BERT_TOKENS | settings # as in transformers
+        settings = BERT_TOKENS | settings
         content = word_piece(path, settings)
     return add_special_tokens(content, settings)
 
@@ -68,7 +72,7 @@ def byte_level_bpe(path: Path, settings: dict) -> dict:
     """The tokenizer of a vocab.json and its merges.txt, such as GPT-2's."""
     require(class_name(settings) in BYTE_LEVEL_CLASSES, needs_json_message(path, settings))
     lines = read_lines(path.with_name("merges.txt"))
-    byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True} | gpt2_settings(settings)
+    byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True} | gpt2_options(settings)
     return {"pre_tokenizer": byte_level, "decoder": byte_level, "added_tokens": [], "model": {
         "type": "BPE", "vocab": read_large_json(path), "merges": [x for x in lines if not x.startswith("#version")]}}
 
@@ -96,17 +100,16 @@ def is_gpt2(folder: Path, settings: dict) -> bool:
     return read_optional(folder / "config.json").get("model_type") == "gpt2"
 
 
-def with_gpt2_settings(content: dict, settings: dict) -> dict:
-    """The content of a tokenizer.json, with the settings that GPT2Tokenizer of transformers overrides in it."""
-    model, pre_tokenizer = content["model"], content.get("pre_tokenizer")
-    if model.get("type") != "BPE" or not isinstance(pre_tokenizer, dict) or pre_tokenizer.get("type") != "ByteLevel":
-        return content
-    return {**content, "pre_tokenizer": pre_tokenizer | gpt2_settings(settings)}
+def is_byte_level_bpe(content: dict) -> bool:
+    """Whether the content of a tokenizer.json is a tokenizer like GPT-2's."""
+    model, pre_tokenizer = content.get("model"), content.get("pre_tokenizer")
+    if not (isinstance(model, dict) and isinstance(pre_tokenizer, dict)):
+        return False
+    return model.get("type") == "BPE" and pre_tokenizer.get("type") == "ByteLevel"
 
 
-def gpt2_settings(settings: dict) -> dict:
-    """The options of GPT-2's pre-tokenizer. Makes <|endoftext|> a special token in settings, as transformers does."""
-    settings.setdefault("unk_token", "<|endoftext|>")
+def gpt2_options(settings: dict) -> dict:
+    """The options of the pre-tokenizer that GPT2Tokenizer of transformers overrides."""
     return {"add_prefix_space": settings.get("add_prefix_space") or False}
 
 
