@@ -13,8 +13,8 @@ pytestmark = pytest.mark.usefixtures("all_threads")
 needs_operators = pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators")
 
 USES = [ # numbers of rows of consecutive calls, and the call (from 1) that packs the layer: on Intel, elsewhere
-    ((5, 1, 1, 1), None, 3), ((5, 3, 3, 1), None, 3), ((5, 4, 4, 1), 3, 3), ((7, 7, 8, 1), 2, 2), ((9, 8, 7, 1), None, None),
-    ((29, 1, 29, 1), None, None), ((30, 1, 1, 1), None, 1), ((1, 31, 31, 2), 3, 2)]
+    ((5, 1, 1, 1), None, 4), ((5, 3, 3, 3), None, 4), ((5, 4, 4, 4), 4, 4), ((7, 7, 7, 8), 3, 3), ((7, 7, 8, 8), None, None),
+    ((9, 8, 7, 1), None, None), ((29, 1, 29, 1), None, None), ((30, 1, 1, 1), None, 1), ((31, 31, 31, 2), 3, 1)]
 
 
 @needs_operators

@@ -29,7 +29,7 @@ class LinearLayer(Protocol):
 
 class PackThresholds(NamedTuple):
     """The number of rows from which on a packed product is faster than F.linear, including the time to pack."""
-    min_rows_repeated: int # if two successive products have the same number of rows
+    min_rows_repeated: int # if three successive products have the same number of rows
     min_rows_once: float # otherwise
     min_rows_narrow: int # with fewer rows, a narrow layer uses its plain weight, even after packing
 
@@ -76,7 +76,7 @@ class PackedLinear:
         self.packed: Tensor | None = None # the weight in oneDNN's layout
         self.bias, self.dtype = bias, weight.dtype
         self.thresholds = pack_thresholds(weight.dtype)
-        self.previous_rows = 0 # of the latest product before packing
+        self.previous_rows = self.num_repeats = 0 # before packing: of the latest product
         if pack_eagerly:
             self.pack()
 
@@ -85,9 +85,10 @@ class PackedLinear:
         x = x.to(self.dtype)
         if self.packed is None and not torch.jit.is_tracing(): # a trace must not contain the packing
             rows = num_rows(x)
+            self.num_repeats = self.num_repeats + 1 if rows == self.previous_rows else 0
+            self.previous_rows = rows
             if self.should_pack(rows):
                 self.pack()
-            self.previous_rows = rows
         if self.packed is None or (self.weight is not None and num_rows(x) < self.thresholds.min_rows_narrow):
             y = F.linear(x, self.weight, self.bias)
             y = F.gelu(y, approximate=gelu) if gelu else y
@@ -99,7 +100,7 @@ class PackedLinear:
 
     def should_pack(self, rows: int) -> bool:
         """Whether it saves time to pack the weight before a product with this many rows."""
-        is_repeated = rows == self.previous_rows
+        is_repeated = self.num_repeats >= 2 # a draft that is turned off soon hardly repeats a number of proposals
         return rows >= (self.thresholds.min_rows_repeated if is_repeated else self.thresholds.min_rows_once)
 
     def pack(self) -> None:

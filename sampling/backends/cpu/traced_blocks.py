@@ -23,7 +23,7 @@ from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.trace_loop import layout_of, tensors_of, trace_loop
 
 # A step is traced after this many steps have run in Python, and for this long in total.
-MIN_STEPS = 2 # the second may pack layers
+MIN_STEPS = 3 # the third may pack layers
 MIN_SECONDS = 0.3 # tracing takes 0.05 s, and saves 5 to 25 % of a step
 
 LOCK = threading.Lock() # for tracing, because catch_warnings is not safe with threads
