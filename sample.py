@@ -73,7 +73,6 @@ def main(settings):
 
     from sampling.backends.devices import autocast, dtype_name
     from sampling.backends.memory import peak_memory
-    from sampling.backends.prepare import warm_up_compile
     from sampling.generation.engine import Engine
     from sampling.inputs.notices import warn_about_stop_texts
 
@@ -105,9 +104,7 @@ def main(settings):
             from sampling.repl import run_repl
             run_repl(engine, printer, start)
         else:
-            engine.batch_size = choose_batch_size(model, workers, max_prompt_len)
-            if compile:
-                warm_up_compile(model, max_prompt_len, workers.batch_sizes(num_total, engine.batch_size), params, log)
+            engine.batch_size = prepare_batches(model, workers, params, num_total, max_prompt_len)
             show_and_save(workers.imap(engine, requests), outputs, printer, progress)
     outputs.close()
     progress.close(peak_memory(torch_device))
@@ -150,11 +147,18 @@ def open_requests(prompts, outputs, tokenizer, block_size):
     return log_cropped(outputs.resume(prompts.requests(tokenizer, num_samples)), tokenizer, block_size, log)
 
 
-def choose_batch_size(backend, workers, max_prompt_len):
-    """How many samples to generate at once. max_prompt_len: in tokens; None if it is unknown."""
+def prepare_batches(backend, workers, params, num_total, max_prompt_len):
+    """How many samples to generate at once. With compile=True, also compiles the model for batches of these sizes.
+
+    num_total, max_prompt_len: of the run, in samples and in tokens; None if they are unknown.
+    """
     from sampling.backends.memory import max_batch_size
+    from sampling.backends.prepare import warm_up_compile
     length = (max_prompt_len or backend.config.block_size) + max_new_tokens
-    return batch_size or max_batch_size(backend, length, workers.local_world_size)
+    size = batch_size or max_batch_size(backend, length, workers.local_world_size)
+    if compile:
+        warm_up_compile(backend, max_prompt_len, workers.batch_sizes(num_total, size), params, log)
+    return size
 
 
 def show_and_save(samples, outputs, printer, progress):

@@ -109,7 +109,7 @@ def is_byte_level_bpe(content: dict) -> bool:
 
 
 def gpt2_options(settings: dict) -> dict:
-    """The options of the pre-tokenizer that GPT2Tokenizer of transformers overrides."""
+    """The options of a pre-tokenizer that transformers' GPT2Tokenizer takes from its settings."""
     return {"add_prefix_space": settings.get("add_prefix_space") or False}
 
 

@@ -76,7 +76,8 @@ class PackedLinear:
         self.packed: Tensor | None = None # the weight in oneDNN's layout
         self.bias, self.dtype = bias, weight.dtype
         self.thresholds = pack_thresholds(weight.dtype)
-        self.previous_rows = self.num_repeats = 0 # before packing: of the latest product
+        self.previous_rows = 0 # of the latest product before packing
+        self.num_repeats = 0 # how many products in a row before it had as many rows
         if pack_eagerly:
             self.pack()
 
@@ -100,7 +101,7 @@ class PackedLinear:
 
     def should_pack(self, rows: int) -> bool:
         """Whether it saves time to pack the weight before a product with this many rows."""
-        is_repeated = self.num_repeats >= 2 # a draft that is turned off soon hardly repeats a number of proposals
+        is_repeated = self.num_repeats >= 2 # a draft that is always wrong is off before that
         return rows >= (self.thresholds.min_rows_repeated if is_repeated else self.thresholds.min_rows_once)
 
     def pack(self) -> None:
