@@ -2,14 +2,16 @@
 import pytest
 import torch
 
+from processors import simulate_processor
+
 
 @pytest.fixture
 def processor(request, monkeypatch):
-    """Simulate this processor, "Intel" (the default) or another one. Layers are packed at their first use."""
+    """Simulate this processor, see simulate_processor. The default is "Intel". Layers are packed at their first use."""
     from sampling.backends.cpu import packed_linear
     name = getattr(request, "param", "Intel")
-    monkeypatch.setattr(packed_linear, "is_intel_cpu", lambda: name == "Intel")
-    for thresholds in "INTEL", "OTHERS":
+    simulate_processor(monkeypatch, name)
+    for thresholds in "INTEL", "WITH_BAGS", "OTHERS":
         monkeypatch.setattr(packed_linear, thresholds, getattr(packed_linear, thresholds)._replace(min_rows_once=1))
     return name
 

@@ -118,12 +118,12 @@ def test_the_plain_weights_are_freed_layer_by_layer(tied, monkeypatch):
     model, num_alive = make_gpt(**WIDE, tie_word_embeddings=tied), []
     weights = [StorageWeakRef(p.untyped_storage()) for name, p in model.named_parameters() if p.dim() > 1 and "wpe" not in name]
     blocks = [StorageWeakRef(block.mlp.c_proj.weight.untyped_storage()) for block in model.transformer.h]
-    make = int8_linear.EmbeddingBagMatmul
+    make = int8_linear.Int8BagMatmul
 
     def count_blocks_and_make(values):
         num_alive.append(sum(not block.expired() for block in blocks))
         return make(values)
-    monkeypatch.setattr(int8_linear, "EmbeddingBagMatmul", count_blocks_and_make)
+    monkeypatch.setattr(int8_linear, "Int8BagMatmul", count_blocks_and_make)
     backend = PackedGPT(model, use_int8=True)
     assert num_alive == [3] + [3] * 4 + [2] * 4 + [1] * 4, "the head, and 4 layers a block"
     assert all(weight.expired() for weight in weights) and backend.next_logits(random_prompt(3, 2), None).values.isfinite().all()

@@ -7,7 +7,7 @@ from cases import cases
 from int8_support import skip_without_int8
 from sampling.backends.cpu import int8_linear, int8_matmul
 from sampling.backends.cpu.int8_linear import Int8Linear, int8_embedding, quantize_weight
-from sampling.backends.cpu.int8_matmul import EmbeddingBagMatmul, OneDNNLimits, TwoDigitMatmul, onednn_limits
+from sampling.backends.cpu.int8_matmul import Int8BagMatmul, OneDNNLimits, TwoDigitMatmul, onednn_limits
 from streams import normal
 
 skip_without_int8()
@@ -50,7 +50,7 @@ def test_a_row_has_the_same_result_alone_and_beside_any_others(fbgemm, max_bag_t
     monkeypatch.setattr(int8_linear, "has_fbgemm", lambda: fbgemm)
     monkeypatch.setattr(int8_linear, "max_bag_tokens", lambda: max_bag_tokens)
     layer = Int8Linear(quantize_weight(normal(96, 768)), normal(96, seed=1))
-    assert isinstance(layer.few_tokens_matmul, EmbeddingBagMatmul if fbgemm else TwoDigitMatmul)
+    assert isinstance(layer.few_tokens_matmul, Int8BagMatmul if fbgemm else TwoDigitMatmul)
     x = torch.cat([normal(20, 768), 1e6 * normal(20, 768, seed=1), torch.zeros(1, 768), 1e-6 * normal(20, 768, seed=2)])
     together = layer(x, gelu="none")
     for i, row in enumerate(x):

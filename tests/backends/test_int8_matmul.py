@@ -7,7 +7,7 @@ from int8_support import skip_without_int8
 from sampling.backends.cpu import int8_matmul
 from sampling.backends.cpu.int8_linear import Int8Linear, quantize_weight
 from sampling.backends.cpu.int8_matmul import (
-    EmbeddingBagMatmul,
+    Int8BagMatmul,
     OneDNNMatmul,
     TwoDigitMatmul,
     max_activation,
@@ -42,7 +42,7 @@ def test_the_products_of_one_and_of_many_tokens_are_exact(out_features, in_featu
         values[1:] //= 50
     x, one = largest_activations(values), torch.ones(1, 1)
     expected = x.round() @ values.double().T
-    few, many = EmbeddingBagMatmul(values), TwoDigitMatmul(values)
+    few, many = Int8BagMatmul(values), TwoDigitMatmul(values)
     assert expected.abs().max() <= 2**24
     for matmul in few, many:
         assert torch.equal(matmul(x.float(), one.expand(len(x), 1)).double(), expected)
@@ -53,13 +53,13 @@ def test_the_products_of_one_and_of_many_tokens_are_exact(out_features, in_featu
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_number_of_threads_does_not_matter(num_threads):
     values, x = torch.randint(-127, 128, (1000, 20), dtype=torch.int8), normal(4, 20)
-    expected, before = EmbeddingBagMatmul(values)(x, x.new_full((4, 1), 1e-3)), torch.get_num_threads()
+    expected, before = Int8BagMatmul(values)(x, x.new_full((4, 1), 1e-3)), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        matmul = EmbeddingBagMatmul(values)
+        matmul = Int8BagMatmul(values)
     finally:
         torch.set_num_threads(before)
-    assert matmul.num_parts % num_threads == 0 and torch.equal(matmul(x, x.new_full((4, 1), 1e-3)), expected)
+    assert matmul.layout.num_parts % num_threads == 0 and torch.equal(matmul(x, x.new_full((4, 1), 1e-3)), expected)
 
 
 @pytest.mark.parametrize("base", [256, 128])

@@ -5,15 +5,27 @@ import torch
 from cases import cases
 from models import make_gpt
 from oracles import reference_generate
+from processors import simulate_processor
 from sampling.backends.cpu import lm_head
+from sampling.backends.cpu.embedding_bag import has_fbgemm
 from sampling.backends.cpu.lm_head import Bfloat16Approximation, ShortlistLMHead, exact_logits
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.cpu.packed_linear import is_supported
 from streams import generate, normal
 
-pytestmark = [pytest.mark.skipif(not is_supported(torch.bfloat16), reason="this torch lacks the operators"), pytest.mark.usefixtures("all_threads")]
+pytestmark = pytest.mark.usefixtures("all_threads")
 
 V, E = 5000, 256
+
+
+@pytest.fixture(autouse=True, params=["Intel", "AMD without AVX512"])
+def products(request, monkeypatch):
+    """The approximation uses the products of this processor."""
+    simulate_processor(monkeypatch, request.param)
+    if request.param == "Intel" and not is_supported(torch.bfloat16):
+        pytest.skip("this torch lacks the operators")
+    if request.param == "AMD without AVX512" and not has_fbgemm():
+        pytest.skip("this torch lacks FBGEMM")
 
 
 @pytest.fixture(autouse=True)
@@ -109,14 +121,15 @@ def test_it_samples_the_same_tokens_as_gpt_with_other_settings(settings):
     (normal(2, E), normal(V, E)),
 ], ids=["many equal rows", "nan", "infinite", "overflowing", "two rows of x"])
 def test_all_logits_are_exact_if_a_shortlist_would_be_too_long(x, weight):
-    head = ShortlistLMHead(weight, weight_is_shared=True)
+    head, rows = ShortlistLMHead(weight, weight_is_shared=True), []
+    head.linear = lambda x, linear=head.linear: rows.append(len(x)) or linear(x)
     for _ in range(2):
         logits, candidate_ids = head(x, 20)
         assert candidate_ids is None
         is_finite = (x @ weight.T).isfinite() # the values of the others depend on the order of summation
         assert torch.equal(logits.isfinite(), is_finite)
         torch.testing.assert_close(logits[is_finite], (x @ weight.T)[is_finite], rtol=1e-4, atol=1e-4)
-    assert head.linear.previous_rows == len(x)
+    assert rows == [len(x)] * 2
 
 
 @pytest.mark.parametrize("num_ids, width", cases([30, 31, 33, 40, 47, 100], [256, 300, 768], quick=lambda num_ids, width: width == 300))
@@ -156,13 +169,16 @@ def test_batches_do_not_use_the_approximation():
 def test_the_first_token_is_computed_without_packing():
     head, x = ShortlistLMHead(normal(V, E), weight_is_shared=True), normal(1, E)
     first = head(x, 20)
-    assert first.candidate_ids is None and head.linear.packed is None and head.approximation is None
+    assert first.candidate_ids is None and head.approximation is None
+    assert not any(getattr(head.linear, name, None) for name in ("packed", "matmul"))
     second, ids = head(x, 20)
     torch.testing.assert_close(first.values[:, ids], second[:, ids])
 
 
 @pytest.mark.parametrize("weight, is_shared", [(normal(V, E), False), (normal(V, E).bfloat16(), True)], ids=["unshared", "bfloat16"])
 def test_unshared_and_bfloat16_heads_have_no_shortlist(weight, is_shared):
+    if not is_supported(weight.dtype):
+        pytest.skip("this torch lacks the operators")
     head = ShortlistLMHead(weight, weight_is_shared=is_shared)
     assert head.weight is None, "packing must be able to free its memory"
     for _ in range(3):
@@ -175,5 +191,6 @@ def test_a_small_head_has_no_shortlist(monkeypatch):
 
 
 def test_without_the_operators_there_is_no_shortlist(monkeypatch):
+    simulate_processor(monkeypatch, "Intel")
     monkeypatch.setattr(lm_head, "is_supported", lambda dtype: False)
     assert not ShortlistLMHead(normal(V, E), weight_is_shared=True).max_shortlist

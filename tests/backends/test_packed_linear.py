@@ -43,6 +43,7 @@ def test_thresholds_depend_on_the_processor(cpuinfo, expected, monkeypatch):
             raise FileNotFoundError(path)
         return cpuinfo
     monkeypatch.setattr(packed_linear.Path, "read_text", read_text)
+    monkeypatch.setattr(packed_linear.torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(packed_linear.platform, "processor", lambda: "AMD64 Family 25 Model 80 Stepping 0, AuthenticAMD")
     packed_linear.is_intel_cpu.cache_clear()
     assert (pack_thresholds(torch.float32) is packed_linear.INTEL) == expected

@@ -7,7 +7,8 @@ import torch
 from cases import cases
 from int8_support import skip_without_int8
 from models import make_gpt
-from sampling.backends.cpu import packed_linear, traced_blocks
+from processors import PROCESSORS, simulate_processor
+from sampling.backends.cpu import traced_blocks
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.cpu.packed_linear import NARROW, is_supported
 from sampling.backends.prepare import cast_linears
@@ -45,7 +46,7 @@ def in_python(gpt):
 
 
 @pytest.mark.parametrize("dtype, rows, shape, processor", cases(
-    ["float32", "bfloat16", "int8"], [1, 3, 8], SHAPES, ["Intel", "AMD"],
+    ["float32", "bfloat16", "int8"], [1, 3, 8], SHAPES, PROCESSORS,
     quick=lambda dtype, rows, shape, processor: (rows == 8) == (processor == "Intel") and (shape != "narrow" or rows == 1)),
     indirect=["processor"])
 def test_every_logit_is_the_same(dtype, rows, shape, processor):
@@ -86,6 +87,7 @@ def test_streams_may_alternate():
 
 
 def test_blocks_are_traced_once_for_a_number_of_rows(monkeypatch):
+    simulate_processor(monkeypatch, "Intel")
     traced, trace = [], torch.jit.trace
     monkeypatch.setattr(torch.jit, "trace", lambda *args, **kwargs: traced.append(1) or trace(*args, **kwargs))
     gpt, idx = packed_gpt(), random_prompt(16, 3)
@@ -96,7 +98,7 @@ def test_blocks_are_traced_once_for_a_number_of_rows(monkeypatch):
 
 def test_blocks_may_have_different_layouts(monkeypatch):
     """After three prompts of the same length, Intel's layers are packed, except those of the last block after attention."""
-    monkeypatch.setattr(packed_linear, "is_intel_cpu", lambda: True)
+    simulate_processor(monkeypatch, "Intel")
     results, idx = [], random_prompt(16)
     for gpt in packed_gpt(**SHAPES["wide"]), in_python(packed_gpt(**SHAPES["wide"])):
         for _ in range(3):
@@ -137,7 +139,7 @@ def test_without_a_right_trace_python_runs_every_step(trace, monkeypatch):
 
 
 def test_a_plain_weight_leaves_memory_once_its_layer_is_packed(monkeypatch):
-    monkeypatch.setattr(packed_linear, "is_intel_cpu", lambda: True)
+    simulate_processor(monkeypatch, "Intel")
     gpt, idx = packed_gpt(**SHAPES["wide"]), random_prompt(16, 8)
     cache = gpt.new_cache(1, 16)
     decode(gpt, idx[:1, :8], cache)

@@ -17,6 +17,13 @@ def packing():
     PackedLinear.pack = lambda self: None
 
 
+def embedding_bags():
+    """Without AVX512, oneDNN multiplies single rows, and the head computes all logits in float32."""
+    from sampling.backends.cpu import bag_linear, lm_head, packed_linear
+    for module in bag_linear, lm_head, packed_linear:
+        module.bags_are_faster = lambda: False
+
+
 def tracing():
     """Python runs every operator of a step."""
     from sampling.backends.cpu import traced_blocks
@@ -60,7 +67,7 @@ def shorten_spinning():
 
 
 OPTIMISATIONS = {function.__name__: function for function in (
-    packing, tracing, shortlist, interleaving, skip_init, jump_ahead, disable_malloc_trim, shorten_spinning)}
+    packing, embedding_bags, tracing, shortlist, interleaving, skip_init, jump_ahead, disable_malloc_trim, shorten_spinning)}
 
 if __name__ == "__main__":
     _, optimisation, *sys.argv[1:] = sys.argv

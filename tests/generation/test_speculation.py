@@ -8,8 +8,9 @@ from cases import cases
 from engines import generate, make_requests, reference_token_ids
 from model import GPT
 from models import add_noise, make_gpt
+from processors import simulate_processor
 from project import PROJECT
-from sampling.backends.cpu import lm_head, packed_linear
+from sampling.backends.cpu import lm_head
 from sampling.backends.draft import Draft, prepare_draft
 from sampling.backends.eager import EagerGPT
 from sampling.backends.prepare import packed_or_eager
@@ -173,7 +174,7 @@ def test_past_the_draft_s_window_the_model_may_use_a_shortlist(tokenizer):
 
 @pytest.mark.parametrize("num_tokens, is_packed", [(10, False), (60, True)])
 def test_on_intel_the_model_is_packed_once_the_number_of_proposals_repeats(tokenizer, monkeypatch, num_tokens, is_packed):
-    monkeypatch.setattr(packed_linear, "is_intel_cpu", lambda: True)
+    simulate_processor(monkeypatch, "Intel")
     backend = speculative("right", "packed", cost=0.3, block_size=64, draft_shape={**SHAPE, "block_size": 64})
     run(backend, tokenizer, replace(PARAMS, max_new_tokens=num_tokens), num_samples=1)
     assert (backend.target.blocks[0].c_attn.packed is not None) == is_packed

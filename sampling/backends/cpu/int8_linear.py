@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sampling.backends.cpu.int8_matmul import (
-    MAX_WEIGHT,
-    EmbeddingBagMatmul,
-    TwoDigitMatmul,
-    has_fbgemm,
-    max_bag_tokens,
-    max_norm,
-)
+from sampling.backends.cpu.embedding_bag import has_fbgemm
+from sampling.backends.cpu.int8_matmul import MAX_WEIGHT, Int8BagMatmul, TwoDigitMatmul, max_bag_tokens, max_norm
 from sampling.checkpoints.mapped_memory import pages_of, release_pages
 
 WEIGHTS_PER_CHUNK = 2**17 # quantized at once, so that their float32 copies need little memory
@@ -63,7 +57,7 @@ class Int8Linear:
         self.bias = None if bias is None else bias.detach()
         self.scale_per_norm = torch.tensor(1 / max_norm(values), dtype=torch.float32)
         if has_fbgemm():
-            self.few_tokens_matmul: EmbeddingBagMatmul | TwoDigitMatmul = EmbeddingBagMatmul(values)
+            self.few_tokens_matmul: Int8BagMatmul | TwoDigitMatmul = Int8BagMatmul(values)
         else:
             self.few_tokens_matmul = self.many_tokens_matmul = TwoDigitMatmul(values)
 

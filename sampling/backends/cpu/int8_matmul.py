@@ -1,26 +1,28 @@
-"""Exact products of activations with int8 weights: EmbeddingBagMatmul for a few tokens, TwoDigitMatmul for many.
+"""Exact products of activations with int8 weights: Int8BagMatmul for few tokens, TwoDigitMatmul for many.
 
 The weights are whole numbers from -127 to 127. Activations become whole numbers too, as large as they can be if all
 sums of products must stay below 2**24. float32 adds such numbers exactly, in any order. So both classes have the same
 results to the last bit.
 """
 import math
-from functools import cache, lru_cache, reduce
+from functools import cache, reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sampling.backends.cpu.embedding_bag import BagLayout, bag_indices
+
 MAX_WEIGHT = 127
 MAX_SUM = 2**24 - 2**16 # float32 has all whole numbers up to 2**24; the rest is for the rounding of norms
-NUM_STREAMS = 4 # a thread reads a part of the table at so many places in turn: see interleaved_channels
+NUM_STREAMS = 4 # see interleaved_channels
 
 
 def max_norm(values: Tensor) -> float:
     """The largest norm of a row of activations, before rounding, for which every product with values is exact.
 
     A product is exact if its partial sums stay below MAX_SUM. By the Cauchy-Schwarz inequality, a partial sum is at
-    most the norm of the activations times the norm of a row of values. EmbeddingBagMatmul adds each term in two steps,
+    most the norm of the activations times the norm of a row of values. Int8BagMatmul adds each term in two steps,
     first with -128 and then with the weight + 128. Between them, the sum is off by 128 times one activation, which is
     at most 128 times the norm: hence the 128 below. Rounding changes each activation by at most 1/2.
 
@@ -32,81 +34,43 @@ def max_norm(values: Tensor) -> float:
     return min(MAX_SUM / (largest + 128) - math.sqrt(values.size(1)) / 2, max_activation(onednn_limits().base))
 
 
-def has_fbgemm() -> bool:
-    """Whether torch was built with FBGEMM. Without it, EmbeddingBagMatmul is slow."""
-    return "fbgemm" in torch.backends.quantized.supported_engines
-
-
 def max_bag_width() -> int:
     """How many sums fit in the processor's registers: 16 in each of 24 with AVX512, and 8 in each of 12 without."""
     return 384 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 96
 
 
 def max_bag_tokens() -> int:
-    """The number of tokens up to which EmbeddingBagMatmul is at least as fast as TwoDigitMatmul.
+    """The number of tokens up to which Int8BagMatmul is at least as fast as TwoDigitMatmul.
 
     Without VNNI, oneDNN is slow for few tokens.
     """
     return 10 if onednn_limits().base < 256 else 1
 
 
-class EmbeddingBagMatmul:
-    """The product of few tokens with a weight (out, in) of whole numbers: FBGEMM's embedding bag.
+class Int8BagMatmul:
+    """The product of few tokens with a weight (out, in) of whole numbers: FBGEMM's embedding bag for 8-bit tables.
 
-    An embedding bag is a weighted sum of rows of an 8-bit table. Here, a row of the table holds the weights of one
-    input channel, and the weights of the sum are the activations. Of torch's operators for 8 bits, it reads memory
-    fastest, and it does not round the activations. A part of the table holds up to max_bag_width() output channels. Its
-    rows are in the order of interleaved_channels. Each part has a bag for each token. Threads share the parts equally.
+    Of torch's operators for 8 bits, it reads memory fastest, and it does not round the activations.
     """
 
     def __init__(self, values: Tensor):
-        self.out_features, self.in_features = values.shape
-        num_threads = torch.get_num_threads()
-        self.num_parts = num_threads * math.ceil(self.out_features / (num_threads * max_bag_width()))
-        width = math.ceil(self.out_features / self.num_parts)
-        self.table = torch.zeros(self.num_parts * self.in_features, width + 8, dtype=torch.uint8)
-        order = interleaved_channels(self.in_features)
-        for rows, part in zip(self.table.split(self.in_features), values.split(width), strict=False):
-            rows[:, :len(part)] = part.T[order].view(torch.uint8) ^ 128 # adds 128
+        self.layout = BagLayout.of(values, max_bag_width(), NUM_STREAMS)
+        width = self.layout.width
+        self.table = torch.zeros(self.layout.num_parts * self.layout.in_features, width + 8, dtype=torch.uint8)
+        self.layout.fill(self.table[:, :width].view(torch.int8), values)
+        self.table[:, :width].bitwise_xor_(128) # adds 128
         self.table[:, width:] = torch.tensor([1.0, -128.0], dtype=torch.float32).view(torch.uint8) # scale and offset
 
     def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
         """x (N, in) divided by scale (N, 1) and rounded, times the weight -> (N, out)."""
-        N = len(x)
-        x = (x / scale).round_().expand(self.num_parts, -1, -1)
-        indices, starts = bag_indices(self.num_parts, N, self.in_features)
-        y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.table, indices, starts, per_sample_weights=x.reshape(-1)) # (parts * N, width)
-        return y.view(self.num_parts, N, -1).transpose(0, 1).flatten(1)[:, :self.out_features]
+        indices, starts = bag_indices(self.layout, num_tokens=len(x))
+        weights = self.layout.sample_weights((x / scale).round_())
+        return self.layout.outputs(torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
+            self.table, indices, starts, per_sample_weights=weights))
 
     def values(self) -> Tensor:
         """The weight (out, in), int8."""
-        values = torch.empty(self.num_parts, self.table.size(1) - 8, self.in_features, dtype=torch.uint8)
-        order = interleaved_channels(self.in_features).argsort()
-        for rows, part in zip(self.table.split(self.in_features), values, strict=True): # little memory: part by part
-            part.copy_(rows[order, :-8].T)
-        return values.flatten(0, 1)[:self.out_features].bitwise_xor_(128).view(torch.int8)
-
-
-@lru_cache(maxsize=16) # few, because those of a large head for ten tokens need 30 MB
-def bag_indices(num_parts: int, num_tokens: int, in_features: int) -> tuple[Tensor, Tensor]:
-    """The rows of each bag in the order of the channels, and where the bags start. All layers of a shape share them.
-
-    The bags of a part follow each other, so that memory is read once for all tokens.
-    """
-    first_rows = torch.arange(0, num_parts * in_features, in_features).repeat_interleave(num_tokens) # of each bag
-    indices = first_rows[:, None] + interleaved_channels(in_features).argsort()
-    return indices.int().flatten(), torch.arange(0, indices.numel(), in_features, dtype=torch.int32)
-
-
-@cache
-def interleaved_channels(in_features: int) -> Tensor:
-    """The input channels in the order of their rows in memory, such as 0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11.
-
-    A bag adds the rows of channels 0, 1, 2, 3, ... So its thread reads at NUM_STREAMS places in turn. The prefetcher of
-    a core follows each of them, which keeps more requests in flight: it reads memory up to 1.7 times as fast.
-    """
-    return torch.cat([torch.arange(first, in_features, NUM_STREAMS) for first in range(NUM_STREAMS)])
+        return self.layout.weight_of(self.table[:, :-8]).bitwise_xor_(128).view(torch.int8)
 
 
 class TwoDigitMatmul:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sampling.backends.cpu.packed_linear import PackedLinear, is_supported
+from sampling.backends.cpu.bag_linear import make_linear
+from sampling.backends.cpu.embedding_bag import EmbeddingBagMatmul
+from sampling.backends.cpu.packed_linear import PackedLinear, bags_are_faster, is_supported
 from sampling.sampler.sample_fn import Logits
 
 MIN_PARAMS = 2**23 # a smaller weight stays in the processor's cache
@@ -18,6 +20,11 @@ FAILURE_BUDGET = 16 # -1 a miss, +0.5 a hit; at 0 the shortlist is disabled
 TINY = 2**-50 # a float32 norm may be too small by this much, if its square underflows
 
 
+def has_bfloat16_products() -> bool:
+    """Whether torch and the processor multiply bfloat16 weights fast."""
+    return bags_are_faster() or is_supported(torch.bfloat16)
+
+
 class ShortlistLMHead:
     """lm_head: (B, E) -> Logits.
 
@@ -25,10 +32,10 @@ class ShortlistLMHead:
     """
 
     def __init__(self, weight: Tensor, weight_is_shared: bool, pack_eagerly: bool = False):
-        self.linear = PackedLinear(weight, pack_eagerly=pack_eagerly)
+        self.linear = make_linear(weight, pack_eagerly=pack_eagerly)
         is_large = weight.numel() >= MIN_PARAMS and weight.size(1) >= MIN_WIDTH
         self.max_shortlist = 0 # in tokens; 0: the shortlist is disabled
-        if weight_is_shared and weight.dtype == torch.float32 and is_large and is_supported(torch.bfloat16):
+        if weight_is_shared and weight.dtype == torch.float32 and is_large and has_bfloat16_products():
             self.max_shortlist = int(len(weight) * MAX_SHORTLIST_FRACTION)
         self.weight = weight.detach() if self.max_shortlist else None
         self.approximation: Bfloat16Approximation | None = None # made at its first use
@@ -79,7 +86,7 @@ class Bfloat16Approximation:
             target.copy_(rows)
             max_norm = rows.norm(dim=1).max().maximum(max_norm)
             max_error = (rows - target).norm(dim=1).max().maximum(max_error)
-        self.linear = PackedLinear(rounded, pack_eagerly=True)
+        self.linear = EmbeddingBagMatmul(rounded) if bags_are_faster() else PackedLinear(rounded, pack_eagerly=True)
         self.max_norm = max_norm + TINY
         # The error of a float32 sum of E products is at most E * 2**-24 times the product of the norms, in any order.
         # There are three such sums: two with rows, one with the mean.

@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 from model import GPT, generate_stream
 from sampling.backends.backend import Backend, TokenStream
+from sampling.backends.cpu.bag_linear import make_linear
 from sampling.backends.cpu.int8_linear import Int8Linear, int8_embedding, quantize_weight
 from sampling.backends.cpu.lm_head import ShortlistLMHead
 from sampling.backends.cpu.packed_block import LayerNorm, MakeLinear, PackedBlock
 from sampling.backends.cpu.packed_cache import PackedCache
-from sampling.backends.cpu.packed_linear import PackedLinear
 from sampling.backends.cpu.traced_blocks import DecodeStep
 from sampling.backends.memory import estimate_bytes_per_sample, return_freed_memory
 from sampling.sampler.sample_fn import Logits, SampleFn
@@ -41,7 +41,7 @@ class PackedGPT(Backend):
             self.blocks = pack_blocks(gpt.transformer.h, quantize_linear)
         else:
             self.embed = partial(F.embedding, weight=wte)
-            self.blocks = pack_blocks(gpt.transformer.h, partial(PackedLinear, pack_eagerly=pack_eagerly))
+            self.blocks = pack_blocks(gpt.transformer.h, partial(make_linear, pack_eagerly=pack_eagerly))
             self.lm_head = ShortlistLMHead(head, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
         self.decode_step = DecodeStep(self.blocks)
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sampling.backends.cpu.embedding_bag import has_fbgemm
+
 # A layer with fewer inputs or outputs is narrow: a call of oneDNN takes 10 to 100 us, which is longer than multiplying
 # a few rows takes.
 NARROW = 256
@@ -35,12 +37,23 @@ class PackThresholds(NamedTuple):
 
 
 INTEL = PackThresholds(min_rows_repeated=4, min_rows_once=math.inf, min_rows_narrow=64)
+WITH_BAGS = PackThresholds(min_rows_repeated=2, min_rows_once=math.inf, min_rows_narrow=8) # see bags_are_faster
 OTHERS = PackThresholds(min_rows_repeated=1, min_rows_once=64, min_rows_narrow=8)
 
 
 def pack_thresholds(dtype: torch.dtype) -> PackThresholds:
     """The thresholds of this machine's processor."""
-    return INTEL if dtype == torch.float32 and is_intel_cpu() else OTHERS
+    if dtype != torch.float32:
+        return OTHERS
+    return INTEL if is_intel_cpu() else WITH_BAGS if bags_are_faster() else OTHERS
+
+
+def bags_are_faster() -> bool:
+    """Whether BagLinear multiplies one row faster than oneDNN does: on AMD processors without AVX512.
+
+    On Intel processors, it does not. AMD processors with AVX512 were not measured.
+    """
+    return has_fbgemm() and torch.backends.cpu.get_cpu_capability() == "AVX2" and not is_intel_cpu()
 
 
 @cache

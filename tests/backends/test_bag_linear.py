@@ -1,0 +1,64 @@
+"""BagLinear gives the same results as Linear, and embedding bags the same as a matrix product."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cases import cases
+from processors import simulate_processor
+from sampling.backends.cpu.bag_linear import BagLinear, make_linear
+from sampling.backends.cpu.embedding_bag import BagLayout, EmbeddingBagMatmul, has_fbgemm
+from sampling.backends.cpu.packed_linear import NARROW, PackedLinear, is_supported
+from streams import normal
+
+pytestmark = [pytest.mark.skipif(not (has_fbgemm() and is_supported()), reason="this torch lacks the operators"),
+              pytest.mark.usefixtures("all_threads")]
+
+USES = [ # numbers of rows of consecutive calls, and the call (from 1) that makes the table: by default, eagerly
+    ((1, 1, 1, 1), 3, 1), ((1, 1, 2, 1, 1, 1), 6, 1), ((5, 1, 3, 1, 1), None, 2), ((3, 3, 3, 1, 1, 1), 6, 4)]
+
+
+@pytest.mark.parametrize("uses, gelu, eagerly", cases(USES, [None, "tanh", "none"], [False, True],
+    quick=lambda uses, gelu, eagerly: gelu == "tanh" or uses == USES[0]))
+def test_the_table_is_made_for_repeated_single_rows_and_frees_the_weight(uses, gelu, eagerly, monkeypatch):
+    simulate_processor(monkeypatch, "AMD without AVX512")
+    rows, repeated, first = uses
+    making_use = first if eagerly else repeated
+    weight, bias = normal(300, NARROW) * 0.1, normal(300)
+    layer = BagLinear(weight, bias, eagerly)
+    for use, n in enumerate(rows, 1):
+        x = normal(n, 1, NARROW, seed=use)
+        expected = F.linear(x, weight, bias)
+        expected = F.gelu(expected, approximate=gelu) if gelu else expected + x[..., :1]
+        found = layer(x, gelu=gelu) if gelu else layer(x, residual=x[..., :1].expand(-1, -1, 300).contiguous())
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        has_table = making_use is not None and use >= making_use
+        assert (layer.matmul is not None) == has_table and (layer.weight is None) == has_table
+    assert (layer.several_rows.packed is not None) == (eagerly or rows[:3] == (3, 3, 3))
+
+
+@pytest.mark.parametrize("out_features, in_features", [(1, 1), (47, 100), (97, 7), (1000, 513)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_the_product_of_one_token(out_features, in_features, dtype, error):
+    weight, x = normal(out_features, in_features).to(dtype), normal(1, in_features, seed=1).to(dtype)
+    expected = x.double() @ weight.double().T
+    found = EmbeddingBagMatmul(weight)(x.float())
+    assert found.dtype == dtype and found.shape == (1, out_features)
+    assert (found - expected).abs().max() < error * x.float().norm() * weight.float().norm(dim=1).max()
+
+
+@pytest.mark.parametrize("num_streams", [1, 4, 8])
+def test_a_table_holds_the_weight(num_streams):
+    weight = normal(70, 21)
+    layout = BagLayout.of(weight, 16, num_streams)
+    table = torch.zeros(layout.num_parts * 21, layout.width)
+    layout.fill(table, weight)
+    assert torch.equal(layout.weight_of(table), weight)
+
+
+@pytest.mark.parametrize("processor, shape, dtype, expected", [
+    ("AMD without AVX512", (NARROW, NARROW), torch.float32, BagLinear), ("AMD without AVX512", (NARROW, NARROW - 1), torch.float32, PackedLinear),
+    ("AMD without AVX512", (NARROW, NARROW), torch.bfloat16, PackedLinear), ("AMD", (NARROW, NARROW), torch.float32, PackedLinear),
+    ("Intel", (NARROW, NARROW), torch.float32, PackedLinear)])
+def test_the_processor_and_the_weight_decide_which_layer_is_used(processor, shape, dtype, expected, monkeypatch):
+    simulate_processor(monkeypatch, processor)
+    assert type(make_linear(torch.ones(shape, dtype=dtype))) is expected
