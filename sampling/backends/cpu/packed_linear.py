@@ -3,7 +3,7 @@
 With one row, F.linear reaches less than half of the memory bandwidth, except on Intel processors. With hundreds of
 rows, it reaches less than half of the arithmetic rate on every processor. A packed product reaches both, and fuses
 bias, GELU and the residual addition. Inductor does the same when it freezes a model. On Intel processors, F.linear uses
-MKL, which is faster than oneDNN for few rows: see PackThresholds.
+MKL, which is faster than oneDNN for few rows: see PackThresholds. BagLinear is the third way to multiply.
 """
 import math
 import platform
