@@ -11,7 +11,7 @@ def processor(request, monkeypatch):
     from sampling.backends.cpu import packed_linear
     name = getattr(request, "param", "Intel")
     simulate_processor(monkeypatch, name)
-    for thresholds in "INTEL", "WITH_BAGS", "OTHERS":
+    for thresholds in "INTEL", "AMD", "OTHERS":
         monkeypatch.setattr(packed_linear, thresholds, getattr(packed_linear, thresholds)._replace(min_rows_once=1))
     return name
 

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("all_threads")
 V, E = 5000, 256
 
 
-@pytest.fixture(autouse=True, params=["Intel", "AMD without AVX512"])
+@pytest.fixture(autouse=True, params=["Intel", "AMD"])
 def products(request, monkeypatch):
     """The approximation uses the products of this processor."""
     simulate_processor(monkeypatch, request.param)
     if request.param == "Intel" and not is_supported(torch.bfloat16):
         pytest.skip("this torch lacks the operators")
-    if request.param == "AMD without AVX512" and not has_fbgemm():
+    if request.param == "AMD" and not has_fbgemm():
         pytest.skip("this torch lacks FBGEMM")
 
 

@@ -6,6 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cases import cases
 from models import make_gpt
 from oracles import reference_generate
+from processors import PROCESSORS
 from sampling.backends.cpu.packed_gpt import PackedGPT
 from sampling.backends.cpu.packed_linear import NARROW, PackedLinear, is_supported
 from sampling.backends.prepare import cast_linears
@@ -15,7 +16,6 @@ from streams import generate, random_prompt
 pytestmark = [pytest.mark.skipif(not is_supported(), reason="this torch lacks the operators"), pytest.mark.usefixtures("all_threads")]
 
 WIDE = dict(n_embd=NARROW, n_head=4, n_layer=2)
-PROCESSORS = ["Intel", "AMD"]
 
 
 def prefill_in_parts(gpt, idx, parts):

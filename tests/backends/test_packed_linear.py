@@ -18,7 +18,7 @@ USES = [ # numbers of rows of consecutive calls, and the call (from 1) that pack
 
 
 @needs_operators
-@pytest.mark.parametrize("uses, width, pack_eagerly, processor", cases(USES, [NARROW - 1, NARROW], [False, True], ["Intel", "AMD"],
+@pytest.mark.parametrize("uses, width, pack_eagerly, processor", cases(USES, [NARROW - 1, NARROW], [False, True], ["Intel", "others"],
     quick=lambda uses, width, pack_eagerly, processor: (not pack_eagerly and width == NARROW) or uses == USES[2]),
     indirect=["processor"])
 def test_a_layer_is_packed_eagerly_or_for_many_rows_or_for_repeated_row_counts(uses, width, pack_eagerly, processor, monkeypatch):
@@ -36,16 +36,17 @@ def test_a_layer_is_packed_eagerly_or_for_many_rows_or_for_repeated_row_counts(u
         assert (layer.weight is None) == (is_packed and width >= NARROW), "a packed layer frees the unpacked weight"
 
 
-@pytest.mark.parametrize("cpuinfo, expected", [("vendor_id\t: GenuineIntel\n", True), ("vendor_id\t: AuthenticAMD\n", False), (None, False)])
+@pytest.mark.parametrize("cpuinfo, expected", [("vendor_id\t: GenuineIntel\n", "INTEL"), ("vendor_id\t: AuthenticAMD\n", "AMD"),
+                                               ("model name\t: ARMv8\n", "OTHERS"), (None, "AMD")])
 def test_thresholds_depend_on_the_processor(cpuinfo, expected, monkeypatch):
+    monkeypatch.setattr(packed_linear, "has_fbgemm", lambda: True)
     def read_text(path):
         if cpuinfo is None:
             raise FileNotFoundError(path)
         return cpuinfo
     monkeypatch.setattr(packed_linear.Path, "read_text", read_text)
-    monkeypatch.setattr(packed_linear.torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(packed_linear.platform, "processor", lambda: "AMD64 Family 25 Model 80 Stepping 0, AuthenticAMD")
-    packed_linear.is_intel_cpu.cache_clear()
-    assert (pack_thresholds(torch.float32) is packed_linear.INTEL) == expected
+    packed_linear.cpu_info.cache_clear()
+    assert pack_thresholds(torch.float32) is getattr(packed_linear, expected)
     assert pack_thresholds(torch.bfloat16) is packed_linear.OTHERS
-    packed_linear.is_intel_cpu.cache_clear()
+    packed_linear.cpu_info.cache_clear()

@@ -18,7 +18,7 @@ def packing():
 
 
 def embedding_bags():
-    """Without AVX512, oneDNN multiplies single rows, and the head computes all logits in float32."""
+    """On AMD processors, oneDNN multiplies single rows."""
     from sampling.backends.cpu import bag_linear, lm_head, packed_linear
     for module in bag_linear, lm_head, packed_linear:
         module.bags_are_faster = lambda: False

@@ -1,4 +1,4 @@
-"""Linear layers for processors on which embedding bags multiply a single row fastest."""
+"""Linear layers for AMD processors, on which embedding bags multiply a single row fastest."""
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,8 +9,7 @@ from sampling.backends.cpu.packed_linear import NARROW, LinearLayer, PackedLinea
 
 def make_linear(weight: Tensor, bias: Tensor | None = None, pack_eagerly: bool = False) -> LinearLayer:
     """The fastest layer for this weight on this processor."""
-    is_wide = min(weight.shape) >= NARROW
-    layer = BagLinear if is_wide and weight.dtype == torch.float32 and bags_are_faster() else PackedLinear
+    layer = BagLinear if min(weight.shape) >= NARROW and bags_are_faster() else PackedLinear
     return layer(weight, bias, pack_eagerly)
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# What is fastest on an AMD EPYC without AVX512: rows of 192 bytes, read at 8 places.
+# What is fastest on AMD processors: rows of 192 bytes, read at 8 places.
 MAX_ROW_BYTES = 192
 NUM_STREAMS = 8
+MAX_TERMS = 128 # of a sum in float32: a longer sum has a larger rounding error than nanoGPT's
 
 
 def has_fbgemm() -> bool:
@@ -26,20 +27,22 @@ class BagLayout(NamedTuple):
     """How a weight (out, in) is stored as a table, in num_parts parts of width output channels.
 
     A part has a row for each input channel, in the order of interleaved_channels. The sums of a part fit in the
-    processor's registers. The last part is filled with zeros.
+    processor's registers. The last part is filled with zeros. A part has num_chunks bags for each token, and each of
+    them adds its share of the input channels.
     """
     out_features: int
     in_features: int
     num_parts: int
     width: int
     num_streams: int
+    num_chunks: int
 
     @classmethod
-    def of(cls, weight: Tensor, max_width: int, num_streams: int) -> "BagLayout":
+    def of(cls, weight: Tensor, max_width: int, num_streams: int, num_chunks: int = 1) -> "BagLayout":
         """The layout of this weight, with at most max_width output channels in a part."""
         num_threads = torch.get_num_threads()
         num_parts = num_threads * math.ceil(len(weight) / (num_threads * max_width))
-        return cls(*weight.shape, num_parts, math.ceil(len(weight) / num_parts), num_streams)
+        return cls(*weight.shape, num_parts, math.ceil(len(weight) / num_parts), num_streams, num_chunks)
 
     def fill(self, table: Tensor, weight: Tensor) -> None:
         """Store a weight (out, in) in a table (num_parts * in, width) of zeros."""
@@ -60,7 +63,9 @@ class BagLayout(NamedTuple):
         return x.expand(self.num_parts, -1, -1).reshape(-1)
 
     def outputs(self, sums: Tensor) -> Tensor:
-        """The results (num_parts * N, width) of all bags -> (N, out)."""
+        """The results (num_parts * N * num_chunks, width) of all bags -> (N, out)."""
+        if self.num_chunks > 1:
+            sums = sums.view(-1, self.num_chunks, self.width).sum(dim=1)
         return sums.view(self.num_parts, -1, self.width).transpose(0, 1).flatten(1)[:, :self.out_features]
 
 
@@ -73,7 +78,9 @@ def bag_indices(layout: BagLayout, num_tokens: int) -> tuple[Tensor, Tensor]:
     in_features = layout.in_features
     first_rows = torch.arange(0, layout.num_parts * in_features, in_features).repeat_interleave(num_tokens)
     indices = first_rows[:, None] + interleaved_channels(in_features, layout.num_streams).argsort()
-    return indices.int().flatten(), torch.arange(0, indices.numel(), in_features, dtype=torch.int32)
+    chunks = torch.arange(layout.num_chunks) * in_features // layout.num_chunks
+    starts = torch.arange(0, indices.numel(), in_features)[:, None] + chunks
+    return indices.int().flatten(), starts.int().flatten()
 
 
 @cache
@@ -91,7 +98,9 @@ class EmbeddingBagMatmul:
     """The product of one token with a weight (out, in), in float32 or bfloat16."""
 
     def __init__(self, weight: Tensor):
-        self.layout = BagLayout.of(weight, MAX_ROW_BYTES // weight.element_size(), NUM_STREAMS)
+        # The result of a bag is rounded to the dtype of the weight. So bfloat16 needs a single one.
+        num_chunks = math.ceil(weight.size(1) / MAX_TERMS) if weight.dtype == torch.float32 else 1
+        self.layout = BagLayout.of(weight, MAX_ROW_BYTES // weight.element_size(), NUM_STREAMS, num_chunks)
         self.table = weight.new_zeros(self.layout.num_parts * self.layout.in_features, self.layout.width)
         self.layout.fill(self.table, weight)
 

@@ -79,8 +79,10 @@ class PackedGPT(Backend):
             if i == last: # from here on, only the last positions are needed
                 q, x = q[:, :, -num_positions:], x[:, -num_positions:].contiguous()
             # In int8, rounding activations can turn a difference in the last bit into one that is thousands of times
-            # larger. repeated_attention does not differ from decode_step.
-            attention = block.repeated_attention if self.use_int8 and cache is not None else causal_attention
+            # larger. repeated_attention does not differ from decode_step. For the few queries of the last layer,
+            # causal_attention depends on the batch: on some AMD processors, its threads round differently.
+            is_repeated = self.use_int8 and (cache is not None or i == last)
+            attention = block.repeated_attention if is_repeated else causal_attention
             x = block.post_attention(x, attention(q, k, v))
         if cache is not None:
             cache.seq_len += T

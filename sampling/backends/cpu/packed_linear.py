@@ -3,7 +3,7 @@
 With one row, F.linear reaches less than half of the memory bandwidth, except on Intel processors. With hundreds of
 rows, it reaches less than half of the arithmetic rate on every processor. A packed product reaches both, and fuses
 bias, GELU and the residual addition. Inductor does the same when it freezes a model. On Intel processors, F.linear uses
-MKL, which is faster than oneDNN for few rows: see PackThresholds. BagLinear is the third way to multiply.
+MKL, which is faster than oneDNN for few rows: see PackThresholds. On AMD processors, a single row uses BagLinear.
 """
 import math
 import platform
@@ -37,7 +37,7 @@ class PackThresholds(NamedTuple):
 
 
 INTEL = PackThresholds(min_rows_repeated=4, min_rows_once=math.inf, min_rows_narrow=64)
-WITH_BAGS = PackThresholds(min_rows_repeated=2, min_rows_once=math.inf, min_rows_narrow=8) # see bags_are_faster
+AMD = PackThresholds(min_rows_repeated=2, min_rows_once=math.inf, min_rows_narrow=8) # a single row uses bags
 OTHERS = PackThresholds(min_rows_repeated=1, min_rows_once=64, min_rows_narrow=8)
 
 
@@ -45,24 +45,26 @@ def pack_thresholds(dtype: torch.dtype) -> PackThresholds:
     """The thresholds of this machine's processor."""
     if dtype != torch.float32:
         return OTHERS
-    return INTEL if is_intel_cpu() else WITH_BAGS if bags_are_faster() else OTHERS
+    return INTEL if is_intel_cpu() else AMD if bags_are_faster() else OTHERS
 
 
 def bags_are_faster() -> bool:
-    """Whether BagLinear multiplies one row faster than oneDNN does: on AMD processors without AVX512.
+    """Whether BagLinear multiplies one row faster than oneDNN does: on AMD processors. On Intel's, it does not."""
+    return has_fbgemm() and "AuthenticAMD" in cpu_info()
 
-    On Intel processors, it does not. AMD processors with AVX512 were not measured.
-    """
-    return has_fbgemm() and torch.backends.cpu.get_cpu_capability() == "AVX2" and not is_intel_cpu()
+
+def is_intel_cpu() -> bool:
+    """Whether the processor is from Intel."""
+    return "GenuineIntel" in cpu_info()
 
 
 @cache
-def is_intel_cpu() -> bool:
-    """Whether the processor is from Intel, according to the operating system."""
+def cpu_info() -> str:
+    """What the operating system says about the processor. It names the vendor as the processor itself does."""
     try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text()
     except OSError: # not Linux
-        return "GenuineIntel" in platform.processor()
+        return platform.processor()
 
 
 def is_supported(dtype: torch.dtype = torch.float32) -> bool:
