@@ -57,6 +57,7 @@ def rows(folder, script=(PROJECT / "sample.py",)):
 # The rows in which each optimisation has an effect.
 ROWS_OF = {
     "packing": ["124M, 1 sample", "124M, 10 samples"],
+    "embedding_bags": ["124M, 1 sample"],
     "tracing": ["124M, 1 sample", "124M, 1 sample, int8", "10.6M, 10 samples, inside the window"],
     "shortlist": ["124M, 1 sample"],
     "interleaving": ["124M, 1 sample, int8"],
@@ -78,12 +79,13 @@ def pairs_of_optimisations(folder):
 def lines_of(optimisation):
     """The number of lines of code of the optimisation."""
     from sampling.backends import memory, process
-    from sampling.backends.cpu import int8_matmul, lm_head, packed_linear, trace_loop, traced_blocks
+    from sampling.backends.cpu import bag_linear, embedding_bag, lm_head, packed_linear, trace_loop, traced_blocks
     from sampling.checkpoints import skip_init
     from sampling.sampler import mt19937
     parts = {
-        "packing": [packed_linear], "tracing": [traced_blocks, trace_loop], "shortlist": [lm_head],
-        "interleaving": [int8_matmul.interleaved_channels], "skip_init": [skip_init], "jump_ahead": [mt19937], "disable_malloc_trim": [memory.disable_malloc_trim],
+        "packing": [packed_linear], "embedding_bags": [bag_linear, embedding_bag], "tracing": [traced_blocks, trace_loop],
+        "shortlist": [lm_head], "interleaving": [embedding_bag.interleaved_channels], "skip_init": [skip_init], "jump_ahead": [mt19937],
+        "disable_malloc_trim": [memory.disable_malloc_trim],
         "shorten_spinning": [process.shorten_spinning, process.cores_are_busy],
     }[optimisation]
     return sum(bool(line.strip()) for part in parts for line in inspect.getsource(part).splitlines())

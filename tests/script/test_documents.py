@@ -111,6 +111,14 @@ def test_the_table_of_settings_is_complete():
     assert rows == {name: repr(setting.default) for name, setting in find_settings(SCRIPT).items()}
 
 
+def test_the_benchmark_can_switch_off_every_optimisation(monkeypatch):
+    monkeypatch.syspath_prepend(PROJECT / "tests" / "bench")
+    import compare
+    import without
+    assert compare.ROWS_OF.keys() == without.OPTIMISATIONS.keys()
+    assert all(compare.lines_of(optimisation) > 0 for optimisation in compare.ROWS_OF)
+
+
 @pytest.mark.parametrize("name", ["RESULTS.md", "RESULTS-emerald-rapids.md", "RESULTS-amd.md", "RESULTS-zen3.md"])
 def test_the_documents_contain_the_benchmark_results(name):
     results = (PROJECT / "tests" / "bench" / name).read_text(encoding="utf-8").strip()
