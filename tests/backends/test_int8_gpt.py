@@ -19,7 +19,7 @@ from sampling.checkpoints.nanogpt import load_checkpoint
 from streams import generate, random_prompt
 
 skip_without_int8()
-pytestmark = pytest.mark.usefixtures("all_threads")
+pytestmark = pytest.mark.usefixtures("all_threads", "eager_two_digits")
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
 

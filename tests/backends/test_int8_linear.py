@@ -11,7 +11,7 @@ from sampling.backends.cpu.int8_matmul import Int8BagMatmul, OneDNNLimits, TwoDi
 from streams import normal
 
 skip_without_int8()
-pytestmark = pytest.mark.usefixtures("all_threads")
+pytestmark = pytest.mark.usefixtures("all_threads", "eager_two_digits")
 
 
 def dequantized(rows):
@@ -50,7 +50,7 @@ def test_a_row_has_the_same_result_alone_and_beside_any_others(fbgemm, max_bag_t
     monkeypatch.setattr(int8_linear, "has_fbgemm", lambda: fbgemm)
     monkeypatch.setattr(int8_linear, "max_bag_tokens", lambda: max_bag_tokens)
     layer = Int8Linear(quantize_weight(normal(96, 768)), normal(96, seed=1))
-    assert isinstance(layer.few_tokens_matmul, Int8BagMatmul if fbgemm else TwoDigitMatmul)
+    assert isinstance(layer.bag_matmul, Int8BagMatmul) == fbgemm
     x = torch.cat([normal(20, 768), 1e6 * normal(20, 768, seed=1), torch.zeros(1, 768), 1e-6 * normal(20, 768, seed=2)])
     together = layer(x, gelu="none")
     for i, row in enumerate(x):
@@ -77,13 +77,16 @@ def test_large_channels_do_not_cost_the_others_their_precision(base, monkeypatch
 
 
 @pytest.mark.parametrize("few", [1, 10])
-def test_few_tokens_need_the_weight_only_once(few, monkeypatch):
+@pytest.mark.parametrize("num_tokens, num_products", [(11, 3), (127, 3), (128, 1)])
+def test_the_weight_is_in_memory_once_until_many_tokens_need_it_twice(few, num_tokens, num_products, monkeypatch):
     monkeypatch.setattr(int8_linear, "max_bag_tokens", lambda: few)
-    layer = Int8Linear(quantize_weight(normal(20, 64)))
-    layer(normal(few, 64))
-    assert "many_tokens_matmul" not in vars(layer)
-    layer(normal(few + 1, 64))
-    assert "many_tokens_matmul" in vars(layer)
+    monkeypatch.setattr(int8_linear, "MIN_PRODUCTS", 3)
+    layer, x = Int8Linear(quantize_weight(normal(20, 64))), normal(num_tokens, 64)
+    expected = Int8Linear(quantize_weight(normal(20, 64)))(x)
+    for i in range(1, 5):
+        layer(normal(few, 64))
+        assert torch.equal(layer(x), expected)
+        assert (layer.two_digit_matmul is not None) == (i >= num_products)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])

@@ -18,7 +18,7 @@ from sampling.backends.cpu.int8_matmul import (
 from streams import normal
 
 skip_without_int8()
-pytestmark = pytest.mark.usefixtures("all_threads")
+pytestmark = pytest.mark.usefixtures("all_threads", "eager_two_digits")
 
 
 def largest_activations(values):
@@ -101,8 +101,8 @@ def test_products_have_fewer_inputs_where_large_sums_are_rounded(fresh_check, mo
     assert onednn_limits() == (256, 512)
     rows, x = quantize_weight(normal(20, 3000).abs()), normal(9, 3000)
     layer = Int8Linear(rows)
-    assert len(layer.many_tokens_matmul.matmuls) == 6
     assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
+    assert len(layer.two_digit_matmul.matmuls) == 6
 
 
 @pytest.mark.parametrize("error", [AttributeError("no such operator"), RuntimeError("not implemented"), None], ids=repr)

@@ -4,7 +4,6 @@ Weights are quantized to 8 bits per output channel, and activations to 9 to 15 b
 token has a scale. So nearly all of the error comes from the weights, even if a few channels are a hundred times larger
 than the others. Products are exact, so the tokens of a batch do not change each other's results.
 """
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,10 @@ from sampling.checkpoints.mapped_memory import pages_of, release_pages
 WEIGHTS_PER_CHUNK = 2**17 # quantized at once, so that their float32 copies need little memory
 ACTIVATIONS_PER_CHUNK = 2**20 # multiplied at once: more do not fit in the processor's cache
 MAX_SERIAL_GELU = 2**14 # elements: torch's GELU uses several threads for a larger tensor
-TINY = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales, so that a row of zeros is not divided by zero
+# Making a TwoDigitMatmul takes as long as multiplying 150 to 200 tokens with an Int8BagMatmul.
+MIN_TOKENS_ONCE = 128 # a product of this many tokens makes it; with fewer tokens, the third product does
+MIN_PRODUCTS = 3
+MIN_SCALE = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales, so that a row of zeros is not divided by zero
 
 
 class QuantizedWeight(NamedTuple):
@@ -38,7 +40,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     parts = zip(weight.split(size), values.split(size), scales.split(size), strict=True)
     for part, part_values, part_scales in parts:
         part = part.float()
-        part_scales.copy_(part.abs().amax(dim=1)).div_(MAX_WEIGHT).add_(TINY)
+        part_scales.copy_(part.abs().amax(dim=1)).div_(MAX_WEIGHT).add_(MIN_SCALE)
         part_values.copy_((part / part_scales[:, None]).round_())
         release_pages(pages)
     return QuantizedWeight(values, scales)
@@ -56,15 +58,10 @@ class Int8Linear:
         values, self.scales = weight
         self.bias = None if bias is None else bias.detach()
         self.scale_per_norm = torch.tensor(1 / max_norm(values), dtype=torch.float32)
-        if has_fbgemm():
-            self.few_tokens_matmul: Int8BagMatmul | TwoDigitMatmul = Int8BagMatmul(values)
-        else:
-            self.few_tokens_matmul = self.many_tokens_matmul = TwoDigitMatmul(values)
-
-    @cached_property
-    def many_tokens_matmul(self) -> TwoDigitMatmul:
-        """For many tokens. It is made when first needed: with it, the weight is in memory twice."""
-        return TwoDigitMatmul(self.few_tokens_matmul.values())
+        # With both, the weight is in memory twice.
+        self.bag_matmul = Int8BagMatmul(values) if has_fbgemm() else None
+        self.two_digit_matmul = None if self.bag_matmul else TwoDigitMatmul(values)
+        self.num_large_products = 0 # of more than max_bag_tokens() tokens, before there was a TwoDigitMatmul
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, gelu: str | None = None) -> Tensor:
         """See LinearLayer."""
@@ -78,10 +75,24 @@ class Int8Linear:
     def multiply(self, x: Tensor) -> Tensor:
         """(N, in) -> (N, out): the product with the weight, plus the bias."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(TINY, norm, self.scale_per_norm) # (N, 1)
-        matmul = self.few_tokens_matmul if len(x) <= max_bag_tokens() else self.many_tokens_matmul
-        y = matmul(x, scale).mul_(scale)
+        scale = torch.addcmul(MIN_SCALE, norm, self.scale_per_norm) # (N, 1)
+        y = self.matmul_for(len(x))(x, scale).mul_(scale)
         return y.mul_(self.scales) if self.bias is None else torch.addcmul(self.bias, y, self.scales)
+
+    def matmul_for(self, num_tokens: int) -> Int8BagMatmul | TwoDigitMatmul:
+        """The matmul that multiplies this many tokens sooner. Both have the same results.
+
+        A TwoDigitMatmul is made when many tokens need it. One sample with a short prompt does not, so its weights are
+        in memory once.
+        """
+        if self.bag_matmul and num_tokens <= max_bag_tokens():
+            return self.bag_matmul
+        if self.two_digit_matmul is None:
+            self.num_large_products += 1
+            if num_tokens < MIN_TOKENS_ONCE and self.num_large_products < MIN_PRODUCTS:
+                return self.bag_matmul
+            self.two_digit_matmul = TwoDigitMatmul(self.bag_matmul.values())
+        return self.two_digit_matmul
 
 
 def apply_gelu(x: Tensor, approximate: str) -> Tensor:

@@ -17,7 +17,7 @@ MIN_PARAMS = 2**23 # a smaller weight stays in the processor's cache
 MIN_WIDTH = 256 # in a narrower head, the work for each token takes longer than reading its row
 MAX_SHORTLIST_FRACTION = 1 / 16 # of the vocabulary; the rows of a longer shortlist take too long to read again
 FAILURE_BUDGET = 16 # -1 a miss, +0.5 a hit; at 0 the shortlist is disabled
-TINY = 2**-50 # a float32 norm may be too small by this much, if its square underflows
+UNDERFLOW = 2**-50 # a float32 norm may be too small by this much, if its square underflows
 
 
 def has_bfloat16_products() -> bool:
@@ -80,23 +80,23 @@ class Bfloat16Approximation:
     def __init__(self, weight: Tensor):
         self.mean = weight.mean(dim=0) # (E,)
         rounded = torch.empty_like(weight, dtype=torch.bfloat16)
-        max_norm = max_error = torch.tensor(TINY, dtype=torch.float32)
+        max_norm = max_error = torch.tensor(UNDERFLOW, dtype=torch.float32)
         for rows, target in zip(weight.split(1024), rounded.split(1024), strict=True):
             rows = rows - self.mean
             target.copy_(rows)
             max_norm = rows.norm(dim=1).max().maximum(max_norm)
             max_error = (rows - target).norm(dim=1).max().maximum(max_error)
         self.linear = EmbeddingBagMatmul(rounded) if bags_are_faster() else PackedLinear(rounded, pack_eagerly=True)
-        self.max_norm = max_norm + TINY
+        self.max_norm = max_norm + UNDERFLOW
         # The error of a float32 sum of E products is at most E * 2**-24 times the product of the norms, in any order.
         # There are three such sums: two with rows, one with the mean.
-        self.max_error = max_error + TINY + weight.size(1) * 2**-22 * (max_norm + self.mean.norm())
+        self.max_error = max_error + UNDERFLOW + weight.size(1) * 2**-22 * (max_norm + self.mean.norm())
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(1, E) -> approximate logits (1, V), and a bound on their error."""
         rounded = x.bfloat16().float()
         logits = self.linear(rounded).float() # the product is rounded to bfloat16 too, which has 8 bits
-        error = (self.max_error * (rounded.norm() + TINY) + self.max_norm * ((x - rounded).norm() + TINY)
+        error = (self.max_error * (rounded.norm() + UNDERFLOW) + self.max_norm * ((x - rounded).norm() + UNDERFLOW)
                  + 2**-8 * logits.abs().max())
         return logits.add_(x[0] @ self.mean), error
 
