@@ -7,7 +7,7 @@ from cases import cases
 from int8_support import skip_without_int8
 from sampling.backends.cpu import int8_linear, int8_matmul
 from sampling.backends.cpu.int8_linear import Int8Linear, int8_embedding, quantize_weight
-from sampling.backends.cpu.int8_matmul import Int8BagMatmul, OneDNNLimits, TwoDigitMatmul, onednn_limits
+from sampling.backends.cpu.int8_matmul import Int8BagMatmul, OneDNNLimits, onednn_limits
 from streams import normal
 
 skip_without_int8()

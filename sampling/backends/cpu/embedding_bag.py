@@ -110,3 +110,7 @@ class EmbeddingBagMatmul:
         weights = self.layout.sample_weights(x.to(self.table.dtype))
         sums = F.embedding_bag(indices, self.table, starts, mode="sum", per_sample_weights=weights)
         return self.layout.outputs(sums)
+
+    def weight(self) -> Tensor:
+        """The weight (out, in)."""
+        return self.layout.weight_of(self.table)

@@ -14,13 +14,13 @@ from sampling.backends.cpu.embedding_bag import has_fbgemm
 from sampling.backends.cpu.int8_matmul import MAX_WEIGHT, Int8BagMatmul, TwoDigitMatmul, max_bag_tokens, max_norm
 from sampling.checkpoints.mapped_memory import pages_of, release_pages
 
-WEIGHTS_PER_CHUNK = 2**17 # quantized at once, so that their float32 copies need little memory
+WEIGHTS_PER_CHUNK = 2**18 # quantized at once, so that their float32 copies need little memory
 ACTIVATIONS_PER_CHUNK = 2**20 # multiplied at once: more do not fit in the processor's cache
 MAX_SERIAL_GELU = 2**14 # elements: torch's GELU uses several threads for a larger tensor
 # Making a TwoDigitMatmul takes as long as multiplying 150 to 200 tokens with an Int8BagMatmul.
 MIN_TOKENS_ONCE = 128 # a product of this many tokens makes it; with fewer tokens, the third product does
 MIN_PRODUCTS = 3
-MIN_SCALE = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales, so that a row of zeros is not divided by zero
+MIN_SCALE = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales: a row of zeros must not be divided by 0
 
 
 class QuantizedWeight(NamedTuple):
@@ -36,13 +36,14 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     """
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
     pages, size = pages_of([weight]), max(1, WEIGHTS_PER_CHUNK // weight.size(1))
-    weight = weight.detach().contiguous() # Hugging Face's are transposed: each part would read all pages again
-    parts = zip(weight.split(size), values.split(size), scales.split(size), strict=True)
+    parts = zip(weight.detach().split(size), values.split(size), scales.split(size), strict=True)
     for part, part_values, part_scales in parts:
-        part = part.float()
+        part = part.contiguous().float()
         part_scales.copy_(part.abs().amax(dim=1)).div_(MAX_WEIGHT).add_(MIN_SCALE)
         part_values.copy_((part / part_scales[:, None]).round_())
-        release_pages(pages)
+        if weight.is_contiguous(): # every part of Hugging Face's transposed weights is on all pages
+            release_pages(pages)
+    release_pages(pages)
     return QuantizedWeight(values, scales)
 
 

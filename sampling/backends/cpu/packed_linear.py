@@ -127,6 +127,10 @@ class PackedLinear:
         elif self.thresholds is INTEL:
             self.weight = self.weight.T.contiguous().T # the layout that MKL reads fastest
 
+    def plain_weight(self) -> Tensor:
+        """The weight (out, in). Copies it if only the packed weight is left."""
+        return self.packed.to_dense() if self.weight is None else self.weight
+
 
 @torch.jit.script_if_tracing # torch.jit.trace does not support the operator's empty list
 def linear_pointwise(x: Tensor, packed: Tensor, bias: Tensor | None, operation: str, variant: str) -> Tensor:
