@@ -61,7 +61,7 @@ class KVCache:
     """
 
     def __init__(self, config: GPTConfig, batch_size: int, capacity: int, device=None, dtype=None):
-        shape = 2, batch_size, config.n_head, capacity, config.n_embd // config.n_head # keys, values: (2, B, H, S, D)
+        shape = 2, batch_size, config.n_head, capacity, config.n_embd // config.n_head # keys and values, (B, H, :, D)
         self.layers = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.seq_len = 0 # filled positions
 

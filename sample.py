@@ -68,7 +68,7 @@ interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model, then generate, save and show samples. settings: a dict of the globals above."""
+    """Load the model, then generate, save and show samples. settings: the globals above, by name."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from sampling.backends.devices import autocast, dtype_name

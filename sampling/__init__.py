@@ -8,6 +8,7 @@
 
 The samples are those of sample.py with the same settings. Importing this package does not import torch; load does.
 """
+import os
 from typing import TYPE_CHECKING
 
 from sampling.params import ModelOptions, Sample, SamplingParams, Token
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["Sample", "SamplingParams", "Token", "load"]
 
 
-def load(name: str, device: str = "auto", dtype: str = "auto", compile: bool = False,
+def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", compile: bool = False,
          cuda_graphs: bool = True, exact: bool = False, draft: str | None = None) -> "TextGenerator":
     """Load a model and its tokenizer.
 
     name: a folder with a ckpt.pt, or the file itself; otherwise the Hugging Face id ("gpt2", "user/model") or the
     folder of a GPT-2 model. The other arguments mean the same as in sample.py.
-    Raises FileNotFoundError, OSError or ValueError if there is no such model, or if it cannot be used here.
+    Raises OSError or ValueError if there is no such model, or if it cannot be used here.
+
+    Changes settings of the whole process: on a CPU glibc's malloc, and in int8 the instruction set of oneDNN; on CUDA
+    the current device, the precision of matrix products and the attention kernels; with compile, the limits of
+    torch.compile.
     """
     from sampling.text_generator import TextGenerator
     return TextGenerator.load(name, device, dtype, ModelOptions(compile, cuda_graphs, exact, draft))

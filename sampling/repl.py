@@ -28,6 +28,7 @@ REPL_TYPES["show_probs"] = ["bool"]
 SETTING_FLAG = re.compile(rf"(?<!\S)--(?=({'|'.join(REPL_TYPES)})\b)") # in a session, settings begin with a colon
 DEFAULT_START = "\n" # the default of the setting start
 QUIT = ":quit", ":q", ":exit", "exit"
+COMMANDS = "continue", "again", "settings", "help", "quit"
 GREETING = "type a prompt, or :help; Ctrl-D ends the session"
 HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
 Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
@@ -50,6 +51,7 @@ def run_repl(engine: Engine, printer: Printer, start: str) -> None:
     keep_invalid_bytes()
     set_progress_bar(None) # a progress bar would mix with what the user types
     session = Session(replace(engine, stream=True, on_tokens=lambda num_tokens: None), printer)
+    session.record_interrupts()
     if is_tty(sys.stdin):
         log(GREETING)
     with line_editing():
@@ -68,9 +70,6 @@ class Session:
     last: Sample | None = None
     shows_prompt: bool = True # whether the last sample was printed with its prompt
     is_interrupted: bool = False # Ctrl-C was pressed since the latest line was read
-
-    def __post_init__(self):
-        self.record_interrupts()
 
     def record_interrupts(self) -> None:
         """From now on, only record Ctrl-C. An exception during generation could make the model's state inconsistent."""
@@ -163,8 +162,8 @@ class Session:
     def change_setting(self, name: str, text: str) -> None:
         """Change one setting. Raises ValueError if there is no such setting, or the value is not allowed."""
         if name not in REPL_TYPES:
-            raise ValueError(f"a session has no setting {name:.100}{suggest(name, REPL_TYPES)}; it has "
-                             f"{', '.join(REPL_TYPES)}; put a prompt that begins with a colon in quotes")
+            raise ValueError(f"unknown command :{name:.100}{suggest(name, [*COMMANDS, *REPL_TYPES])}; :help lists all "
+                             "commands; put a prompt that begins with a colon in quotes")
         if not text and REPL_TYPES[name] != ["bool"]:
             raise ValueError(f"--{name} needs a value: --{name}=...")
         is_random = name == "seed" and text == "random"

@@ -1,4 +1,5 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from sampling.validation import check_counts, check_device, check_dtype
 
 @dataclass(eq=False)
 class TextGenerator:
-    """A model with its tokenizer, prepared for a device."""
+    """A model with its tokenizer, prepared for a device. Each thread needs its own."""
     backend: Backend
     tokenizer: Tokenizer
     dtype: torch.dtype
@@ -29,7 +30,7 @@ class TextGenerator:
     idle_engine: Engine | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def load(cls, name: str, device: str, dtype: str, options: ModelOptions) -> "TextGenerator":
+    def load(cls, name: str | os.PathLike, device: str, dtype: str, options: ModelOptions) -> "TextGenerator":
         """See sampling.load."""
         check_device({"device": device})
         check_dtype({**vars(options), "dtype": dtype})
@@ -54,7 +55,8 @@ class TextGenerator:
             raise TypeError(f"prompts must be a str or a list of str; got {prompts!r:.100}")
         requests = self.make_requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
         longest = max((len(request.prompt_ids) for request in requests), default=0)
-        batch_size = batch_size or max_batch_size(self.backend, longest + params.max_new_tokens)
+        if batch_size is None: # not more than needed: take_engine compares it, and free memory changes
+            batch_size = min(max_batch_size(self.backend, longest + params.max_new_tokens), max(1, len(requests)))
         return list(self.run(requests, params, batch_size=batch_size))
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
@@ -87,14 +89,13 @@ class TextGenerator:
             yield sample
 
     def take_engine(self, params: SamplingParams, batch_size: int, stream: bool) -> Engine:
-        """An engine at the start of its random stream. If the latest call had the same parameters, its engine is used
-        again, with its CUDA graphs.
+        """An engine for these parameters. If the latest call had the same ones, its engine is used again, with its CUDA
+        graphs.
 
         Two calls may be interleaved, so they never share an engine.
         """
         engine, self.idle_engine = self.idle_engine, None
         if engine and (engine.params, engine.batch_size, engine.stream) == (params, batch_size, stream):
-            engine.rng.rewind() # otherwise its samples would follow those of the latest call
             return engine
         return Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream,
                       is_huggingface=self.is_huggingface)

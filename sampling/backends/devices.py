@@ -12,7 +12,8 @@ def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     """
     available = available_devices()
     if name not in ["auto", *available]:
-        raise ValueError(f"{name.upper()} is not available here; found: {', '.join(available)}")
+        raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use one of these, or "
+                         "auto")
     device = torch.device(available[0] if name == "auto" else name)
     if device.type == "cuda" and device.index is None and local_rank is not None:
         return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -23,11 +23,12 @@ def load_from_settings(init_from: str, out_dir: str, copy_weights: bool = True) 
     return load_gpt2(init_from, copy_weights)
 
 
-def load_by_name(name: str, copy_weights: bool = True) -> Checkpoint:
+def load_by_name(name: str | os.PathLike, copy_weights: bool = True) -> Checkpoint:
     """Load the ckpt.pt at this path or in this folder; otherwise GPT-2, by Hugging Face id or folder.
 
     copy_weights: see copy_tensors.
     """
+    name = os.fspath(name)
     if is_checkpoint(name):
         return load_checkpoint(name, copy_weights=copy_weights)
     if numbered := numbered_checkpoint_in(name):

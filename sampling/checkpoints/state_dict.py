@@ -45,7 +45,7 @@ def require_claim_fits(state_dict: StateDict, source: Path) -> None:
     stored = {storage.data_ptr(): storage.nbytes() for storage in storages}
     claimed = max(sum(tensor.nbytes for tensor in state_dict.values()), sum(stored.values()))
     if claimed > 2 * os.path.getsize(source):
-        raise ValueError(f"{source} has {os.path.getsize(source)} bytes but claims tensors of {claimed}")
+        raise ValueError(f"{source} has {os.path.getsize(source)} bytes, but claims tensors of {claimed} bytes")
 
 
 def normalize_state_dict(model_args: dict, state_dict: StateDict, source: Path, checksums: Checksums,

@@ -52,7 +52,7 @@ class BatchSampler(SampleFn):
         self.sample_fn.repeat_noise()
 
     def propose(self, logits: Logits, ids: Tensor, ahead: int) -> Tensor:
-        """See SampleFn. No token may be left to teacher-force, as in a batch of one row."""
+        """See SampleFn. The batch must have one row: then no prompt token is left to teacher-force."""
         return self.sample_fn.propose(logits, ids, ahead)
 
     def start_batch(self, prompts: list[list[int]], rng_states: list[Tensor], device: torch.device) -> None:
@@ -95,7 +95,7 @@ class BatchSampler(SampleFn):
 
     def copy_logprobs(self) -> Logprobs | None:
         """A copy of the log-probabilities of the latest step: the next step overwrites them."""
-        return self.logprobs and Logprobs(*(tensor.clone() for tensor in self.logprobs))
+        return None if self.logprobs is None else Logprobs(*(tensor.clone() for tensor in self.logprobs))
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only."""

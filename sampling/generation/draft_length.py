@@ -6,7 +6,7 @@ MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
 PRIOR_CHECKED, PRIOR_ACCEPTED = 8.0, 7.0
 DECAY = 0.95 # the counts of earlier rounds are multiplied by this after each round
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
-PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32: between two Intel processors, 1.1 and 1.5
+PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32; two Intel processors had a PASS_COST of 1.1, 1.5
 
 
 @dataclass

@@ -82,7 +82,7 @@ class Engine:
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Yield the finished samples in order, except those that are already saved.
 
-        With stream, also yield the first unfinished sample after each step.
+        With stream, also yield the first unfinished sample after each flush (see FlushSchedule).
         Raises ValueError if logits were NaN or infinite.
         """
         requests = iter(requests)

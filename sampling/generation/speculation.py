@@ -42,7 +42,7 @@ class SpeculativeBackend(Backend):
     def __init__(self, target: RollbackBackend, draft: Draft, log: Log = warn):
         self.target, self.draft_backend, self.relative_cost = target, draft.backend, draft.relative_cost
         self.log_once = cache(log)
-        self.config, self.device, self.is_exact = target.config, target.device, target.is_exact
+        self.config, self.device = target.config, target.device
         self.compaction_ratio, self.allow_sync = target.compaction_ratio, target.allow_sync
         # An int8 copy of the target reads the target's own keys and values, instead of computing them again.
         self.shares_cache = draft.is_copy and type(target) is type(draft.backend)
@@ -75,7 +75,7 @@ class SpeculativeBackend(Backend):
 
     def decode_window(self, ids: Tensor, num_tokens: int, sample_fn: SampleFn,
                       draft_length: DraftLength) -> Generator[Tensor, list[int] | None, Tensor | None]:
-        """Continue ids (1, T) by num_tokens, which are at most one more than the window has room for.
+        """Continue ids (1, T) by num_tokens, at most block_size + 1 - T.
 
         Yields each token (1, 1). Returns all ids, or None if the caller ends the stream.
         """
@@ -157,8 +157,8 @@ class SpeculativeBackend(Backend):
         """How many proposals were accepted so far."""
         if not self.num_proposed:
             return "the draft proposed no tokens"
-        return (f"{self.num_accepted} of the {self.num_proposed} tokens that the draft proposed were accepted "
-                f"({100 * self.num_accepted / self.num_proposed:.0f} %)")
+        return (f"acceptance rate of the draft: {100 * self.num_accepted / self.num_proposed:.0f} % "
+                f"({self.num_accepted} of {self.num_proposed} tokens)")
 
     def logits_are_finite(self) -> Tensor | None:
         """See Backend.logits_are_finite. decode_window checks its own logits."""

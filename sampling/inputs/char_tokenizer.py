@@ -8,7 +8,7 @@ from sampling.checkpoints.pickle_scanner import MAX_PICKLE_BYTES, check_pickle
 from sampling.inputs.token_ids import IdArray, id_list
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of ids that are not in the vocabulary
-MAX_TOKEN_CHARS = 2**8 # real vocabularies have one character per token
+MAX_CHARS_PER_TOKEN = 2**8 # real vocabularies have one character per token
 
 
 class NoVocabularyError(ValueError):
@@ -91,7 +91,7 @@ def check_vocabulary(source: str, stoi: dict, itos: dict) -> None:
     """Raise ValueError unless the dicts map characters to token ids, and back to the same characters."""
     ids, chars = [*stoi.values(), *itos], [*stoi, *itos.values()]
     if not (ids and all(type(i) is int and i >= 0 for i in ids)
-            and all(isinstance(char, str) and len(char) <= MAX_TOKEN_CHARS for char in chars)):
+            and all(isinstance(char, str) and len(char) <= MAX_CHARS_PER_TOKEN for char in chars)):
         raise ValueError(f"{source} must map characters to token ids in stoi, and token ids to characters in itos")
     # Several characters may share an id, and several ids may share a character. But the two dicts must not conflict.
     pairs, reverse = set(stoi.items()), {(char, i) for i, char in itos.items()}

@@ -27,7 +27,7 @@ def is_text(value: object) -> bool:
 
 
 def is_optional_text(value: object) -> bool:
-    """Whether value is a text of allowed length or None."""
+    """Whether value is a text of allowed length, which may be empty, or None."""
     return value is None or value == "" or is_text(value)
 
 

@@ -107,7 +107,8 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         report_and_exit(1, "out of memory: the model, or a single sample, does not fit "
-                           f"({str(error) or 'no details available':.200})")
+                           f"({str(error) or 'no details available':.200}): use a smaller model, fewer max_new_tokens, "
+                           "dtype=bfloat16 or, on a CPU, dtype=int8")
 
 
 def report_and_exit(status: int, message: str) -> NoReturn:

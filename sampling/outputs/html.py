@@ -99,8 +99,8 @@ class HtmlWriter:
 
     def resume_error(self, num_saved: int, found: int) -> ValueError:
         """The error for a page that does not hold the samples that out_file holds."""
-        return ValueError(f"{self.path} must be the page of this run and hold its first {num_saved} samples, as "
-                          f"out_file does, but has {found}: leave html_file out, or give both files other names")
+        return ValueError(f"{self.path} must be the page of this run. out_file holds {plural(num_saved, 'sample')}, "
+                          f"but the page holds {found}: leave html_file out, or give both files other names")
 
 
 def sample_start(index: int) -> bytes:
@@ -138,9 +138,9 @@ def definition_list(run_info: Mapping[str, Any]) -> str:
 
 
 def token_data(tokens: list[Token]) -> str:
-    """JSON for the page's script: [length, cost, text, cost, text, cost ...] for each token.
+    """JSON for the page's script: [length, surprisal, text, surprisal, text, surprisal ...] for each token.
 
-    The first cost is that of the token, the others belong to the texts of the most likely tokens. A cost is a
+    The first surprisal is that of the token, the others are those of the most likely tokens. A surprisal is a
     neg_millilogprob. A token that ends inside a character has length 0; the token that completes it has all of it.
     """
     data = []

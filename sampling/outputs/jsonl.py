@@ -26,8 +26,8 @@ CheckpointId = dict[str, str | None]
 class LineFormat:
     """Turns samples into lines of JSON.
 
-    Each line holds a sample, checkpoint_id ("path" and "crc32") and settings; unless logprobs is None, also the tokens,
-    each with the logprobs most likely ones.
+    Each line holds a sample, checkpoint_id ("path" and "crc32") and settings. logprobs: how many of the most likely
+    tokens to save with each sampled token; None: save no tokens.
     """
 
     def __init__(self, checkpoint_id: CheckpointId, settings: dict[str, Any], logprobs: int | None = None):

@@ -18,7 +18,11 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
     Raises OSError or ValueError, which names the file, if that is not possible.
     """
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is not a regular file, so no samples can be added to it")
+        raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path")
+    folder = os.path.dirname(path)
+    if folder and not os.path.exists(folder):
+        raise OSError(f"cannot write {path!r:.200}: there is no folder {folder!r:.200}; create it, or give another "
+                         "path")
     with name_write_errors(path):
         file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
     try:

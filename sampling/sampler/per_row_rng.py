@@ -37,15 +37,13 @@ class PerRowRNG:
         self.lookahead: deque[Tensor] = deque() # the draws after self.numbers that peek has already made, (1, V) each
 
     def state_for_sample(self, index: int) -> Tensor:
-        """The generator state in which sample number index starts. Until rewind, indices must not decrease."""
+        """The generator state in which sample number index starts. Increasing indices take the least time."""
+        if index < self.index: # the generator cannot go back, so it starts again
+            self.run_generator.set_state(self.start_state)
+            self.index = 0
         advance_exponential(self.run_generator, (index - self.index) * self.draws_per_sample, self.vocab_size)
         self.index = index
         return self.run_generator.get_state()
-
-    def rewind(self) -> None:
-        """Go back to sample 0, for another run with the same seed."""
-        self.run_generator.set_state(self.start_state)
-        self.index = 0
 
     def set_rows(self, states: list[Tensor]) -> None:
         """Begin a batch whose rows start in these states.

@@ -42,8 +42,8 @@ def sample_token(logits: Logits, ids: Tensor, temperature: float = 1.0, top_k: i
 
     Raises ValueError if a logit is NaN or infinite. allow_sync=False does nothing that would synchronise a GPU: it does
     not check logits, and top_k keeps all V columns. in_logits_dtype=True applies temperature and top_k in the dtype of
-    the logits, as nanoGPT does under autocast; all else is computed in float32. In both modes, temperatures below 1e-30
-    count as 0.
+    the logits, as nanoGPT does under autocast; all else is computed in float32. With allow_sync=False or
+    in_logits_dtype=True, a temperature below 1e-30 counts as 0.
     """
     values, shape = logits.values if in_logits_dtype else logits.values.float(), logits.values.shape
     candidates = None # (B, K) the ids of the columns of values; None: values still has all V columns

@@ -30,14 +30,14 @@ def test_choose_device_returns_the_named_device_or_the_best_one(found, name, exp
 
 
 @pytest.mark.parametrize("found, name, message", [
-    (dict(), "cuda", "CUDA is not available here; found: cpu"),
-    (dict(mps=True), "cuda:1", "CUDA:1 is not available here; found: mps, cpu"),
-    (dict(gpus=2), "cuda:2", "CUDA:2 is not available here; found: cuda, cuda:0, cuda:1, cpu"),
-    (dict(), "mps", "MPS is not available here; found: cpu"),
+    (dict(), "cuda", "device=cuda is not available here; found: cpu"),
+    (dict(mps=True), "cuda:1", "device=cuda:1 is not available here; found: mps, cpu"),
+    (dict(gpus=2), "cuda:2", "device=cuda:2 is not available here; found: cuda, cuda:0, cuda:1, cpu"),
+    (dict(), "mps", "device=mps is not available here; found: cpu"),
 ])
 def test_a_device_that_is_not_available_raises(found, name, message, simulate_devices):
     simulate_devices(**found)
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with pytest.raises(ValueError, match=f"^{message}; use one of these, or auto$"):
         choose_device(name)
 
 

@@ -222,7 +222,7 @@ def test_the_summary_counts_proposals(tokenizer):
     assert backend.summary() == "the draft proposed no tokens"
     run(backend, tokenizer)
     n = backend.num_proposed
-    assert backend.summary() == f"{n} of the {n} tokens that the draft proposed were accepted (100 %)"
+    assert backend.summary() == f"acceptance rate of the draft: 100 % ({n} of {n} tokens)"
 
 
 def record(length, rounds, share):

@@ -37,9 +37,9 @@ def exit_statuses(monkeypatch):
     (ValueError("a\x1b[2Jb\x9bc"), 2, "error: a\u241b[2Jb\ufffdc\n"),
     (BrokenPipeError(), 141, ""),
     (ModuleNotFoundError("No module named 'x'"), 1, f"error: No module named 'x' in {sys.executable}: use a Python with the packages of requirements.txt, such as .venv/bin/python\n"),
-    (MemoryError(), 1, "error: out of memory: the model, or a single sample, does not fit (no details available)\n"),
+    (MemoryError(), 1, "error: out of memory: the model, or a single sample, does not fit (no details available): use a smaller model, fewer max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8\n"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1,
-     "error: out of memory: the model, or a single sample, does not fit ([enforce fail] DefaultCPUAllocator: can't allocate memory)\n"),
+     "error: out of memory: the model, or a single sample, does not fit ([enforce fail] DefaultCPUAllocator: can't allocate memory): use a smaller model, fewer max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8\n"),
 ], ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "")
 def test_a_user_error_is_one_line(read_stderr, exit_statuses, error, status, message):
     with pytest.raises(SystemExit), console.report_user_errors(status=2):

@@ -28,7 +28,7 @@ def test_the_error_names_a_file_that_cannot_be_opened(tmp_path):
     with pytest.raises(ValueError, match="is not a regular file"):
         open_output(tmp_path)
     (tmp_path / "file").touch()
-    for path, reason in ("no/such", "No such file"), ("file/a", "Not a directory"), ("x" * 300, "File name too long"):
+    for path, reason in ("no/such", "there is no folder"), ("file/a", "Not a directory"), ("x" * 300, "File name too long"):
         with pytest.raises(OSError, match=rf"cannot write '.*: {reason}"):
             open_output(f"{tmp_path}/{path}")
 

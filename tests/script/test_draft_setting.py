@@ -8,7 +8,7 @@ from models import make_gpt, save_checkpoint
 from project import RULE
 
 RUN = "--max_new_tokens=14", "--num_samples=3", "--batch_size=1", "--start=A", "--device=cpu", "--top_k=20"
-ACCEPTED = re.compile(r"^(\d+) of the (\d+) tokens that the draft proposed were accepted \(\d+ %\)$", re.MULTILINE)
+ACCEPTED = re.compile(r"^acceptance rate of the draft: \d+ % \((\d+) of (\d+) tokens\)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

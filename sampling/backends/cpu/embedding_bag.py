@@ -58,7 +58,7 @@ class BagLayout(NamedTuple):
             part.copy_(rows[order].T)
         return weight.flatten(0, 1)[:self.out_features]
 
-    def sample_weights(self, x: Tensor) -> Tensor:
+    def bag_weights(self, x: Tensor) -> Tensor:
         """Activations (N, in) as the weights of all bags, in the order of bag_indices."""
         return x.expand(self.num_parts, -1, -1).reshape(-1)
 
@@ -107,7 +107,7 @@ class EmbeddingBagMatmul:
     def __call__(self, x: Tensor) -> Tensor:
         """(1, in) -> (1, out), in the dtype of the weight."""
         indices, starts = bag_indices(self.layout, num_tokens=1)
-        weights = self.layout.sample_weights(x.to(self.table.dtype))
+        weights = self.layout.bag_weights(x.to(self.table.dtype))
         sums = F.embedding_bag(indices, self.table, starts, mode="sum", per_sample_weights=weights)
         return self.layout.outputs(sums)
 

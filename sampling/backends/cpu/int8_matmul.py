@@ -64,7 +64,7 @@ class Int8BagMatmul:
     def __call__(self, x: Tensor, scale: Tensor) -> Tensor:
         """x (N, in) divided by scale (N, 1) and rounded, times the weight -> (N, out)."""
         indices, starts = bag_indices(self.layout, num_tokens=len(x))
-        weights = self.layout.sample_weights((x / scale).round_())
+        weights = self.layout.bag_weights((x / scale).round_())
         return self.layout.outputs(torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self.table, indices, starts, per_sample_weights=weights))
 
@@ -152,4 +152,4 @@ def onednn_limits() -> OneDNNLimits:
                 return OneDNNLimits(base, max_inputs)
     except (AttributeError, RuntimeError): # the operators are missing
         pass
-    raise ValueError("dtype=int8 does not work with this torch on this processor: use dtype=float32")
+    raise ValueError("int8 does not work with this torch on this processor: use dtype=float32, without draft=int8")

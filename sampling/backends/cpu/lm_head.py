@@ -49,7 +49,7 @@ class ShortlistLMHead:
         if not self.skip_shortlist and len(x) == 1 and k is not None and k <= self.max_shortlist:
             logits = self.try_shortlist(x, k)
         self.skip_shortlist = False
-        return logits or Logits(self.linear(x))
+        return Logits(self.linear(x)) if logits is None else logits
 
     def try_shortlist(self, x: Tensor, k: int) -> Logits | None:
         """The Logits of __call__, exact for a shortlist. None if it is too long, or if this k has no budget left."""

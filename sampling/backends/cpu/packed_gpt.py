@@ -1,4 +1,20 @@
-"""The backend for CPUs: packed weights, and few operations per token."""
+"""The backend for CPUs: packed weights, and few operations per token.
+
+Which layers multiply, by processor and dtype:
+
+    processor, dtype    one row                                      several rows
+    Intel, float32      F.linear, with MKL                           PackedLinear, with oneDNN
+    AMD, not int8       BagLinear, with embedding bags               PackedLinear
+    otherwise           PackedLinear                                 PackedLinear
+    all, int8           Int8BagMatmul, with embedding bags           TwoDigitMatmul, with oneDNN
+
+Each of them converts its weight when that has begun to pay, mostly at the third such product in succession. Until then,
+F.linear multiplies, or in int8 the Int8BagMatmul. In float32, a large LM head computes the logits of one row in
+bfloat16, and only the largest again in float32 (ShortlistLMHead).
+
+A layer with fewer than 256 inputs or outputs is narrow, and uses F.linear for few rows. DecodeStep runs the blocks for
+one token of each row, and traces them after 0.3 seconds.
+"""
 from functools import partial
 
 import torch

@@ -31,7 +31,7 @@ class LinearLayer(Protocol):
 
 class PackThresholds(NamedTuple):
     """The number of rows from which on a packed product is faster than F.linear, including the time to pack."""
-    min_rows_repeated: int # if three successive products have the same number of rows
+    min_rows_repeated: int # if three consecutive products have the same number of rows
     min_rows_once: float # otherwise
     min_rows_narrow: int # with fewer rows, a narrow layer uses its plain weight, even after packing
 
@@ -92,7 +92,7 @@ class PackedLinear:
         self.bias, self.dtype = bias, weight.dtype
         self.thresholds = pack_thresholds(weight.dtype)
         self.previous_rows = 0 # of the latest product before packing
-        self.num_repeats = 0 # how many products in a row before it had as many rows
+        self.num_repeats = 0 # how many consecutive products before it had the same number of rows
         if pack_eagerly:
             self.pack()
 
@@ -116,7 +116,7 @@ class PackedLinear:
 
     def should_pack(self, rows: int) -> bool:
         """Whether it saves time to pack the weight before a product with this many rows."""
-        is_repeated = self.num_repeats >= 2 # a draft that is always wrong is off before that
+        is_repeated = self.num_repeats >= 2 # not 1: if all proposals are rejected, the draft is off by then
         return rows >= (self.thresholds.min_rows_repeated if is_repeated else self.thresholds.min_rows_once)
 
     def pack(self) -> None:

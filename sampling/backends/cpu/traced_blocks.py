@@ -26,7 +26,7 @@ from sampling.backends.cpu.trace_loop import layout_of, tensors_of, trace_loop
 MIN_STEPS = 3 # the third may pack layers
 MIN_SECONDS = 0.3 # tracing takes 0.05 s, and saves 5 to 25 % of a step
 
-LOCK = threading.Lock() # for tracing, because catch_warnings is not safe with threads
+LOCK = threading.Lock() # for tracing: catch_warnings changes the whole process, and other threads may trace too
 
 
 class TracedBlocks(NamedTuple):
