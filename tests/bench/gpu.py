@@ -3,6 +3,8 @@
     python tests/bench/gpu.py [--seconds=385] [--only=TEXT] [--skip=TEXT] > results.jsonl
     python tests/bench/gpu.py --smoke    # small sizes, also without a GPU: shows only that the command works
 
+Sections: the machine; checks of random numbers, logits, CUDA graphs, --exact, batch sizes and memory; timings of 124M
+and XL with 1, 10 and 100 samples, beside nanoGPT's loop and Hugging Face; the kernels of a step.
 The models are random, so nothing is downloaded. Each line is one result, printed at once. A cell whose section has no
 time left is skipped, and says so. No cell can stop the others.
 """

@@ -119,10 +119,23 @@ def test_the_benchmark_can_switch_off_every_optimisation(monkeypatch):
     assert all(compare.lines_of(optimisation) > 0 for optimisation in compare.ROWS_OF)
 
 
-@pytest.mark.parametrize("name", ["RESULTS.md", "RESULTS-emerald-rapids.md", "RESULTS-amd.md", "RESULTS-zen3.md"])
-def test_the_documents_contain_the_benchmark_results(name):
-    results = (PROJECT / "tests" / "bench" / name).read_text(encoding="utf-8").strip()
-    assert any(results in path.read_text(encoding="utf-8") for path in DOCUMENTS)
+def rates(name):
+    """The rates in a file of benchmark results: {(row, program): "1,234"}."""
+    results = (PROJECT / "tests" / "bench" / name).read_text(encoding="utf-8")
+    return {(row, program): rate for row, program, rate in re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([\d.,]+) \|", results, re.MULTILINE)}
+
+
+def test_the_documents_have_the_rates_of_the_benchmark_results():
+    columns = [("124M, 1 sample", "float32"), ("124M, 1 sample", "int8"), ("124M, 10 samples", "float32"), ("124M, 10 samples", "int8"),
+               ("10.6M, 10 samples, inside the window", "float32")]
+    summary = re.findall(r"^\| \[.*\(.*/bench/(.*?)\) \|(.*)\|$", (PROJECT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(summary) == 4
+    for name, line in summary:
+        cells = [re.findall(r"[\d.,]*\d(?= |$)", cell.replace("*", "").replace(", ", " ")) for cell in line.split(" | ")]
+        assert [cell[0] for cell in cells] == [rates(name)[row, f"sample.py {dtype}"] for row, dtype in columns]
+        assert all(cell[-1] in [rate for (other, _), rate in rates(name).items() if other == row] for cell, (row, _) in zip(cells, columns, strict=True))
+    chart_row = re.search(r"^\| GPT-2 124M, 10 samples \|.*\*\*(\d+)\*\*", (PROJECT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert chart_row[1] == rates("RESULTS.md")["124M, 10 samples", "sample.py float32"]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

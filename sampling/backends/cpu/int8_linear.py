@@ -32,7 +32,8 @@ class QuantizedWeight(NamedTuple):
 def quantize_weight(weight: Tensor) -> QuantizedWeight:
     """Quantize a weight (out, in) of any floating point dtype to int8, per output channel.
 
-    The memory of a weight that is mapped from a file is released part by part, so that it is never all in memory.
+    The memory of a weight that is mapped from a file is released: part by part, or at the end if the weight is
+    transposed, as Hugging Face's are.
     """
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
     pages, size = pages_of([weight]), max(1, WEIGHTS_PER_CHUNK // weight.size(1))
@@ -41,7 +42,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         part = part.contiguous().float()
         part_scales.copy_(part.abs().amax(dim=1)).div_(MAX_WEIGHT).add_(MIN_SCALE)
         part_values.copy_((part / part_scales[:, None]).round_())
-        if weight.is_contiguous(): # every part of Hugging Face's transposed weights is on all pages
+        if weight.is_contiguous(): # otherwise, each part is on all pages
             release_pages(pages)
     release_pages(pages)
     return QuantizedWeight(values, scales)
