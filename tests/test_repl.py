@@ -85,15 +85,15 @@ def test_commands_change_the_settings(session, run_script, char_checkpoint):
 
 def test_the_session_continues_after_an_error(session):
     session.type(":temprature=1\n")
-    session.wait_for("error: unknown command :temprature; did you mean temperature?")
+    session.wait_for("error: unknown command ':temprature'; did you mean temperature?")
     session.wait_for("> ")
     session.type("The \n")
     session.wait_for(RULE)
 
 
 ANSWERS = { # what a user types, and a part of the message
-    ":temperature=cold": "error: temperature takes a number", ":temperature=-1": "error: temperature must be 0", ":out_dir=x": "error: unknown command :out_dir",
-    ":": "error: unknown command :; :help lists all commands", ":stop": "error: :stop needs a value", ":x": "put a prompt that begins with a colon in quotes", ":again 3": "error: :again takes no value",
+    ":temperature=cold": "error: temperature takes a number", ":temperature=-1": "error: temperature must be 0", ":out_dir=x": "error: unknown command ':out_dir'",
+    ":": "error: unknown command ':'; :help lists all commands", ":stop": "error: :stop needs a value", ":x": "put a prompt that begins with a colon in quotes", ":again 3": "error: :again takes no value",
     ":help": "Ctrl-D ends the session", ":seed=random": "drawn at random; :seed=", '""': "error: the prompt is empty, but a sample needs something to continue, such as a newline", "¡": "error: the prompt has characters",
     "FILE:-": "error: this session reads standard input itself", "FILE:nowhere.txt": "error: cannot read the prompt file 'nowhere.txt'",
     "FILE:a--b.txt": "error: cannot read the prompt file 'a--b.txt'", "FILE:--seed.txt": "error: cannot read the prompt file '--seed.txt'",
@@ -231,7 +231,7 @@ def test_the_setting_start_is_the_first_prompt(capsys, monkeypatch, char_checkpo
 def test_a_session_reads_lines_from_a_pipe(run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=b'The \n\n:top_k=5\n"\\n"\n:nothing\n":O"\n')
     assert done.returncode == 0 and done.stdout.count(RULE) == 3 and done.stdout.startswith("The ") and f"{RULE}:O" in done.stdout
-    assert "> " not in done.stdout and "error: unknown command :nothing" in done.stderr
+    assert "> " not in done.stdout and "error: unknown command ':nothing'" in done.stderr
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte-order-mark"])

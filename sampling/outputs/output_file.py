@@ -19,10 +19,6 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path")
-    folder = os.path.dirname(path)
-    if folder and not os.path.exists(folder):
-        raise OSError(f"cannot write {path!r:.200}: there is no folder {folder!r:.200}; create it, or give another "
-                         "path")
     with name_write_errors(path):
         file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
     try:
@@ -88,5 +84,9 @@ def name_write_errors(path: str | os.PathLike) -> Iterator[None]:
     """Turn an OSError inside the block into one that names the file."""
     try:
         yield
+    except FileNotFoundError:
+        folder = os.path.dirname(os.path.realpath(path))
+        raise OSError(f"cannot write {path!r:.200}: there is no folder {folder}; create it, or give another "
+                      "path") from None
     except OSError as error:
         raise OSError(f"cannot write {path!r:.200}: {error.strerror}") from None
