@@ -162,8 +162,8 @@ class Session:
     def change_setting(self, name: str, text: str) -> None:
         """Change one setting. Raises ValueError if there is no such setting, or the value is not allowed."""
         if name not in REPL_TYPES:
-            raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, *REPL_TYPES])}; :help lists all "
-                             "commands; put a prompt that begins with a colon in quotes")
+            raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, *REPL_TYPES])}; :help lists "
+                             "all commands; put a prompt that begins with a colon in quotes")
         if not text and REPL_TYPES[name] != ["bool"]:
             raise ValueError(f"--{name} needs a value: --{name}=...")
         is_random = name == "seed" and text == "random"
