@@ -1,6 +1,7 @@
 """The public API: load a model, generate text from text."""
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import sampling
 from models import make_gpt
 from project import PROJECT
+from sampling import text_generator
 from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
 
 PARAMS = sampling.SamplingParams(max_new_tokens=12, temperature=0.9, stop="zzz")
@@ -44,6 +46,22 @@ def test_a_prompt_is_a_text(generator):
 
 def test_prompts_may_be_any_iterable(generator):
     assert [sample.prompt.text for sample in generator.generate(iter(["A", "B"]), PARAMS, num_samples=2)] == ["A", "A", "B", "B"]
+
+
+def test_a_path_may_be_a_path_object(gpt2_folder, tiktoken_cache, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
+    samples = [sampling.load(name, device="cpu").generate("A", PARAMS)[0].text for name in (Path(gpt2_folder), str(gpt2_folder))]
+    assert samples[0] == samples[1]
+
+
+def test_the_next_call_uses_the_same_engine_whatever_memory_is_free(generator, monkeypatch):
+    """Its CUDA graphs are for one batch size."""
+    engines = []
+    for size in 5, 7:
+        monkeypatch.setattr(text_generator, "max_batch_size", lambda *_, size=size: size)
+        generator.generate("A", PARAMS, num_samples=3)
+        engines.append(generator.idle_engine)
+    assert engines[0] is engines[1] and engines[0].batch_size == 3
 
 
 def test_the_default_dtype_of_the_caller_does_not_matter(generator):
