@@ -123,8 +123,8 @@ def shard_files(index: Path) -> list[Path]:
     if not names:
         raise ValueError(f"weight_map in {index} must name files in its own folder, but names none")
     for name in names:
-        if not (isinstance(name, str) and name and name == Path(name).name[:250]):
-            raise ValueError(f"weight_map in {index} must name files in its own folder, got {name!r:.100}")
-        if not (index.parent / name).is_file():
-            raise ValueError(f"{index} names {name!r:.100}, which is not in its folder: download the model again")
+        is_plain = isinstance(name, str) and name == Path(name).name[:250]
+        if not (is_plain and (index.parent / name).is_file()):
+            raise ValueError(f"weight_map in {index} must name files in its own folder, but {name!r:.100} is not one: "
+                             "download the model again")
     return [index.parent / name for name in sorted(set(names))]

@@ -74,7 +74,7 @@ def test_an_index_may_only_name_files_in_its_folder(name, hf_copy):
         copy.write_bytes((hf_copy / "model.safetensors").read_bytes())
     (hf_copy / "model.safetensors").unlink()
     (hf_copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(ValueError, match=r"must name files in its own folder|which is not in its folder"):
+    with pytest.raises(ValueError, match="must name files in its own folder"):
         load_gpt2(str(hf_copy))
 
 

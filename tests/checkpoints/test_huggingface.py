@@ -102,7 +102,7 @@ def test_an_invalid_model_id_is_refused():
      "must name files in its own folder"),
     (lambda folder: [(folder / "model.safetensors").unlink(),
                      (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "y.safetensors"}}')],
-     "model.safetensors.index.json names 'y.safetensors', which is not in its folder: download the model again"),
+     "must name files in its own folder, but 'y.safetensors' is not one: download the model again"),
     (lambda folder: [(folder / "model.safetensors").unlink(), (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')],
      "model.safetensors.index.json must name files in its own folder, but names none"),
 ], ids=lambda value: value if isinstance(value, str) else "")

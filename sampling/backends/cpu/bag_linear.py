@@ -18,8 +18,8 @@ class BagLinear:
 
     It makes the table of the bags at the third single row in succession, so that the first token does not wait; with
     pack_eagerly, at the first one. Then an unpacked PackedLinear, which has served only a prompt, gives up its weight.
-    For another prompt, it is made again, which takes about as long as reading the model. So only a run of several
-    prompts or batches has the weight in memory twice.
+    For another prompt, it is made again from the table. So only a run of several prompts or batches has the weight in
+    memory twice.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack_eagerly: bool = False):

@@ -17,7 +17,7 @@ from sampling.checkpoints.mapped_memory import pages_of, release_pages
 WEIGHTS_PER_CHUNK = 2**18 # quantized at once, so that their float32 copies need little memory
 ACTIVATIONS_PER_CHUNK = 2**20 # multiplied at once: more do not fit in the processor's cache
 MAX_SERIAL_GELU = 2**14 # elements: torch's GELU uses several threads for a larger tensor
-# Making a TwoDigitMatmul takes as long as multiplying 150 to 200 tokens with an Int8BagMatmul.
+# On an AMD EPYC, making a TwoDigitMatmul takes as long as multiplying about 200 tokens with an Int8BagMatmul.
 MIN_TOKENS_ONCE = 128 # a product of this many tokens makes it; with fewer tokens, the third product does
 MIN_PRODUCTS = 3
 MIN_SCALE = torch.tensor(2.0**-100, dtype=torch.float32) # added to scales: a row of zeros must not be divided by 0
