@@ -1,20 +1,15 @@
-"""GPT: the model of nanoGPT and GPT-2, its KV cache, and generation.
+"""GPT: the model of nanoGPT and GPT-2, its KV cache, and generation. This file needs only torch.
 
 Axes: B batch, T tokens of this call, S all positions so far (those in the cache and T), E embedding width, H heads,
 D = E / H head width, V vocabulary.
 """
 import math
-from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.nn import functional as F
-
-from sampling.sampler.sample_fn import Logits, Noise, SampleFn
-from sampling.sampler.sample_token import TokenSampler, exponential_noise
 
 
 @dataclass
@@ -60,8 +55,8 @@ class KVCache:
     The caller owns the cache. GPT.forward reads it, appends the keys and values of its tokens, and advances seq_len.
     """
 
-    def __init__(self, config: GPTConfig, batch_size: int, capacity: int, device=None, dtype=None):
-        shape = 2, batch_size, config.n_head, capacity, config.n_embd // config.n_head # keys and values, (B, H, :, D)
+    def __init__(self, config: GPTConfig, num_rows: int, capacity: int, device=None, dtype=None):
+        shape = 2, num_rows, config.n_head, capacity, config.n_embd // config.n_head # keys and values, (B, H, :, D)
         self.layers = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
         self.seq_len = 0 # filled positions
 
@@ -186,131 +181,35 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, *,
-                 top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0,
-                 context_shift: bool = False, noise: Noise = exponential_noise) -> Tensor:
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
         """Continue token ids (B, T) by max_new_tokens: returns (B, T + max_new_tokens), and does not change idx.
 
-        sample_token explains temperature, top_k, top_p, min_p and repetition_penalty; generate_stream explains
-        context_shift.
+        Samples as nanoGPT does, from torch's global generator. The KV cache makes it faster, up to block_size tokens.
         """
-        sample_fn = TokenSampler(temperature, top_k, top_p, min_p, repetition_penalty, noise)
-        return torch.cat([idx, *self.generate_stream(idx, max_new_tokens, sample_fn, context_shift)], dim=1)
+        block_size = self.config.block_size
+        cache = self.new_cache(len(idx), min(idx.size(1) + max_new_tokens, block_size))
+        unread = idx[:, -block_size:] # tokens that are not in the cache yet
+        for _ in range(max_new_tokens):
+            logits = self(unread, cache=cache)[0][:, -1] / temperature # (B, V)
+            if top_k is not None:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:] # (B, 1)
+                logits = logits.masked_fill(logits < kth, -torch.inf)
+            token = torch.multinomial(logits.softmax(dim=-1), num_samples=1) # (B, 1)
+            idx, unread = torch.cat([idx, token], dim=1), token
+            if idx.size(1) > block_size: # positions are absolute: once the window moves, all keys and values change
+                unread, cache = idx[:, -block_size:], None
+        return idx
 
-    def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn, context_shift: bool = False):
-        """See the function generate_stream below."""
-        return generate_stream(self, idx, max_new_tokens, sample_fn, context_shift)
-
-    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """An empty KVCache for forward."""
-        return KVCache(self.config, batch_size, capacity, self.lm_head.weight.device, linear_dtype(self))
-
-    def next_logits(self, idx, cache: KVCache | None, num_logits_needed: int | None = None,
-                    num_positions: int = 1) -> Logits:
-        """See CausalLM.next_logits. Computes all logits, and ignores num_logits_needed."""
-        return Logits(self(idx, cache=cache, num_positions=num_positions)[0].flatten(0, 1)) # (B, n, V) -> (B * n, V)
-
-    @classmethod
-    def from_state_dict(cls, model_args: dict, state_dict: dict[str, Tensor]) -> "GPT":
-        """A model in eval mode that holds these tensors, not copies. model_args are GPTConfig's fields.
-
-        Raises ValueError if model_args, or the names and shapes of the tensors, do not fit.
-        """
-        from sampling.checkpoints.skip_init import SkipInit
-        unknown = set(model_args) - set(GPTConfig.__dataclass_fields__)
-        if unknown:
-            raise ValueError(f"model_args has fields that GPT does not have: {', '.join(sorted(map(str, unknown)))}")
-        with torch.device("meta"), SkipInit(): # takes no memory, no time and no random numbers
-            model = cls(GPTConfig(**model_args))
-        require_same_tensors(model.state_dict(), state_dict)
-        model.load_state_dict(state_dict, assign=True)
-        if model.config.tie_word_embeddings:
-            model.transformer.wte.weight = model.lm_head.weight
-        return model.eval()
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint) -> "GPT":
-        """A model with the tensors of a Checkpoint. Empties the Checkpoint's state_dict.
-
-        Then only the model refers to the tensors, so a backend can free each layer after packing it.
-        Raises ValueError, which names the file, if the tensors do not fit.
-        """
-        from sampling.checkpoints.checkpoint import named_errors
-        with named_errors(checkpoint.path):
-            model = cls.from_state_dict(checkpoint.model_args, checkpoint.state_dict)
-        checkpoint.state_dict.clear()
-        return model
+        return KVCache(self.config, num_rows, capacity, self.lm_head.weight.device, linear_dtype(self))
 
     @classmethod
     def from_pretrained(cls, model_type: str, override_args: dict | None = None) -> "GPT":
-        """GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
-
-        override_args replaces GPTConfig fields that no tensor depends on, such as dropout.
-        Raises ValueError or OSError if the files are not available or do not hold a GPT-2.
-        """
-        from sampling.checkpoints.huggingface import load_gpt2
-        checkpoint = load_gpt2(model_type)
-        checkpoint.model_args |= override_args or {}
-        return cls.from_checkpoint(checkpoint)
-
-
-class CausalLM(Protocol):
-    """What generate_stream needs from a model. The cache has seq_len and select_rows, like KVCache."""
-    config: GPTConfig
-
-    def new_cache(self, batch_size: int, capacity: int):
-        """An empty cache with room for capacity positions in each of batch_size rows."""
-
-    def next_logits(self, idx: Tensor, cache, num_logits_needed: int | None = None, num_positions: int = 1) -> Logits:
-        """The logits (B * num_positions, V) after each of the last num_positions tokens of idx (B, T).
-
-        idx follows the tokens in the cache. num_logits_needed is that of SampleFn.
-        """
-
-
-@torch.no_grad()
-def generate_stream(model: CausalLM, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
-                    context_shift: bool = False) -> Generator[Tensor, list[int] | None, None]:
-    """Continue token ids (B, T) step by step: yields the sampled ids (B, 1), max_new_tokens times.
-
-    The caller may send a list of row indices to keep only these rows. An empty list ends the stream.
-    context_shift is for text longer than block_size. With it, as in llama.cpp, a full window drops its older half, and
-    the rest is prefilled once. Without it, every token recomputes the whole window.
-    Raises ValueError if idx has no tokens.
-    """
-    B, T = idx.shape
-    block_size = model.config.block_size
-    if T == 0:
-        raise ValueError("there is nothing to continue: idx must hold at least one token")
-    cache = model.new_cache(B, min(T + max_new_tokens, block_size))
-    window = idx[:, -block_size:]
-    unread = window[:1] if (window == window[:1]).all() else window # equal rows need one forward pass
-    for _ in range(max_new_tokens):
-        logits = model.next_logits(unread, cache, sample_fn.num_logits_needed if len(window) == 1 else None)
-        token = sample_fn(Logits(logits.values.expand(len(window), -1), logits.candidate_ids), window)
-        rows = yield token
-        if rows == []:
-            return
-        if rows is not None:
-            window, token = window[rows], token[rows]
-            if cache is not None:
-                cache.select_rows(rows)
-        window, unread = torch.cat([window, token], dim=1), token
-        length = window_length(window.size(1), block_size, context_shift)
-        if length < window.size(1):
-            # Positions are learned and absolute: once the window moves, all keys and values change.
-            window = unread = window[:, -length:]
-            if context_shift:
-                cache.seq_len = 0
-            else:
-                cache = None # from now on, the window moves at every step
-
-
-def window_length(num_tokens: int, block_size: int, context_shift: bool) -> int:
-    """How many of the latest tokens the model sees. All backends use this rule."""
-    if num_tokens <= block_size:
-        return num_tokens
-    return block_size - block_size // 2 if context_shift else block_size
+        """GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", ...) or from a local folder: see load_gpt."""
+        from sampling.checkpoints.build import load_gpt  # imported here, so that this file can be used alone
+        return load_gpt(model_type, override_args)
 
 
 def linear_dtype(model: GPT) -> torch.dtype:
@@ -318,17 +217,3 @@ def linear_dtype(model: GPT) -> torch.dtype:
     weight = model.lm_head.weight
     device_type = weight.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
-
-
-def require_same_tensors(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """Raises ValueError if tensors are missing, unexpected or misshapen. It names the first three of each kind."""
-    problems = {
-        "missing": [name for name in expected if name not in found],
-        "unexpected": [name for name in found if name not in expected],
-        "misshapen": [f"{name} {tuple(found[name].shape)} instead of {tuple(expected[name].shape)}"
-                      for name in expected if name in found and found[name].shape != expected[name].shape],
-    }
-    parts = [f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-             for kind, names in problems.items() if names]
-    if parts:
-        raise ValueError(f"the tensors do not fit the model; {'; '.join(parts)}")

@@ -8,6 +8,7 @@ The samples go to standard output, everything else to standard error. Arguments 
 settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
 """
 import sys
+from types import SimpleNamespace
 
 from configurator import override
 from sampling.backends.process import avoid_amx, pause_garbage_collection, resume_garbage_collection, shorten_spinning
@@ -68,117 +69,102 @@ interactive = False # ask for prompts and answer each with a sample
 
 
 def main(settings):
-    """Load the model, then generate, save and show samples. settings: the globals above, by name."""
+    """Load the model, then generate, save and show samples. settings: the values of the settings above, by name."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
-    from sampling.backends.devices import autocast, dtype_name
     from sampling.backends.memory import peak_memory
     from sampling.generation.engine import Engine
-    from sampling.inputs.notices import warn_about_stop_texts
+    from sampling.inputs.notices import log_cropped, warn_about_stop_texts
 
     workers = Workers().connect() # one process, unless torchrun started more
-    settings = {**settings, "seed": workers.broadcast(choose_seed(seed, log))}
-    params = SamplingParams.from_settings(settings, num_logprobs(settings))
+    settings.seed = workers.broadcast(choose_seed(settings.seed, log))
+    params = SamplingParams.from_settings(vars(settings), num_logprobs(vars(settings)))
     with workers.fail_together():
-        if interactive and workers.world_size > 1:
+        if settings.interactive and workers.world_size > 1:
             raise ValueError("interactive=True needs a single process: run it without torchrun")
-        prompts = PromptSource(start, settings) if workers.is_main and not interactive else None
-        torch_device, ptdtype, checkpoint, gpt, tokenizer = load_model(workers.local_rank)
-        warn_about_stop_texts(params.stop_texts, tokenizer, log)
+        is_reader = workers.is_main and not settings.interactive
+        prompts = PromptSource(settings.start, vars(settings)) if is_reader else None
+        model = load_model(settings, workers.local_rank)
+        warn_about_stop_texts(params.stop_texts, model.tokenizer, log)
         requests, outputs, num_total, max_prompt_len = [], Outputs(), None, None
         if prompts:
-            num_total, max_prompt_len = prompts.count_and_max_len(tokenizer, num_samples) # None for standard input
-            outputs = open_outputs(settings, checkpoint, torch_device.type, dtype_name(ptdtype))
-            requests = open_requests(prompts, outputs, tokenizer, gpt.config.block_size)
-        model = prepare_backend(gpt, torch_device, ptdtype, num_total)
-    num_total, max_prompt_len = workers.broadcast((num_total, max_prompt_len))
+            num_total, max_prompt_len = prompts.count_and_max_len(model.tokenizer, settings.num_samples)
+            outputs = open_outputs(vars(settings), model.checkpoint, model.backend.device.type, model.dtype_name)
+            requests = outputs.resume(prompts.requests(model.tokenizer, settings.num_samples))
+            requests = log_cropped(requests, model.tokenizer, model.backend.config.block_size, log)
+    num_total, max_prompt_len = workers.broadcast((num_total, max_prompt_len)) # None for standard input
     resume_garbage_collection()
 
-    with torch.no_grad(), autocast(torch_device, ptdtype):
-        printer = Printer(tokenizer, show_probs)
-        num_left = None if num_total is None else num_total - outputs.num_saved
-        progress = Progress(num_left, max_new_tokens)
-        engine = Engine(model, tokenizer, params, checkpoint.num_init_draws, log=log, on_tokens=progress.add_tokens,
-                        stream=is_tty(sys.stdout) and out_file != "-", is_huggingface=checkpoint.is_huggingface)
-        if interactive:
+    with torch.no_grad(), model.autocast():
+        printer = Printer(model.tokenizer, settings.show_probs)
+        progress = Progress(None if num_total is None else num_total - outputs.num_saved, settings.max_new_tokens)
+        engine = Engine(model, params, stream=is_tty(sys.stdout) and settings.out_file != "-", log=log,
+                        on_tokens=progress.add_tokens)
+        if settings.interactive:
             from sampling.repl import run_repl
-            run_repl(engine, printer, start)
+            run_repl(engine, printer, settings.start)
         else:
-            engine.batch_size = prepare_batches(model, workers, params, num_total, max_prompt_len)
-            show_and_save(workers.imap(engine, requests), outputs, printer, progress)
+            engine.batch_size = prepare_batches(settings, engine, workers, num_total, max_prompt_len)
+            for sample in workers.imap(engine, requests):
+                if sample.finish_reason: # while streaming, samples come unfinished too
+                    outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
+                    progress.add_sample(sample)
+                if not outputs.uses_stdout:
+                    printer.update(sample)
     outputs.close()
-    progress.close(peak_memory(torch_device))
-    if draft:
-        log(model.summary())
+    progress.close(peak_memory(model.backend.device))
+    if model.speculation:
+        log(model.speculation.summary())
 
 
-def load_model(local_rank):
-    """Choose the device and dtype. Load the checkpoint, its GPT, and its tokenizer, or else GPT-2's encoding."""
-    import torch
-
-    from model import GPT
+def load_model(settings, local_rank):
+    """Load a checkpoint and its tokenizer, and prepare them for the device."""
     from sampling.backends.devices import choose_device, choose_dtype
-    from sampling.checkpoints.by_name import load_from_settings
+    from sampling.checkpoints.by_name import load_pretrained
+    from sampling.checkpoints.nanogpt import load_checkpoint
     from sampling.checkpoints.state_dict import crc32_of
+    from sampling.generation.assembly import assemble
     from sampling.inputs.tokenizer import load_tokenizer
-    torch_device = choose_device(device, local_rank)
-    ptdtype = choose_dtype(torch_device, dtype)
-    checkpoint = load_from_settings(init_from, out_dir, copy_weights=ptdtype != torch.int8)
-    if out_file:
-        checkpoint.crc32 = crc32_of(checkpoint.state_dict) # now, because GPT.from_checkpoint empties the state_dict
-    return torch_device, ptdtype, checkpoint, GPT.from_checkpoint(checkpoint), load_tokenizer(checkpoint, log)
+    device = choose_device(settings.device, local_rank, log)
+    dtype = choose_dtype(device, settings.dtype, settings.exact)
+    if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
+        checkpoint = load_checkpoint(settings.out_dir, copy_weights=settings.dtype != "int8")
+    else: # GPT-2
+        checkpoint = load_pretrained(settings.init_from, copy_weights=settings.dtype != "int8")
+    if settings.out_file:
+        checkpoint.crc32 = crc32_of(checkpoint.state_dict) # now, because assemble takes the weights
+    tokenizer = load_tokenizer(checkpoint, log) # its meta.pkl or tokenizer.json, or else tiktoken's encoding of GPT-2
+    # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
+    options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft,
+                           pack_eagerly=bool(settings.out_file))
+    model = assemble(checkpoint, tokenizer, device, dtype, options, log)
+    log(f"{model.num_params / 1e6:.2f}M parameters on {device} in {model.dtype_name}")
+    return model
 
 
-def prepare_backend(gpt, torch_device, ptdtype, num_total):
-    """The backend that generates num_total samples, with its draft if there is one. Logs what runs where."""
-    from sampling.backends.devices import dtype_name
-    from sampling.generation.speculation import prepare_with_draft
-    log(f"{gpt.num_params() / 1e6:.2f}M parameters on {torch_device} in {dtype_name(ptdtype)}")
-    # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit. A run of one
-    # sample need not: it cannot be resumed in the middle.
-    options = ModelOptions(compile=compile, cuda_graphs=cuda_graphs, exact=exact, draft=draft,
-                           pack_eagerly=bool(out_file) and num_total != 1)
-    return prepare_with_draft(gpt, torch_device, ptdtype, options, log)
-
-
-def open_requests(prompts, outputs, tokenizer, block_size):
-    """The requests of the run. Those that an earlier run saved are marked. Logs the first prompt that is too long."""
-    from sampling.inputs.notices import log_cropped
-    return log_cropped(outputs.resume(prompts.requests(tokenizer, num_samples)), tokenizer, block_size, log)
-
-
-def prepare_batches(backend, workers, params, num_total, max_prompt_len):
+def prepare_batches(settings, engine, workers, num_total, max_prompt_len):
     """How many samples to generate at once. With compile=True, also compiles the model for batches of these sizes.
 
     num_total, max_prompt_len: of the run, in samples and in tokens; None if they are unknown.
     """
     from sampling.backends.memory import max_batch_size
     from sampling.backends.prepare import warm_up_compile
-    length = (max_prompt_len or backend.config.block_size) + max_new_tokens
-    size = batch_size or max_batch_size(backend, length, workers.local_world_size)
-    if compile:
-        warm_up_compile(backend, max_prompt_len, workers.batch_sizes(num_total, size), params, log)
+    backend = engine.model.backend
+    length = (max_prompt_len or backend.config.block_size) + settings.max_new_tokens
+    size = settings.batch_size or max_batch_size(backend, length, workers.local_world_size)
+    if settings.compile:
+        warm_up_compile(backend, max_prompt_len, workers.batch_sizes(num_total, size), engine.params, log)
     return size
-
-
-def show_and_save(samples, outputs, printer, progress):
-    """Save each finished sample, then show it. While streaming, samples come unfinished too."""
-    for sample in samples:
-        if sample.finish_reason:
-            outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
-            progress.add_sample(sample)
-        if not outputs.uses_stdout:
-            printer.update(sample)
 
 
 if __name__ == '__main__':
     setup_console(is_main=Workers().is_main)
     with report_user_errors(status=2):
-        settings = override(globals(), sys.argv[1:], validate=check_settings, log=log, aliases=ALIASES,
-                            ignore=training_settings)
+        settings = SimpleNamespace(**override(globals(), sys.argv[1:], validate=check_settings, log=log,
+                                              aliases=ALIASES, ignore=training_settings))
     shorten_spinning() # this and the next call must run before torch is imported
     pause_garbage_collection()
-    if settings["dtype"] != "bfloat16": # in bfloat16, AMX makes prefill and batches faster
+    if settings.dtype != "bfloat16": # in bfloat16, AMX makes prefill and batches faster
         avoid_amx()
     with report_user_errors():
         main(settings)

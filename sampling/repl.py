@@ -124,8 +124,9 @@ class Session:
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
         with self.interruptible(): # a file may be a pipe that nobody writes to
             source = PromptSource(start)
-        requests = source.requests(self.engine.tokenizer, 1, self.next_index)
-        for request in log_cropped(requests, self.engine.tokenizer, self.engine.backend.config.block_size, log):
+        model = self.engine.model
+        requests = source.requests(model.tokenizer, 1, self.next_index)
+        for request in log_cropped(requests, model.tokenizer, model.backend.config.block_size, log):
             self.print_sample(request)
             if self.is_interrupted:
                 return
@@ -176,7 +177,7 @@ class Session:
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_about_stop_texts(self.engine.params.stop_texts, self.engine.tokenizer, log)
+            warn_about_stop_texts(self.engine.params.stop_texts, self.engine.model.tokenizer, log)
 
     def sample_again(self) -> None:
         """Print another sample for the last prompt. Raises ValueError if there is none."""
@@ -188,7 +189,7 @@ class Session:
         text = sample.prompt.text + sample.text[:sample.num_emittable_chars]
         # After a stop text or Ctrl-C, token_ids has tokens that the user did not see.
         shows_all = sample.finish_reason == "length"
-        ids = sample.request.prompt_ids + sample.token_ids if shows_all else self.engine.tokenizer.encode(text)
+        ids = sample.request.prompt_ids + sample.token_ids if shows_all else self.engine.model.tokenizer.encode(text)
         self.print_sample(SampleRequest(self.next_index, Prompt(text), ids), shows_prompt=False)
 
     def last_sample(self) -> Sample:

@@ -1,46 +1,37 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 
-from model import GPT
-from sampling.backends.backend import Backend
-from sampling.backends.devices import autocast, choose_device, choose_dtype
+from sampling.backends.devices import choose_device, choose_dtype
 from sampling.backends.memory import max_batch_size
 from sampling.checkpoints.by_name import load_by_name
+from sampling.generation.assembly import LoadedModel, assemble
 from sampling.generation.engine import Engine
-from sampling.generation.speculation import prepare_with_draft
 from sampling.inputs.prompts import make_requests
-from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
+from sampling.inputs.tokenizer import load_tokenizer
 from sampling.log import warn
 from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, TextCursor
 from sampling.validation import check_counts, check_device, check_dtype
 
 
-@dataclass(eq=False)
 class TextGenerator:
-    """A model with its tokenizer, prepared for a device. Each thread needs its own."""
-    backend: Backend
-    tokenizer: Tokenizer
-    dtype: torch.dtype
-    num_init_draws: int
-    is_huggingface: bool
-    idle_engine: Engine | None = field(default=None, init=False, repr=False)
+    """A model with its tokenizer, prepared for a device. Several threads may use it at once."""
+
+    def __init__(self, model: LoadedModel):
+        self.model, self.tokenizer = model, model.tokenizer
 
     @classmethod
     def load(cls, name: str | os.PathLike, device: str, dtype: str, options: ModelOptions) -> "TextGenerator":
         """See sampling.load."""
         check_device({"device": device})
         check_dtype({**vars(options), "dtype": dtype})
-        torch_device = choose_device(device)
-        torch_dtype = choose_dtype(torch_device, dtype)
-        checkpoint = load_by_name(name, copy_weights=torch_dtype != torch.int8)
-        gpt = GPT.from_checkpoint(checkpoint)
-        tokenizer = load_tokenizer(checkpoint, warn)
-        backend = prepare_with_draft(gpt, torch_device, torch_dtype, options)
-        return cls(backend, tokenizer, torch_dtype, checkpoint.num_init_draws, checkpoint.is_huggingface)
+        torch_device = choose_device(device, log=warn)
+        torch_dtype = choose_dtype(torch_device, dtype, options.exact)
+        with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
+            checkpoint = load_by_name(name, copy_weights=torch_dtype != torch.int8)
+            return cls(assemble(checkpoint, load_tokenizer(checkpoint, warn), torch_device, torch_dtype, options))
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None) -> list[Sample]:
@@ -55,9 +46,8 @@ class TextGenerator:
             raise TypeError(f"prompts must be a str or a list of str; got {prompts!r:.100}")
         requests = self.make_requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
         longest = max((len(request.prompt_ids) for request in requests), default=0)
-        if batch_size is None: # not more than needed: take_engine compares it, and free memory changes
-            batch_size = min(max_batch_size(self.backend, longest + params.max_new_tokens), max(1, len(requests)))
-        return list(self.run(requests, params, batch_size=batch_size))
+        size = batch_size or max_batch_size(self.model.backend, longest + params.max_new_tokens)
+        return list(self.run(requests, params, size))
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one sample in parts, while it is generated.
@@ -75,30 +65,15 @@ class TextGenerator:
     def run(self, requests: list[SampleRequest], params: SamplingParams, batch_size: int = 1,
             stream: bool = False) -> Iterator[Sample]:
         """See Engine.generate. Each call starts at the seed again."""
-        # The engine outlives the call. In the caller's inference mode, its tensors could not be changed outside of it.
-        with torch.inference_mode(False):
-            engine = self.take_engine(params, batch_size, stream)
-        samples = engine.generate(requests)
+        with torch.inference_mode(False): # otherwise, tensors of the engine could not be changed outside of it
+            samples = Engine(self.model, params, batch_size, stream).generate(requests)
         while True:
             # Only around each step: autocast must not stay on while the caller has control.
-            with torch.inference_mode(False), autocast(self.backend.device, self.dtype):
+            with torch.inference_mode(False), self.model.autocast():
                 sample = next(samples, None)
             if sample is None:
-                self.idle_engine = engine # only here: an abandoned call may leave an inconsistent state
                 return
             yield sample
-
-    def take_engine(self, params: SamplingParams, batch_size: int, stream: bool) -> Engine:
-        """An engine for these parameters. If the latest call had the same ones, its engine is used again, with its CUDA
-        graphs.
-
-        Two calls may be interleaved, so they never share an engine.
-        """
-        engine, self.idle_engine = self.idle_engine, None
-        if engine and (engine.params, engine.batch_size, engine.stream) == (params, batch_size, stream):
-            return engine
-        return Engine(self.backend, self.tokenizer, params, self.num_init_draws, batch_size, stream,
-                      is_huggingface=self.is_huggingface)
 
     def make_requests(self, prompts: list[str], num_samples: int) -> list[SampleRequest]:
         """Make num_samples requests for each prompt."""

@@ -15,7 +15,7 @@ import traceback
 import safetensors.torch  # noqa: F401
 import tiktoken  # noqa: F401
 
-from model import GPT
+from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.inputs.tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ MAX_ADDRESS_SPACE = 2**33 # limits the damage that a failing test can do
 def load(init_from):
     """Load a model and its tokenizer as sample.py does."""
     checkpoint = load_checkpoint("out") if init_from == "resume" else load_gpt2(init_from)
-    GPT.from_checkpoint(checkpoint)
+    build_gpt(checkpoint)
     load_tokenizer(checkpoint, log=lambda text: None)
 
 

@@ -111,27 +111,9 @@ def gpt2_folder(tmp_path_factory, needs_gpt2_encoding):
     return folder
 
 
-@pytest.fixture
-def recordings(monkeypatch):
-    """Let CUDAGraphGPT run on a CPU, with Recordings instead of CUDA graphs. Returns the list of Recordings."""
-    from recorded_graphs import record_graphs
-    return record_graphs(monkeypatch)
-
-
-@pytest.fixture
-def simulated_gpu(monkeypatch):
-    """Let prepare_model work for a GPU on a CPU. Returns the calls that would change the state of torch."""
-    from model import GPT
-    calls = []
-    monkeypatch.setattr(GPT, "to", lambda gpt, device: calls.append(("to", device)) or gpt)
-    for target, name in (torch.cuda, "set_device"), (torch, "set_float32_matmul_precision"), (torch.backends.cuda, "enable_cudnn_sdp"):
-        monkeypatch.setattr(target, name, lambda value, name=name: calls.append((name, value)))
-    return calls
-
-
 @pytest.fixture(autouse=True)
 def matmul_settings():
-    """Restore the settings of torch that prepare_model changes on a GPU: with TF32, later tests would compute other logits."""
+    """Restore the settings of torch that a backend changes on a GPU: with TF32, later tests would compute other logits."""
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.set_float32_matmul_precision(precision)

@@ -1,15 +1,82 @@
-"""Requests for an Engine, and the samples that it must generate for them."""
+"""Requests for an Engine, the model that it runs, and the samples that it must generate."""
 from functools import cache
+from pathlib import Path
 
+import pytest
 import torch
 
 from models import make_gpt
-from oracles import reference_generate, reference_generate_with_context_shift
-from sampling.params import Prompt, SampleRequest, SamplingParams
+from oracles import reference_generate
+from sampling.backends.cuda import CUDABackend
+from sampling.backends.eager import EagerBackend
+from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.generation.assembly import LoadedModel
+from sampling.params import Prompt, SampleRequest, SamplingParams, TextCursor
 
-PROMPTS = ["The ", "O", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "] # block_size is 16
-BACKENDS = ["eager", "packed", "shortlist", "direct", "graphs"] # the parameters of the fixture make_engine
+PROMPTS = ["The ", "O", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "]
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
+
+
+class FakeGPU(str):
+    """The device of a backend on a CPU, for which the engine decides as for a GPU. torch takes it as the CPU's name."""
+    type = "cuda"
+
+
+def on_fake_gpu(backend):
+    """The backend, with a FakeGPU as its device."""
+    backend.device = FakeGPU("cpu")
+    return backend
+
+
+class LeastBackend(EagerBackend):
+    """Returns no logits but those that it must, and overwrites them at the next call.
+
+    Notes the number of rows and num_needed of each call.
+    """
+
+    def __init__(self, gpt):
+        super().__init__(gpt)
+        self.latest, self.num_rows, self.needed = torch.zeros(0), [], []
+
+    def logits(self, ids, cache, num_positions=1, num_needed=None):
+        self.num_rows.append(len(ids))
+        self.needed.append(num_needed)
+        self.latest.fill_(torch.nan)
+        logits = super().logits(ids, cache, num_positions).clone()
+        if num_needed is not None:
+            logits[logits < logits.topk(min(num_needed, logits.size(1))).values[:, -1:]] = -torch.inf
+        self.latest = logits
+        return logits
+
+
+class FailingBackend(LeastBackend):
+    """Raises error for more than most_rows rows, and once in call fails_at."""
+
+    def __init__(self, gpt, error=MemoryError, most_rows=99, fails_at=None):
+        super().__init__(gpt)
+        self.error, self.most_rows, self.fails_at = error, most_rows, fails_at
+
+    def logits(self, ids, *arguments, **settings):
+        logits = super().logits(ids, *arguments, **settings)
+        if len(ids) > self.most_rows or len(self.num_rows) == self.fails_at:
+            raise self.error
+        return logits
+
+
+def static_steps(gpt):
+    """A CUDABackend. If its check finds a wrong step, whose logits it would not use, the test fails."""
+    return CUDABackend(gpt, log=pytest.fail)
+
+
+def fake_gpu_steps(gpt):
+    """The same on a FakeGPU."""
+    return on_fake_gpu(static_steps(gpt))
+
+
+def load(tokenizer, backend=None, **fields):
+    """A LoadedModel with this backend, or with the plain model of make_gpt(). fields are those of its Checkpoint."""
+    checkpoint = Checkpoint("out/ckpt.pt", {}, {}, 61, Path("out"), **fields)
+    return LoadedModel(backend or EagerBackend(make_gpt()), tokenizer, checkpoint, torch.float32, num_params=1)
 
 
 def make_requests(tokenizer, texts, samples_per_prompt=1):
@@ -18,32 +85,39 @@ def make_requests(tokenizer, texts, samples_per_prompt=1):
     return [SampleRequest(i, Prompt(text), tokenizer.encode(text)) for i, text in enumerate(texts)]
 
 
-def generate(engine, requests):
+def run(engine, requests):
     """The finished samples, in the order in which the engine yields them."""
     return [sample for sample in engine.generate(requests) if sample.finish_reason]
 
 
-def token_ids(engine, requests):
-    """The token ids of the finished samples."""
-    return [sample.token_ids for sample in generate(engine, requests)]
+def streamed_texts(engine, requests):
+    """The texts as a reader of the stream gets them: each character once."""
+    texts, cursors = [""] * len(requests), {}
+    for sample in engine.generate(requests):
+        cursor = cursors.setdefault(sample.index, TextCursor(sample))
+        texts[sample.index] += "".join(text for text, _ in cursor.read())
+    return texts
 
 
-def reference_token_ids(requests, max_new_tokens=PARAMS.max_new_tokens, context_shift=False):
-    """The token ids that an Engine must sample with make_gpt(): nanoGPT's loop, one prompt after another, from one random stream."""
-    return reference_samples(tuple(tuple(request.prompt_ids) for request in requests), max_new_tokens, context_shift)
+def expected_ids(prompts, num_tokens=20, seed=3, block_size=16, device="cpu", **settings):
+    """The token ids with which make_gpt() continues prompts (lists of ids), one after another in one random stream."""
+    return continue_each(tuple(map(tuple, prompts)), num_tokens, seed, block_size, device, **settings)
 
 
-@cache
-def reference_samples(prompts, max_new_tokens, context_shift):
-    """The implementation of reference_token_ids. Its results are cached, because it is slower than the tested code."""
-    model = make_gpt()
-    torch.manual_seed(PARAMS.seed)
+@cache # several tests expect the same
+def continue_each(prompts, num_tokens, seed, block_size, device, **settings):
+    """See expected_ids."""
+    model = make_gpt(block_size=block_size).to(device)
+    torch.manual_seed(seed)
+    samples = [reference_generate(model, torch.tensor([ids], device=device), num_tokens, **settings) for ids in prompts]
+    return [sample[0, len(ids):].tolist() for ids, sample in zip(prompts, samples, strict=True)]
 
-    def generate(idx):
-        if context_shift:
-            return reference_generate_with_context_shift(model, idx, max_new_tokens, PARAMS.top_k)
-        return reference_generate(model, idx, max_new_tokens, PARAMS.temperature, PARAMS.top_k)
-    return [generate(torch.tensor([ids]))[0, len(ids):].tolist() for ids in prompts]
+
+def expected_texts(requests, tokenizer, num_tokens=PARAMS.max_new_tokens, stops=(), device="cpu"):
+    """The texts of the plain model with PARAMS, up to the first stop text."""
+    prompts, settings = [request.prompt_ids for request in requests], dict(temperature=0.9, top_k=30)
+    texts = map(tokenizer.decode, expected_ids(prompts, num_tokens, device=device, **settings))
+    return [truncate_at_stop(text, stops) for text in texts]
 
 
 def truncate_at_stop(text, stops):

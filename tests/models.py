@@ -5,6 +5,7 @@ import struct
 import torch
 
 from model import GPT, GPTConfig
+from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.nanogpt import load_checkpoint
 
 CHARS = "\n !',-.:?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -29,7 +30,8 @@ def add_noise(model, std):
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.empty_like(parameter).normal_(generator=generator), alpha=std * float(parameter.std().nan_to_num()))
+            noise = torch.empty_like(parameter).normal_(generator=generator)
+            parameter.add_(noise, alpha=std * float(parameter.std().nan_to_num()))
     return model
 
 
@@ -43,8 +45,9 @@ def save_checkpoint(folder, model, /, meta=True, config=None, **changes):
     folder.mkdir(parents=True, exist_ok=True)
     optimizer = {name: {"step": torch.tensor(9.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                  for name, p in model.named_parameters()}
-    checkpoint = {"model": model.state_dict(), "optimizer": {"state": optimizer}, "model_args": nanogpt_args(model.config),
-                  "iter_num": 100, "best_val_loss": torch.tensor(1.5), "config": config or {"dataset": "letters"}, **changes}
+    checkpoint = {"model": model.state_dict(), "optimizer": {"state": optimizer},
+                  "model_args": nanogpt_args(model.config), "iter_num": 100, "best_val_loss": torch.tensor(1.5),
+                  "config": config or {"dataset": "letters"}, **changes}
     torch.save({key: value for key, value in checkpoint.items() if value is not None}, folder / "ckpt.pt")
     if meta:
         save_meta(folder / "meta.pkl")
@@ -53,7 +56,7 @@ def save_checkpoint(folder, model, /, meta=True, config=None, **changes):
 
 def same_model(path, model):
     """Whether the checkpoint at path loads in float32, and gives the same logits as the model."""
-    loaded, idx = GPT.from_checkpoint(load_checkpoint(path)), torch.arange(16)[None]
+    loaded, idx = build_gpt(load_checkpoint(path)), torch.arange(16)[None]
     with torch.no_grad():
         return (all(parameter.dtype == torch.float32 for parameter in loaded.parameters())
                 and torch.equal(loaded(idx, idx)[0], model(idx, idx)[0]))

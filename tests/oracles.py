@@ -7,42 +7,55 @@ from model import GPT, GPTConfig
 
 
 @torch.no_grad()
-def reference_generate(model, idx, max_new_tokens, temperature=1.0, top_k=None):
-    """Run the model on the whole window for every token, with random numbers from torch's global generator."""
-    for _ in range(max_new_tokens):
-        window = idx[:, -model.config.block_size:]
-        logits = model(window, targets=window)[0][:, -1] / temperature
-        if top_k is not None:
-            kth = logits.sort(dim=-1, descending=True).values[:, min(top_k, logits.size(-1)) - 1]
-            logits = torch.where(logits < kth[:, None], -torch.inf, logits)
-        idx = torch.cat([idx, torch.multinomial(logits.softmax(-1), 1)], dim=1)
-    return idx
+def reference_generate(model, idx, max_new_tokens, context_shift=False, **settings):
+    """Run the model on the whole window for every token, with random numbers from torch's global generator.
 
-
-def nanogpt_samples(model_args, state_dict, seed, prompt, num_samples, max_new_tokens, **sampling):
-    """The samples of a nanoGPT run: seed, initialise a model (which draws random numbers), load the weights, generate one by one."""
-    torch.manual_seed(seed)
-    model = GPT(GPTConfig(**model_args))
-    model.load_state_dict(state_dict)
-    model.eval()
-    return [reference_generate(model, torch.tensor([prompt]), max_new_tokens, **sampling)[0].tolist() for _ in range(num_samples)]
-
-
-@torch.no_grad()
-def reference_generate_with_context_shift(model, idx, max_new_tokens, top_k=None):
-    """Reference for context_shift: a window longer than block_size shrinks to its newer half, rounded up."""
-    window, size = idx[:, -model.config.block_size:], model.config.block_size
+    settings: see reference_token. context_shift: a window longer than block_size shrinks to its newer half, rounded up.
+    """
+    size = model.config.block_size
+    window = idx[:, -size:]
     for _ in range(max_new_tokens):
         if window.size(1) > size:
-            window = window[:, -((size + 1) // 2):]
-        token = reference_generate(model, window, 1, top_k=top_k)[:, -1:]
+            window = window[:, -((size + 1) // 2 if context_shift else size):]
+        token = reference_token(model(window, targets=window)[0][:, -1], window, **settings)
         window, idx = torch.cat([window, token], dim=1), torch.cat([idx, token], dim=1)
     return idx
 
 
+def reference_token(logits, ids, temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0):
+    """Sample after ids (B, S) from logits (B, V), in transformers' order of settings, by torch.multinomial."""
+    logits = logits.float().clone()
+    for row, seen in zip(logits, ids.tolist(), strict=True):
+        for i in set(seen) if repetition_penalty != 1 else ():
+            row[i] = row[i] * repetition_penalty if row[i] < 0 else row[i] / repetition_penalty
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits /= temperature
+    if top_k:
+        kth = logits.sort(dim=-1, descending=True).values[:, min(top_k, logits.size(-1)) - 1]
+        logits[logits < kth[:, None]] = -torch.inf
+    if top_p:
+        probs, order = logits.softmax(-1).sort(dim=-1, descending=True)
+        removed = probs.cumsum(-1) - probs >= top_p # those that are more likely already have top_p
+        logits[torch.zeros_like(removed).scatter(1, order, removed)] = -torch.inf
+    if min_p:
+        probs = logits.softmax(-1)
+        logits[probs < min_p * probs.max(dim=-1, keepdim=True).values] = -torch.inf
+    return torch.multinomial(logits.softmax(-1), 1)
+
+
+def nanogpt_samples(model_args, state_dict, seed, prompt, num_samples, max_new_tokens, **settings):
+    """The samples of a nanoGPT run: seed, initialise a model, which draws random numbers, load weights, generate."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**model_args)).eval()
+    model.load_state_dict(state_dict)
+    idx = torch.tensor([prompt])
+    return [reference_generate(model, idx, max_new_tokens, **settings)[0].tolist() for _ in range(num_samples)]
+
+
 @torch.no_grad()
 def nanogpt_logits(model, window):
-    """The logits (1, V) after a window (1, T): nanoGPT's operations and shapes, from the float32 weights, which autocast may cast."""
+    """The logits (1, V) after a window (1, T): nanoGPT's operations and shapes. Autocast may cast float32 weights."""
     weights, config = model.state_dict(), model.config
 
     def linear(x, name):
@@ -51,7 +64,8 @@ def nanogpt_logits(model, window):
     def norm(x, name):
         return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights.get(f"{name}.bias"), 1e-5)
     positions = torch.arange(window.size(1), device=window.device)
-    x = F.embedding(window, weights["transformer.wte.weight"]) + F.embedding(positions, weights["transformer.wpe.weight"])
+    wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
+    x = F.embedding(window, wte) + F.embedding(positions, wpe)
     for i in range(config.n_layer):
         block = f"transformer.h.{i}"
         parts = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn").chunk(3, dim=-1)
@@ -63,7 +77,10 @@ def nanogpt_logits(model, window):
 
 
 def nanogpt_token(logits, temperature, top_k=None, softmax_dtype=None):
-    """Sample from logits (B, V) as nanoGPT does: in their dtype, with torch's global generator. Under autocast on CUDA, softmax computes in float32."""
+    """Sample from logits (B, V) as nanoGPT does: in their dtype, with torch's global generator.
+
+    softmax_dtype: under autocast on CUDA, softmax computes in float32.
+    """
     logits = logits / temperature
     if top_k is not None:
         logits[logits < torch.topk(logits, min(top_k, logits.size(-1)))[0][:, [-1]]] = -torch.inf
@@ -71,8 +88,8 @@ def nanogpt_token(logits, temperature, top_k=None, softmax_dtype=None):
 
 
 def nanogpt_generate(model, idx, max_new_tokens, temperature, top_k=None):
-    """nanoGPT's loop in any dtype: use it inside autocast. reference_generate gives the same samples in float32."""
+    """nanoGPT's loop in any dtype, as on CUDA: use it inside autocast. In float32, reference_generate is the same."""
     for _ in range(max_new_tokens):
-        window = idx[:, -model.config.block_size:]
-        idx = torch.cat([idx, nanogpt_token(nanogpt_logits(model, window), temperature, top_k)], dim=1)
+        logits = nanogpt_logits(model, idx[:, -model.config.block_size:])
+        idx = torch.cat([idx, nanogpt_token(logits, temperature, top_k, torch.float32)], dim=1)
     return idx

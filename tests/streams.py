@@ -1,8 +1,10 @@
-"""Random prompts and numbers for the tests of backends, and text from a backend."""
+"""Random prompts and numbers, and text from a backend."""
 import torch
 
 from models import SHAPE
-from sampling.sampler.sample_token import TokenSampler
+from sampling.generation.decode import Decoder
+from sampling.sampler.row_streams import RunStream
+from sampling.sampler.sampler import Sampler
 
 
 def normal(*shape, seed=0):
@@ -15,9 +17,20 @@ def random_prompt(length, rows=1, seed=0):
     return torch.randint(SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def generate(gpt, idx, max_new_tokens, sampler=None, context_shift=False, **settings):
-    """The same result as GPT.generate, from a backend. Without a sampler, it is a TokenSampler with these settings."""
-    return torch.cat([idx, *gpt.generate_stream(idx, max_new_tokens, sampler or TokenSampler(**settings), context_shift)], dim=1)
+def decode(backend, prompts, num_tokens, seed=3, context_shift=False, **settings):
+    """The num_tokens ids with which a run continues each of prompts (lists of ids). max_rows rows decode together."""
+    run = RunStream(seed, backend.device, draws_per_sample=num_tokens, vocab_size=backend.config.vocab_size)
+    decoder, found = Decoder(backend, Sampler(**settings), context_shift=context_shift), []
+    visible = [ids[-backend.config.block_size:] for ids in prompts]
+    for start in range(0, len(prompts), backend.max_rows):
+        rows = visible[start:start + backend.max_rows]
+        shortest, longest = min(map(len, rows)), max(map(len, rows))
+        streams = run.rows([run.state_for_sample(start + i) for i in range(len(rows))])
+        steps = list(decoder.decode(rows, streams, num_tokens + longest - shortest))
+        assert all(step.is_valid for step in steps)
+        tokens = torch.cat([step.ids for step in steps], dim=1).tolist()
+        found += [row[len(ids) - shortest:][:num_tokens] for row, ids in zip(tokens, rows, strict=True)]
+    return found
 
 
 def num_compiled_graphs():

@@ -13,7 +13,7 @@ import terminal
 from sampling import line_input
 from sampling.generation.engine import Engine
 from sampling.outputs.printer import Printer
-from sampling.repl import Session, run_repl
+from sampling.repl import run_repl
 from script_process import CLOSED, start_script
 from terminal import Terminal
 
@@ -39,7 +39,8 @@ def start(char_checkpoint, tiktoken_cache, tmp_path, monkeypatch):
     started = []
 
     def start(*arguments, **options):
-        started.append(SessionTerminal([f"--out_dir={char_checkpoint}", *SESSION, *arguments], tiktoken_cache, **options))
+        arguments = [f"--out_dir={char_checkpoint}", *SESSION, *arguments]
+        started.append(SessionTerminal(arguments, tiktoken_cache, **options))
         started[-1].wait_for("type a prompt, or :help; Ctrl-D ends the session\n")
         started[-1].wait_for("> ")
         return started[-1]
@@ -55,7 +56,8 @@ def session(start):
 
 
 def test_a_session_generates_the_same_samples_as_a_normal_run(session, run_script, char_checkpoint):
-    samples = run_script(f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=2", "--max_new_tokens=30").stdout.split(RULE)
+    run = f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=2", "--max_new_tokens=30"
+    samples = run_script(*run).stdout.split(RULE)
     session.type("The \n")
     session.wait_for("The \n") # the terminal shows the typed text
     session.wait_for(samples[0] + RULE)
@@ -73,8 +75,8 @@ def test_commands_change_the_settings(session, run_script, char_checkpoint):
         session.type(command + "\n")
         session.wait_for(command + "\n> ")
     session.type("O\n")
-    session.wait_for(run_script(f"--out_dir={char_checkpoint}", "--start=O", "--num_samples=1", "--max_new_tokens=12", "--temperature=0.5",
-                         "--top_k=3", "--stop=e").stdout)
+    session.wait_for(run_script(f"--out_dir={char_checkpoint}", "--start=O", "--num_samples=1", "--max_new_tokens=12",
+                                "--temperature=0.5", "--top_k=3", "--stop=e").stdout)
     session.type(":settings\n")
     session.wait_for("max_new_tokens=12")
     session.wait_for("temperature=0.5")
@@ -92,11 +94,21 @@ def test_the_session_continues_after_an_error(session):
 
 
 ANSWERS = { # what a user types, and a part of the message
-    ":temperature=cold": "error: temperature takes a number", ":temperature=-1": "error: temperature must be 0", ":out_dir=x": "error: unknown command ':out_dir'",
-    ":": "error: unknown command ':'; :help lists all commands", ":stop": "error: :stop needs a value", ":x": "put a prompt that begins with a colon in quotes", ":again 3": "error: :again takes no value",
-    ":help": "Ctrl-D ends the session", ":seed=random": "drawn at random; :seed=", '""': "error: the prompt is empty, but a sample needs something to continue, such as a newline", "¡": "error: the prompt has characters",
-    "FILE:-": "error: this session reads standard input itself", "FILE:nowhere.txt": "error: cannot read the prompt file 'nowhere.txt'",
-    "FILE:a--b.txt": "error: cannot read the prompt file 'a--b.txt'", "FILE:--seed.txt": "error: cannot read the prompt file '--seed.txt'",
+    ":temperature=cold": "error: temperature takes a number",
+    ":temperature=-1": "error: temperature must be 0",
+    ":out_dir=x": "error: unknown command ':out_dir'",
+    ":": "error: unknown command ':'; :help lists all commands",
+    ":stop": "error: :stop needs a value",
+    ":x": "put a prompt that begins with a colon in quotes",
+    ":again 3": "error: :again takes no value",
+    ":help": "Ctrl-D ends the session",
+    ":seed=random": "drawn at random; :seed=",
+    '""': "error: the prompt is empty, but a sample needs something to continue, such as a newline",
+    "¡": "error: the prompt has characters",
+    "FILE:-": "error: this session reads standard input itself",
+    "FILE:nowhere.txt": "error: cannot read the prompt file 'nowhere.txt'",
+    "FILE:a--b.txt": "error: cannot read the prompt file 'a--b.txt'",
+    "FILE:--seed.txt": "error: cannot read the prompt file '--seed.txt'",
 }
 
 
@@ -155,7 +167,8 @@ def test_words_end_the_session(session, typed):
 
 
 def test_a_sample_can_be_continued(session, run_script, char_checkpoint):
-    whole = run_script(f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=1", "--max_new_tokens=16", "--temperature=0", "--context_shift").stdout
+    whole = run_script(f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=1", "--max_new_tokens=16",
+                       "--temperature=0", "--context_shift").stdout
     session.type(":temperature=0\n:context_shift\n:max_new_tokens=8\nThe \n")
     session.wait_for(f"\n{whole[:12]}{RULE}> ")
     session.type(":continue\n")
@@ -198,7 +211,9 @@ def test_history_is_kept_between_sessions(session, start):
 
 
 def test_pasted_lines_are_one_prompt(start, monkeypatch):
-    monkeypatch.setattr(terminal, "start_script", lambda *arguments, env, **options: start_script(*arguments, env={**env, "TERM": "xterm"}, **options))
+    def start_on_xterm(*arguments, env, **options):
+        return start_script(*arguments, env={**env, "TERM": "xterm"}, **options)
+    monkeypatch.setattr(terminal, "start_script", start_on_xterm)
     session = start()
     session.type("\x1b[200~The\n:O\x1b[201~\n")
     session.wait_for("The\n:O") # what was pasted
@@ -220,17 +235,18 @@ def test_with_samples_in_a_pipe_the_session_asks_on_the_terminal(start):
 def test_the_setting_start_is_the_first_prompt(capsys, monkeypatch, char_checkpoint):
     import sampling
     generator = sampling.load(str(char_checkpoint))
-    engine = Engine(generator.backend, generator.tokenizer, sampling.SamplingParams(max_new_tokens=5, temperature=0), generator.num_init_draws)
+    engine = Engine(generator.model, sampling.SamplingParams(max_new_tokens=5, temperature=0))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     for start, prompts in (":The ", [":The ", "O"]), ("\n", ["O"]):
         monkeypatch.setattr(sys, "stdin", io.StringIO("O\n"))
-        run_repl(engine, Printer(generator.tokenizer), start)
+        run_repl(engine, Printer(generator.model.tokenizer), start)
         assert [text[:-5] for text in capsys.readouterr().out.split(RULE)[:-1]] == prompts
 
 
 def test_a_session_reads_lines_from_a_pipe(run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=b'The \n\n:top_k=5\n"\\n"\n:nothing\n":O"\n')
-    assert done.returncode == 0 and done.stdout.count(RULE) == 3 and done.stdout.startswith("The ") and f"{RULE}:O" in done.stdout
+    assert done.returncode == 0 and done.stdout.count(RULE) == 3
+    assert done.stdout.startswith("The ") and f"{RULE}:O" in done.stdout
     assert "> " not in done.stdout and "error: unknown command ':nothing'" in done.stderr
 
 
@@ -241,8 +257,8 @@ def test_a_session_reads_windows_lines_from_a_pipe(run_script, char_checkpoint, 
 
 
 def test_a_line_that_is_not_utf8_is_an_error_of_its_own(run_script, char_checkpoint):
-    lines = b"The \nb\xffd\nO\n"
-    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=lines, PYTHONIOENCODING="utf-8:strict") # as in most locales
+    lines, encoding = b"The \nb\xffd\nO\n", "utf-8:strict" # as in most locales
+    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=lines, PYTHONIOENCODING=encoding)
     assert done.returncode == 0 and done.stdout.count(RULE) == 2 and "lacks: '\\udcff' at 2" in done.stderr
 
 
@@ -279,17 +295,3 @@ def test_samples_of_a_failed_prompt_file_count(run_script, char_checkpoint, tmp_
     done = run_script(*arguments, stdin=f"LINES:{tmp_path / 'prompts.txt'}\nThe \n".encode())
     expected = run_script(*arguments, stdin=b"The \nO\nThe \n")
     assert "error: " in done.stderr and done.stdout == expected.stdout
-
-
-def test_a_session_keeps_its_cuda_graphs(recordings, char_checkpoint, monkeypatch):
-    import sampling
-    from models import make_gpt
-    from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    generator = sampling.load(str(char_checkpoint))
-    engine = Engine(CUDAGraphGPT(make_gpt()), generator.tokenizer, sampling.SamplingParams(max_new_tokens=30))
-    session, counts = Session(engine, Printer(generator.tokenizer)), []
-    for line in "The ", "O", ":again", ":temperature=0.5", "The ", "O":
-        session.respond(line)
-        counts.append(len(recordings))
-    assert 0 < counts[0] == counts[1] == counts[2] == counts[3] < counts[4] == counts[5]

@@ -1,58 +1,51 @@
-"""Backend: what the engine needs from a model that was prepared for a device."""
-from abc import abstractmethod
-from collections.abc import Generator
+"""Backend: a GPT that was prepared for a device. It computes logits, and nothing else."""
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from model import GPTConfig
-from sampling.sampler.sample_fn import SampleFn
 
-TokenStream = Generator[Tensor, list[int] | None, None]
+
+class Cache(Protocol):
+    """What a backend keeps of the tokens so far, such as keys and values. The caller owns it."""
+    seq_len: int # filled positions. The caller may set it back, which undoes the latest tokens
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep these rows only."""
 
 
 class Backend(Protocol):
     """A GPT prepared for one kind of device.
 
-    All backends sample the same tokens, up to rounding, except that ExactGPT uses the exact GELU for every model. They
-    differ in speed. A class that inherits from Backend need not define what has a default here.
+    All backends compute the same logits, up to rounding, except that ExactBackend uses the exact GELU for every model.
     """
     config: GPTConfig
     device: torch.device
-    # Finished rows leave a batch when at most this share of its rows is unfinished. It is below 1 if new CUDA graphs
-    # cost more than idle rows.
-    compaction_ratio: float = 1.0
-    # Whether sample_token may synchronise with the GPU, to check that logits are finite. If not, the engine calls
-    # logits_are_finite.
-    allow_sync: bool = True
-    # Whether each sample must be generated alone, with nanoGPT's own operations.
-    is_exact: bool = False
+    keeps_graphs: bool = False # whether a cache has CUDA graphs, num_rows and capacity: the next batch may use it again
+    max_rows: int # how many samples to generate at once, at most, unless the user asks for more
 
-    @abstractmethod
-    def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
-                        context_shift: bool = False) -> TokenStream:
-        """Continue token ids (B, T): yields the ids (B, 1) of each step, max_new_tokens times.
+    def new_cache(self, num_rows: int, capacity: int) -> Cache:
+        """An empty cache with room for capacity positions in each row."""
 
-        The caller may send a list of row indices to keep only these rows. An empty list ends the stream.
-        context_shift drops the older half of a full window, instead of recomputing the whole window for every token.
+    def logits(self, ids: Tensor, cache: Cache | None, num_positions: int = 1, num_needed: int | None = None) -> Tensor:
+        """Token ids (B, T), which follow those in the cache -> the logits (B * num_positions, V) after each of the last
+        num_positions ids of each row.
+
+        ids may have one row if all rows of an empty cache are equal. The next call may overwrite the logits.
+        num_needed: how many of the largest logits of a row must be exact; any other may be -inf. None: all.
         """
 
-    def logits_are_finite(self) -> Tensor | None:
-        """Whether all logits of the latest stream were finite: a tensor of one bool, on the device.
-
-        None with allow_sync: then sample_token raises the error.
-        """
-
-    def release_memory(self) -> None:
-        """Free what is kept for the next stream, such as CUDA graphs. By default, nothing is kept."""
-
-    def warm_up_compile(self, idx: Tensor, max_new_tokens: int, context_shift: bool = False) -> None:
-        """Run the steps that generate_stream would run with these arguments, so that torch.compile compiles them now.
-
-        By default, nothing is compiled.
-        """
-
-    @abstractmethod
-    def bytes_per_sample(self, length: int) -> int:
+    def bytes_per_row(self, length: int) -> int:
         """About how much memory one more row of length tokens takes."""
+
+
+def estimate_bytes_per_row(config: GPTConfig, length: int, cache_itemsize: int) -> int:
+    """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window.
+
+    cache_itemsize: the bytes of a number in the KV cache; 0: there is no cache.
+    """
+    num_tokens = min(length, config.block_size)
+    cache_bytes = 2 * config.n_layer * config.n_embd * cache_itemsize # of the keys and values of a token
+    window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0 # about ten activations of a token
+    return num_tokens * (cache_bytes + window_bytes) + 40 * config.vocab_size # logits, and what sampling makes of them

@@ -3,25 +3,58 @@ import torch
 
 from sampling.backends.cpu.int8_matmul import onednn_limits
 from sampling.backends.process import avoid_amx
+from sampling.log import Log, warn
+from sampling.out_of_memory import is_out_of_memory
 
 
-def choose_device(name: str, local_rank: int | None = None) -> torch.device:
+def choose_device(name: str, local_rank: int | None = None, log: Log = warn) -> torch.device:
     """The device of this name; 'auto' is CUDA, then MPS, then the CPU. Raises ValueError if it is not available.
 
+    A GPU whose first kernel fails cannot be used: 'auto' logs why, and goes on to the next device.
     If several processes share the machine, local_rank is the number of this process there, and selects its GPU.
     """
     available = available_devices()
     if name not in ["auto", *available]:
         raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use one of these, or "
                          "auto")
-    device = torch.device(available[0] if name == "auto" else name)
-    if device.type == "cuda" and device.index is None and local_rank is not None:
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    return device
+    for candidate in [other for other in available if other != "cuda:0"] if name == "auto" else [name]:
+        device = torch.device(candidate)
+        if device.type == "cuda" and device.index is None and local_rank is not None:
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        reason = why_unusable(device)
+        if reason is None:
+            return device
+        if name != "auto":
+            raise ValueError(reason)
+        log(f"{reason}; trying the next device")
+    raise AssertionError("the CPU can always be used")
+
+
+def why_unusable(device: torch.device) -> str | None:
+    """Why a GPU cannot run a kernel, although torch finds it; None if it can.
+
+    This happens if this build of torch has no code for the GPU, or if its driver is too old.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        (torch.zeros(1, device=device) + 1).item()
+        return None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        try:
+            major, minor = torch.cuda.get_device_capability(device)
+            gpu = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        except RuntimeError: # not even this works
+            gpu = str(device)
+        first_line = str(error).partition("\n")[0]
+        return (f"this GPU ({gpu}) cannot run torch {torch.__version__} ({first_line:.200}): update its driver, or "
+                "install a build of torch that supports it (https://pytorch.org/get-started), or use device=cpu")
 
 
 def available_devices() -> list[str]:
-    """The names of the devices that torch can use here, the best first."""
+    """The names of the devices that torch finds here, the best first."""
     names = ["cpu"]
     if torch.backends.mps.is_available():
         names = ["mps", *names]
@@ -30,9 +63,10 @@ def available_devices() -> list[str]:
     return names
 
 
-def choose_dtype(device: torch.device, name: str) -> torch.dtype:
+def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.dtype:
     """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
 
+    exact: choose as nanoGPT does, which takes bfloat16 even where the GPU emulates it.
     For int8, it also turns AMX off for this process. Raises ValueError if the device does not support the dtype.
     check_dtype must have allowed the name.
     """
@@ -45,8 +79,8 @@ def choose_dtype(device: torch.device, name: str) -> torch.dtype:
             raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32")
         if name != "auto":
             return getattr(torch, name)
-        is_native = torch.cuda.is_bf16_supported(including_emulation=False) # emulation is slow
-        return torch.bfloat16 if is_native else torch.float16
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=exact) # emulation is slow
+        return torch.bfloat16 if has_bfloat16 else torch.float16
 
 
 def prepare_for_int8(device: torch.device) -> None:
@@ -61,8 +95,3 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """The context in which a model of this dtype runs. It turns autocast on for half precision, otherwise off."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return torch.autocast(device.type, dtype if is_half else None, enabled=is_half)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in the setting dtype, such as "float32"."""
-    return str(dtype).removeprefix("torch.")

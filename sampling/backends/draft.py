@@ -1,12 +1,14 @@
 """Prepares the draft: the model that proposes tokens in speculative decoding."""
 import copy
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from model import GPT, CausalLM, GPTConfig
+from model import GPT, GPTConfig
 from sampling.backends.backend import Backend
-from sampling.backends.prepare import prepare_model
+from sampling.backends.cpu.packed_gpt import PackedGPT
+from sampling.backends.prepare import prepare_backend
+from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.by_name import load_by_name
 from sampling.checkpoints.checkpoint import named_errors
 from sampling.log import Log, warn
@@ -17,42 +19,34 @@ from sampling.params import ModelOptions
 OVERHEAD_BYTES_PER_LAYER = 7_000_000
 
 
-class RollbackBackend(Backend, CausalLM, Protocol):
-    """A Backend that can also run single passes. Setting seq_len of its cache to a lower number undoes passes."""
-
-
 class Draft(NamedTuple):
     """A prepared draft. relative_cost is the time of one of its steps, in steps of the target.
 
     is_copy: whether it is the target itself, in int8.
     """
-    backend: RollbackBackend
+    backend: Backend
     relative_cost: float
     is_copy: bool = False
 
 
-def prepare_draft(target: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions,
-                  log: Log = warn) -> Draft:
+def prepare_draft(target: GPT, dtype: torch.dtype, options: ModelOptions, log: Log = warn) -> Draft:
     """The options.draft of a target: "int8" is the target itself in int8, otherwise a model's name, folder or file.
 
-    Call this before prepare_model takes the layers of the target. The other arguments are those of the target.
-    Raises ValueError or OSError if there is no such model, or if it cannot be the draft of this target.
+    Call this before prepare_backend takes the layers of the target. The other arguments are those of the target, which
+    is on a CPU. Raises ValueError or OSError if there is no such model, or if it cannot be the draft of this target.
     """
-    name, draft_dtype = options.draft, torch.int8 if options.draft == "int8" else dtype
+    name = options.draft
     with named_errors(f"draft={name}"):
         if name == "int8":
-            if device.type != "cpu":
-                raise ValueError(f"draft=int8 runs only on a CPU; got device={device}: use a smaller model as the "
-                                 "draft")
-            from sampling.backends.cpu.packed_gpt import PackedGPT
             backend = PackedGPT(share_weights(target), use_int8=True)
         else:
-            gpt = GPT.from_checkpoint(load_by_name(name, copy_weights=dtype != torch.int8))
+            gpt = build_gpt(load_by_name(name, copy_weights=dtype != torch.int8))
             size, target_size = gpt.config.vocab_size, target.config.vocab_size
             if size != target_size:
                 raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: "
                                  "the two must be equal; choose another draft, or leave it out")
-            backend = prepare_model(gpt, device, dtype, options, log)
+            backend = prepare_backend(gpt, torch.device("cpu"), dtype, options, log)
+    draft_dtype = torch.int8 if name == "int8" else dtype
     cost = step_cost(backend.config, draft_dtype.itemsize) / step_cost(target.config, dtype.itemsize)
     return Draft(backend, cost, is_copy=name == "int8")
 

@@ -1,19 +1,15 @@
-"""The plain GPT as a backend: for MPS, torch.compile on a CPU, and CPUs without oneDNN.
-
-It is also the reference for the other backends.
-"""
-from itertools import islice
-
+"""The plain GPT as a backend: for MPS, for torch.compile on a CPU, and for CPUs without faster code."""
 import torch
+from torch import Tensor
 
 from model import GPT, KVCache, linear_dtype
-from sampling.backends.backend import Backend, TokenStream
-from sampling.backends.memory import estimate_bytes_per_sample
-from sampling.sampler.sample_fn import Logits, SampleFn
+from sampling.backends.backend import Backend, estimate_bytes_per_row
 
 
-class EagerGPT(Backend):
-    """Runs GPT.generate_stream. With compile, torch.compile compiles GPT.forward."""
+class EagerBackend(Backend):
+    """Runs GPT.forward. With compile, torch.compile compiles it."""
+    max_rows = 64
+
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         if compile:
@@ -21,36 +17,15 @@ class EagerGPT(Backend):
             torch._inductor.config.freezing = self.device.type == "cpu" # packs the weights: twice as fast
             model.compile(dynamic=True)
 
-    def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
-                        context_shift: bool = False) -> TokenStream:
-        """See Backend.generate_stream."""
-        return self.model.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
+        return self.model.new_cache(num_rows, capacity)
 
-    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """See CausalLM."""
-        return self.model.new_cache(batch_size, capacity)
+    @torch.no_grad()
+    def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1,
+               num_needed: int | None = None) -> Tensor:
+        """Computes all logits, whatever num_needed is."""
+        ids = ids.clone(memory_format=torch.contiguous_format) # torch.compile compiles again for other strides
+        return self.model(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
 
-    def next_logits(self, idx, cache: KVCache | None, num_logits_needed: int | None = None,
-                    num_positions: int = 1) -> Logits:
-        """See CausalLM."""
-        return self.model.next_logits(idx, cache, num_logits_needed, num_positions)
-
-    def warm_up_compile(self, idx, max_new_tokens: int, context_shift: bool = False) -> None:
-        """See Backend.warm_up_compile."""
-        # The same arguments as in the later call, because a cache of another capacity would need another graph.
-        list(islice(self.generate_stream(idx, max_new_tokens, Greedy(), context_shift), 3))
-        edge = self.config.block_size - 1
-        if idx.size(1) <= edge < idx.size(1) + max_new_tokens:
-            list(self.generate_stream(idx[:, :1].repeat(1, edge), 4, Greedy(), context_shift))
-
-    def bytes_per_sample(self, length: int) -> int:
-        """See Backend.bytes_per_sample."""
-        return estimate_bytes_per_sample(self.config, length, linear_dtype(self.model).itemsize)
-
-
-class Greedy(SampleFn):
-    """Takes the most likely token and adds nothing to compile."""
-
-    def __call__(self, logits: Logits, ids):
-        """See SampleFn."""
-        return logits.values.argmax(dim=-1, keepdim=True)
+    def bytes_per_row(self, length: int) -> int:
+        return estimate_bytes_per_row(self.config, length, linear_dtype(self.model).itemsize)

@@ -1,44 +1,28 @@
-"""Measures free memory, estimates the memory of a sample, and tunes the C library's allocator."""
+"""Measures free memory, and tunes the C library's allocator."""
 import ctypes
 import sys
 from contextlib import suppress
 
 import torch
 
-from model import GPTConfig
 from sampling.backends.backend import Backend
 
-# Larger batches gain nothing on a CPU. On a GPU this is a guess: the random numbers of each row need a kernel.
-MAX_ROWS_CPU, MAX_ROWS_CUDA = 64, 128
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.h numbers them
 
 
 def max_batch_size(backend: Backend, length: int, num_processes: int = 1) -> int:
-    """How many samples of length tokens to generate at once: as many as half of the free memory holds, up to a limit.
-    One if the backend is exact.
+    """How many samples of length tokens to generate at once: as many as half of the free memory holds, at most
+    backend.max_rows.
 
     num_processes is the number of processes that share the machine's memory. GPU memory is not divided: if processes
     share a GPU and it runs out of memory, the engine halves its batches.
     """
-    if backend.is_exact:
-        return 1
     if backend.device.type == "cuda":
-        free, max_rows = torch.cuda.mem_get_info(backend.device)[0], MAX_ROWS_CUDA
+        free = torch.cuda.mem_get_info(backend.device)[0]
     else:
         import psutil
-        free, max_rows = psutil.virtual_memory().available // num_processes, MAX_ROWS_CPU
-    return max(1, min(max_rows, free // 2 // backend.bytes_per_sample(length)))
-
-
-def estimate_bytes_per_sample(config: GPTConfig, length: int, cache_itemsize: int) -> int:
-    """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window.
-
-    cache_itemsize: the bytes of a number in the KV cache; 0: there is no cache.
-    """
-    num_tokens = min(length, config.block_size)
-    cache_bytes = 2 * config.n_layer * config.n_embd * cache_itemsize # of the keys and values of a token
-    window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0 # about ten activations of a token
-    return num_tokens * (cache_bytes + window_bytes) + 40 * config.vocab_size # logits, and what sampling makes of them
+        free = psutil.virtual_memory().available // num_processes
+    return max(1, min(backend.max_rows, free // 2 // backend.bytes_per_row(length)))
 
 
 def peak_memory(device: torch.device) -> int | None:

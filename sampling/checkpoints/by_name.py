@@ -1,4 +1,4 @@
-"""Loads a checkpoint by sample.py's settings, or by a single name."""
+"""Loads a checkpoint by name."""
 import os
 from pathlib import Path
 
@@ -8,13 +8,11 @@ from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.checkpoints.nearby import latest_numbered_checkpoint
 
 
-def load_from_settings(init_from: str, out_dir: str, copy_weights: bool = True) -> Checkpoint:
-    """Load the checkpoint in out_dir if init_from is "resume"; otherwise GPT-2, by Hugging Face id or folder.
+def load_pretrained(init_from: str, copy_weights: bool = True) -> Checkpoint:
+    """Load GPT-2, by Hugging Face id or folder.
 
-    copy_weights: see copy_tensors.
+    copy_weights: see copy_tensors. Raises ValueError with advice if init_from is a file or folder of nanoGPT.
     """
-    if init_from == "resume":
-        return load_checkpoint(out_dir, copy_weights)
     reason = f"{init_from} is not the folder of a Hugging Face model"
     if is_checkpoint(init_from) and not init_from.endswith(".safetensors"):
         raise ValueError(f"{reason}; for a ckpt.pt pass --out_dir={init_from}")

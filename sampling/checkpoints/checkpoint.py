@@ -13,7 +13,7 @@ from sampling.out_of_memory import is_out_of_memory
 class Checkpoint:
     """The content of a ckpt.pt, or of the files of a Hugging Face model. It is data only: nothing in a file was run.
 
-    The tensors have nanoGPT's names. They are float32 copies, unless copy_tensors kept some. Only GPT.from_checkpoint
+    The tensors have nanoGPT's names. They are float32 copies, unless copy_tensors kept some. Only build_gpt
     checks that they fit model_args.
     """
     path: str # the file, or the folder or Hugging Face id as it was given; for messages and JSONL

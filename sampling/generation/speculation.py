@@ -5,153 +5,161 @@ target's own tokens, and one pass of the target computes the logits of several p
 why the text stays the same.
 """
 from collections.abc import Generator
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from model import GPT, window_length
-from sampling.backends.backend import Backend, TokenStream
-from sampling.backends.draft import Draft, RollbackBackend, prepare_draft
-from sampling.backends.prepare import prepare_model
-from sampling.generation.draft_length import DraftLength
+from sampling.backends.backend import Backend, Cache
+from sampling.backends.draft import Draft
+from sampling.generation.decode import Decoder, Step, crop
 from sampling.log import Log, warn
-from sampling.params import ModelOptions
-from sampling.sampler.logits import require_finite
-from sampling.sampler.sample_fn import Logits, SampleFn
+from sampling.sampler.row_streams import RowStreams
+from sampling.sampler.sampler import Sampler, are_valid
+
+MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
+# The initial counts, as if 7 of 8 proposals had been accepted. After a few rounds, the real counts outweigh them.
+PRIOR_CHECKED, PRIOR_ACCEPTED = 8.0, 7.0
+DECAY = 0.95 # the counts of earlier rounds are multiplied by this after each round
+# The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
+PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32; two Intel processors had a PASS_COST of 1.1, 1.5
 
 
-def prepare_with_draft(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions,
-                       log: Log = warn) -> Backend:
-    """See prepare_model, and prepare_draft if options has a draft. Raises what they raise."""
-    if not options.draft:
-        return prepare_model(gpt, device, dtype, options, log)
-    log = cache(log) # each message once, although both models may have the same problem
-    draft = prepare_draft(gpt, device, dtype, options, log) # before gpt loses its layers
-    return SpeculativeBackend(prepare_model(gpt, device, dtype, options, log), draft, log)
+@dataclass
+class DraftLength:
+    """Chooses how many tokens the draft proposes in a round. It depends on counts only, and never on measured times.
+
+    relative_cost is the time of a step of the draft, in steps of the target.
+    """
+    relative_cost: float
+    num_checked: float = PRIOR_CHECKED # proposals up to the first that was rejected in each round
+    num_accepted: float = PRIOR_ACCEPTED
+
+    def record(self, num_proposed: int, num_accepted: int) -> None:
+        """Count a round. Earlier rounds lose weight."""
+        if num_proposed:
+            self.num_checked = DECAY * self.num_checked + min(num_accepted + 1, num_proposed)
+            self.num_accepted = DECAY * self.num_accepted + num_accepted
+
+    def best(self) -> int:
+        """How many tokens to propose: from 2 to 8, whichever has the largest speedup; 0 if no draft is faster.
+
+        After a 0, nothing more is recorded, so the draft stays off.
+        """
+        k = max(range(MIN_PROPOSALS, MAX_PROPOSALS + 1), key=self.speedup)
+        return k if self.speedup(k) > 1 else 0
+
+    def speedup(self, k: int) -> float:
+        """The expected number of tokens of a round with k proposals, divided by its cost in steps of the target.
+
+        The expectation is that of Leviathan et al. (2023): 1 + a + ... + a**k, with the acceptance rate a.
+        """
+        rate = self.num_accepted / self.num_checked
+        num_tokens = (1 - rate**(k + 1)) / (1 - rate) # rate is below 1, because the prior is
+        return num_tokens / (PASS_COST + k * (PASS_COST_PER_PROPOSAL + self.relative_cost))
 
 
-class SpeculativeBackend(Backend):
-    """The backend of the target, which samples the same tokens in less time, if the draft's proposals are good.
-
-    The draft is on for a single sample inside the window of block_size tokens, and with context_shift also past it.
-    Otherwise the target runs as without a draft, and log gets a message, once for each reason.
+class Speculation:
+    """Decodes with a draft, where it can save time: for one sample, inside the window of block_size tokens, and with
+    context_shift also past it. Elsewhere, log gets the reason, once.
     """
 
-    def __init__(self, target: RollbackBackend, draft: Draft, log: Log = warn):
-        self.target, self.draft_backend, self.relative_cost = target, draft.backend, draft.relative_cost
-        self.log_once = cache(log)
-        self.config, self.device = target.config, target.device
-        self.compaction_ratio, self.allow_sync = target.compaction_ratio, target.allow_sync
+    def __init__(self, target: Backend, draft: Draft, log: Log = warn):
+        self.target, self.draft, self.log = target, draft, log
         # An int8 copy of the target reads the target's own keys and values, instead of computing them again.
         self.shares_cache = draft.is_copy and type(target) is type(draft.backend)
+        self.was_said: set[str] = set() # messages
         self.is_broken = False # whether the draft's logits were NaN or infinite
-        self.num_proposed = self.num_accepted = 0 # of all streams
+        self.num_proposed = self.num_accepted = 0 # of all samples
+
+    def is_on(self, prompts: list[list[int]], num_steps: int, context_shift: bool) -> bool:
+        """Whether to use the draft for these prompts. Logs why not, or where in the text it will be off."""
+        block_size, draft_block_size = self.target.config.block_size, self.draft.backend.config.block_size
+        if len(prompts) > 1:
+            self.say("the draft is off: several samples at once are faster without it; batch_size=1 turns it on")
+            return False
+        if DraftLength(self.draft.relative_cost).best() == 0:
+            self.say("the draft is off: its steps take too long, compared with the model's, to save time")
+            return False
+        num_tokens = len(prompts[0]) + num_steps
+        if num_tokens > draft_block_size and draft_block_size < block_size:
+            self.say(f"the draft is used only while the window has at most {draft_block_size} tokens, its own "
+                     "block_size")
+        elif num_tokens > block_size and not context_shift:
+            self.say(f"the draft is used only up to block_size: {block_size} tokens, including the prompt")
+        return True
 
     @torch.no_grad()
-    def generate_stream(self, idx: Tensor, max_new_tokens: int, sample_fn: SampleFn,
-                        context_shift: bool = False) -> TokenStream:
-        """See Backend.generate_stream. sample_fn must support propose if idx has one row."""
-        block_size = self.config.block_size
-        reason_off = self.reason_off(idx)
-        if reason_off:
-            self.log_once(f"the draft is off: {reason_off}")
-        if reason_off or idx.size(1) == 0: # without tokens, the target raises ValueError
-            yield from self.target.generate_stream(idx, max_new_tokens, sample_fn, context_shift)
-            return
-        self.log_limits(idx.size(1) + max_new_tokens, context_shift)
-        ids, draft_length = idx[:, -block_size:], DraftLength(self.relative_cost)
-        while max_new_tokens:
-            num_tokens = min(max_new_tokens, block_size + 1 - ids.size(1)) # the last one is sampled from a full window
-            ids = yield from self.decode_window(ids, num_tokens, sample_fn, draft_length)
-            max_new_tokens -= num_tokens
-            if ids is None or not max_new_tokens:
-                return
-            ids = ids[:, -window_length(ids.size(1), block_size, context_shift):]
-            if not context_shift: # the target recomputes the whole window for every token
-                yield from self.target.generate_stream(ids, max_new_tokens, sample_fn)
+    def decode(self, decoder: Decoder, prompt: list[int], streams: RowStreams,
+               num_steps: int) -> Generator[Step, None, None]:
+        """Continue a prompt, of at most block_size tokens, by num_steps: the steps of Decoder.decode."""
+        block_size, draft_length = self.target.config.block_size, DraftLength(self.draft.relative_cost)
+        ids = torch.tensor([prompt])
+        while num_steps:
+            num_tokens = min(num_steps, block_size + 1 - ids.size(1)) # the last one is sampled from a full window
+            ids = yield from self.decode_window(decoder, ids, num_tokens, streams, draft_length)
+            num_steps -= num_tokens
+            ids = crop(ids, block_size, decoder.context_shift)
+            if num_steps and not decoder.context_shift: # the target recomputes the whole window for every token
+                yield from decoder.decode(ids.tolist(), streams, num_steps)
                 return
 
-    def decode_window(self, ids: Tensor, num_tokens: int, sample_fn: SampleFn,
-                      draft_length: DraftLength) -> Generator[Tensor, list[int] | None, Tensor | None]:
-        """Continue ids (1, T) by num_tokens, at most block_size + 1 - T.
-
-        Yields each token (1, 1). Returns all ids, or None if the caller ends the stream.
-        """
-        end = ids.size(1) + num_tokens
-        cache = self.target.new_cache(1, min(end, self.config.block_size))
-        draft_capacity = min(end, self.draft_backend.config.block_size)
-        draft_cache = cache if self.shares_cache else self.draft_backend.new_cache(1, draft_capacity)
+    def decode_window(self, decoder: Decoder, ids: Tensor, num_tokens: int, streams: RowStreams,
+                      draft_length: DraftLength) -> Generator[Step, None, Tensor]:
+        """Continue ids (1, T) by num_tokens, at most block_size + 1 - T. Yields the steps, and returns all ids."""
+        target, draft, end = self.target, self.draft.backend, ids.size(1) + num_tokens
+        cache = target.new_cache(1, min(end, target.config.block_size))
+        draft_cache = cache if self.shares_cache else draft.new_cache(1, min(end, draft.config.block_size))
         num_wanted = draft_length.best() # how many tokens the draft should propose; 0: the draft is off
         proposals = ids[:, :0] # none: the first pass is the prefill, as without a draft
         while True:
             k = proposals.size(1)
             unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
             # While the draft is on, passes without proposals are too rare to prepare the LM head's shortlist for.
-            logits = self.target.next_logits(unread, cache, None if num_wanted else sample_fn.num_logits_needed, k + 1)
-            if not self.allow_sync: # otherwise sample_fn checks
-                require_finite(logits.values)
-            for num_accepted, row in enumerate(logits.values.split(1)):
-                token = sample_fn(Logits(row, logits.candidate_ids), ids)
-                if (yield token) == []:
-                    return None
-                ids = torch.cat([ids, token], dim=1)
-                if num_accepted < k and token != proposals[:, num_accepted]: # later logits follow a wrong token
+            logits = target.logits(unread, cache, k + 1, None if num_wanted else decoder.num_needed)
+            num_accepted, self.num_proposed = 0, self.num_proposed + k
+            for row in logits.split(1):
+                step = decoder.sample(row, ids, streams)
+                is_accepted = num_accepted < k and bool(step.ids == proposals[:, num_accepted])
+                self.num_accepted += is_accepted
+                yield step
+                ids = torch.cat([ids, step.ids], dim=1)
+                if not is_accepted: # later logits, if any, follow a wrong token
                     break
+                num_accepted += 1
             cache.seq_len = ids.size(1) - 1 # the keys and values of all tokens but the last one are right
             draft_cache.seq_len = min(draft_cache.seq_len, cache.seq_len)
-            self.num_proposed, self.num_accepted = self.num_proposed + k, self.num_accepted + num_accepted
             draft_length.record(k, num_accepted)
             if ids.size(1) == end:
                 return ids
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
-            draft_room = self.draft_backend.config.block_size + 1 - ids.size(1)
+            draft_room = draft.config.block_size + 1 - ids.size(1)
             num_wanted = 0 if self.is_broken or draft_room <= 0 else draft_length.best()
-            proposals = self.propose(ids, min(num_wanted, draft_room, end - ids.size(1) - 1), draft_cache, sample_fn)
+            num_proposals = min(num_wanted, draft_room, end - ids.size(1) - 1)
+            proposals = self.propose(ids, num_proposals, draft_cache, decoder.sampler, streams)
             cache.seq_len = ids.size(1) - 1 # forget what the draft wrote, if it shares the cache
 
-    def propose(self, ids: Tensor, num_proposals: int, cache: Any, sample_fn: SampleFn) -> Tensor:
+    def propose(self, ids: Tensor, num_proposals: int, cache: Cache, sampler: Sampler, streams: RowStreams) -> Tensor:
         """The tokens (1, num_proposals) that the draft samples after ids (1, T), of which cache may lack some.
 
         Returns (1, 0), and turns the draft off, if logits are NaN or infinite: the text does not depend on the draft.
         """
-        extended, logits_sum = ids, torch.zeros((), device=self.device)
+        extended = ids
         for ahead in range(num_proposals):
-            logits = self.draft_backend.next_logits(extended[:, cache.seq_len:], cache, sample_fn.num_logits_needed)
-            try:
-                token = sample_fn.propose(logits, extended, ahead)
-            except ValueError:
-                return self.turn_off(ids)
-            if not self.allow_sync: # propose cannot check them, and a check at every step would wait for the GPU
-                logits_sum += logits.values.sum(dtype=torch.float32)
+            logits = self.draft.backend.logits(extended[:, cache.seq_len:], cache, num_needed=sampler.num_needed)
+            if not are_valid(logits):
+                self.is_broken = True
+                self.say("the draft is off: its logits are NaN or infinite")
+                return ids[:, :0]
+            token = sampler(logits, extended, None if sampler.is_greedy else streams.peek(ahead))
             extended = torch.cat([extended, token], dim=1)
-        if not self.allow_sync and not logits_sum.isfinite():
-            return self.turn_off(ids)
         return extended[:, ids.size(1):]
 
-    def turn_off(self, ids: Tensor) -> Tensor:
-        """Let the draft propose nothing more. Returns no proposals, (1, 0)."""
-        self.is_broken = True
-        self.log_once("the draft is off: its logits are NaN or infinite")
-        return ids[:, :0]
-
-    def reason_off(self, idx: Tensor) -> str | None:
-        """Why the draft cannot save time with these prompts (B, T); None if it can."""
-        if len(idx) > 1:
-            return "several samples at once are faster without it; batch_size=1 turns it on"
-        if DraftLength(self.relative_cost).best() == 0:
-            return "its steps take too long, compared with the model's, to save time"
-        return None
-
-    def log_limits(self, num_tokens: int, context_shift: bool) -> None:
-        """Say in advance where in a text of num_tokens the draft is off, because a message would interrupt the text."""
-        block_size, draft_block_size = self.config.block_size, self.draft_backend.config.block_size
-        if num_tokens > draft_block_size and draft_block_size < block_size:
-            self.log_once(f"the draft is used only while the window has at most {draft_block_size} tokens, its own "
-                          "block_size")
-        elif num_tokens > block_size and not context_shift:
-            self.log_once(f"the draft is used only up to block_size: {block_size} tokens, including the prompt")
+    def say(self, message: str) -> None:
+        """Log a message, unless it was logged before."""
+        if message not in self.was_said:
+            self.was_said.add(message)
+            self.log(message)
 
     def summary(self) -> str:
         """How many proposals were accepted so far."""
@@ -159,17 +167,3 @@ class SpeculativeBackend(Backend):
             return "the draft proposed no tokens"
         return (f"acceptance rate of the draft: {100 * self.num_accepted / self.num_proposed:.0f} % "
                 f"({self.num_accepted} of {self.num_proposed} tokens)")
-
-    def logits_are_finite(self) -> Tensor | None:
-        """See Backend.logits_are_finite. decode_window checks its own logits."""
-        return self.target.logits_are_finite()
-
-    def release_memory(self) -> None:
-        """See Backend.release_memory."""
-        self.target.release_memory()
-        self.draft_backend.release_memory()
-
-    def bytes_per_sample(self, length: int) -> int:
-        """See Backend.bytes_per_sample."""
-        draft_bytes = 0 if self.shares_cache else self.draft_backend.bytes_per_sample(length)
-        return self.target.bytes_per_sample(length) + draft_bytes

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from processors import simulate_processor
+from recorded_graphs import record_graphs
 
 
 @pytest.fixture
@@ -14,6 +15,12 @@ def processor(request, monkeypatch):
     for thresholds in "INTEL", "AMD", "OTHERS":
         monkeypatch.setattr(packed_linear, thresholds, getattr(packed_linear, thresholds)._replace(min_rows_once=1))
     return name
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """Let CUDA graphs work on a CPU, as Recordings, if checks.use_graphs is set. Returns the list of Recordings."""
+    return record_graphs(monkeypatch)
 
 
 @pytest.fixture

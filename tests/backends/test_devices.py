@@ -6,34 +6,49 @@ import torch
 
 from sampling.backends.devices import choose_device, choose_dtype
 
+NO_KERNEL = RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore lines")
+GPU = torch.device("cuda", 1)
+
 
 @pytest.fixture
 def simulate_devices(monkeypatch):
-    """simulate_devices(gpus, mps) makes torch report these devices."""
-    def have(gpus=0, mps=False):
+    """simulate_devices(gpus, mps, error) makes torch find these devices. The first kernel of GPU 0 raises the error."""
+    zeros = torch.zeros
+
+    def have(gpus=0, mps=False, error=None):
+        def first_kernel(size, device):
+            if error and device.index in (None, 0):
+                raise error
+            return zeros(size)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(torch, "zeros", first_kernel)
     return have
 
 
-@pytest.mark.parametrize("found, name, expected", [
-    (dict(), "auto", "cpu"),
-    (dict(mps=True), "auto", "mps"),
-    (dict(gpus=2), "auto", "cuda"),
-    (dict(gpus=2), "cuda:1", "cuda:1"),
-    (dict(gpus=2, mps=True), "cpu", "cpu"),
+@pytest.mark.parametrize("found, name, rank, expected", [
+    (dict(), "auto", None, "cpu"),
+    (dict(mps=True), "auto", None, "mps"),
+    (dict(gpus=2, mps=True), "auto", None, "cuda"),
+    (dict(gpus=2), "cuda:1", None, "cuda:1"),
+    (dict(gpus=2, mps=True), "cpu", None, "cpu"),
+    (dict(gpus=2), "auto", 1, "cuda:1"), # each process of a machine has its own GPU
+    (dict(gpus=2), "cuda", 5, "cuda:1"),
+    (dict(gpus=2), "cuda:1", 0, "cuda:1"),
+    (dict(gpus=2), "cpu", 1, "cpu"),
 ])
-def test_choose_device_returns_the_named_device_or_the_best_one(found, name, expected, simulate_devices):
+def test_choose_device_returns_the_named_device_or_the_best_one(found, name, rank, expected, simulate_devices):
     simulate_devices(**found)
-    assert choose_device(name) == torch.device(expected)
+    assert choose_device(name, rank, log=pytest.fail) == torch.device(expected)
 
 
 @pytest.mark.parametrize("found, name, message", [
     (dict(), "cuda", "device=cuda is not available here; found: cpu"),
     (dict(mps=True), "cuda:1", "device=cuda:1 is not available here; found: mps, cpu"),
     (dict(gpus=2), "cuda:2", "device=cuda:2 is not available here; found: cuda, cuda:0, cuda:1, cpu"),
-    (dict(), "mps", "device=mps is not available here; found: cpu"),
 ])
 def test_a_device_that_is_not_available_raises(found, name, message, simulate_devices):
     simulate_devices(**found)
@@ -41,42 +56,55 @@ def test_a_device_that_is_not_available_raises(found, name, message, simulate_de
         choose_device(name)
 
 
-@pytest.mark.parametrize("name, rank, expected", [("auto", 1, "cuda:1"), ("cuda", 0, "cuda:0"), ("cuda", 5, "cuda:1"),
-                                                  ("cuda:1", 0, "cuda:1"), ("cuda", None, "cuda"), ("cpu", 1, "cpu")])
-def test_each_process_uses_its_own_gpu(name, rank, expected, simulate_devices):
-    simulate_devices(gpus=2)
-    assert choose_device(name, rank) == torch.device(expected)
+def test_a_gpu_whose_first_kernel_fails_is_left_out_with_one_line_or_is_an_error(simulate_devices):
+    expected = (f"this GPU (Tesla V100, compute capability 7.0) cannot run torch {torch.__version__} (CUDA error: no "
+                "kernel image is available for execution on the device): update its driver, or install a build of "
+                "torch that supports it (https://pytorch.org/get-started), or use device=cpu")
+    for found, next_device in (dict(gpus=1), "cpu"), (dict(gpus=1, mps=True), "mps"), (dict(gpus=2), "cuda:1"):
+        simulate_devices(**found, error=NO_KERNEL)
+        messages = []
+        assert choose_device("auto", log=messages.append) == torch.device(next_device)
+        assert messages == [f"{expected}; trying the next device"]
+        with pytest.raises(ValueError) as raised:
+            choose_device("cuda")
+        assert str(raised.value) == expected
 
 
-@pytest.mark.parametrize("native, emulated, name, expected", [
-    (True, True, "auto", torch.bfloat16),
-    (False, True, "auto", torch.float16), # a T4 emulates bfloat16, which is slow
-    (False, True, "bfloat16", torch.bfloat16),
-    (False, False, "auto", torch.float16),
-    (False, False, "float32", torch.float32),
-    (False, False, "bfloat16", None),
+def test_a_gpu_whose_memory_is_full_is_not_reported_as_unusable(simulate_devices):
+    simulate_devices(gpus=1, error=torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_device("auto")
+
+
+@pytest.mark.parametrize("native, emulated, name, exact, expected", [
+    (True, True, "auto", False, torch.bfloat16),
+    (False, True, "auto", False, torch.float16), # a T4 emulates bfloat16, which is slow
+    (False, True, "auto", True, torch.bfloat16), # as nanoGPT does
+    (False, True, "bfloat16", False, torch.bfloat16),
+    (False, False, "auto", True, torch.float16),
+    (False, False, "float32", False, torch.float32),
 ])
-def test_choose_dtype_on_a_gpu(native, emulated, name, expected, monkeypatch):
+def test_choose_dtype_on_a_gpu(native, emulated, name, exact, expected, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(device) or nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: emulated if including_emulation else native)
-    gpu = torch.device("cuda", 1)
-    if expected is None:
-        with pytest.raises(ValueError, match="bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32"):
-            choose_dtype(gpu, name)
-    else:
-        assert choose_dtype(gpu, name) == expected
-    assert asked == [gpu], "it asks about this GPU, not the current one"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                        lambda including_emulation=True: emulated if including_emulation else native)
+    assert choose_dtype(GPU, name, exact) == expected
+    assert asked == [GPU], "it asks about this GPU, not the current one"
 
 
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_auto_dtype_is_float32_on_cpu_and_mps(device):
-    assert choose_dtype(torch.device(device), "auto") == torch.float32
-    assert choose_dtype(torch.device(device), "bfloat16") == torch.bfloat16
+def test_a_dtype_that_the_device_lacks_raises(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    with pytest.raises(ValueError, match="bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32"):
+        choose_dtype(GPU, "bfloat16")
+    for device in GPU, torch.device("mps"):
+        with pytest.raises(ValueError, match=f"^dtype=int8 runs only on a CPU; got device={device}: use "
+                                             "dtype=bfloat16, or device=cpu$"):
+            choose_dtype(device, "int8")
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps"])
-def test_int8_needs_a_cpu(device):
-    with pytest.raises(ValueError, match=f"^dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu$"):
-        choose_dtype(torch.device(device), "int8")
-
+def test_auto_is_float32_on_other_devices():
+    for device in torch.device("cpu"), torch.device("mps"):
+        assert choose_dtype(device, "auto") == torch.float32
+        assert choose_dtype(device, "bfloat16") == torch.bfloat16

@@ -1,35 +1,41 @@
-"""EagerGPT, the backend that runs a GPT without changes, with and without torch.compile."""
+"""EagerBackend, which runs the plain model, with and without torch.compile."""
 import pytest
 import torch
 
+from engines import expected_ids
 from models import make_gpt
-from sampling.backends.eager import EagerGPT
-from sampling.sampler.sample_token import TokenSampler
-from streams import generate, num_compiled_graphs, random_prompt
+from sampling.backends.eager import EagerBackend
+from sampling.backends.prepare import warm_up_compile
+from sampling.params import SamplingParams
+from streams import decode, num_compiled_graphs, random_prompt
 
 
 @pytest.mark.parametrize("context_shift", [False, True])
-def test_it_samples_the_same_tokens_as_gpt(context_shift):
-    model, idx = make_gpt(), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    torch.manual_seed(3)
-    expected = model.generate(idx, 30, 0.8, 20, context_shift=context_shift)
-    torch.manual_seed(3)
-    assert torch.equal(generate(EagerGPT(model), idx, 30, TokenSampler(0.8, 20), context_shift), expected)
+def test_it_generates_the_text_of_the_model_inside_the_window_and_past_it(context_shift):
+    prompts = [random_prompt(length)[0].tolist() for length in (3, 5, 16, 30)] # block_size is 16
+    expected = expected_ids(prompts, 30, context_shift=context_shift, temperature=0.8, top_k=20)
+    found = decode(EagerBackend(make_gpt()), prompts, 30, context_shift=context_shift, temperature=0.8, top_k=20)
+    assert found == expected
 
 
+def test_it_computes_the_logits_of_several_positions_and_undoes_steps():
+    backend, ids = EagerBackend(make_gpt()), random_prompt(12, 2)
+    cache, expected = backend.new_cache(2, 16), backend.model(ids, ids)[0].detach()
+    for start, end in (0, 5), (5, 9), (5, 6), (6, 12): # the second one is undone
+        cache.seq_len = start
+        found = backend.logits(ids[:, start:end], cache, num_positions=end - start)
+        torch.testing.assert_close(found, expected[:, start:end].flatten(0, 1))
+
+
+@pytest.mark.slow # torch.compile takes ten seconds
 @pytest.mark.usefixtures("compile_settings")
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
-@pytest.mark.parametrize("max_new_tokens, context_shift", [
-    (9, False), pytest.param(20, False, marks=pytest.mark.slow), pytest.param(20, True, marks=pytest.mark.slow)]) # block_size is 16
-def test_a_compiled_model_samples_the_same_tokens_and_compiles_only_during_warm_up(max_new_tokens, context_shift):
-    """With one layer: test_sample.py compiles two."""
-    model, idx, at_first = make_gpt(n_layer=1), random_prompt(5, 2), num_compiled_graphs()
-    torch.manual_seed(3)
-    expected = model.generate(idx, max_new_tokens, context_shift=context_shift)
-    backend = EagerGPT(model, compile=True)
-    backend.warm_up_compile(idx, max_new_tokens, context_shift)
-    warm = num_compiled_graphs()
-    assert warm > at_first
-    torch.manual_seed(3)
-    assert torch.equal(generate(backend, idx, max_new_tokens, context_shift=context_shift), expected)
-    assert num_compiled_graphs() == warm, "nothing is compiled while it generates"
+@pytest.mark.parametrize("num_tokens, context_shift", [(9, False), (20, False), (20, True)]) # block_size is 16
+def test_a_compiled_model_generates_the_same_text_and_nothing_is_compiled_after_the_warm_up(num_tokens, context_shift):
+    backend, num_before, messages = EagerBackend(make_gpt(), compile=True), num_compiled_graphs(), []
+    warm_up_compile(backend, 5, [2], SamplingParams(num_tokens, context_shift=context_shift), messages.append)
+    assert messages[0] == "compiling ..." and messages[1].startswith("compiled in ")
+    num_warm, prompts = num_compiled_graphs(), 2 * random_prompt(5).tolist()
+    found = decode(backend, prompts, num_tokens, context_shift=context_shift)
+    assert found == expected_ids(prompts, num_tokens, context_shift=context_shift)
+    assert num_compiled_graphs() == num_warm > num_before

@@ -36,7 +36,7 @@ def packed_gpt(dtype="float32", **shape):
 
 def decode(gpt, idx, cache, first=0):
     """The logits (steps, B, V) after each token of idx (B, T), from the first of them on, one token at a time."""
-    return torch.stack([gpt.next_logits(idx[:, i:i + 1], cache).values for i in range(first, idx.size(1))])
+    return torch.stack([gpt.logits(idx[:, i:i + 1], cache) for i in range(first, idx.size(1))])
 
 
 def in_python(gpt):
@@ -55,7 +55,7 @@ def test_every_logit_is_the_same(dtype, rows, shape, processor):
     gpt, other, idx = packed_gpt(dtype, **SHAPES[shape]), in_python(packed_gpt(dtype, **SHAPES[shape])), random_prompt(16, rows)
     cache, other_cache = gpt.new_cache(rows, 16), gpt.new_cache(rows, 16)
     for start, end in (0, 4), (9, 12): # read some tokens at once, then one at a time
-        assert torch.equal(gpt.next_logits(idx[:, start:end], cache).values, other.next_logits(idx[:, start:end], other_cache).values)
+        assert torch.equal(gpt.logits(idx[:, start:end], cache), other.logits(idx[:, start:end], other_cache))
         step = slice(end, start + 9)
         assert torch.equal(decode(gpt, idx[:, :step.stop], cache, end), decode(other, idx[:, :step.stop], other_cache, end))
         assert cache in gpt.decode_step.traced and not other.decode_step.traced
@@ -67,7 +67,7 @@ def test_rows_may_leave():
     results = []
     for model in gpt, other:
         cache = model.new_cache(3, 16)
-        model.next_logits(idx[:, :2], cache)
+        model.logits(idx[:, :2], cache)
         before = decode(model, idx[:, :6], cache, 2)
         cache.select_rows([0, 2])
         results.append((before, decode(model, idx[[0, 2]], cache, 6)))
@@ -83,7 +83,7 @@ def test_streams_may_alternate():
     expected = [decode(other, part, other.new_cache(len(part), 16)) for part in parts]
     for i in range(16):
         for part, cache, logits in zip(parts, caches, expected, strict=True):
-            assert torch.equal(gpt.next_logits(part[:, i:i + 1], cache).values, logits[i])
+            assert torch.equal(gpt.logits(part[:, i:i + 1], cache), logits[i])
 
 
 def test_blocks_are_traced_once_for_a_number_of_rows(monkeypatch):
@@ -103,7 +103,7 @@ def test_blocks_may_have_different_layouts(monkeypatch):
     for gpt in packed_gpt(**SHAPES["wide"]), in_python(packed_gpt(**SHAPES["wide"])):
         for _ in range(3):
             cache = gpt.new_cache(1, 16)
-            gpt.next_logits(idx[:, :8], cache)
+            gpt.logits(idx[:, :8], cache)
         assert [block.c_fc.packed is None for block in gpt.blocks] == [False, False, True]
         results.append(decode(gpt, idx, cache, 8))
         assert len(gpt.decode_step.loops) == (0 if len(results) == 2 else 2)
@@ -147,7 +147,7 @@ def test_a_plain_weight_leaves_memory_once_its_layer_is_packed(monkeypatch):
     weight = weakref.ref(gpt.blocks[0].c_fc.weight)
     decode(gpt, idx, gpt.new_cache(8, 16)) # packs
     assert gpt.blocks[0].c_fc.packed is not None
-    gpt.next_logits(idx[:1, 8:12], cache)
+    gpt.logits(idx[:1, 8:12], cache)
     assert weight() is None
 
 

@@ -38,9 +38,8 @@ def gpt2_cases(gpt2, batch_sizes):
             Case(row, "CTranslate2 float32", other("ctranslate2", gpt2, samples), lengths, samples),
             Case(row, "CTranslate2 int8", other("int8", gpt2, samples), lengths, samples),
             *llama_cases(row, gpt2, samples, lengths),
-            Case(row, "sample.py float32", sample_py(f"--init_from={gpt2}", samples), lengths, samples),
-            Case(row, "sample.py bfloat16", sample_py(f"--init_from={gpt2}", samples, dtype="bfloat16"), lengths, samples),
-            Case(row, "sample.py int8", sample_py(f"--init_from={gpt2}", samples, dtype="int8"), lengths, samples),
+            *(Case(row, f"sample.py {dtype}", sample_py(f"--init_from={gpt2}", samples, dtype=dtype), lengths, samples)
+              for dtype in ("float32", "bfloat16", "int8")),
         ]
         if samples == 1:
             found.append(draft_case(row, gpt2, lengths))
@@ -81,7 +80,8 @@ def character_cases(large, small):
     found += [
         Case(row, "nanoGPT's loop", other("nanogpt", large, 1, FULL), (8, 72), 1),
         Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 10, start=FULL), (4, 44), 10, prompt=256),
-        Case(row, "sample.py context_shift", sample_py(f"--out_dir={large}", 60, 10, start=FULL, more=["--context_shift"]),
+        Case(row, "sample.py context_shift",
+             sample_py(f"--out_dir={large}", 60, 10, start=FULL, more=["--context_shift"]),
              (4, 244), 60, batch_size=10, prompt=256),
     ]
     row = "0.8M, the default run of 10 x 500"
@@ -124,7 +124,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round, fewer rows, nothing is written")
     parser.add_argument("--only", default="", help="only rows with this text in their name, nothing is written")
-    parser.add_argument("--suffix", default="", help="added to the names of the files, for the results of another machine")
+    parser.add_argument("--suffix", default="", help="added to the names of the files, for another machine's results")
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:

@@ -33,6 +33,7 @@ class ToFirstToken:
 def rows(folder, script=(PROJECT / "sample.py",)):
     """The cases by row. script is the file that runs sample.py, and its arguments."""
     gpt2, large, small = (folder / name for name in ("124M", "10.6M", "0.8M"))
+    demo = f"--out_dir={PROJECT / 'out-shakespeare-char'}"
 
     def case(row, source, lengths, samples, batch_size=None, busy=0, **settings):
         command = sample_py(source, samples, batch_size, script=script, **settings)
@@ -47,9 +48,8 @@ def rows(folder, script=(PROJECT / "sample.py",)):
         case("0.8M, the default run of 10 x 500", f"--out_dir={small}", (0, 500), 10),
         ToFirstToken("124M checkpoint, to the first token", sample_py(f"--out_dir={folder / '124M checkpoint'}", 1,
                                                                       script=script)),
-        ToFirstToken("demo, to the first token", sample_py(f"--out_dir={PROJECT / 'out-shakespeare-char'}", 1, script=script)),
-        ToFirstToken("demo, default run (10 x 500)", sample_py(f"--out_dir={PROJECT / 'out-shakespeare-char'}", 10,
-                                                               script=script), 500),
+        ToFirstToken("demo, to the first token", sample_py(demo, 1, script=script)),
+        ToFirstToken("demo, default run (10 x 500)", sample_py(demo, 10, script=script), 500),
     ]
     return {case.row: case for case in cases}
 
@@ -80,11 +80,12 @@ def lines_of(optimisation):
     """The number of lines of code of the optimisation."""
     from sampling.backends import memory, process
     from sampling.backends.cpu import bag_linear, embedding_bag, lm_head, packed_linear, trace_loop, traced_blocks
-    from sampling.checkpoints import skip_init
+    from sampling.checkpoints.build import SkipInit
     from sampling.sampler import mt19937
     parts = {
-        "packing": [packed_linear], "embedding_bags": [bag_linear, embedding_bag], "tracing": [traced_blocks, trace_loop],
-        "shortlist": [lm_head], "interleaving": [embedding_bag.interleaved_channels], "skip_init": [skip_init], "jump_ahead": [mt19937],
+        "packing": [packed_linear], "embedding_bags": [bag_linear, embedding_bag],
+        "tracing": [traced_blocks, trace_loop], "shortlist": [lm_head],
+        "interleaving": [embedding_bag.interleaved_channels], "skip_init": [SkipInit], "jump_ahead": [mt19937],
         "disable_malloc_trim": [memory.disable_malloc_trim],
         "shorten_spinning": [process.shorten_spinning, process.cores_are_busy],
     }[optimisation]

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -26,11 +26,11 @@ TEMPERATURE, TOP_K = 0.8, 200
 
 # ---- the other programs
 
-def nanogpt_loop(model, idx, length, goes_on=lambda: True):
-    """Continue ids (1, T) as nanoGPT does, which reads the whole window for every token. Stops early when goes_on returns False."""
+def nanogpt_loop(model, idx, length):
+    """Continue ids (1, T) as nanoGPT does, which reads the whole window for every token."""
     import torch
     with torch.no_grad():
-        for _ in takewhile(lambda _: goes_on(), range(length)):
+        for _ in range(length):
             logits = model(idx[:, -model.config.block_size:])[0][:, -1] / TEMPERATURE
             kth = logits.topk(min(TOP_K, logits.size(-1))).values[:, -1:]
             probs = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
@@ -42,9 +42,9 @@ def run_nanogpt(folder, samples, length, prompt):
     """nanoGPT's loop, one sample after another."""
     import torch
 
-    from model import GPT
+    from sampling.checkpoints.build import build_gpt
     from sampling.checkpoints.by_name import load_by_name
-    model = GPT.from_checkpoint(load_by_name(str(folder)))
+    model = build_gpt(load_by_name(str(folder)))
     for _ in range(samples):
         nanogpt_loop(model, torch.zeros(1, prompt, dtype=torch.long), length)
 
@@ -55,8 +55,8 @@ def run_transformers(folder, samples, length, prompt):
     import transformers
     model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
     idx = torch.zeros(1, prompt, dtype=torch.long)
-    model.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=TEMPERATURE, top_k=TOP_K, eos_token_id=None,
-                   pad_token_id=0, max_new_tokens=length, num_return_sequences=samples)
+    model.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=TEMPERATURE, top_k=TOP_K,
+                   eos_token_id=None, pad_token_id=0, max_new_tokens=length, num_return_sequences=samples)
 
 
 def run_ctranslate2(folder, samples, length, prompt, compute_type="float32"):
@@ -64,9 +64,10 @@ def run_ctranslate2(folder, samples, length, prompt, compute_type="float32"):
     import ctranslate2
     generator = ctranslate2.Generator(str(folder / "ctranslate2"), compute_type=compute_type,
                                       intra_threads=len(os.sched_getaffinity(0)))
-    generator.generate_batch([["a"] * prompt] * samples, max_length=length, min_length=length,
-                             sampling_topk=TOP_K if "124M" in str(folder) else 65, sampling_temperature=TEMPERATURE, end_token=[],
-                             include_prompt_in_result=False, max_batch_size=samples)
+    top_k = TOP_K if "124M" in str(folder) else 65
+    generator.generate_batch([["a"] * prompt] * samples, max_length=length, min_length=length, sampling_topk=top_k,
+                             sampling_temperature=TEMPERATURE, end_token=[], include_prompt_in_result=False,
+                             max_batch_size=samples)
 
 
 def run_int8(*arguments):
@@ -150,7 +151,8 @@ def save_transformers(folder, shape):
         return # the other programs are compared with smaller models
     converter = Path(sys.executable).with_name("ct2-transformers-converter")
     if converter.exists():
-        subprocess.run([converter, "--model", folder, "--output_dir", folder / "ctranslate2"], check=True, capture_output=True)
+        command = [converter, "--model", folder, "--output_dir", folder / "ctranslate2"]
+        subprocess.run(command, check=True, capture_output=True)
     if "LLAMA_CPP" in os.environ and shape["vocab_size"] > 65: # the converter knows no tokenizer of characters
         converter = Path(os.environ["LLAMA_CPP"]) / "convert_hf_to_gguf.py"
         for kind in "f32", "q8_0":
@@ -166,7 +168,8 @@ def print_limits(folder):
     import torch
 
     from sampling.backends.cpu.packed_linear import is_supported
-    print(memory_bandwidth(), matrix_rate(torch.float32), matrix_rate(torch.bfloat16) if is_supported(torch.bfloat16) else 0)
+    bfloat16_rate = matrix_rate(torch.bfloat16) if is_supported(torch.bfloat16) else 0
+    print(memory_bandwidth(), matrix_rate(torch.float32), bfloat16_rate)
 
 
 def memory_bandwidth():
@@ -200,7 +203,8 @@ def best(run, work):
 
 
 CONTENDERS = {"nanogpt": run_nanogpt, "transformers": run_transformers, "ctranslate2": run_ctranslate2,
-              "int8": run_int8, "llama": run_llama, "llama q8": run_llama_q8, "load": run_load, "models": make_models, "limits": print_limits}
+              "int8": run_int8, "llama": run_llama, "llama q8": run_llama_q8, "load": run_load, "models": make_models,
+              "limits": print_limits}
 
 if __name__ == "__main__":
     name, folder, *rest = sys.argv[1:]

@@ -1,102 +1,241 @@
-"""Measures sample.py on a GPU within 400 seconds: the machine, whether the text is right, how fast it is, and why.
+"""Measures a GPU for sample.py within 400 seconds: the machine, whether logits and text are right, and the rates.
 
-    python tests/bench/gpu.py [--seconds=385] [--only=TEXT] [--skip=TEXT] > results.jsonl
+    python tests/bench/gpu.py [--seconds=385] [--only=TEXT] > results.jsonl
     python tests/bench/gpu.py --smoke    # small sizes, also without a GPU: shows only that the command works
 
-Sections: the machine; checks of random numbers, logits, CUDA graphs, --exact, batch sizes and memory; timings of 124M
-and XL with 1, 10 and 100 samples, beside nanoGPT's loop and Hugging Face; the kernels of a step.
-The models are random, so nothing is downloaded. Each line is one result, printed at once. A cell whose section has no
-time left is skipped, and says so. No cell can stop the others.
+The models are random, so nothing is downloaded. Each line is the result of one cell, printed at once. A cell that
+fails, or takes too long, does not stop the others.
 """
 import argparse
-import os
 import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 
-os.environ.update(TEARDOWN_CUPTI="0", DISABLE_CUPTI_LAZY_REINIT="1") # CUPTI may crash if it ends while there are graphs
 import torch
-from gpu_checks import check_cells
-from gpu_setup import DTYPES, Report, Scale, make_engine, make_scale, run_engine, seconds, set_nanogpt_flags
-from gpu_timings import timing_cells
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from contenders import TEMPERATURE, TOP_K, nanogpt_loop
+from gpu_cells import Report
+from gpu_setup import SEED, Scale, make_engine, make_model, make_scale, run_engine
+from measure import PROJECT, count
 
-# Each section ends at this share of the total time. A section that needs less leaves the rest to the later ones.
-ENDS = {"machine": 0.04, "checks": 0.45, "timings": 0.95, "kernels": 1.0}
+# measure.py has added the tests' folder to the path.
+from oracles import nanogpt_generate
+from sampling.backends.cuda_graphs import logits_error, tolerance
+from sampling.backends.devices import autocast
+from sampling.sampler.row_streams import draws_like_multinomial
+
+ENDS = {"machine": 0.1, "logits": 0.3, "text": 0.45, "runs": 0.6, "rates": 1.0} # of sections, in shares of all time
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def cells(scale: Scale) -> Iterator[tuple[str, str, Callable[[], dict], float]]:
+    """Yield (section, name, function, limit in seconds) for each cell."""
+    on_gpu, (small, *_) = scale.device.type == "cuda", scale.shapes
+    shape = scale.shapes[small]
+    yield "machine", "versions", partial(describe, scale), 15
+    yield "machine", "limits", partial(measure_limits, scale), 20
+    for name, dtype in DTYPES.items():
+        for around in 0, -100:
+            yield "logits", f"{name}, around {around}", partial(check_logits, scale, shape, dtype, around), 30
+    for name, dtype in DTYPES.items():
+        for past_window in False, True:
+            for exact in False, True:
+                title = f"{'exact' if exact else 'default'}, {name}, {'past' if past_window else 'inside'} the window"
+                yield "text", title, partial(check_text, scale, shape, dtype, past_window, exact), 20
+    demo = "sample.py", "--out_dir=out-shakespeare-char", f"--device={scale.device.type}", "--num_samples=3"
+    yield "runs", "the demo", partial(run_program, 25, *demo, f"--max_new_tokens={2 * scale.new_tokens}"), 30
+    if on_gpu:
+        tests = "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "cuda", "tests/backends", "tests/generation"
+        yield "runs", "tests", partial(run_program, 55, *tests), 60
+        yield "runs", "out of memory", partial(check_out_of_memory, scale, shape), 20
+    for dtype, models in ("bfloat16", [*scale.shapes]), ("float32", [small]):
+        for model in models:
+            name, where = f"{model}, {dtype}, {{}}, {{}}".format, (scale, scale.shapes[model], DTYPES[dtype])
+            yield "rates", name("1 sample", "nanoGPT's loop"), partial(time_loop, *where), 40
+            for samples in scale.samples:
+                yield "rates", name(count(samples), "ours"), partial(time_ours, *where, samples), 25
+                if dtype == "bfloat16" and find_spec("transformers"):
+                    yield "rates", name(count(samples), "transformers"), partial(time_hf, *where, samples), 40
+    for options in {"exact": True}, {"cuda_graphs": False}, *([{"compile": True}] if on_gpu else []):
+        function = partial(time_ours, scale, shape, torch.bfloat16, 1, **options)
+        yield "rates", f"{small}, bfloat16, 1 sample, {options}", function, 90 # a compiler takes a minute
 
 
 # ---- the machine
 
 def describe(scale: Scale) -> dict:
-    """Versions, and the GPU."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-             "device": str(scale.device)}
-    for package in "transformers", "triton":
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
+    """Versions, the GPU, and whether RowStreams draws the numbers of torch.multinomial."""
+    packages = {name: version(name) for name in ("transformers", "triton") if find_spec(name)}
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, **packages,
+             "same_random_numbers": {size: draws_like_multinomial(scale.device, size) for size in (65, 50257, 50304)}}
     if scale.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(scale.device)
-        found |= {"gpu": gpu.name, "memory_gb": round(gpu.total_memory / 2**30, 1),
-                  "multiprocessors": gpu.multi_processor_count}
+        command = "nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.mem --format=csv,noheader"
+        found |= {"gpu": str(torch.cuda.get_device_properties(scale.device)), "built_for": torch.cuda.get_arch_list(),
+                  "bfloat16": torch.cuda.is_bf16_supported(including_emulation=False),
+                  "driver_and_clocks": subprocess.getoutput(command)}
     return found
 
 
-def bandwidth(scale: Scale) -> float:
-    """Bytes a second, from reading a tensor that is larger than the caches."""
-    big = torch.ones(scale.read // 4, device=scale.device)
-    return scale.read / min(seconds(big.sum, scale.device) for _ in range(6))
+def measure_limits(scale: Scale) -> dict:
+    """How fast the GPU reads memory and multiplies matrices, and how many kernels are launched one by one."""
+    def rate(work: float, function: Callable[[], object]) -> float:
+        return round(work / min(seconds(function, scale.device) for _ in range(6)), 1)
+    big, small = torch.ones(scale.read // 4, device=scale.device), torch.ones(1, device=scale.device)
+    found = {"read_gb_s": rate(scale.read / 1e9, big.sum),
+             "kernels_a_ms": rate(1, lambda: [small.add_(1) for _ in range(1000)])}
+    for name, precision, dtype in [("bfloat16", "high", torch.bfloat16), ("tf32", "high", torch.float32),
+                                   ("float32", "highest", torch.float32)]:
+        torch.set_float32_matmul_precision(precision)
+        a, b = (torch.randn(scale.matrix, scale.matrix, device=scale.device).to(dtype) for _ in range(2))
+        found[f"{name}_tflop_s"] = rate(2 * scale.matrix**3 / 1e12, partial(torch.mm, a, b))
+    return found
 
 
-def matrix_rate(scale: Scale, dtype: torch.dtype) -> float:
-    """FLOP/s of a product of two matrices; in float32 with TF32."""
-    set_nanogpt_flags()
-    a, b = (torch.randn(scale.matrix, scale.matrix, device=scale.device).to(dtype) for _ in range(2))
-    return 2 * scale.matrix**3 / min(seconds(partial(torch.mm, a, b), scale.device) for _ in range(6))
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """How long one call takes."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    function()
+    wait()
+    return time.perf_counter() - start
 
 
-def rates(scale: Scale) -> dict:
-    """The machine's limits."""
-    return {"read_gb_s": round(bandwidth(scale) / 1e9, 1),
-            "bfloat16_tflop_s": round(matrix_rate(scale, torch.bfloat16) / 1e12, 2),
-            "tf32_tflop_s": round(matrix_rate(scale, torch.float32) / 1e12, 2)}
+# ---- logits and text
+
+@torch.no_grad()
+def check_logits(scale: Scale, shape: dict, dtype: torch.dtype, around: float) -> dict:
+    """logits_error of steps at these positions, whose graphs attend to several buckets, and of a full window.
+
+    Beside it: the tolerance of SelfCheck, which must be larger; what a step at a wrong position gives, which must be
+    larger than the tolerance; and the error against a forward pass without a cache.
+    """
+    messages, size = [], shape["block_size"]
+    backend = make_engine(scale, shape, dtype, messages.append, logits_around=around).model.backend
+    backend.checks.agree = lambda found, expected: True # go on, so that all errors are measured
+    errors, worst, limits, wrong, uncached, num_graphs = {}, 0.0, [], [], [], 0
+    with autocast(scale.device, dtype):
+        for rows in scale.rows:
+            ids = torch.randint(shape["vocab_size"], (rows, size), device=scale.device)
+            cache, found = backend.new_cache(rows, size), {}
+            for position in 5, 77, 128, 200, size // 2 + 3, size - 1: # some of them share a graph
+                cache.seq_len, token = 0, ids[:, position:position + 1]
+                backend.logits(ids[:, :position], cache)
+                step = backend.logits(token, cache).clone()
+                expected = backend.plain_logits(token, cache.kv, position)
+                found[position] = logits_error(step, expected).max().item()
+                limits.append(tolerance(expected).min().item())
+                uncached.append(logits_error(step, backend.model(ids[:, :position + 1])[0][:, -1]).max().item())
+                wrong_step = backend.plain_logits(token, cache.kv, position - 1)
+                wrong.append(logits_error(wrong_step, expected).min().item())
+            expected = backend.model(ids)[0][:, -1]
+            found["window"] = logits_error(backend.logits(ids, None), expected).max().item()
+            num_graphs += len(cache.graphs.graphs) + len(backend.window.graphs.graphs)
+            errors[f"rows: {rows}"] = {name: f"{error:.1e}" for name, error in found.items()}
+            worst = max(worst, *found.values())
+    return {"ok": worst <= min(limits), "worst": f"{worst:.1e}", "tolerance": round(min(limits), 4),
+            "least_wrong": f"{min(wrong):.1e}", "uncached": f"{max(uncached):.1e}", "errors": errors,
+            "mean_logit": round(expected.float().mean().item(), 1), "graphs": num_graphs, "messages": messages}
 
 
-# ---- kernels
-
-def kernels(scale: Scale, shape: dict, dtype: torch.dtype, batch_size: int) -> dict:
-    """The kernels of a step, the five that take longest, and how long the device is idle."""
-    steps = scale.new_tokens
-    engine = make_engine(scale, shape, dtype, batch_size, steps)
-    # The first run warms up, and the second captures what is left.
-    runs = [partial(run_engine, engine, dtype, batch_size, [1], i * batch_size) for i in range(4)]
-    wall = [seconds(run, scale.device) for run in runs[:3]][-1] # without the profiler, which takes time itself
-    on_gpu = scale.device.type == "cuda"
-    activity, device = (ProfilerActivity.CUDA, DeviceType.CUDA) if on_gpu else (ProfilerActivity.CPU, DeviceType.CPU)
-    with profile(activities=[activity]) as profiler:
-        seconds(runs[3], scale.device)
-    times = {}
-    for event in profiler.key_averages():
-        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if microseconds > 0 and event.device_type == device: # not the calls that launch kernels
-            times[event.key] = (microseconds, event.count)
-    busy = sum(microseconds for microseconds, _ in times.values()) / 1e6
-    longest = sorted(times.items(), key=lambda item: -item[1][0])[:5]
-    return {"kernels_a_step": round(sum(count for _, count in times.values()) / steps, 1),
-            "ms_a_step": round(1000 * wall / steps, 4), "idle_share": round(1 - busy / wall, 3),
-            "longest": [{"name": name[:80], "us_a_step": round(microseconds / steps, 2),
-                         "calls_a_step": round(count / steps, 2)}
-                        for name, (microseconds, count) in longest]}
+def check_text(scale: Scale, shape: dict, dtype: torch.dtype, past_window: bool, exact: bool) -> dict:
+    """Four samples beside those of nanoGPT's operations. They must be equal in float32, and with exact in any dtype."""
+    messages, num_tokens = [], scale.checked_tokens
+    length = shape["block_size"] - num_tokens // 2 if past_window else 3
+    prompt = [7 * i % shape["vocab_size"] for i in range(length)]
+    engine = make_engine(replace(scale, new_tokens=num_tokens), shape, dtype, messages.append, 1 if exact else 4,
+                         exact=exact)
+    found, caches = run_engine(engine, 4, prompt), [] if exact else engine.model.idle_caches
+    if exact:
+        use_nanogpts_settings() # the other path uses no TF32
+    model, idx = make_model(scale, shape), torch.tensor([prompt], device=scale.device)
+    torch.manual_seed(SEED)
+    with autocast(scale.device, dtype):
+        expected = [nanogpt_generate(model, idx, num_tokens, TEMPERATURE, TOP_K)[0, length:].tolist() for _ in range(4)]
+    first = [next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
+             for pair in zip(found, expected, strict=True)]
+    return {"equal": f"{first.count(None)} of 4", "first_differences": first,
+            "graphs": sum(len(cache.graphs.graphs) for cache in caches), "messages": messages}
 
 
-def kernel_cells(scale: Scale):
-    """Yield (name, function, limit in seconds) for each cell."""
-    for name, shape in scale.shapes.items():
-        for batch_size in scale.samples[:2]:
-            function = partial(kernels, scale, shape, DTYPES["bfloat16"], batch_size)
-            yield f"{name}, {batch_size} at once, bfloat16", function, 20
+def use_nanogpts_settings() -> None:
+    """Allow TF32 as nanoGPT does, and cuDNN's attention, which CUDABackend switches off."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+# ---- runs
+
+def run_program(limit: float, *arguments: str) -> dict:
+    """How a Python program ends, in the project's folder. limit: in seconds."""
+    done = subprocess.run([sys.executable, *arguments], cwd=PROJECT, capture_output=True, text=True, timeout=limit)
+    return {"status": done.returncode, "stdout": done.stdout[-400:], "stderr": done.stderr[-400:]}
+
+
+def check_out_of_memory(scale: Scale, shape: dict) -> dict:
+    """Whether a run goes on with smaller batches, and gives all samples, if memory runs out."""
+    messages = []
+    engine = make_engine(replace(scale, new_tokens=300), shape, torch.bfloat16, messages.append, batch_size=64)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(scale.device).total_memory
+    room = torch.cuda.memory_reserved() + 64 * engine.model.backend.bytes_per_row(301) // 3
+    torch.cuda.set_per_process_memory_fraction(min(1.0, room / total))
+    try:
+        samples = run_engine(engine, 64, [1])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return {"samples": len(samples), "batch_size_at_the_end": engine.batch_size, "messages": messages}
+
+
+# ---- rates
+
+def time_loop(scale: Scale, shape: dict, dtype: torch.dtype) -> dict:
+    """nanoGPT's loop, one sample."""
+    gpt, idx = make_model(scale, shape), torch.tensor([[1]], device=scale.device)
+    use_nanogpts_settings()
+    with autocast(scale.device, dtype):
+        return measure(scale, 1, lambda: nanogpt_loop(gpt, idx, scale.new_tokens))
+
+
+def time_ours(scale: Scale, shape: dict, dtype: torch.dtype, samples: int, **options) -> dict:
+    """The engine of sample.py, all samples in one batch. Its first run captures the graphs."""
+    messages = []
+    engine = make_engine(scale, shape, dtype, messages.append, samples, **options)
+    estimate = samples * engine.model.backend.bytes_per_row(1 + scale.new_tokens) # beside the weights
+    found = measure(scale, samples, lambda: run_engine(engine, samples, [1]))
+    return {**found, "estimate_gb": round(estimate / 1e9, 2), "messages": messages}
+
+
+def time_hf(scale: Scale, shape: dict, dtype: torch.dtype, samples: int) -> dict:
+    """Hugging Face's generate with its KV cache, all samples in one batch."""
+    import transformers
+    use_nanogpts_settings()
+    sizes = {"n_positions": shape["block_size"], "bos_token_id": None, "eos_token_id": None,
+             **{name: shape[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}}
+    with scale.device:
+        gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).to(dtype).eval()
+    idx = torch.ones(samples, 1, dtype=torch.long, device=scale.device)
+    return measure(scale, samples, lambda: gpt.generate(
+        idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=TEMPERATURE, top_k=TOP_K,
+        eos_token_id=None, pad_token_id=0, max_new_tokens=scale.new_tokens))
+
+
+def measure(scale: Scale, samples: int, run: Callable[[], object]) -> dict:
+    """The rate at which run generates these samples, after a run that warms up, and the memory that it takes."""
+    if on_gpu := scale.device.type == "cuda":
+        torch.cuda.empty_cache() # of what made the model
+        torch.cuda.reset_peak_memory_stats(scale.device)
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    first, took = (seconds(run, scale.device) for _ in range(2))
+    peak = torch.cuda.max_memory_reserved() if on_gpu else 0
+    return {"tokens_per_s": round(samples * scale.new_tokens / took, 1), "first_run_s": round(first, 2),
+            "ms_a_step": round(1000 * took / scale.new_tokens, 4), "weights_gb": round(before / 1e9, 2),
+            "peak_gb": round(peak / 1e9, 2)}
 
 
 def main() -> None:
@@ -104,25 +243,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=385) # and the imports
     parser.add_argument("--only", default="", help="only cells with this text in 'section: name'")
-    parser.add_argument("--skip", help="no cells with this text in 'section: name'")
     parser.add_argument("--smoke", action="store_true", help="small sizes; always so without a GPU")
     options = parser.parse_args()
-    scale = make_scale(options.smoke or not torch.cuda.is_available())
-    report, limits = Report(options.seconds), {}
-
-    def measure_rates() -> dict:
-        limits.update(rates(scale))
-        return dict(limits)
-    sections = {
-        "machine": [("versions", partial(describe, scale), 10), ("rates", measure_rates, 20)],
-        "checks": check_cells(scale), "timings": timing_cells(scale, limits), "kernels": kernel_cells(scale),
-    }
-    for section, cells in sections.items():
-        report.begin(section, ENDS[section])
-        for name, function, limit in cells:
-            label = f"{section}: {name}"
-            if options.only in label and not (options.skip and options.skip in label):
-                report.cell(name, function, limit)
+    report, is_small = Report(), options.smoke or not torch.cuda.is_available()
+    for section, name, function, limit in cells(make_scale(is_small)):
+        if options.only in f"{section}: {name}":
+            report.cell(section, name, function, limit, ENDS[section] * options.seconds)
+    report.close()
 
 
 if __name__ == "__main__":

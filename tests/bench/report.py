@@ -10,11 +10,12 @@ from measure import machine
 def report(cases, processes, limits, rounds):
     """All results in Markdown."""
     limits = [statistics.median(values) for values in zip(*limits, strict=True)]
-    modules = {"torch": "torch", "transformers": "transformers", "ctranslate2": "ctranslate2", "llama-cpp-python": "llama_cpp"}
+    modules = {"torch": "torch", "transformers": "transformers", "ctranslate2": "ctranslate2",
+               "llama-cpp-python": "llama_cpp"}
     packages = ", ".join(f"{name} {version(name)}" for name, module in modules.items() if find_spec(module))
     bfloat16 = f", {limits[2] / 1e9:,.0f} in bfloat16" if limits[2] else "; the processor has no bfloat16"
-    lines = [f"{machine()}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; matrix "
-             f"products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32{bfloat16}.", "",
+    lines = [f"{machine()}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; "
+             f"matrix products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32{bfloat16}.", "",
              "| | | tokens/s | x nanoGPT's loop | of the limit |", "|---|---|---:|---:|---|"]
     nanogpt = {case.row: case.rate() for case in cases if case.name == "nanoGPT's loop"}
     for case in cases:

@@ -44,8 +44,8 @@ def interleaving():
 
 def skip_init():
     """The model is initialised, on the meta device, before it gets its weights."""
-    from sampling.checkpoints import skip_init
-    skip_init.SkipInit = nullcontext
+    from sampling.checkpoints import build
+    build.SkipInit = nullcontext
 
 
 def jump_ahead():
@@ -67,7 +67,8 @@ def shorten_spinning():
 
 
 OPTIMISATIONS = {function.__name__: function for function in (
-    packing, embedding_bags, tracing, shortlist, interleaving, skip_init, jump_ahead, disable_malloc_trim, shorten_spinning)}
+    packing, embedding_bags, tracing, shortlist, interleaving, skip_init, jump_ahead, disable_malloc_trim,
+    shorten_spinning)}
 
 if __name__ == "__main__":
     _, optimisation, *sys.argv[1:] = sys.argv

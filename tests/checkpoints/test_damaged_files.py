@@ -8,8 +8,8 @@ import zipfile
 import pytest
 import torch
 
-from model import GPT
 from models import make_gpt, make_transformers_gpt2, save_checkpoint, save_meta
+from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.inputs.char_tokenizer import CharTokenizer
@@ -53,7 +53,7 @@ def load(folder, load_from=load_checkpoint):
     """The loaded config, tensors and vocabulary, or None if loading raises a short error."""
     try:
         checkpoint = load_from(str(folder))
-        model, tokenizer = GPT.from_checkpoint(checkpoint), load_tokenizer(checkpoint, log=lambda text: None)
+        model, tokenizer = build_gpt(checkpoint), load_tokenizer(checkpoint, log=lambda text: None)
     except (ValueError, OSError) as e:
         assert str(folder) in str(e) and len(str(e)) < 3000
         return None

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attacks import needs_linux, poison, write_checkpoint
-from model import GPT
 from models import SHAPE, make_gpt, same_model
 from pickle_code import call, tensor, value
+from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.init_draws import count_init_draws
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.checkpoints.pickle_scanner import MAX_PICKLE_STEPS
@@ -151,7 +151,7 @@ def test_fields_of_a_build_nanogpt_checkpoint(lesson, tmp_path):
 def test_a_config_of_another_architecture_is_refused(config, message, tmp_path):
     path = save_lesson(tmp_path, make_gpt(), config)
     with pytest.raises(ValueError) as error:
-        GPT.from_checkpoint(load_checkpoint(path))
+        build_gpt(load_checkpoint(path))
     assert message in str(error.value) and str(path) in str(error.value)
 
 

@@ -17,15 +17,15 @@ from sampling.checkpoints.torch_files import read_torch_file
 
 PROGRAM = """
 import re, sys
-from model import GPT
 from sampling.backends.cpu.packed_gpt import PackedGPT
+from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.nanogpt import load_checkpoint
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1000
 before, in_int8 = peak(), len(sys.argv) > 2
 checkpoint = load_checkpoint(sys.argv[1], copy_weights=not in_int8)
 if in_int8:
-    model = PackedGPT(GPT.from_checkpoint(checkpoint), use_int8=True)
+    model = PackedGPT(build_gpt(checkpoint), use_int8=True)
 print(peak() - before)
 """
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is read from /proc")

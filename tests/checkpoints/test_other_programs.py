@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file, save_model
 
 from models import SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, same_model
-from sampling.checkpoints.by_name import load_by_name, load_from_settings
+from sampling.checkpoints.by_name import load_by_name, load_pretrained
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
 
@@ -193,7 +193,7 @@ def test_a_folder_of_numbered_checkpoints(names, latest, tmp_path, monkeypatch):
         (folder / name).touch()
     (folder / "model_dir.pt").mkdir()
     assert f"holds {latest}, but no ckpt.pt; pass --out_dir={folder / latest}" in error_of(folder)
-    assert f"for {latest} pass --out_dir={folder / latest}" in error_of(folder, lambda path: load_from_settings(init_from=path, out_dir="out"))
+    assert f"for {latest} pass --out_dir={folder / latest}" in error_of(folder, load_pretrained)
     assert f"for {latest} give its path, {folder / latest}" in error_of(folder, load_by_name)
     for missing in tmp_path / "out", folder / "out": # folder beside it, and the folder that it would be in
         assert f"pass --out_dir={folder / latest}" in error_of(missing)

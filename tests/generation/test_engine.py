@@ -1,165 +1,183 @@
-"""The engine generates samples in batches of any prompt lengths. Each sample has the same tokens as if it were generated alone."""
+"""Engine: requests in, samples out."""
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 import torch
 
-from engines import BACKENDS, PARAMS, PROMPTS, generate, make_requests, reference_token_ids, token_ids, truncate_at_stop
+import engines
+from engines import PARAMS, PROMPTS, FailingBackend, LeastBackend, expected_texts, load, make_requests, on_fake_gpu, run
 from models import CHARS, make_gpt
-from oracles import nanogpt_samples, reference_generate
-from sampling.backends.cuda.cuda_graph_gpt import CUDAGraphGPT
-from sampling.backends.eager import EagerGPT
+from oracles import nanogpt_samples
+from recorded_graphs import NEEDS_GPU
+from sampling.backends.eager import EagerBackend
+from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.init_draws import count_init_draws
 from sampling.generation.engine import Engine
-from sampling.sampler.per_row_rng import PerRowRNG
-
-each_backend = pytest.mark.parametrize("make_engine", BACKENDS, indirect=True)
+from sampling.sampler.sampler import NOT_FINITE
 
 
-@pytest.mark.parametrize("make_engine, samples_per_prompt, batch_size", [
-    pytest.param(backend, samples_per_prompt, batch_size, marks=[] if (samples_per_prompt, batch_size) == (1, 3) or (backend, batch_size) == ("eager", 5) else pytest.mark.slow)
-    for backend in BACKENDS for samples_per_prompt, batch_size in [(1, 8), (3, 5), (2, 1), (1, 3)]], indirect=["make_engine"])
-def test_samples_in_batches_of_mixed_prompt_lengths_equal_samples_generated_alone(tokenizer, make_engine, samples_per_prompt, batch_size):
-    requests = make_requests(tokenizer, PROMPTS, samples_per_prompt)
-    expected = reference_token_ids(requests)
-    found = generate(make_engine(make_gpt(), tokenizer, batch_size=batch_size), requests)
-    assert [sample.index for sample in found] == list(range(len(requests)))
-    assert [sample.token_ids for sample in found] == expected
-    assert [sample.text for sample in found] == [tokenizer.decode(ids) for ids in expected]
-    assert {sample.finish_reason for sample in found} == {"length"}
-
-
-@each_backend
-def test_context_shift_in_batches_of_mixed_prompt_lengths_equals_samples_generated_alone(tokenizer, make_engine):
-    requests = make_requests(tokenizer, PROMPTS)
-    params = replace(PARAMS, max_new_tokens=40, temperature=1.0, context_shift=True)
-    assert token_ids(make_engine(make_gpt(), tokenizer, params, batch_size=8), requests) == reference_token_ids(requests, 40, context_shift=True)
-
-
-@pytest.mark.parametrize("max_new_tokens", [0, 1, 2])
-def test_few_new_tokens(tokenizer, make_engine, max_new_tokens):
-    requests = make_requests(tokenizer, PROMPTS)
-    engine = make_engine(make_gpt(), tokenizer, replace(PARAMS, max_new_tokens=max_new_tokens), batch_size=8)
-    assert token_ids(engine, requests) == reference_token_ids(requests, max_new_tokens)
-
-
-@pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(8, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.slow)])
-def test_a_run_may_start_at_any_sample(tokenizer, make_engine, first):
-    requests = make_requests(tokenizer, PROMPTS, 3)
-    expected = reference_token_ids(requests)
-    assert token_ids(make_engine(make_gpt(), tokenizer, batch_size=4), requests[first:]) == expected[first:]
-
-
-def test_samples_equal_nanogpts_which_initialises_a_model_before_sampling(tokenizer, make_engine):
-    model, requests = make_gpt(), make_requests(tokenizer, ["O"], 3)
-    num_init_draws = count_init_draws(model.state_dict())
-    args = {name: getattr(model.config, name) for name in model.config.__dataclass_fields__}
-    expected = nanogpt_samples(args, model.state_dict(), 3, requests[0].prompt_ids, 3, 20, temperature=0.9, top_k=30)
-    engine = make_engine(make_gpt(), tokenizer, num_init_draws=num_init_draws, batch_size=2)
-    assert [requests[0].prompt_ids + ids for ids in token_ids(engine, requests)] == expected
-
-
-def test_replace_returns_an_engine_with_new_params_and_a_fresh_random_stream(tokenizer, make_engine):
-    requests = make_requests(tokenizer, ["O"], 3)
-    engine = make_engine(make_gpt(), tokenizer, batch_size=2)
-    expected = token_ids(engine, requests)
-    assert token_ids(replace(engine), requests) == expected, "a fresh random stream starts at sample 0"
-    other = replace(engine, params=replace(PARAMS, seed=4, temperature=1.5, max_new_tokens=30, stop="e"))
-    assert other.backend is engine.backend and other.batch_size == 2
-    found = token_ids(other, requests)
-    assert found == token_ids(make_engine(make_gpt(), tokenizer, other.params), requests) and found != expected
-    assert token_ids(replace(other, params=PARAMS), requests) == expected
-
-
-@pytest.mark.parametrize("max_new_tokens", [1, 20])
-def test_all_samples_of_a_batch_are_yielded_before_the_next_batch_is_read(tokenizer, make_engine, max_new_tokens):
-    """Memory does not grow with the number of prompts."""
-    requests, taken = make_requests(tokenizer, PROMPTS * 5), []
-    engine = make_engine(make_gpt(), tokenizer, replace(PARAMS, max_new_tokens=max_new_tokens), batch_size=6)
+@pytest.mark.parametrize("batch_size, max_new_tokens", [(1, 20), (3, 20), (99, 20), (3, 1), (3, 0)])
+def test_samples_are_yielded_in_order_with_the_text_that_each_would_have_alone(tokenizer, batch_size, max_new_tokens):
+    requests, taken, found = make_requests(tokenizer, PROMPTS, 2), [], []
+    engine = Engine(load(tokenizer), replace(PARAMS, max_new_tokens=max_new_tokens), batch_size)
     for sample in engine.generate(taken.append(request) or request for request in requests):
-        assert len(taken) <= sample.index - sample.index % 6 + 6
+        found.append((sample.index, sample.text, sample.finish_reason))
+        assert len(taken) < len(found) + batch_size, "requests are read one batch at a time"
+    assert found == [(i, text, "length") for i, text in enumerate(expected_texts(requests, tokenizer, max_new_tokens))]
+    assert [sample.text for sample in run(engine, requests[9:])] == [text for _, text, _ in found[9:]]
 
 
-def test_prompts_of_very_different_lengths_are_in_separate_batches(tokenizer, make_engine):
-    model, shapes = make_gpt(block_size=256), []
-    model.transformer.h[0].register_forward_hook(lambda module, args, result: shapes.append(tuple(args[0].shape[:2])))
-    requests = make_requests(tokenizer, ["a", "b" * 200, "cc", "d" * 201])
-    generate(make_engine(model, tokenizer, replace(PARAMS, max_new_tokens=10), batch_size=4), requests)
-    assert len(shapes) == 2 * 11 and shapes[0][1] == 1 and shapes[11][1] == 200
+def test_samples_are_nanogpts_which_draws_random_numbers_for_its_weights_first(tokenizer):
+    weights, config, prompt = make_gpt().state_dict(), vars(make_gpt().config), tokenizer.encode("O")
+    expected = nanogpt_samples(config, weights, 3, prompt, 3, 20, temperature=0.9, top_k=30)
+    engine = Engine(load(tokenizer, num_init_draws=count_init_draws(weights)), PARAMS, 2)
+    assert [prompt + sample.token_ids for sample in run(engine, make_requests(tokenizer, ["O"], 3))] == expected
 
 
-def resumed_run(tokenizer, num_saved, **settings):
-    """The samples of a run that resumes after num_saved saved samples."""
-    requests = [replace(request, already_saved=request.index < num_saved) for request in make_requests(tokenizer, PROMPTS * 2)]
-    backend, params = EagerGPT(make_gpt(n_embd=256, n_head=8)), replace(PARAMS, num_logprobs=2, stop=["e"])
-    return generate(Engine(backend, tokenizer, params, batch_size=4, **settings), requests)
+def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(tokenizer):
+    model, params = load(tokenizer, EagerBackend(make_gpt(n_embd=256))), replace(PARAMS, num_logprobs=2, stop="e")
+    requests, counts = make_requests(tokenizer, PROMPTS), []
+    whole = run(Engine(model, params, 4), requests)
+    requests = [replace(request, already_saved=request.index in (0, 1, 2, 5)) for request in requests]
+    rest = run(Engine(model, params, 4, on_tokens=counts.append), requests)
+    assert [sample.tokens for sample in rest] == [whole[i].tokens for i in (3, 4, 6, 7)]
+    assert sum(counts) == sum(sample.num_tokens for sample in rest)
 
 
-@pytest.fixture(scope="module")
-def whole_run(tokenizer):
-    return resumed_run(tokenizer, 0)
-
-
-@pytest.mark.parametrize("num_saved", [pytest.param(n, marks=[] if n == 3 else pytest.mark.slow) for n in (1, 3, 4, 6, 7, 11)])
-def test_saved_samples_are_not_yielded_and_the_others_are_bitwise_equal(tokenizer, whole_run, num_saved):
-    counts = []
-    rest = resumed_run(tokenizer, num_saved, on_tokens=counts.append)
-    assert [sample.index for sample in rest] == list(range(num_saved, 16))
-    assert [sample.tokens for sample in rest] == [sample.tokens for sample in whole_run[num_saved:]]
-    assert sum(counts) == sum(sample.num_tokens for sample in rest), "tokens of saved samples are not counted"
-
-
-# ---- log-probabilities and penalties
-
-@each_backend
-def test_logprobs_equal_those_of_the_model(tokenizer, make_engine):
-    model, params = make_gpt(), replace(PARAMS, temperature=0.5, top_k=9, repetition_penalty=1.3, num_logprobs=4)
-    for sample in generate(make_engine(make_gpt(), tokenizer, params, batch_size=3), make_requests(tokenizer, PROMPTS)):
+@pytest.mark.parametrize("num_logprobs, expected_number", [(0, 0), (4, 4), (99, len(CHARS))])
+@torch.no_grad()
+def test_logprobs_are_those_of_the_model_at_temperature_1(tokenizer, num_logprobs, expected_number):
+    gpt, params = make_gpt(), replace(PARAMS, temperature=0.5, top_k=9, num_logprobs=num_logprobs)
+    for sample in run(Engine(load(tokenizer, LeastBackend(make_gpt())), params, 3), make_requests(tokenizer, PROMPTS)):
         ids = list(sample.request.prompt_ids)
         for token in sample.tokens:
-            texts, values = zip(*token.top_logprobs, strict=True)
-            with torch.no_grad():
-                expected = model(torch.tensor([ids[-16:]]))[0][0, -1].log_softmax(-1)
-            assert token.logprob == pytest.approx(expected[token.id].item(), abs=1e-4)
-            assert values == pytest.approx(expected.topk(4).values.tolist(), abs=1e-4)
-            assert values == pytest.approx(expected[[CHARS.index(text) for text in texts]].tolist(), abs=1e-4)
+            logprobs = gpt(torch.tensor([ids[-16:]]))[0][0, -1].log_softmax(-1)
+            top = logprobs.argsort(descending=True)[:expected_number].tolist()
+            assert token.logprob == pytest.approx(logprobs[token.id].item(), abs=1e-4)
+            assert dict(token.top_logprobs) == pytest.approx({CHARS[i]: logprobs[i].item() for i in top}, abs=1e-4)
             ids.append(token.id)
-        assert sample.cumulative_logprob == pytest.approx(sum(token.logprob for token in sample.tokens))
-        assert sample.text == tokenizer.decode(sample.token_ids)
 
 
-def test_num_logprobs_is_limited_to_the_vocabulary_size(tokenizer, make_engine):
-    params = replace(PARAMS, max_new_tokens=2, num_logprobs=99)
-    sample, = generate(make_engine(make_gpt(), tokenizer, params), make_requests(tokenizer, ["O"]))
-    assert [len(token.top_logprobs) for token in sample.tokens] == [61, 61]
+def test_a_stream_yields_the_first_unfinished_sample_at_every_step_and_then_each_finished_one(tokenizer):
+    engine = Engine(load(tokenizer), replace(PARAMS, max_new_tokens=3), 2, stream=True)
+    found = [(s.index, s.num_tokens, s.finish_reason) for s in engine.generate(make_requests(tokenizer, ["O", "x"]))]
+    assert found == [(0, 1, None), (0, 2, None), (0, 3, "length"), (1, 3, "length")]
 
 
-@pytest.mark.parametrize("make_engine", ["eager", "direct"], indirect=True)
-def test_the_repetition_penalty_in_a_batch_equals_the_penalty_alone(tokenizer, make_engine):
-    params, requests = replace(PARAMS, max_new_tokens=30, temperature=0, top_k=None, repetition_penalty=1.5), make_requests(tokenizer, PROMPTS)
-    alone = [token_ids(Engine(EagerGPT(make_gpt()), tokenizer, params), [request])[0] for request in requests]
-    assert token_ids(make_engine(make_gpt(), tokenizer, params, batch_size=8), requests) == alone
-    assert alone != token_ids(make_engine(make_gpt(), tokenizer, replace(params, repetition_penalty=1.0)), requests)
+@pytest.mark.parametrize("batch_size, stream", [(1, True), (6, True), (6, False)])
+@pytest.mark.parametrize("make_backend", [EagerBackend, engines.fake_gpu_steps], ids=["cpu", "gpu"])
+def test_a_sample_ends_where_a_stop_text_begins(tokenizer, make_backend, batch_size, stream):
+    requests = make_requests(tokenizer, PROMPTS)
+    full = expected_texts(requests, tokenizer, 30)
+    stops = [full[0][13:16], full[1][28:30], full[2][:2], full[5][20:24], full[6][9:12] + "\n\n"]
+    params = replace(PARAMS, max_new_tokens=30, stop=stops)
+    engine = Engine(load(tokenizer, make_backend(make_gpt())), params, batch_size, stream)
+    found = run(engine, requests)
+    assert [sample.text for sample in found] == expected_texts(requests, tokenizer, 30, stops)
+    assert [sample.finish_reason == "length" for sample in found] == [sample.text in full for sample in found]
+    if stream:
+        assert engines.streamed_texts(engine, requests) == [sample.text for sample in found]
 
 
-@each_backend
-def test_at_temperature_0_no_random_numbers_are_drawn(tokenizer, make_engine, monkeypatch):
-    engine = make_engine(make_gpt(), tokenizer, replace(PARAMS, temperature=0))
-    monkeypatch.setattr(PerRowRNG, "prefetch", None)
-    assert len(generate(engine, make_requests(tokenizer, PROMPTS))) == 8
+def test_rows_leave_a_batch_when_they_are_finished(tokenizer):
+    backend, requests, stops = LeastBackend(make_gpt()), make_requests(tokenizer, ["O"], 6), [*"STOP"]
+    run(Engine(load(tokenizer, backend), replace(PARAMS, max_new_tokens=12, stop=stops), 6), requests)
+    lengths = [min(12, len(text) + 1) for text in expected_texts(requests, tokenizer, 12, stops)] # with the stop text
+    left = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    assert len(set(lengths)) > 2 and backend.num_rows == [1, *left]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
-@pytest.mark.parametrize("stops", [[], ["e", "t"]], ids=["whole", "stopped"])
-def test_batches_on_cuda_equal_samples_generated_alone(tokenizer, stops):
-    torch.set_float32_matmul_precision("highest")
-    model, requests = make_gpt(block_size=256).cuda(), make_requests(tokenizer, PROMPTS, 3)
-    torch.manual_seed(3)
-    expected = [reference_generate(model, torch.tensor([request.prompt_ids]).cuda(), 300, temperature=0.9, top_k=30)[0].tolist()
-                for request in requests]
-    params = replace(PARAMS, max_new_tokens=300, stop=stops, num_logprobs=3)
-    found = generate(Engine(CUDAGraphGPT(model), tokenizer, params, batch_size=8), requests)
-    assert [sample.text for sample in found] == [truncate_at_stop(tokenizer.decode(ids[len(request.prompt_ids):]), stops)
-                                                 for ids, request in zip(expected, requests, strict=True)]
-    assert all(len(token.top_logprobs) == 3 for sample in found for token in sample.tokens)
+@pytest.mark.parametrize("num_rows, stops", [(32, CHARS[::8]), (36, CHARS[::8]), (36, CHARS[::30])])
+def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leave(tokenizer, num_rows, stops):
+    backend, requests = on_fake_gpu(LeastBackend(make_gpt())), make_requests(tokenizer, ["O"], 36)
+    params, expected = replace(PARAMS, max_new_tokens=24, stop=[*stops]), expected_texts(requests, tokenizer, 24, stops)
+    found = run(Engine(load(tokenizer, backend), params, num_rows), requests[:num_rows])
+    assert [sample.text for sample in found] == expected[:num_rows]
+    unfinished = sum(len(text) >= 16 for text in expected[:num_rows]) # at the first flush
+    rest = unfinished if num_rows > 32 and unfinished <= num_rows // 2 else num_rows
+    assert backend.num_rows == [1, *15 * [num_rows], *8 * [rest]]
+
+
+@pytest.mark.parametrize("times, expected", [
+    (24 * [0], [1, 16, 7]), (24 * [1.9], [1, 15, 8]), (24 * [4], [1, 7, 7, 7, 2]), (24 * [31], 24 * [1]),
+    (3 * [31] + 21 * [9], 4 * [1] + 6 * [3] + [2]),
+], ids=["instantly", "in 1.9 ms", "in 4 ms", "in 31 ms", "first in 31, later in 9 ms"])
+def test_while_streaming_from_a_gpu_tokens_are_copied_every_30_ms_or_16_steps(tokenizer, monkeypatch, times, expected):
+    """times: how many milliseconds each step takes."""
+    now, counts, times = [100.0], [], list(times)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class TimedBackend(EagerBackend):
+        def logits(self, *arguments, **settings):
+            now[0] += times.pop(0) / 1000
+            return super().logits(*arguments, **settings)
+    model, requests = load(tokenizer, on_fake_gpu(TimedBackend(make_gpt()))), make_requests(tokenizer, ["O"])
+    engine = Engine(model, replace(PARAMS, max_new_tokens=24), stream=True, on_tokens=counts.append)
+    assert engines.streamed_texts(engine, requests) == expected_texts(requests, tokenizer, 24) and counts == expected
+
+
+@pytest.mark.parametrize("make_backend, stop, expected", [
+    (EagerBackend, None, [16, 4]), (EagerBackend, "never", 20 * [1]),
+    (lambda gpt: on_fake_gpu(EagerBackend(gpt)), "never", [16, 4])], ids=["cpu", "cpu with a stop text", "gpu"])
+def test_tokens_are_copied_every_16_steps_unless_a_cpu_looks_for_a_stop_text(tokenizer, make_backend, stop, expected):
+    model, counts = load(tokenizer, make_backend(make_gpt())), []
+    run(Engine(model, replace(PARAMS, stop=stop), on_tokens=counts.append), make_requests(tokenizer, ["O"]))
+    assert counts == expected
+
+
+def test_out_of_memory_halves_the_batch_and_changes_no_text(tokenizer):
+    requests, lines, backend = make_requests(tokenizer, PROMPTS), [], FailingBackend(make_gpt(), most_rows=2)
+    found = run(Engine(load(tokenizer, backend), PARAMS, 8, log=lines.append), requests)
+    assert [sample.text for sample in found] == expected_texts(requests, tokenizer)
+    assert lines == [f"out of memory with {n} samples at once: continuing with {n // 2}" for n in (8, 4)]
+
+
+def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_character_twice(tokenizer):
+    requests, counts, backend = make_requests(tokenizer, ["The "], 4), [], FailingBackend(make_gpt(), fails_at=12)
+    stops = [expected_texts(requests, tokenizer)[2][3:6]]
+    engine = Engine(load(tokenizer, backend), replace(PARAMS, stop=stops), 4, True, lambda line: None, counts.append)
+    assert engines.streamed_texts(engine, requests) == expected_texts(requests, tokenizer, stops=stops)
+    assert backend.num_rows == [1, *5 * [4], *6 * [3], 1, *19 * [2], 1, *19 * [1]] and sum(counts) == 66
+
+
+@pytest.mark.parametrize("error, last_size", [(MemoryError("too large"), 1), (RuntimeError("illegal access"), 8)])
+def test_out_of_memory_with_one_sample_and_other_errors_are_raised(tokenizer, error, last_size):
+    engine = Engine(load(tokenizer, FailingBackend(make_gpt(), error, 0)), PARAMS, 8, log=lambda line: None)
+    with pytest.raises(type(error), match=str(error)):
+        run(engine, make_requests(tokenizer, PROMPTS))
+    assert engine.batch_size == last_size
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(num_logprobs=2), dict(stop="never"), dict(temperature=0)], ids=str)
+@pytest.mark.parametrize("backend, stream", [(EagerBackend, False), (EagerBackend, True), (engines.static_steps, True)])
+def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, stream, settings):
+    gpt, requests, yielded = make_gpt(), make_requests(tokenizer, ["The ", "O", "What is it?"]), set()
+    with torch.no_grad():
+        gpt.transformer.wpe.weight[12] = torch.nan # a position that only the longest prompt reaches, in its third step
+    engine = Engine(load(tokenizer, backend(gpt)), replace(PARAMS, max_new_tokens=4, **settings), 2, stream)
+    with pytest.raises(ValueError) as error:
+        yielded.update(sample.index for sample in engine.generate(requests) if sample.finish_reason)
+    assert str(error.value) == NOT_FINITE and yielded == {0, 1}
+
+
+@pytest.mark.parametrize("make_backend", [
+    EagerBackend, lambda gpt: prepare_backend(gpt, torch.device("cpu"), torch.float32),
+    engines.fake_gpu_steps, pytest.param(lambda gpt: engines.static_steps(gpt.cuda()), marks=NEEDS_GPU),
+], ids=["eager", "cpu", "static steps", "cuda"])
+def test_two_runs_of_one_model_may_be_interleaved_or_in_two_threads(tokenizer, make_backend):
+    model, params = load(tokenizer, make_backend(make_gpt())), replace(PARAMS, max_new_tokens=40)
+    requests = make_requests(tokenizer, PROMPTS[:2]), make_requests(tokenizer, PROMPTS[6:])
+    expected = [expected_texts(part, tokenizer, 40, device=model.backend.device) for part in requests]
+
+    def texts(part):
+        return [sample.text for sample in run(Engine(model, params, 2), part)]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3): # later runs use what earlier ones left
+            assert list(threads.map(texts, requests)) == expected
+    found, streams = [], [Engine(model, params, stream=True).generate(part) for part in requests]
+    for pair in zip_longest(*streams):
+        found += [sample.text for sample in pair if sample and sample.finish_reason]
+    assert sorted(found) == sorted(expected[0] + expected[1])

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from attacks import needs_linux, write_attack
-from model import GPT
 from models import make_gpt, save_checkpoint, save_meta
 from pickle_code import TUPLES, as_key, call, nested, value
+from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.inputs.tokenizer import load_tokenizer
 
@@ -39,7 +39,7 @@ def loads(folder):
     """Whether the checkpoint and the vocabulary in this folder load."""
     try:
         checkpoint = load_checkpoint(folder)
-        GPT.from_checkpoint(checkpoint)
+        build_gpt(checkpoint)
         load_tokenizer(checkpoint, log=lambda text: None)
         return True
     except (ValueError, OSError):

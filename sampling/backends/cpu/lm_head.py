@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from sampling.backends.cpu.bag_linear import make_linear
 from sampling.backends.cpu.embedding_bag import EmbeddingBagMatmul
 from sampling.backends.cpu.packed_linear import PackedLinear, bags_are_faster, is_supported
-from sampling.sampler.sample_fn import Logits
 
 MIN_PARAMS = 2**23 # a smaller weight stays in the processor's cache
 MIN_WIDTH = 256 # in a narrower head, the work for each token takes longer than reading its row
@@ -26,7 +25,7 @@ def has_bfloat16_products() -> bool:
 
 
 class ShortlistLMHead:
-    """lm_head: (B, E) -> Logits.
+    """lm_head: (B, E) -> logits (B, V).
 
     weight_is_shared: whether the embedding also keeps the weight in memory.
     """
@@ -42,17 +41,17 @@ class ShortlistLMHead:
         self.k, self.budget = None, FAILURE_BUDGET
         self.skip_shortlist = not pack_eagerly # in the first call: it should not wait for the bfloat16 copy
 
-    def __call__(self, x: Tensor, k: int | None = None) -> Logits:
-        """(B, E) -> Logits (B, V). Only the k largest logits, and those that tie with the k-th, need to be exact;
-        None: all."""
+    def __call__(self, x: Tensor, k: int | None = None) -> Tensor:
+        """(B, E) -> logits (B, V). Only the k largest, and those that tie with the k-th, need to be exact, and the
+        others may be -inf; None: all are exact."""
         logits = None
         if not self.skip_shortlist and len(x) == 1 and k is not None and k <= self.max_shortlist:
             logits = self.try_shortlist(x, k)
         self.skip_shortlist = False
-        return Logits(self.linear(x)) if logits is None else logits
+        return self.linear(x) if logits is None else logits
 
-    def try_shortlist(self, x: Tensor, k: int) -> Logits | None:
-        """The Logits of __call__, exact for a shortlist. None if it is too long, or if this k has no budget left."""
+    def try_shortlist(self, x: Tensor, k: int) -> Tensor | None:
+        """The logits of __call__, exact for a shortlist. None if it is too long, or if this k has no budget left."""
         if self.k != k:
             self.k, self.budget = k, FAILURE_BUDGET
         if self.budget <= 0:
@@ -61,8 +60,8 @@ class ShortlistLMHead:
         logits, shortlist = self.approximation.shortlist(x, k)
         if k <= len(shortlist) <= self.max_shortlist:
             self.budget = min(self.budget + 0.5, FAILURE_BUDGET)
-            logits[:, shortlist] = exact_logits(x, self.weight, shortlist)
-            return Logits(logits, shortlist)
+            exact = exact_logits(x, self.weight, shortlist)
+            return torch.full_like(logits, -torch.inf).index_copy_(1, shortlist, exact)
         self.budget -= 1
         if self.budget <= 0:
             self.approximation = None # frees its memory

@@ -21,16 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model import GPT, generate_stream
-from sampling.backends.backend import Backend, TokenStream
+from model import GPT
+from sampling.backends.backend import Backend, estimate_bytes_per_row
 from sampling.backends.cpu.bag_linear import make_linear
 from sampling.backends.cpu.int8_linear import Int8Linear, int8_embedding, quantize_weight
 from sampling.backends.cpu.lm_head import ShortlistLMHead
 from sampling.backends.cpu.packed_block import LayerNorm, MakeLinear, PackedBlock
 from sampling.backends.cpu.packed_cache import PackedCache
 from sampling.backends.cpu.traced_blocks import DecodeStep
-from sampling.backends.memory import estimate_bytes_per_sample, return_freed_memory
-from sampling.sampler.sample_fn import Logits, SampleFn
+from sampling.backends.memory import return_freed_memory
 
 
 class PackedGPT(Backend):
@@ -41,7 +40,7 @@ class PackedGPT(Backend):
     use_int8: quantize all weights to int8 now. While there is a cache, the logits of a row do not depend, to the last
     bit, on the other rows or on how its tokens are split into passes.
     """
-    device = torch.device("cpu")
+    device, max_rows = torch.device("cpu"), 64
 
     def __init__(self, gpt: GPT, pack_eagerly: bool = False, use_int8: bool = False):
         self.config, self.use_int8 = gpt.config, use_int8
@@ -52,7 +51,7 @@ class PackedGPT(Backend):
         if use_int8: # the head first: packing needs a second copy of a layer, and the head is the largest one
             quantized = quantize_weight(head)
             linear = Int8Linear(quantized)
-            self.lm_head = lambda x, k: Logits(linear(x)) # computes all logits, whatever k is
+            self.lm_head = lambda x, k: linear(x) # computes all logits, whatever k is
             self.embed = partial(int8_embedding, weight=quantized if is_tied else quantize_weight(wte))
             self.blocks = pack_blocks(gpt.transformer.h, quantize_linear)
         else:
@@ -61,26 +60,20 @@ class PackedGPT(Backend):
             self.lm_head = ShortlistLMHead(head, weight_is_shared=is_tied, pack_eagerly=pack_eagerly)
         self.decode_step = DecodeStep(self.blocks)
 
-    def generate_stream(self, idx, max_new_tokens: int, sample_fn: SampleFn,
-                        context_shift: bool = False) -> TokenStream:
-        """See Backend.generate_stream."""
-        return generate_stream(self, idx, max_new_tokens, sample_fn, context_shift)
-
-    def new_cache(self, batch_size: int, capacity: int) -> PackedCache:
-        """An empty cache for next_logits."""
-        return PackedCache(self.config, batch_size, capacity)
+    def new_cache(self, num_rows: int, capacity: int) -> PackedCache:
+        return PackedCache(self.config, num_rows, capacity)
 
     @torch.inference_mode() # has a little less overhead than no_grad
-    def next_logits(self, idx: Tensor, cache: PackedCache | None, num_logits_needed: int | None = None,
-                    num_positions: int = 1) -> Logits:
-        """See CausalLM.next_logits. Raises ValueError if there are more than block_size tokens."""
-        T, start = idx.size(1), 0 if cache is None else cache.seq_len
+    def logits(self, ids: Tensor, cache: PackedCache | None, num_positions: int = 1,
+               num_needed: int | None = None) -> Tensor:
+        """Raises ValueError if there are more than block_size tokens."""
+        T, start = ids.size(1), 0 if cache is None else cache.seq_len
         if start + T > self.config.block_size:
             raise ValueError(f"cannot process {start + T} tokens: block_size is {self.config.block_size}")
         with torch.autocast("cpu", enabled=False): # the layers cast their inputs themselves
-            x = self.embed(idx) + self.wpe[start:start + T] # (B, T, E)
+            x = self.embed(ids) + self.wpe[start:start + T] # (B, T, E)
             x = self.decode_step(x[:, 0], cache) if T == 1 and start else self.prefill(x, cache, num_positions)
-            return self.lm_head(self.ln_f(x), num_logits_needed)
+            return self.lm_head(self.ln_f(x), num_needed)
 
     def prefill(self, x: Tensor, cache: PackedCache | None, num_positions: int) -> Tensor:
         """Run the blocks for T tokens: (B, T, E) -> (B * num_positions, E), those of the last num_positions tokens.
@@ -109,9 +102,8 @@ class PackedGPT(Backend):
         """(B, T, 3 * E) -> queries, keys and values of every head: three of (B, H, T, D)."""
         return qkv.unflatten(-1, (3, self.config.n_head, -1)).permute(2, 0, 3, 1, 4).unbind()
 
-    def bytes_per_sample(self, length: int) -> int:
-        """See Backend.bytes_per_sample."""
-        return estimate_bytes_per_sample(self.config, length, torch.float32.itemsize)
+    def bytes_per_row(self, length: int) -> int:
+        return estimate_bytes_per_row(self.config, length, torch.float32.itemsize)
 
 
 def pack_blocks(blocks: nn.ModuleList, linear: MakeLinear) -> list[PackedBlock]:

@@ -1,0 +1,63 @@
+"""Assembles what a model needs to generate. sample.py and sampling.load both go through assemble."""
+from dataclasses import dataclass, field
+
+import torch
+
+from sampling.backends.backend import Backend, Cache
+from sampling.backends.devices import autocast
+from sampling.backends.draft import prepare_draft
+from sampling.backends.prepare import prepare_backend
+from sampling.checkpoints.build import build_gpt
+from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.generation.speculation import Speculation
+from sampling.inputs.tokenizer import Tokenizer
+from sampling.log import Log, warn
+from sampling.params import ModelOptions
+from sampling.sampler.row_streams import draws_like_multinomial
+
+
+@dataclass(eq=False)
+class LoadedModel:
+    """A model that is ready to generate.
+
+    checkpoint: where the model is from, without its weights.
+    is_exact: whether backend is an ExactBackend. speculation: decodes with a draft, if there is one.
+    idle_caches: see Decoder.
+    """
+    backend: Backend
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    num_params: int
+    is_exact: bool = False
+    speculation: Speculation | None = None
+    idle_caches: list[Cache] = field(default_factory=list, repr=False)
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the dtype in the setting dtype, such as "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def autocast(self) -> torch.autocast:
+        """The context in which the model runs."""
+        return autocast(self.backend.device, self.dtype)
+
+
+def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
+             options: ModelOptions, log: Log = warn) -> LoadedModel:
+    """Prepare the model of a checkpoint for a device. Takes the weights out of the checkpoint.
+
+    log gets messages for the user. Raises ValueError or OSError if the tensors, an option or the draft cannot be used.
+    """
+    if options.draft and device.type != "cpu":
+        raise ValueError(f"draft works only on a CPU, because no gain was measured on other devices; got {device}: "
+                         "leave out draft, or use device=cpu")
+    gpt = build_gpt(checkpoint)
+    num_params = gpt.num_params()
+    draft = prepare_draft(gpt, dtype, options, log) if options.draft else None # before gpt loses its layers
+    backend = prepare_backend(gpt, device, dtype, options, log)
+    if device.type == "cuda" and not draws_like_multinomial(device, backend.config.vocab_size):
+        log("the random numbers are not those of torch.multinomial here: the samples are good, but not the ones that "
+            "nanoGPT generates with this seed")
+    speculation = Speculation(backend, draft, log) if draft else None
+    return LoadedModel(backend, tokenizer, checkpoint, dtype, num_params, options.exact, speculation)

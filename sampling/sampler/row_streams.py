@@ -1,0 +1,146 @@
+"""A random stream for each row of a batch.
+
+nanoGPT samples its texts one after another from one random stream. Sample k starts where sample k - 1 ended:
+k * max_new_tokens * V exponential numbers into the stream. RowStreams gives each row of a batch its own generator at
+its own offset in that stream. So a batch gets the same tokens as samples that are generated one after another.
+"""
+from collections import deque
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sampling.sampler.mt19937 import advance_mt19937
+
+
+class RunStream:
+    """The random stream of a run.
+
+    It starts at the seed. On the CPU, nanoGPT first draws num_init_draws 32-bit numbers to initialise its model. Then
+    each sample takes draws_per_sample (max_new_tokens) draws of vocab_size exponential numbers.
+    A CUDA device has its own stream; all other devices use the CPU's.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu", num_init_draws: int = 0,
+                 draws_per_sample: int = 0, vocab_size: int = 0):
+        self.device, self.vocab_size = torch.device(device), vocab_size
+        is_cuda = self.device.type == "cuda"
+        self.generator = torch.Generator(self.device if is_cuda else "cpu").manual_seed(seed)
+        if not is_cuda: # nanoGPT initialises its model on the CPU
+            advance_mt19937(self.generator, num_init_draws)
+        self.start_state, self.draws_per_sample = self.generator.get_state(), draws_per_sample
+        self.index = 0 # self.generator is at the start of this sample
+
+    def state_for_sample(self, index: int) -> Tensor:
+        """The generator state in which sample number index starts. Increasing indices take the least time."""
+        if index < self.index: # the generator cannot go back, so it starts again
+            self.generator.set_state(self.start_state)
+            self.index = 0
+        advance_exponential(self.generator, (index - self.index) * self.draws_per_sample, self.vocab_size)
+        self.index = index
+        return self.generator.get_state()
+
+    def rows(self, states: list[Tensor]) -> "RowStreams":
+        """The streams of rows whose samples start in these states."""
+        return RowStreams(states, self.generator.device, self.vocab_size, self.device)
+
+
+class RowStreams:
+    """The random numbers of a batch. Each row draws as if all earlier samples had been generated before it.
+
+    states: where the row's samples start. source: the device of the generators. device: where the numbers are used.
+    """
+
+    def __init__(self, states: list[Tensor], source: torch.device, vocab_size: int, device: torch.device):
+        self.states, self.device = states, device
+        self.generators = [torch.Generator(source) for _ in states] # one per row
+        self.draws_bits = device.type == "cpu" and exponential_is_from_bits()
+        dtype = torch.int64 if self.draws_bits else torch.float32
+        self.numbers = torch.empty(len(states), vocab_size, dtype=dtype, device=source) # (B, V): the latest draw
+        self.lookahead: deque[Tensor] = deque() # draws that peek has made and next has not returned
+        for row in range(len(states)):
+            self.restart(row)
+
+    def restart(self, row: int) -> None:
+        """Reset the generator of this row to the start of its sample."""
+        self.generators[row].set_state(self.states[row])
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep these rows only."""
+        self.generators, self.states = [self.generators[i] for i in rows], [self.states[i] for i in rows]
+        self.numbers = self.numbers[:len(rows)]
+
+    def next(self) -> Tensor:
+        """The numbers (B, V) of the next step: see exponentials. The next call may overwrite them."""
+        return self.lookahead.popleft() if self.lookahead else self.draw(self.numbers)
+
+    def peek(self, ahead: int) -> Tensor:
+        """The numbers that a later call of next returns: ahead=0 is the next call, ahead=1 the one after it."""
+        while len(self.lookahead) <= ahead:
+            self.lookahead.append(self.draw(torch.empty_like(self.numbers)))
+        return self.lookahead[ahead]
+
+    def draw(self, numbers: Tensor) -> Tensor:
+        """Fill numbers (B, V) from the generators of the rows, and return them on self.device."""
+        for row, generator in zip(numbers, self.generators, strict=True):
+            if self.draws_bits:
+                row.random_(-2**63, None, generator=generator) # all integers of 64 bits
+            else:
+                row.exponential_(generator=generator)
+        return numbers.to(self.device)
+
+
+def exponentials(noise: Tensor, ids: Tensor | None) -> Tensor:
+    """The exponential numbers of the ids (B, K), or of all entries if ids is None.
+
+    noise (B, V): exponential numbers, or 64 random bits for each. Only the bits that are needed are converted.
+    """
+    noise = noise if ids is None else noise.gather(1, ids) # (B, V) -> (B, K)
+    return exponential_from_bits(noise) if noise.dtype == torch.int64 else noise
+
+
+def exponential_from_bits(bits: Tensor) -> Tensor:
+    """The exponential numbers that exponential_ computes from the low 53 of each 64 random bits."""
+    uniform = (bits & 2**53 - 1).double() * 2.0**-53
+    return -torch.log1p(-uniform).float()
+
+
+@cache
+def exponential_is_from_bits() -> bool:
+    """Whether exponential_ on this CPU is exponential_from_bits of random_, bit for bit.
+
+    This holds for most builds of torch. random_ takes a quarter of the time of exponential_.
+    """
+    generator, other = (torch.Generator().manual_seed(1) for _ in range(2))
+    drawn = torch.empty(4096, dtype=torch.float32).exponential_(generator=generator)
+    bits = torch.empty(4096, dtype=torch.int64).random_(-2**63, None, generator=other)
+    return torch.equal(drawn, exponential_from_bits(bits)) and torch.equal(generator.get_state(), other.get_state())
+
+
+def advance_exponential(generator: torch.Generator, num_calls: int, size: int) -> None:
+    """Advance a generator as num_calls calls of exponential_ on size float32 entries would."""
+    if num_calls == 0:
+        return
+    if generator.device.type == "cuda": # its state is a counter: measure one call, then multiply
+        start = generator.get_offset()
+        torch.empty(size, dtype=torch.float32, device=generator.device).exponential_(generator=generator)
+        generator.set_offset(start + num_calls * (generator.get_offset() - start))
+    elif exponential_is_from_bits():
+        advance_mt19937(generator, 2 * num_calls * size) # 64 bits are two numbers of 32
+    else:
+        numbers = torch.empty(size, dtype=torch.float32)
+        for _ in range(num_calls):
+            numbers.exponential_(generator=generator)
+
+
+def draws_like_multinomial(device: torch.device, vocab_size: int) -> bool:
+    """Whether RowStreams draws the numbers of two calls of torch.multinomial, and skips as many as they draw."""
+    stream = RunStream(1, device, draws_per_sample=1, vocab_size=vocab_size)
+    states = [stream.state_for_sample(index) for index in range(3)] # the rows of a batch start one call apart
+    rows = stream.rows(states[:2])
+    probs = torch.linspace(1, 2, vocab_size, device=device)
+    found = (probs / exponentials(rows.next(), None)).argmax(dim=-1)
+    generator = torch.Generator(stream.generator.device).manual_seed(1)
+    expected = torch.cat([torch.multinomial(probs, 1, generator=generator) for _ in range(2)])
+    ends = generator.get_state(), rows.generators[1].get_state()
+    return torch.equal(found, expected) and all(torch.equal(end, states[2]) for end in ends)
