@@ -11,10 +11,10 @@ import sys
 from types import SimpleNamespace
 
 from configurator import override
-from sampling.backends.process import avoid_amx, pause_garbage_collection, resume_garbage_collection, shorten_spinning
+from sampling.backends.process import pause_garbage_collection, resume_garbage_collection, shorten_spinning
 from sampling.compatibility import ALIASES, training_settings
 from sampling.generation.workers import Workers
-from sampling.inputs.prompts import PromptSource
+from sampling.inputs.prompts import PromptSource, log_cropped, log_trailing_space, warn_about_stop_texts
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs, open_outputs
 from sampling.outputs.printer import Printer
@@ -25,6 +25,8 @@ from sampling.validation import check_settings
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
 out_dir = 'out' # the folder that holds ckpt.pt, or the path of such a file
+tokenizer: str | None = None # an encoding of tiktoken (gpt2, r50k_base, p50k_base, cl100k_base, o200k_base), a
+                             # tokenizer.json or its folder, or a meta.pkl; None: the one that is found with the model
 
 # The samples
 start = "\n" # the prompt; FILE:path: the text of a file; LINES:path, JSONL:path: a file of many prompts; FILE:-: stdin;
@@ -73,30 +75,37 @@ def main(settings):
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from sampling.backends.memory import peak_memory
+    from sampling.generation.assembly import assemble
     from sampling.generation.engine import Engine
-    from sampling.inputs.notices import log_cropped, warn_about_stop_texts
 
     workers = Workers().connect() # one process, unless torchrun started more
     settings.seed = workers.broadcast(choose_seed(settings.seed, log))
     params = SamplingParams.from_settings(vars(settings), num_logprobs(vars(settings)))
+    options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
     with workers.fail_together():
         if settings.interactive and workers.world_size > 1:
             raise ValueError("interactive=True needs a single process: run it without torchrun")
         is_reader = workers.is_main and not settings.interactive
         prompts = PromptSource(settings.start, vars(settings)) if is_reader else None
-        model = load_model(settings, workers.local_rank)
-        warn_about_stop_texts(params.stop_texts, model.tokenizer, log)
-        requests, outputs, num_total, max_prompt_len = [], Outputs(), None, None
+        checkpoint, tokenizer, device, dtype = load(settings, workers.local_rank)
+        warn_about_stop_texts(params.stop_texts, tokenizer, log)
+        num_total = max_prompt_len = None # None for standard input
         if prompts:
-            num_total, max_prompt_len = prompts.count_and_max_len(model.tokenizer, settings.num_samples)
-            outputs = open_outputs(vars(settings), model.checkpoint, model.backend.device.type, model.dtype_name)
-            requests = outputs.resume(prompts.requests(model.tokenizer, settings.num_samples))
-            requests = log_cropped(requests, model.tokenizer, model.backend.config.block_size, log)
-    num_total, max_prompt_len = workers.broadcast((num_total, max_prompt_len)) # None for standard input
+            num_total, max_prompt_len = prompts.count_and_max_len(tokenizer, settings.num_samples)
+    num_total, max_prompt_len = workers.broadcast((num_total, max_prompt_len))
+    with workers.fail_together():
+        model = assemble(checkpoint, tokenizer, device, dtype, options, num_steps(settings, num_total), log)
+        log(f"{model.num_params / 1e6:.2f}M parameters on {device} in {model.dtype_name}")
+        requests, outputs = [], Outputs()
+        if prompts:
+            outputs = open_outputs(vars(settings), checkpoint, device.type, model.dtype_name)
+            requests = outputs.resume(prompts.requests(tokenizer, settings.num_samples))
+            requests = log_cropped(requests, tokenizer, model.backend.config.block_size, log)
+            requests = log_trailing_space(requests, tokenizer, log)
     resume_garbage_collection()
 
     with torch.no_grad(), model.autocast():
-        printer = Printer(model.tokenizer, settings.show_probs)
+        printer = Printer(tokenizer, settings.show_probs)
         progress = Progress(None if num_total is None else num_total - outputs.num_saved, settings.max_new_tokens)
         engine = Engine(model, params, stream=is_tty(sys.stdout) and settings.out_file != "-", log=log,
                         on_tokens=progress.add_tokens)
@@ -104,7 +113,7 @@ def main(settings):
             from sampling.repl import run_repl
             run_repl(engine, printer, settings.start)
         else:
-            engine.batch_size = prepare_batches(settings, engine, workers, num_total, max_prompt_len)
+            workers.prepare_batches(engine, settings.batch_size, settings.compile, num_total, max_prompt_len)
             for sample in workers.imap(engine, requests):
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
@@ -112,49 +121,32 @@ def main(settings):
                 if not outputs.uses_stdout:
                     printer.update(sample)
     outputs.close()
-    progress.close(peak_memory(model.backend.device))
+    progress.close(peak_memory(device))
     if model.speculation:
         log(model.speculation.summary())
 
 
-def load_model(settings, local_rank):
-    """Load a checkpoint and its tokenizer, and prepare them for the device."""
+def load(settings, local_rank):
+    """The checkpoint, its tokenizer, and the device and dtype to run it in."""
     from sampling.backends.devices import choose_device, choose_dtype
+    from sampling.backends.prepare import converter
     from sampling.checkpoints.by_name import load_pretrained
     from sampling.checkpoints.nanogpt import load_checkpoint
-    from sampling.checkpoints.state_dict import crc32_of
-    from sampling.generation.assembly import assemble
     from sampling.inputs.tokenizer import load_tokenizer
     device = choose_device(settings.device, local_rank, log)
     dtype = choose_dtype(device, settings.dtype, settings.exact)
+    how = dict(convert=converter(dtype), with_crc32=bool(settings.out_file), log=log)
     if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
-        checkpoint = load_checkpoint(settings.out_dir, copy_weights=settings.dtype != "int8")
+        checkpoint = load_checkpoint(settings.out_dir, **how)
     else: # GPT-2
-        checkpoint = load_pretrained(settings.init_from, copy_weights=settings.dtype != "int8")
-    if settings.out_file:
-        checkpoint.crc32 = crc32_of(checkpoint.state_dict) # now, because assemble takes the weights
-    tokenizer = load_tokenizer(checkpoint, log) # its meta.pkl or tokenizer.json, or else tiktoken's encoding of GPT-2
-    # With out_file, pack all layers now, so that a resumed run computes the same logits to the last bit.
-    options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft,
-                           pack_eagerly=bool(settings.out_file))
-    model = assemble(checkpoint, tokenizer, device, dtype, options, log)
-    log(f"{model.num_params / 1e6:.2f}M parameters on {device} in {model.dtype_name}")
-    return model
+        checkpoint = load_pretrained(settings.init_from, **how)
+    tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # its meta.pkl, or else tiktoken's encoding of GPT-2
+    return checkpoint, tokenizer, device, dtype
 
 
-def prepare_batches(settings, engine, workers, num_total, max_prompt_len):
-    """How many samples to generate at once. With compile=True, also compiles the model for batches of these sizes.
-
-    num_total, max_prompt_len: of the run, in samples and in tokens; None if they are unknown.
-    """
-    from sampling.backends.memory import max_batch_size
-    from sampling.backends.prepare import warm_up_compile
-    backend = engine.model.backend
-    length = (max_prompt_len or backend.config.block_size) + settings.max_new_tokens
-    size = settings.batch_size or max_batch_size(backend, length, workers.local_world_size)
-    if settings.compile:
-        warm_up_compile(backend, max_prompt_len, workers.batch_sizes(num_total, size), engine.params, log)
-    return size
+def num_steps(settings, num_total):
+    """How many steps the run takes, if its batches are as large as possible; None: unknown, as in a session."""
+    return None if num_total is None else -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens
 
 
 if __name__ == '__main__':
@@ -164,8 +156,6 @@ if __name__ == '__main__':
                                               aliases=ALIASES, ignore=training_settings))
     shorten_spinning() # this and the next call must run before torch is imported
     pause_garbage_collection()
-    if settings.dtype != "bfloat16": # in bfloat16, AMX makes prefill and batches faster
-        avoid_amx()
     with report_user_errors():
         main(settings)
     hard_exit()

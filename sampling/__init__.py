@@ -20,7 +20,8 @@ __all__ = ["Sample", "SamplingParams", "Token", "load"]
 
 
 def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", compile: bool = False,
-         cuda_graphs: bool = True, exact: bool = False, draft: str | None = None) -> "TextGenerator":
+         cuda_graphs: bool = True, exact: bool = False, draft: str | None = None,
+         tokenizer: str | None = None) -> "TextGenerator":
     """Load a model and its tokenizer.
 
     name: a folder with a ckpt.pt, or the file itself; otherwise the Hugging Face id ("gpt2", "user/model") or the
@@ -32,4 +33,4 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     torch.compile.
     """
     from sampling.text_generator import TextGenerator
-    return TextGenerator.load(name, device, dtype, ModelOptions(compile, cuda_graphs, exact, draft))
+    return TextGenerator.load(name, device, dtype, ModelOptions(compile, cuda_graphs, exact, draft), tokenizer)

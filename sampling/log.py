@@ -4,4 +4,5 @@ from collections.abc import Callable
 
 Log = Callable[[str], None]
 
+info: Log = logging.getLogger("sampling").info
 warn: Log = logging.getLogger("sampling").warning

@@ -44,13 +44,12 @@ class SamplingParams:
 class ModelOptions:
     """How a model runs. Fields mean the same as sample.py's settings of the same name.
 
-    pack_eagerly: see PackedGPT. Raises ValueError if two of the options exclude each other.
+    Raises ValueError if two of the options exclude each other.
     """
     compile: bool = False
     cuda_graphs: bool = True
     exact: bool = False
     draft: str | None = None
-    pack_eagerly: bool = False
 
     def __post_init__(self):
         check_model_options(vars(self))

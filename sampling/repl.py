@@ -9,8 +9,13 @@ from typing import get_args
 
 from configurator import parse, suggest
 from sampling.generation.engine import Engine
-from sampling.inputs.notices import log_cropped, warn_about_stop_texts
-from sampling.inputs.prompts import PromptSource, parse_start
+from sampling.inputs.prompts import (
+    PromptSource,
+    log_cropped,
+    log_trailing_space,
+    parse_start,
+    warn_about_stop_texts,
+)
 from sampling.line_input import input_line, keep_invalid_bytes, line_editing
 from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
@@ -126,6 +131,7 @@ class Session:
             source = PromptSource(start)
         model = self.engine.model
         requests = source.requests(model.tokenizer, 1, self.next_index)
+        requests = log_trailing_space(requests, model.tokenizer, log)
         for request in log_cropped(requests, model.tokenizer, model.backend.config.block_size, log):
             self.print_sample(request)
             if self.is_interrupted:

@@ -6,14 +6,15 @@ import torch
 
 from sampling.backends.devices import choose_device, choose_dtype
 from sampling.backends.memory import max_batch_size
+from sampling.backends.prepare import converter
 from sampling.checkpoints.by_name import load_by_name
 from sampling.generation.assembly import LoadedModel, assemble
 from sampling.generation.engine import Engine
 from sampling.inputs.prompts import make_requests
 from sampling.inputs.tokenizer import load_tokenizer
-from sampling.log import warn
+from sampling.log import info, warn
 from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, TextCursor
-from sampling.validation import check_counts, check_device, check_dtype
+from sampling.validation import check_counts, check_device, check_dtype, check_tokenizer
 
 
 class TextGenerator:
@@ -23,15 +24,18 @@ class TextGenerator:
         self.model, self.tokenizer = model, model.tokenizer
 
     @classmethod
-    def load(cls, name: str | os.PathLike, device: str, dtype: str, options: ModelOptions) -> "TextGenerator":
+    def load(cls, name: str | os.PathLike, device: str, dtype: str, options: ModelOptions,
+             tokenizer: str | None = None) -> "TextGenerator":
         """See sampling.load."""
         check_device({"device": device})
+        check_tokenizer({"tokenizer": tokenizer})
         check_dtype({**vars(options), "dtype": dtype})
         torch_device = choose_device(device, log=warn)
         torch_dtype = choose_dtype(torch_device, dtype, options.exact)
         with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
-            checkpoint = load_by_name(name, copy_weights=torch_dtype != torch.int8)
-            return cls(assemble(checkpoint, load_tokenizer(checkpoint, warn), torch_device, torch_dtype, options))
+            checkpoint = load_by_name(name, converter(torch_dtype), log=info)
+            loaded = load_tokenizer(checkpoint, warn, tokenizer)
+            return cls(assemble(checkpoint, loaded, torch_device, torch_dtype, options))
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None) -> list[Sample]:

@@ -12,6 +12,7 @@ def check_settings(settings: Settings) -> None:
     """Check sample.py's settings, by name. Raises ValueError, which says what is allowed and what was given."""
     require(settings, "init_from", lambda v: v not in ("", "scratch"),
             "init_from must be 'resume' or a Hugging Face id or folder")
+    check_tokenizer(settings)
     require(settings, "start", bool,
             "start is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'")
     require(settings, "seed", lambda v: v == "random" or isinstance(v, int), "seed must be a whole number, or random")
@@ -26,6 +27,13 @@ def check_settings(settings: Settings) -> None:
     if settings["exact"]:
         check_exact(settings)
     check_outputs(settings)
+
+
+def check_tokenizer(settings: Settings) -> None:
+    """Check the name of the tokenizer. Raises ValueError, which says what is allowed and what was given."""
+    require(settings, "tokenizer", lambda v: v is None or (isinstance(v, str) and v and "\0" not in v),
+            "tokenizer must be an encoding of tiktoken such as gpt2 or cl100k_base, a tokenizer.json or its folder, a "
+            "meta.pkl, or None")
 
 
 def check_counts(settings: Settings) -> None:

@@ -1,8 +1,8 @@
 """Load each model in a separate process, forked after all modules are imported, with limited memory and time.
 
-Each line of standard input is [folder, init_from, seconds] as JSON: load the model that init_from names in this folder, or the
-checkpoint in out. Each line of standard output is [exit status, peak memory in MB] as JSON. The process writes its standard
-error to the file stderr in the folder.
+Each line of standard input is [folder, init_from, seconds] as JSON: load the model that init_from names in this folder,
+or the checkpoint in out. Each line of standard output is [exit status, peak memory in MB] as JSON. The process writes
+its standard error to the file stderr in the folder.
 """
 import copyreg
 import json
@@ -12,7 +12,6 @@ import signal
 import sys
 import traceback
 
-import safetensors.torch  # noqa: F401
 import tiktoken  # noqa: F401
 
 from sampling.checkpoints.build import build_gpt
@@ -26,7 +25,8 @@ MAX_ADDRESS_SPACE = 2**33 # limits the damage that a failing test can do
 
 def load(init_from):
     """Load a model and its tokenizer as sample.py does."""
-    checkpoint = load_checkpoint("out") if init_from == "resume" else load_gpt2(init_from)
+    load_from = load_checkpoint if init_from == "resume" else load_gpt2
+    checkpoint = load_from("out" if init_from == "resume" else init_from, log=lambda text: None)
     build_gpt(checkpoint)
     load_tokenizer(checkpoint, log=lambda text: None)
 
@@ -36,7 +36,7 @@ def load_and_exit(folder, init_from, seconds):
     os.chdir(folder)
     os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds)) # of processor time, so that other programs do not matter
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds)) # of processor time: other programs do not matter
     signal.alarm(10 * seconds) # also if it only waits
     try:
         with report_user_errors():

@@ -40,17 +40,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def all_threads():
-    """Compute with as many threads as sample.py does, for tests of operators that share their work between threads."""
+    """Compute with as many threads as sample.py does, for tests of loops that share their work between threads."""
     torch.set_num_threads(ALL_THREADS)
     yield
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def eager_two_digits(monkeypatch):
-    """In int8, the first product of several tokens makes a TwoDigitMatmul and uses it, instead of the third."""
-    from sampling.backends.cpu import int8_linear
-    monkeypatch.setattr(int8_linear, "MIN_PRODUCTS", 1)
 
 
 @pytest.fixture(scope="session")

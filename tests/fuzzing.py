@@ -1,4 +1,4 @@
-"""Settings of the fuzz tests. A quick run tries a tenth of the random examples, --slow tries all. They are the same every time.
+"""Settings of the fuzz tests. A quick run tries a tenth of the random examples, --slow tries all, the same every time.
 
 This command tries other examples at every call, for about an hour:
 
@@ -14,8 +14,8 @@ PERCENT = dict(quick=10, slow=100, hour=15_000) # how many of its examples each 
 def load_profile(name):
     """Choose a profile. --hypothesis-profile on the command line overrides it."""
     for profile, percent in PERCENT.items():
-        settings.register_profile(profile, max_examples=percent, derandomize=profile != "hour", deadline=None, database=None,
-                                  suppress_health_check=list(HealthCheck))
+        settings.register_profile(profile, max_examples=percent, derandomize=profile != "hour", deadline=None,
+                                  database=None, suppress_health_check=list(HealthCheck))
     settings.load_profile(name)
 
 
@@ -26,9 +26,11 @@ def fuzz(examples):
     return decorate
 
 
+numbers = st.none() | st.booleans() | st.integers()
 literals = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text(max_size=5) | st.binary(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
-    max_leaves=5).map(repr)
-ids = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-                   lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3), max_leaves=5)
+    numbers | st.floats() | st.complex_numbers() | st.text(max_size=5) | st.binary(max_size=3),
+    lambda inner: (st.lists(inner, max_size=3) | st.tuples(inner, inner)
+                   | st.dictionaries(st.text(max_size=2), inner, max_size=2)), max_leaves=5).map(repr)
+ids = st.recursive(
+    numbers | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3), max_leaves=5)

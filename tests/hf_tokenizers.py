@@ -11,45 +11,43 @@ LINES = [
     "Привет, мир! Как дела сегодня? Русский язык богат и красив.",
     "日本語の文章 and 🙂 in one line, def f(x):\n    return x + 1\n",
 ] * 3
-SPECIAL = ["<|endoftext|>", "[UNK]", "[SEP]", "<unk>", "<s>", "</s>"]
-SPACE = "▁"
-KINDS = ["byte-level", "older-files", "wordpiece", "vocab-txt", "unigram", "unigram-bytes", "byte-fallback", "suffix", "words"]
+SPECIAL, SPACE = ["<|endoftext|>", "[UNK]", "[SEP]", "<unk>", "<s>", "</s>"], "▁"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def train(tokenizer, trainer):
-    """The tokenizer, trained."""
-    tokenizer.train_from_iterator(LINES, trainer)
+def make(model, trainer, special, size=300, **parts):
+    """A tokenizer with these parts, trained. special: its special tokens."""
+    tokenizer = Tokenizer(model)
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    limits = {} if trainer is trainers.WordLevelTrainer else {"vocab_size": size}
+    limits |= {"initial_alphabet": ALPHABET} if "<|endoftext|>" in special else {}
+    limits |= {"unk_token": "<unk>"} if trainer is trainers.UnigramTrainer else {}
+    tokenizer.train_from_iterator(LINES, trainer(special_tokens=special.split(), show_progress=False, **limits))
     return tokenizer
 
 
 def byte_level():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return train(tokenizer, trainers.BpeTrainer(vocab_size=500, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-                                                special_tokens=["<|endoftext|>"], show_progress=False))
+    return make(models.BPE(), trainers.BpeTrainer, "<|endoftext|>", 500, decoder=decoders.ByteLevel(),
+                pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
 def wordpiece():
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    return train(tokenizer, trainers.WordPieceTrainer(
-        vocab_size=300, special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], show_progress=False))
+    return make(models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer, "[PAD] [UNK] [CLS] [SEP] [MASK]",
+                normalizer=normalizers.BertNormalizer(), pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+                decoder=decoders.WordPiece())
 
 
-def unigram(byte_fallback=False):
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else []
-    train(tokenizer, trainers.UnigramTrainer(vocab_size=150, unk_token="<unk>", special_tokens=["<unk>", "<s>", "</s>"],
-                                             show_progress=False))
-    if not byte_fallback:
-        return tokenizer
-    content = json.loads(tokenizer.to_str())
-    model = content["model"]
-    model["vocab"] = [piece for piece in model["vocab"] if piece[0].isascii() or SPACE in piece[0]]
-    model["vocab"] += [[byte, -20.0] for byte in bytes_]
-    model["byte_fallback"] = True
+def unigram():
+    return make(models.Unigram(), trainers.UnigramTrainer, "<unk> <s> </s>", 150, decoder=decoders.Metaspace(),
+                pre_tokenizer=pre_tokenizers.Metaspace())
+
+
+def unigram_bytes():
+    content = json.loads(unigram().to_str())
+    pieces = [piece for piece in content["model"]["vocab"] if piece[0].isascii() or SPACE in piece[0]]
+    content["model"] |= {"vocab": pieces + [[byte, -20.0] for byte in BYTES], "byte_fallback": True}
     tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     return tokenizer
@@ -57,35 +55,36 @@ def unigram(byte_fallback=False):
 
 def byte_fallback():
     """As Llama's: it replaces spaces itself, and its decoder strips the first one."""
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    train(tokenizer, trainers.BpeTrainer(vocab_size=450, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False,
-                                         limit_alphabet=40, max_token_length=12))
+    tokenizer = make(
+        models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
+        lambda **options: trainers.BpeTrainer(limit_alphabet=40, max_token_length=12, **options), "<unk> <s> </s>", 450,
+        normalizer=normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]),
+        decoder=decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
+                                   decoders.Strip(" ", 1, 0)]))
     content = json.loads(tokenizer.to_str())
     vocab = content["model"]["vocab"]
-    vocab |= {byte: len(vocab) + i for i, byte in enumerate(bytes_)}
+    vocab |= {byte: len(vocab) + i for i, byte in enumerate(BYTES)}
     return Tokenizer.from_str(json.dumps(content))
 
 
 def suffix():
     """As CLIP's: a suffix ends a word."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.BPEDecoder()
-    return train(tokenizer, trainers.BpeTrainer(vocab_size=300, end_of_word_suffix="</w>", special_tokens=["<unk>", "</s>"], show_progress=False))
+    return make(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
+                lambda **options: trainers.BpeTrainer(end_of_word_suffix="</w>", **options), "<unk> </s>",
+                normalizer=normalizers.Lowercase(), pre_tokenizer=pre_tokenizers.WhitespaceSplit(),
+                decoder=decoders.BPEDecoder())
 
 
 def words():
     """A token a word, and no decoder."""
-    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return train(tokenizer, trainers.WordLevelTrainer(special_tokens=["<unk>", "</s>"], show_progress=False))
+    return make(models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer, "<unk> </s>",
+                pre_tokenizer=pre_tokenizers.Whitespace())
 
 
-MAKE = {"byte-level": byte_level, "older-files": byte_level, "wordpiece": wordpiece, "vocab-txt": wordpiece, "unigram": unigram,
-        "unigram-bytes": lambda: unigram(True), "byte-fallback": byte_fallback, "suffix": suffix, "words": words}
+MAKE = {"byte-level": byte_level, "older-files": byte_level, "wordpiece": wordpiece, "vocab-txt": wordpiece,
+        "unigram": unigram, "unigram-bytes": unigram_bytes, "byte-fallback": byte_fallback, "suffix": suffix,
+        "words": words}
+KINDS = list(MAKE)
 
 
 def save_tokenizer(kind, folder):
@@ -93,14 +92,12 @@ def save_tokenizer(kind, folder):
     from transformers import PreTrainedTokenizerFast
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = MAKE[kind]()
-    if kind == "older-files":
+    if kind in ("older-files", "vocab-txt"):
         tokenizer.model.save(str(folder))
-        (folder / "added_tokens.json").write_text("{}")
-        (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>", "bos_token": {"content": "<|endoftext|>"}}')
-        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    elif kind == "vocab-txt":
-        tokenizer.model.save(str(folder))
-        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+        name = "GPT2Tokenizer" if kind == "older-files" else "BertTokenizer"
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        named = {"eos_token": "<|endoftext|>", "bos_token": {"content": "<|endoftext|>"}}
+        (folder / "special_tokens_map.json").write_text(json.dumps(named if kind == "older-files" else {}))
     else:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return tokenizer.get_vocab_size()
@@ -108,10 +105,10 @@ def save_tokenizer(kind, folder):
 
 def random_texts(seed, count):
     """Random texts: words, special tokens, spaces of all kinds, control characters, any character."""
-    rng = random.Random(seed)
-    words = " ".join(LINES).split(" ")
-    kinds = [lambda: rng.choice(words), lambda: rng.choice([" ", "  ", "\n", "\t", "\r\n", "\u00a0", "\u3000"]),
-             lambda: rng.choice(SPECIAL), lambda: chr(rng.choice([rng.randrange(32, 127), rng.randrange(0xD800), rng.randrange(0x10000, 0x11000)])),
-             lambda: " " + rng.choice(words), lambda: rng.choice(["'s", "n't", " '", ".", " do not", SPACE, "##", "<0x41>", "é", "e\u0301", "ﷺ"])]
+    rng, words = random.Random(seed), " ".join(LINES).split(" ")
+    pieces = [*SPECIAL, " ", "  ", "\n", "\t", "\r\n", "\u00a0", "\u3000", "'s", "n't", " '", ".", " do not", SPACE,
+              "##", "<0x41>", "é", "e\u0301", "ﷺ"]
+    kinds = [lambda: rng.choice(words), lambda: rng.choice(pieces), lambda: " " + rng.choice(words),
+             lambda: chr(rng.choice([rng.randrange(32, 127), rng.randrange(0xD800), rng.randrange(0x10000, 0x11000)]))]
     for _ in range(count):
         yield "".join(rng.choice(kinds)() for _ in range(rng.randrange(1, 12)))

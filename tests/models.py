@@ -1,11 +1,14 @@
 """Small random models, and the files that contain them."""
 import pickle
 import struct
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from model import GPT, GPTConfig
 from sampling.checkpoints.build import build_gpt
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.nanogpt import load_checkpoint
 
 CHARS = "\n !',-.:?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -23,6 +26,14 @@ def make_gpt(seed=1, **changes):
             else: # biases and norms, which start at 0 and 1
                 parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
     return model
+
+
+def as_checkpoint(model):
+    """The model as a Checkpoint that holds its weights, not copies; a tied head is one tensor under two names."""
+    weights, config = dict(model.state_dict()), model.config
+    if config.tie_word_embeddings:
+        weights["transformer.wte.weight"] = weights["lm_head.weight"]
+    return Checkpoint("out/ckpt.pt", asdict(config), weights, config.vocab_size, Path("out"))
 
 
 def add_noise(model, std):

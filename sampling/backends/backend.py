@@ -40,6 +40,12 @@ class Backend(Protocol):
         """About how much memory one more row of length tokens takes."""
 
 
+def num_step_weights(config: GPTConfig) -> int:
+    """How many weights a decode step reads: those of the linear layers and of the head."""
+    E, inner = config.n_embd, config.n_inner or 4 * config.n_embd
+    return config.n_layer * (4 * E * E + 2 * E * inner) + config.vocab_size * E
+
+
 def estimate_bytes_per_row(config: GPTConfig, length: int, cache_itemsize: int) -> int:
     """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window.
 

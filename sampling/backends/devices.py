@@ -1,8 +1,6 @@
 """Chooses the device and the dtype."""
 import torch
 
-from sampling.backends.cpu.int8_matmul import onednn_limits
-from sampling.backends.process import avoid_amx
 from sampling.log import Log, warn
 from sampling.out_of_memory import is_out_of_memory
 
@@ -67,11 +65,10 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
     """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
 
     exact: choose as nanoGPT does, which takes bfloat16 even where the GPU emulates it.
-    For int8, it also turns AMX off for this process. Raises ValueError if the device does not support the dtype.
-    check_dtype must have allowed the name.
+    Raises ValueError if the device does not support the dtype. check_dtype must have allowed the name.
     """
-    if name == "int8":
-        prepare_for_int8(device)
+    if name == "int8" and device.type != "cpu":
+        raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device
@@ -81,14 +78,6 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
             return getattr(torch, name)
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=exact) # emulation is slow
         return torch.bfloat16 if has_bfloat16 else torch.float16
-
-
-def prepare_for_int8(device: torch.device) -> None:
-    """Turn AMX off for this process: see avoid_amx. Raises ValueError if int8 does not work here."""
-    if device.type != "cpu":
-        raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
-    avoid_amx()
-    onednn_limits() # raises ValueError
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

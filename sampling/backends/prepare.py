@@ -1,40 +1,98 @@
-"""Chooses the backend for a GPT, and prepares both."""
+"""Chooses the backend for a checkpoint, and prepares it."""
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from model import GPT
-from sampling.backends.backend import Backend
+from model import GPT, GPTConfig
+from sampling.backends.backend import Backend, num_step_weights
+from sampling.backends.eager import EagerBackend
 from sampling.backends.memory import disable_malloc_trim
+from sampling.checkpoints.build import build_gpt
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.log import Log, warn
 from sampling.out_of_memory import is_out_of_memory
 from sampling.params import ModelOptions, SamplingParams
 
 DEFAULT_OPTIONS = ModelOptions()
+MIN_PLAIN_SECONDS = 1.0 # of a run that uses the loops: loading them takes half a second
+# A plain step of one row on a CPU, in seconds: for each layer, and for each weight.
+SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
 
 
-def prepare_backend(gpt: GPT, device: torch.device, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS,
-                    log: Log = warn) -> Backend:
-    """The fastest backend for this device. It changes gpt and may remove its layers, so do not use gpt afterwards.
+def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
+                    options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None, log: Log = warn) -> Backend:
+    """The fastest backend for a model. Takes the weights out of the checkpoint.
 
-    dtype may be torch.int8 on a CPU, without compile and exact. log gets a message if CUDA graphs do not work here.
+    dtype may be torch.int8 on a CPU, without compile and exact. num_steps: how many steps the run will take; None:
+    unknown, or many. log gets messages for the user.
     Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
-    if dtype != torch.int8: # PackedGPT rounds the weights itself
-        cast_linears(gpt, dtype).to(device)
-    backend = choose_backend(device, dtype, options, log)(gpt)
+    config = GPTConfig(**checkpoint.model_args)
+    if has_loops(config, device, dtype, options, num_steps, log):
+        from sampling.backends.cpu import CPUBackend
+        backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8, log)
+        checkpoint.state_dict = {}
+    else:
+        gpt = cast_linears(build_gpt(checkpoint), dtype).to(device)
+        backend = choose_backend(device, options, log)(gpt)
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
     return backend
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, options: ModelOptions,
-                   log: Log) -> Callable[[GPT], Backend]:
+def converter(dtype: torch.dtype) -> Callable[[Tensor], Any] | None:
+    """What to do with each weight as soon as it is read from a file: round it to int8, or nothing.
+
+    Raises ValueError if dtype is int8, and numba is missing.
+    """
+    if dtype != torch.int8:
+        return None
+    require_numba()
+    from sampling.backends.cpu import quantize
+    return quantize
+
+
+def has_loops(config: GPTConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
+              num_steps: int | None, log: Log) -> bool:
+    """Whether a run uses the loops of CPUBackend: on a CPU in float32 and int8, unless it is too short to pay for them.
+
+    Without numba, log gets a line, and int8 raises ValueError.
+    """
+    if dtype == torch.int8:
+        require_numba()
+        return True
+    if device.type != "cpu" or dtype != torch.float32 or options.compile or options.exact:
+        return False
+    if num_steps is not None and num_steps * plain_step_seconds(config) < MIN_PLAIN_SECONDS:
+        return False
+    try:
+        require_numba()
+        return True
+    except ValueError as error:
+        log(f"{error}; continuing without the loops, which is slower")
+        return False
+
+
+def require_numba() -> None:
+    """Raises ValueError if numba cannot be imported, as with a Python or a processor that it does not support."""
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"the loops for CPUs, and dtype=int8, need numba ({error}): pip install numba") from None
+
+
+def plain_step_seconds(config: GPTConfig) -> float:
+    """About how long EagerBackend takes for a step of one row on a CPU."""
+    return config.n_layer * SECONDS_PER_LAYER + num_step_weights(config) * SECONDS_PER_WEIGHT
+
+
+def choose_backend(device: torch.device, options: ModelOptions, log: Log) -> Callable[[GPT], Backend]:
     """The function that makes the backend of a GPT."""
     if options.exact:
         from sampling.backends.exact import ExactBackend
@@ -42,12 +100,6 @@ def choose_backend(device: torch.device, dtype: torch.dtype, options: ModelOptio
     if device.type == "cuda":
         from sampling.backends.cuda import CUDABackend
         return partial(CUDABackend, compile=options.compile, cuda_graphs=options.cuda_graphs, log=log)
-    if device.type == "cpu" and not options.compile: # Inductor cannot optimise packed weights
-        from sampling.backends.cpu.packed_gpt import PackedGPT
-        from sampling.backends.cpu.packed_linear import is_supported
-        if dtype == torch.int8 or is_supported(dtype):
-            return partial(PackedGPT, pack_eagerly=options.pack_eagerly, use_int8=dtype == torch.int8)
-    from sampling.backends.eager import EagerBackend
     return partial(EagerBackend, compile=options.compile)
 
 

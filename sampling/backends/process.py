@@ -1,12 +1,10 @@
 """Settings of the whole process that make it faster.
 
-shorten_spinning and pause_garbage_collection must run before torch is imported, and avoid_amx before the first
-product of oneDNN.
+shorten_spinning and pause_garbage_collection must run before torch is imported.
 """
 import gc
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
 
@@ -34,18 +32,6 @@ def cores_are_busy() -> bool:
         return False
     num_others = min(num_running) - 1 # without this thread; the lowest, because some threads run only for an instant
     return num_others >= (os.cpu_count() or 1) / 2
-
-
-def avoid_amx() -> None:
-    """Let oneDNN multiply without AMX from its first product on, unless the user has limited its instructions.
-
-    For few rows, products with AMX take up to twice as long. In float32, the shortlist has such a product (lm_head.py):
-    on Emerald Rapids, GPT-2's takes 6.4 ms with AMX, and 4.1 ms without. In int8, products with AMX are exact only for
-    few inputs at a time (int8_matmul.py). In bfloat16, AMX makes prefill and batches faster, so it stays on.
-    """
-    with suppress(OSError): # not Linux
-        if "amx_int8" in Path("/proc/cpuinfo").read_text():
-            os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI")
 
 
 def pause_garbage_collection() -> None:

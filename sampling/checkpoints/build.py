@@ -1,44 +1,42 @@
-"""Builds a GPT from a Checkpoint."""
+"""Checks that the tensors of a checkpoint fit its model, and builds a GPT from them."""
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from model import GPT, GPTConfig
-from sampling.checkpoints.checkpoint import Checkpoint, named_errors
-from sampling.checkpoints.huggingface import load_gpt2
+from sampling.checkpoints.checkpoint import Checkpoint
 
 INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
-def load_gpt(name_or_folder: str, override_args: dict | None = None) -> GPT:
-    """GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
+def require_fit(model_args: dict, tensors: Mapping[str, Any]) -> GPTConfig:
+    """The configuration of a model with these tensors, of which only the shapes matter.
 
-    override_args replaces GPTConfig fields that no tensor depends on, such as dropout.
-    Raises ValueError or OSError if the files are not available or do not hold a GPT-2.
+    Raises ValueError if model_args, or the names and shapes of the tensors, do not fit.
     """
-    checkpoint = load_gpt2(name_or_folder)
-    checkpoint.model_args |= override_args or {}
-    return build_gpt(checkpoint)
+    if unknown := set(model_args) - set(GPTConfig.__dataclass_fields__):
+        raise ValueError(f"model_args has fields that GPT does not have: {', '.join(sorted(map(str, unknown)))}")
+    config = GPTConfig(**model_args)
+    require_same_tensors(empty_gpt(config).state_dict(), tensors)
+    return config
 
 
 def build_gpt(checkpoint: Checkpoint) -> GPT:
-    """A model in eval mode that holds the tensors of a Checkpoint, not copies. Empties the Checkpoint's state_dict.
-
-    Then only the model refers to the tensors, so a backend can free each layer after converting it.
-    Raises ValueError, which names the file, if model_args, or the names and shapes of the tensors, do not fit.
-    """
-    model_args, state_dict = checkpoint.model_args, checkpoint.state_dict
-    with named_errors(checkpoint.path):
-        if unknown := set(model_args) - set(GPTConfig.__dataclass_fields__):
-            raise ValueError(f"model_args has fields that GPT does not have: {', '.join(sorted(map(str, unknown)))}")
-        with torch.device("meta"), SkipInit(): # takes no memory, no time and no random numbers
-            model = GPT(GPTConfig(**model_args))
-        require_same_tensors(model.state_dict(), state_dict)
-        model.load_state_dict(state_dict, assign=True)
+    """A model in eval mode that holds the tensors of a Checkpoint, not copies. Takes them out of the Checkpoint."""
+    model = empty_gpt(GPTConfig(**checkpoint.model_args))
+    model.load_state_dict(checkpoint.state_dict, assign=True)
     if model.config.tie_word_embeddings:
         model.transformer.wte.weight = model.lm_head.weight
-    state_dict.clear()
+    checkpoint.state_dict = {}
     return model.eval()
+
+
+def empty_gpt(config: GPTConfig) -> GPT:
+    """A model whose tensors have shapes, but no memory. It takes no time and no random numbers."""
+    with torch.device("meta"), SkipInit():
+        return GPT(config)
 
 
 class SkipInit(TorchFunctionMode):
@@ -54,7 +52,7 @@ class SkipInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def require_same_tensors(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def require_same_tensors(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     """Raises ValueError if tensors are missing, unexpected or misshapen. It names the first three of each kind."""
     problems = {
         "missing": [name for name in expected if name not in found],

@@ -1,45 +1,41 @@
-"""Loads a checkpoint by name."""
+"""Loads a checkpoint, or the GPT of one, by name."""
 import os
-from pathlib import Path
 
-from sampling.checkpoints.checkpoint import Checkpoint
+from model import GPT
+from sampling.checkpoints.build import build_gpt
+from sampling.checkpoints.checkpoint import Checkpoint, Convert
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
-from sampling.checkpoints.nearby import latest_numbered_checkpoint
+from sampling.log import Log, warn
 
 
-def load_pretrained(init_from: str, copy_weights: bool = True) -> Checkpoint:
-    """Load GPT-2, by Hugging Face id or folder.
-
-    copy_weights: see copy_tensors. Raises ValueError with advice if init_from is a file or folder of nanoGPT.
-    """
-    reason = f"{init_from} is not the folder of a Hugging Face model"
+def load_pretrained(init_from: str, convert: Convert | None = None, with_crc32: bool = False,
+                    log: Log = warn) -> Checkpoint:
+    """load_gpt2, but a file or folder of nanoGPT raises ValueError, which says how to load it."""
     if is_checkpoint(init_from) and not init_from.endswith(".safetensors"):
-        raise ValueError(f"{reason}; for a ckpt.pt pass --out_dir={init_from}")
-    if numbered := numbered_checkpoint_in(init_from):
-        raise ValueError(f"{reason}: it has no config.json; for {numbered.name} pass --out_dir={numbered}")
-    return load_gpt2(init_from, copy_weights)
+        raise ValueError(f"{init_from} is not the folder of a Hugging Face model; for a ckpt.pt pass "
+                         f"--out_dir={init_from}")
+    return load_gpt2(init_from, convert, with_crc32, log)
 
 
-def load_by_name(name: str | os.PathLike, copy_weights: bool = True) -> Checkpoint:
-    """Load the ckpt.pt at this path or in this folder; otherwise GPT-2, by Hugging Face id or folder.
+def load_by_name(name: str | os.PathLike, convert: Convert | None = None, with_crc32: bool = False,
+                 log: Log = warn) -> Checkpoint:
+    """load_checkpoint if there is a ckpt.pt at this path or in this folder, otherwise load_gpt2."""
+    load = load_checkpoint if is_checkpoint(os.fspath(name)) else load_gpt2
+    return load(os.fspath(name), convert, with_crc32, log)
 
-    copy_weights: see copy_tensors.
+
+def load_gpt(name_or_folder: str, override_args: dict | None = None) -> GPT:
+    """GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
+
+    override_args replaces GPTConfig fields that no tensor depends on, such as dropout.
+    Raises ValueError or OSError if the files are not available or do not hold a GPT-2.
     """
-    name = os.fspath(name)
-    if is_checkpoint(name):
-        return load_checkpoint(name, copy_weights=copy_weights)
-    if numbered := numbered_checkpoint_in(name):
-        raise ValueError(f"{name} has neither ckpt.pt nor config.json; for {numbered.name} give its path, {numbered}")
-    return load_gpt2(name, copy_weights=copy_weights)
+    checkpoint = load_gpt2(name_or_folder)
+    checkpoint.model_args |= override_args or {}
+    return build_gpt(checkpoint)
 
 
 def is_checkpoint(path: str) -> bool:
     """Whether path is a file, or a folder with a ckpt.pt."""
     return os.path.isfile(path) or os.path.isfile(os.path.join(path, "ckpt.pt"))
-
-
-def numbered_checkpoint_in(folder: str) -> Path | None:
-    """The model_*.pt or ckpt_*.pt in a folder that has no config.json; None if there is none."""
-    is_candidate = os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, "config.json"))
-    return latest_numbered_checkpoint(Path(folder)) if is_candidate else None

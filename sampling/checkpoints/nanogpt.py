@@ -1,86 +1,139 @@
-"""Loads the ckpt.pt that nanoGPT's train.py wrote, and the model_*.pt of build-nanogpt, the GPT-2 lesson."""
+"""Loads the ckpt.pt that nanoGPT's train.py wrote, the files of its forks, and the model_*.pt of build-nanogpt."""
+import math
+import re
 from pathlib import Path
 
-from sampling.checkpoints.checkpoint import Checkpoint, named_errors
-from sampling.checkpoints.entries import model_entries
-from sampling.checkpoints.init_draws import count_init_draws
-from sampling.checkpoints.nearby import checkpoints_near, latest_numbered_checkpoint, numbered_checkpoint_near
-from sampling.checkpoints.other_programs import has_model_type, reject_other_files, reject_safetensors_in
-from sampling.checkpoints.state_dict import (
-    EMBEDDING,
-    HEAD,
-    StateDict,
-    normalize_state_dict,
-    plain_name,
-    vocab_size_of,
-)
-from sampling.checkpoints.torch_files import read_torch_file
+from model import GPTConfig
+from sampling.checkpoints import checkpoint as files
+from sampling.checkpoints.checkpoint import Checkpoint, Convert
+from sampling.checkpoints.huggingface import is_safetensors, read_safetensors
+from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, refuse_other_programs
+from sampling.checkpoints.state_dict import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, require_tensors
+from sampling.checkpoints.torch_file import ForbiddenNameError, StoredTensor, TensorFile, fields_of, read_torch_file
+from sampling.log import Log, warn
+
+PROJECT = Path(__file__).resolve().parents[2]
+MODEL_KEYS = "model", "model_state_dict"
+BUILD_NANOGPT_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # of its GPTConfig
+KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
+# Fields of forks that may be on and change nothing when a trained model samples.
+HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|label_smoothing|\w*(dropout|pdrop|drop_prob)\w*")
 
 
-def load_checkpoint(out_dir: str | Path, copy_weights: bool = True) -> Checkpoint:
+def load_checkpoint(out_dir: str | Path, convert: Convert | None = None, with_crc32: bool = False,
+                    log: Log = warn) -> Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
-    copy_weights: see copy_tensors.
-    Raises FileNotFoundError if there is none; OSError if it cannot be opened; ValueError if it is damaged, is not
-    a checkpoint, or holds anything but data.
+    convert: what state_dict holds of the weights of Linears and of the token embedding, as a function of the weight, a
+    float32 tensor (out, in) or (V, E); one weight is in memory at a time. with_crc32: also compute a checksum of all
+    tensors. log gets what was loaded.
+    Raises FileNotFoundError if there is no such file; OSError if it cannot be opened; ValueError if it is damaged, is
+    still being written after ten seconds, is not a checkpoint, or holds anything but data.
     """
     path = find_checkpoint(out_dir)
-    with named_errors(path):
-        reject_other_files(path)
-        content, checksums = read_torch_file(path)
-        state_dict, model_args = model_entries(content, path)
-        config = content.get("config") # nanoGPT: the settings of train.py; build-nanogpt: the model's sizes
-        state_dict = unwrap(state_dict)
-        model_args = complete_model_args(model_args, state_dict)
-        model_args, state_dict = normalize_state_dict(model_args, state_dict, path, checksums, copy_weights)
-        return Checkpoint(
-            path=str(path), model_args=model_args, state_dict=state_dict, vocab_size=vocab_size_of(state_dict),
-            folder=path.parent, dataset=config.get("dataset") if isinstance(config, dict) else None,
-            # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
-            num_init_draws=count_init_draws(state_dict))
+    with files.named_errors(path):
+        checkpoint, harmless = files.read_complete(lambda: read_checkpoint(path, convert, with_crc32), log)
+    if harmless:
+        log(f"{path} has settings that change nothing here: {', '.join(harmless):.200}")
+    log(checkpoint.describe())
+    return checkpoint
 
+
+def read_checkpoint(path: Path, convert: Convert | None, with_crc32: bool) -> tuple[Checkpoint, list[str]]:
+    """Read the file once. Also returns the fields of its model_args that change nothing."""
+    with files.open_unchanged(path) as file:
+        refuse_other_programs(path, start=file.read(9))
+        try:
+            torch_file = read_safetensors(file) if is_safetensors(path, file) else read_torch_file(file)
+        except ForbiddenNameError as e:
+            refuse_other_programs(path, pickled=e.pickled)
+            raise
+        refuse_other_programs(path, content=torch_file.content)
+        tensors, model_args, harmless = model_entries(torch_file.content, path)
+        stored = require_tensors(tensors, torch_file, path)
+        for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
+            if missing not in stored and present in stored:
+                stored[missing] = stored[present]
+        # Older checkpoints have no bias in model_args: the tensors show it.
+        model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
+        config = fields_of(torch_file.content.get("config")) # nanoGPT: train.py's; build-nanogpt: the sizes
+        meta, iter_num = config if isinstance(config, dict) else {}, read_number(torch_file, "iter_num", "step")
+        return Checkpoint(
+            path=str(path), folder=path.parent, dataset=meta.get("dataset"), meta=meta,
+            iter_num=None if iter_num is None else int(iter_num),
+            val_loss=read_number(torch_file, "best_val_loss", "val_loss"),
+            # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
+            num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
+            **read_model(model_args, stored, path, convert, with_crc32)), harmless
+
+
+def model_entries(content: object, path: Path) -> tuple[object, dict, list[str]]:
+    """The entry with the tensors, the fields of GPTConfig, and the names of other fields that change nothing.
+
+    nanoGPT saves the entries model and model_args; build-nanogpt saves model and config. Raises ValueError if the file
+    holds neither pair, or if a field may change what the model computes.
+    """
+    entries = content if isinstance(content, dict) else {}
+    model_key = next((key for key in MODEL_KEYS if key in entries), None)
+    config = fields_of(entries.get("config"))
+    has_sizes = isinstance(config, dict) and config.keys() >= BUILD_NANOGPT_FIELDS # else they are train.py's settings
+    args_key = "model_args" if "model_args" in entries else "config" if has_sizes else None
+    if model_key is None or args_key is None:
+        found = ", ".join(map(repr_or_type, list(entries)[:5])) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"{path} is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, "
+                         f"or model and config, but holds {found:.200}; save both: {SAVE_MODEL}")
+    fields = fields_of(entries[args_key])
+    if not isinstance(fields, dict):
+        raise ValueError(f"{args_key} in {path} must be a dict, got {type(fields).__name__}")
+    for name, value in fields.items():
+        if not (isinstance(name, str) and isinstance(value, str | int | float | None)):
+            raise ValueError(f"{args_key} in {path} must hold numbers and text, "
+                             f"got {repr_or_type(name)}: {repr_or_type(value)}")
+    others = fields.keys() - KNOWN_FIELDS
+    if active := sorted(name for name in others if fields[name] and not HARMLESS_FIELD.fullmatch(name)):
+        known = sorted(fields.keys() & KNOWN_FIELDS)
+        raise ValueError(f"{args_key} in {path} has fields that a GPT does not have: {', '.join(active):.200}; if the "
+                         "model is a GPT, save only a GPT's fields: "
+                         f'torch.save({{"model": model.state_dict(), "{args_key}": '
+                         f'{{name: getattr(model.config, name) for name in {known}}}}}, "ckpt.pt")')
+    # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
+    is_record = args_key == "config" or fields is not entries[args_key]
+    gelu = {"gelu": "tanh"} if is_record and fields.keys() - others == BUILD_NANOGPT_FIELDS else {}
+    model_args = {name: value for name, value in fields.items() if name in KNOWN_FIELDS and value is not None}
+    return entries[model_key], gelu | model_args, sorted(others)
+
+
+def read_number(file: TensorFile, *names: str) -> float | None:
+    """The first of these entries, if it is a finite number or a tensor of one; else None."""
+    value = next((file.content[name] for name in names if name in file.content), None)
+    if isinstance(value, StoredTensor) and math.prod(value.shape) == 1:
+        value = file.read(value).item()
+    return value if type(value) in (int, float) and abs(value) < 1e15 else None # false for NaN
+
+
+# ---- finding the file
 
 def find_checkpoint(out_dir: str | Path) -> Path:
     """The path of ckpt.pt in out_dir, or out_dir if it is a file.
 
-    Raises FileNotFoundError if there is none; the message names nearby checkpoints. Raises ValueError if torch cannot
-    open the path.
+    Raises FileNotFoundError if there is none; the message names what is there or nearby. Raises ValueError if there is
+    only a file of another kind.
     """
-    path = Path(out_dir)
+    folder, path = Path(out_dir), Path(out_dir)
     if path.is_dir():
         path /= "ckpt.pt"
     if path.is_file():
-        if any("\ud800" <= char <= "\udfff" for char in str(path)):
-            raise ValueError(f"torch cannot open {path}, because this path is not valid UTF-8; rename the folder")
         return path
-    reject_other_models(Path(out_dir))
-    nearby, numbered = checkpoints_near(out_dir), numbered_checkpoint_near(out_dir)
-    hint = f"; checkpoints nearby: {', '.join(nearby)}" if nearby else ""
-    hint += f"; for {numbered.name} in {numbered.parent} pass --out_dir={numbered}" if numbered else ""
-    raise FileNotFoundError(f"there is no checkpoint at {path}{hint}; pass --out_dir=FOLDER, or "
-                            "--init_from=gpt2 for GPT-2")
-
-
-def reject_other_models(folder: Path) -> None:
-    """Raises FileNotFoundError or ValueError if a folder without ckpt.pt holds a model under another name."""
     if has_model_type(folder):
         raise FileNotFoundError(f"{folder} holds a Hugging Face model, but no ckpt.pt; pass --init_from={folder}")
-    if numbered := latest_numbered_checkpoint(folder):
-        raise FileNotFoundError(f"{folder} holds {numbered.name}, but no ckpt.pt; pass --out_dir={numbered}")
-    reject_safetensors_in(folder)
-
-
-def unwrap(state_dict: StateDict) -> StateDict:
-    """Remove the prefixes of wrappers from the names. If head or embedding is missing, they are tied: add it."""
-    state_dict = {plain_name(name): tensor for name, tensor in state_dict.items()}
-    if HEAD not in state_dict and EMBEDDING in state_dict:
-        state_dict[HEAD] = state_dict[EMBEDDING]
-    if EMBEDDING not in state_dict and HEAD in state_dict: # safetensors may keep the head alone
-        state_dict[EMBEDDING] = state_dict[HEAD]
-    return state_dict
-
-
-def complete_model_args(model_args: dict, state_dict: StateDict) -> dict:
-    """model_args without None values. Older checkpoints have no bias there: the tensors show it."""
-    bias = {"bias": "transformer.ln_f.bias" in state_dict}
-    return bias | {name: value for name, value in model_args.items() if value is not None}
+    if snapshots := files.snapshots_in(folder):
+        names = ", ".join(snapshot.name for snapshot in snapshots[:5]) + (", ..." if len(snapshots) > 5 else "")
+        raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
+    if weights := next(filter(Path.is_file, sorted(folder.glob("*.safetensors"))), None):
+        return weights # read_checkpoint says what to do with it
+    found = [path for base in (PROJECT, Path(), folder.parent, folder) for path in sorted(base.glob("*/*.pt"))
+             if re.search("ckpt|checkpoint|model", path.name)]
+    nearby = {path.resolve(): str(path.parent if path.name == "ckpt.pt" else path) for path in found}
+    hint = f"; checkpoints nearby: {', '.join(sorted(nearby.values())[:5])}" if nearby else ""
+    raise FileNotFoundError(f"there is no checkpoint at {path}{hint}; pass --out_dir=FOLDER_OR_FILE, or "
+                            "--init_from=gpt2 for GPT-2")

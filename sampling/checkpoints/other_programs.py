@@ -1,58 +1,113 @@
-"""Recognises the checkpoints of other programs, and says what to do with each."""
-import os
+"""Recognises the files of other programs, and says what to do with each."""
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
-from torch import Tensor
-
-from sampling.checkpoints.errors import ForbiddenNameError, OtherProgramError
-from sampling.checkpoints.hf_files import read_json, read_safetensors
-from sampling.checkpoints.state_dict import EMBEDDING, HEAD, plain_name
+from sampling.checkpoints.checkpoint import read_json
+from sampling.checkpoints.state_dict import EMBEDDING, HEAD, POSITIONS, plain_name
+from sampling.checkpoints.torch_file import StoredTensor
 
 SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'
 LLM_C_MAGIC = {20240326, 20240327, 20240328, 20240520, 20240527} # in its files of models, states, tokenizers and data
 LIGHTNING_KEY = "pytorch-lightning_version"
-EARLY_MINGPT = re.compile(r"(tok_emb|pos_emb|blocks\.\d+\.attn\.(key|query|value))(\.weight)?")
-NANOCHAT = re.compile(r"transformer\.h\.\d+\.attn\.c_[qkv]\.weight")
-FIRST_QKV = "transformer.h.0.attn.c_attn.weight" # in nanoGPT, build-nanogpt, minGPT and Hugging Face
-SHORT_QKV = FIRST_QKV.removeprefix("transformer.") # if only the model's transformer was saved
+QKV = "transformer.h.0.attn.c_attn.weight" # in nanoGPT, build-nanogpt, minGPT and Hugging Face
+
+# A pattern of tensor names, and what the model is and can be sampled with. {path} and {folder} are those of the file.
+ARCHITECTURES = {
+    r"layers\.\d+\.attention\.wq\.weight":
+        "holds a model of llama2.c, whose architecture is Llama's; sample from it with llama2.c itself: "
+        "'python sample.py --checkpoint={path}'",
+    r"transformer\.h\.\d+\.(norm_1|attn\.(attn|qkv))\.weight":
+        "holds a model of litgpt, whose architectures have other layers than GPT-2's; sample from it with litgpt "
+        "itself: 'litgpt generate {folder}'",
+    r"transformer\.h\.\d+\.attn\.c_[qkv]\.weight":
+        "holds a nanochat model, whose architecture is not GPT-2's; sample from it with nanochat itself: "
+        "'python -m scripts.base_eval --eval sample' for a base model, 'python -m scripts.chat_cli' for a chat model",
+    r"(tok_emb|pos_emb|blocks\.\d+\.attn\.(key|query|value))(\.weight)?":
+        "holds a model of an early minGPT, whose attention layers have other tensors than nanoGPT's; sample from it "
+        "with minGPT itself: 'from mingpt.utils import sample'",
+}
 
 
-def reject_other_files(path: Path) -> None:
-    """Raises OtherProgramError for a safetensors file or a file of llm.c. torch.save writes neither."""
-    with open(path, "rb") as f:
-        start = f.read(9)
-    if int.from_bytes(start[:4], "little") in LLM_C_MAGIC:
-        raise OtherProgramError(
-            f"{path} is a file of llm.c; export the model with llm.c's own script, "
-            "'python dev/eval/export_hf.py --input MODEL.bin --output DIR', then pass --init_from=DIR")
-    header_fits = int.from_bytes(start[:8], "little") < path.stat().st_size
-    if path.suffix == ".safetensors" or (header_fits and start[8:] == b"{"):
-        reject_safetensors(path)
+def refuse_other_programs(path: Path, **found: object) -> None:
+    """Raises ValueError if identify knows the program that wrote the file."""
+    if message := identify(path, **found):
+        raise ValueError(message)
 
 
-def reject_safetensors(path: Path) -> NoReturn:
-    """Raises OtherProgramError for a safetensors file, which does not hold the sizes of its model.
+def identify(path: Path, start: bytes = b"", pickled: bytes = b"", content: object = None) -> str | None:
+    """What a file of another program is, and what to do with it; None for nanoGPT's and unknown files.
 
-    For a file of a Hugging Face model, the message names the folder to load. Raises ValueError if the file is damaged.
+    start: the first bytes of the file. pickled: a pickle that names something forbidden. content: what was read, with
+    a StoredTensor in place of each tensor. Each may be missing.
     """
-    reject_part_of_model(path)
-    reject_bare_state_dict(path, read_safetensors(path), "safetensors.torch.load_file")
+    if int.from_bytes(start[:4], "little") in LLM_C_MAGIC:
+        return (f"{path} is a file of llm.c; export the model with llm.c's own script, "
+                "'python dev/eval/export_hf.py --input MODEL.bin --output DIR', then pass --init_from=DIR")
+    if start[:4] == b"GGUF":
+        return f"{path} is a GGUF file; sample from it with llama.cpp: 'llama-cli -m {path} -p PROMPT'"
+    entries = content if isinstance(content, dict) else {}
+    if LIGHTNING_KEY.encode() in pickled or LIGHTNING_KEY in entries:
+        return (f"{path} is a Lightning checkpoint; load it with the program that trained it, and save the GPT that it "
+                f"contains: {SAVE_MODEL}")
+    if b"_parameters" in pickled and b"_modules" in pickled:
+        return (f"{path} holds a whole pickled module, and loading it could run code; if you trust the file, load it "
+                f"in a program that defines its class, and save only its tensors and sizes: {SAVE_MODEL}")
+    if {"code", "model"} <= entries.keys() and "model_args" not in entries:
+        return (f"{path} holds a model of modded-nanogpt, whose architecture changes from run to run; its own code is "
+                f"in the file, and defines the model: python -c \"import torch; print(torch.load('{path}', "
+                "weights_only=True)['code'])\"")
+    is_bare = bool(entries) and all(isinstance(value, StoredTensor) for value in entries.values())
+    tensors = entries if is_bare else entries.get("model", entries.get("model_state_dict"))
+    plain = {plain_name(name): tensor for name, tensor in tensors.items() if isinstance(name, str)} if isinstance(
+        tensors, dict) else {}
+    for pattern, message in ARCHITECTURES.items():
+        if any(re.fullmatch(pattern, name) for name in plain):
+            return f"{path} " + message.replace("{path}", str(path)).replace("{folder}", str(path.parent))
+    return identify_state_dict(path, plain) if is_bare else None
 
 
-def reject_part_of_model(path: Path) -> None:
-    """Raises OtherProgramError if the file is in the folder of a Hugging Face model."""
+def identify_state_dict(path: Path, tensors: Mapping[str, StoredTensor], is_hf: bool = False) -> str | None:
+    """What to do with a file that holds only tensors, given with nanoGPT's names: it lacks the sizes of the model.
+
+    is_hf: whether it is the weights of a Hugging Face folder, where only nanoGPT's own tensors are wrong.
+    """
+    shape = tensors[QKV].shape if QKV in tensors else ()
+    is_conv1d = len(shape) == 2 and shape[0] < shape[1] # as in Hugging Face's GPT-2: (E, 3E) instead of (3E, E)
+    if is_hf:
+        what = None if is_conv1d or not shape else "nanoGPT's tensors, which are not transposed like Hugging Face's"
+        return what and f"{path} holds {what}; {saving_advice(path, tensors)}"
     if has_model_type(path.parent):
-        raise OtherProgramError(f"{path} belongs to a Hugging Face model; pass --init_from={path.parent}")
+        return f"{path} belongs to a Hugging Face model; pass --init_from={path.parent}"
+    if not shape:
+        some = ", ".join(repr(name[:60]) for name in list(tensors)[:3])
+        return (f"{path} holds only tensors, named {some}; the tensor names of a nanoGPT model begin with "
+                "transformer.wte and transformer.h")
+    if is_conv1d:
+        return (f"{path} holds the tensors of a Hugging Face GPT-2, but its folder has no config.json; save the model "
+                "with model.save_pretrained(DIR), then pass --init_from=DIR")
+    return (f"{path} holds only a state_dict, and n_head cannot be inferred from its tensors; "
+            f"{saving_advice(path, tensors)}")
 
 
-def reject_safetensors_in(folder: Path) -> None:
-    """Raises OtherProgramError if a folder without a loadable checkpoint has a safetensors file."""
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.is_file():
-            reject_safetensors(path)
+def saving_advice(path: Path, tensors: Mapping[str, StoredTensor]) -> str:
+    """A command that saves the tensors with the model's sizes. It has "?" for each size that the tensors do not show.
+
+    build-nanogpt and minGPT use the tanh form of GELU. A config with only these five sizes selects that form.
+    """
+    def size(name: str, axis: int) -> object:
+        shape = tensors[name].shape if name in tensors else ()
+        return shape[axis] if len(shape) == 2 else "?"
+
+    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
+    sizes = {"block_size": size(POSITIONS, 0), # a tied tensor may be stored under one of its names
+             "vocab_size": size(EMBEDDING if EMBEDDING in tensors else HEAD, 0), "n_layer": len(layers), "n_head": "?",
+             "n_embd": size(POSITIONS, 1)}
+    loader = "safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load"
+    return (f'save it with its sizes: torch.save({{"model": {loader}({str(path)!r}), "model_args": '
+            f'dict({", ".join(f"{name}={value}" for name, value in sizes.items())})}}, "ckpt.pt"), with "config" '
+            'instead of "model_args" for a model of build-nanogpt or minGPT; replace each ? by the model\'s own '
+            "number; then pass --out_dir=ckpt.pt")
 
 
 def has_model_type(folder: Path) -> bool:
@@ -62,101 +117,3 @@ def has_model_type(folder: Path) -> bool:
         return path.is_file() and "model_type" in read_json(path)
     except (OSError, ValueError):
         return False
-
-
-def reject_forbidden_name(path: Path, pickled: bytes, error: ForbiddenNameError) -> None:
-    """Raises OtherProgramError if the pickle with the forbidden name is a Lightning checkpoint or a whole module."""
-    if LIGHTNING_KEY.encode() in pickled:
-        reject_lightning(path)
-    if b"_parameters" in pickled and b"_modules" in pickled:
-        raise OtherProgramError(
-            f"cannot read {path}: {error}. It holds a whole pickled module; if you trust the file, load it in a "
-            f"program that defines its class, and save only its tensors and sizes: {SAVE_MODEL}")
-
-
-def reject_other_contents(path: Path, content: object) -> None:
-    """Raises OtherProgramError if the content is a Lightning checkpoint, or only a state_dict."""
-    if not isinstance(content, dict):
-        return
-    if LIGHTNING_KEY in content:
-        reject_lightning(path)
-    if content and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()):
-        reject_bare_state_dict(path, content, "torch.load")
-
-
-def reject_lightning(path: Path) -> NoReturn:
-    """Raises OtherProgramError for a Lightning checkpoint. Its tensor names are those of the LightningModule."""
-    raise OtherProgramError(f"{path} is a Lightning checkpoint; load it with the program that trained it, and save the "
-                            f"GPT that it contains: {SAVE_MODEL}")
-
-
-def reject_other_tensors(path: Path, names: Collection[str]) -> None:
-    """Raises OtherProgramError if the tensors have the names of nanochat or of an early minGPT."""
-    plain = [plain_name(name) for name in names]
-    if any(NANOCHAT.fullmatch(name) for name in plain):
-        raise OtherProgramError(f"{path} holds a nanochat model, whose architecture is not GPT-2's; sample from it "
-                                "with nanochat itself: 'python -m scripts.chat_cli'")
-    if any(EARLY_MINGPT.fullmatch(name) for name in plain):
-        raise OtherProgramError(f"{path} holds a model of an early minGPT, whose attention layers have other tensors "
-                                "than nanoGPT's; sample from it with minGPT itself: mingpt.utils.sample")
-
-
-def reject_bare_state_dict(path: Path, tensors: Mapping[str, Tensor], loader: str) -> NoReturn:
-    """Raises OtherProgramError for a file that holds only a state_dict. The message says how to save it with its sizes.
-
-    loader: the name of the function that reads such a file.
-    """
-    reject_other_tensors(path, tensors)
-    plain = {plain_name(name): tensor for name, tensor in tensors.items()}
-    first = plain.get(FIRST_QKV, plain.get(SHORT_QKV))
-    if first is None:
-        some = ", ".join(repr(name[:60]) for name in list(plain)[:3])
-        raise OtherProgramError(f"{path} holds only tensors, named {some}; the tensor names of a nanoGPT model begin "
-                                "with transformer.wte and transformer.h")
-    if first.dim() == 2 and first.shape[0] < first.shape[1]: # Conv1D: (E, 3E)
-        reject_part_of_model(path)
-        raise OtherProgramError(f"{path} holds the tensors of a Hugging Face GPT-2, but its folder has no config.json; "
-                                "save the model with model.save_pretrained(DIR), then pass --init_from=DIR")
-    raise OtherProgramError(f"{path} holds only a state_dict, and n_head cannot be inferred from its tensors; "
-                            f"{saving_advice(path, tensors, loader)}")
-
-
-def reject_nanogpt_layout(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises OtherProgramError if a Hugging Face model has nanoGPT's tensors. Their matrices are not transposed."""
-    first = tensors.get(FIRST_QKV, tensors.get(SHORT_QKV))
-    if first is not None and first.dim() == 2 and first.shape[0] > first.shape[1]:
-        loader = "safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load"
-        raise OtherProgramError(f"{path} holds nanoGPT's tensors, which are not transposed like Hugging Face's; "
-                                f"{saving_advice(path, tensors, loader)}")
-
-
-def saving_advice(path: Path, tensors: Mapping[str, Tensor], loader: str) -> str:
-    """A command that saves the tensors with the model's sizes. It has "?" for each size that the tensors do not show.
-
-    If the names lack "transformer.", the command adds it. build-nanogpt and minGPT use the tanh form of GELU. A config
-    with only these five sizes selects that form.
-    """
-    load, plain = f"{loader}({os.fspath(path)!r})", {plain_name(name): tensor for name, tensor in tensors.items()}
-    if FIRST_QKV not in plain:
-        plain = {name if name == HEAD else f"transformer.{name}": tensor for name, tensor in plain.items()}
-        wrapped = next(name for name in tensors if plain_name(name) == SHORT_QKV)
-        short = "name" if wrapped == SHORT_QKV else f'name.removeprefix("{wrapped.removesuffix(SHORT_QKV)}")'
-        load = (f'{{name if name.endswith("{HEAD}") else "transformer." + {short}: tensor '
-                f"for name, tensor in {load}.items()}}")
-    sizes = ", ".join(f"{name}={size}" for name, size in sizes_of(plain).items())
-    return (f'save it with its sizes: torch.save({{"model": {load}, "model_args": '
-            f'dict({sizes})}}, "ckpt.pt"), with "config" instead of "model_args" for a model of build-nanogpt or '
-            "minGPT; replace each ? by the model's own number; then pass --out_dir=ckpt.pt")
-
-
-def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """The sizes that tensors with nanoGPT's names show; "?" for a size that they do not show."""
-    def shape(name: str, axis: int) -> object:
-        """The size of a matrix along an axis; "?" if there is no such matrix."""
-        tensor = tensors.get(name)
-        return tensor.shape[axis] if tensor is not None and tensor.dim() == 2 else "?"
-
-    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    embedding = EMBEDDING if EMBEDDING in tensors else HEAD # safetensors stores a tied tensor under one of its names
-    return {"block_size": shape("transformer.wpe.weight", 0), "vocab_size": shape(embedding, 0),
-            "n_layer": len(layers) or "?", "n_head": "?", "n_embd": shape("transformer.wpe.weight", 1)}

@@ -1,143 +1,133 @@
-"""Checks the tensors of a checkpoint, normalises them, and copies them out of the file."""
+"""The tensors of a GPT: their names, how they are read, and what depends on their shapes."""
+import math
 import os
 import re
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sampling.checkpoints.mapped_memory import pages_of, release_pages
-from sampling.checkpoints.zip_scanner import Checksums
+from sampling.checkpoints.build import require_fit
+from sampling.checkpoints.checkpoint import Convert
+from sampling.checkpoints.torch_file import StoredTensor, TensorFile
 
-StateDict = dict[str, Tensor]
+StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
 
 HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "transformer.wte.weight", "transformer.wpe.weight"
 MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold the causal mask; the model needs none
-ROWS_AT_ONCE = 2**12 # of a tensor whose checksum is computed
 MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a millisecond
-
-
-def require_tensors(state_dict: object, source: Path) -> StateDict:
-    """Return state_dict. Raises ValueError unless it holds dense floating point tensors by name, of a credible size."""
-    if not isinstance(state_dict, dict) or not state_dict:
-        found = "none" if state_dict == {} else repr_or_type(state_dict)
-        raise ValueError(f"{source} must hold tensors by name, but holds {found}")
-    for name, tensor in state_dict.items():
-        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
-            raise ValueError(f"{source} must hold tensors by name, but holds "
-                             f"{repr_or_type(name)}: {type(tensor).__name__}")
-        is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
-        if not is_dense or not (tensor.is_floating_point() or MASK_BUFFER.search(name)):
-            raise ValueError(f"{source} holds {name!r:.60} as {tensor.dtype}, {tensor.layout}, {tensor.device}: "
-                             "only dense floating point is allowed")
-    require_claim_fits(state_dict, source)
-    return state_dict
-
-
-def require_claim_fits(state_dict: StateDict, source: Path) -> None:
-    """Raise ValueError if the tensors claim more than twice the bytes of the file.
-
-    Views made by expand, or one storage under many names, can claim far more bytes than the file has, and every tensor
-    is copied. Twice the bytes are allowed, because a tied head is stored once and named twice.
-    """
-    storages = [tensor.untyped_storage() for tensor in state_dict.values()]
-    stored = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    claimed = max(sum(tensor.nbytes for tensor in state_dict.values()), sum(stored.values()))
-    if claimed > 2 * os.path.getsize(source):
-        raise ValueError(f"{source} has {os.path.getsize(source)} bytes, but claims tensors of {claimed} bytes")
-
-
-def normalize_state_dict(model_args: dict, state_dict: StateDict, source: Path, checksums: Checksums,
-                         copy_weights: bool = True) -> tuple[dict, StateDict]:
-    """Drop mask buffers, find out whether the head is tied, and copy the tensors as copy_tensors does.
-
-    Returns model_args with tie_word_embeddings, and the copies; a tied head is one tensor under two names. Raises
-    ValueError if the number of layers is wrong, or a tensor's bytes match none of the checksums.
-    """
-    state_dict = {name: tensor for name, tensor in state_dict.items() if not MASK_BUFFER.search(name)}
-    require_num_layers(model_args, state_dict, source)
-    is_tied = has_tied_head(state_dict)
-    if is_tied:
-        state_dict.pop(EMBEDDING, None)
-    copies = copy_tensors(state_dict, source, checksums, copy_weights)
-    if is_tied and HEAD in copies:
-        copies[EMBEDDING] = copies[HEAD]
-    return {**model_args, "tie_word_embeddings": is_tied}, copies
-
-
-def require_num_layers(model_args: dict, state_dict: StateDict, source: Path) -> None:
-    """Raise ValueError unless n_layer is the number of layers with tensors: building 10**9 layers would never end."""
-    num_layers = len({name.split(".")[2] for name in state_dict if name.startswith("transformer.h.")})
-    if num_layers > MAX_LAYERS:
-        raise ValueError(f"{source} holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
-    if model_args.get("n_layer") != num_layers:
-        raise ValueError(f"{source} says n_layer={model_args.get('n_layer')!r:.40} "
-                         f"but holds tensors of {num_layers} layers")
-
-
-def has_tied_head(state_dict: StateDict) -> bool:
-    """Whether head and embedding hold the same numbers, even as two tensors or in two precisions."""
-    head, embedding = state_dict.get(HEAD), state_dict.get(EMBEDDING)
-    if head is not None and embedding is not None and head.shape == embedding.shape:
-        return torch.equal(head.float(), embedding.float())
-    return head is embedding # both may be missing
-
-
-def copy_tensors(state_dict: StateDict, source: Path, checksums: Checksums, copy_weights: bool = True) -> StateDict:
-    """Copy the tensors in float32, and compare each storage with the checksums, if there are any.
-
-    The tensors are copied because a training run may overwrite a mapped file. The file's pages are released after
-    each tensor, so that the model is in memory once, not twice. copy_weights=False keeps the weights of Linears and of
-    the token embedding as they are, possibly mapped, for a backend that converts them before anything else happens.
-    """
-    pages, copies, checked = pages_of(state_dict.values()), {}, set()
-    for name, tensor in state_dict.items():
-        copies[name] = tensor
-        if copy_weights or tensor.dim() != 2 or name == POSITIONS:
-            copies[name] = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        storage = tensor.untyped_storage()
-        if checksums and storage.data_ptr() not in checked:
-            checked.add(storage.data_ptr())
-            if length_and_crc32(tensor, copies[name]) not in checksums:
-                raise ValueError(f"{source} is damaged: the numbers of {name!r:.60} do not match their checksum")
-        release_pages(pages)
-    return copies
-
-
-def length_and_crc32(tensor: Tensor, copy: Tensor) -> tuple[int, int]:
-    """The number of bytes of a tensor's whole storage, and their CRC-32, as in the file's record.
-
-    If the copy has the same bytes, computes its CRC-32: the copy is what the model uses, and is in memory already.
-    """
-    storage = tensor.untyped_storage()
-    if tensor.dtype == copy.dtype and tensor.is_contiguous() and storage.nbytes() == copy.nbytes:
-        storage = copy.untyped_storage()
-    return storage.nbytes(), zlib.crc32(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
-
-
-def crc32_of(state_dict: StateDict) -> str:
-    """A checksum of the weights in float32, as eight hexadecimal digits. A tied head counts once."""
-    crc, pages = 0, pages_of(state_dict.values())
-    for name, tensor in sorted(state_dict.items()):
-        if name != EMBEDDING or tensor is not state_dict.get(HEAD):
-            for part in tensor.split(ROWS_AT_ONCE): # a mapped tensor is never all in memory
-                crc = zlib.crc32(part.float().flatten().view(torch.uint8).numpy(), crc)
-                release_pages(pages)
-    return f"{crc:08x}"
-
-
-def vocab_size_of(state_dict: StateDict) -> int:
-    """The rows of the token embedding; 0 if it is missing or not a matrix."""
-    embedding = state_dict.get(EMBEDDING)
-    return embedding.shape[0] if embedding is not None and embedding.dim() == 2 else 0
+VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor without the prefixes of torch.compile and DDP, which may be in either order."""
-    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
+    """nanoGPT's name of a tensor: without the prefixes of torch.compile and DDP, which may be in either order, and with
+    the prefix that is missing where only the model's transformer was saved.
+    """
+    name = name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
+    return f"transformer.{name}" if name.split(".")[0] in ("wte", "wpe", "h", "ln_f") else name
+
+
+def require_tensors(tensors: object, file: TensorFile, path: Path) -> StoredTensors:
+    """The tensors of a file by nanoGPT's names, without mask buffers.
+
+    Raises ValueError unless they are floating point tensors by name, which lie in the file. Views made by expand, or
+    one record under many names, can claim far more bytes than the file has. Twice its bytes are allowed, because a tied
+    head is stored once and named twice.
+    """
+    if not isinstance(tensors, dict) or not tensors:
+        raise ValueError(f"{path} must hold tensors by name, but holds {repr_or_type(tensors or None)}")
+    stored, claimed = {}, 0
+    for name, tensor in tensors.items():
+        if not (isinstance(name, str) and isinstance(tensor, StoredTensor)):
+            raise ValueError(f"{path} must hold tensors by name, but holds "
+                             f"{repr_or_type(name)}: {type(tensor).__name__}")
+        if MASK_BUFFER.search(name):
+            continue
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"{path} holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
+        file.check(tensor)
+        claimed += tensor.nbytes
+        stored[plain_name(name)] = file, tensor
+    size = os.path.getsize(path)
+    if claimed > 2 * size:
+        raise ValueError(f"{path} has {size} bytes, but claims tensors of {claimed} bytes")
+    return stored
+
+
+def read_model(model_args: dict, stored: StoredTensors, source: Path, convert: Convert | None, with_crc32: bool,
+               adjust: Callable[[str, Tensor], Tensor] | None = None) -> dict:
+    """Read the tensors in float32. Returns the fields model_args, state_dict, vocab_size and crc32 of a Checkpoint.
+
+    convert: called with each weight of a Linear and of the token embedding as soon as it is read; its result is in the
+    state_dict instead, so that one such weight is in memory at a time. adjust: called before, with name and tensor.
+    The head is tied if it and the embedding hold the same numbers, even as two tensors or in two precisions. Then one
+    object is in the state_dict under both names. The checksum is a CRC-32 over the tensors in the order of their names,
+    a tied head once. Raises ValueError unless model_args and the tensors fit; RejectedFileError as TensorFile.read.
+    """
+    def read(name: str) -> Tensor:
+        file, tensor = stored[name]
+        tensor = file.read(tensor)
+        tensor = (adjust(name, tensor) if adjust else tensor).float().contiguous() # mostly copies nothing
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+    num_layers = len({name.split(".")[2] for name in stored if name.startswith("transformer.h.")})
+    if num_layers > MAX_LAYERS:
+        raise ValueError(f"{source} holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
+    if model_args.get("n_layer") != num_layers: # a model of 10**9 layers would never be built
+        raise ValueError(f"{source} says n_layer={model_args.get('n_layer')!r:.40} "
+                         f"but holds tensors of {num_layers} layers")
+    if missing := [name for name in (EMBEDDING, HEAD) if name not in stored]:
+        raise ValueError(f"{source} holds no GPT; missing: {', '.join(missing)}")
+    state_dict, crc, is_tied = {}, 0, stored[HEAD] == stored[EMBEDDING]
+    for name in sorted(stored): # so the head is before the embedding
+        if name == EMBEDDING and is_tied:
+            continue
+        tensor = read(name)
+        if name == EMBEDDING and stored[HEAD][1].shape == tensor.shape:
+            is_tied = torch.equal(tensor, state_dict[HEAD] if convert is None else read(HEAD))
+            if is_tied:
+                continue
+        if with_crc32:
+            crc = zlib.crc32(tensor.view(-1).numpy(), crc)
+        is_weight = tensor.dim() == 2 and name != POSITIONS
+        state_dict[name] = convert(tensor) if convert and is_weight else tensor
+    if is_tied:
+        state_dict[EMBEDDING] = state_dict[HEAD]
+    shape = stored[EMBEDDING][1].shape
+    model_args, state_dict = {**model_args, "tie_word_embeddings": is_tied}, {name: state_dict[name] for name in stored}
+    require_fit(model_args, state_dict)
+    return {"model_args": model_args, "state_dict": state_dict, "vocab_size": shape[0] if len(shape) == 2 else 0,
+            "crc32": f"{crc:08x}" if with_crc32 else None}
+
+
+def count_init_draws(state_dict: Mapping[str, Tensor | StoredTensor]) -> int:
+    """How many 32-bit random numbers nanoGPT's GPT(config) draws on the CPU for a model with these tensors.
+
+    nanoGPT sets the seed and builds the model, which draws initial weights. Then it loads the checkpoint and samples.
+    PyTorch first initialises every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then
+    initialises the weights of both with normal_, and every c_proj.weight once more. state_dict has nanoGPT's names, and
+    only its shapes matter. It has a tied lm_head under both names, and both count.
+    """
+    sizes = {name: math.prod(tensor.shape) for name, tensor in state_dict.items()}
+    draws = few = 0
+    for name, tensor in state_dict.items():
+        if not (name.endswith(".weight") and len(tensor.shape) == 2):
+            continue
+        is_embedding = name.endswith(("wte.weight", "wpe.weight"))
+        if not is_embedding:
+            draws += sizes[name] + sizes.get(name.removesuffix("weight") + "bias", 0)
+        num_normal = 2 if is_embedding or name.endswith("c_proj.weight") else 1
+        if sizes[name] < VECTOR_SIZE:
+            few += num_normal * sizes[name]
+        else: # one draw for each entry, and 16 more to redo a partial last vector
+            draws += num_normal * (sizes[name] + (VECTOR_SIZE if sizes[name] % VECTOR_SIZE else 0))
+    # For small tensors, normal_ makes two numbers from four draws, and keeps the second number for its next call.
+    return draws + 4 * -(-few // 2)
 
 
 def repr_or_type(value: object) -> str:
     """A text or number for a message; for other values only the type, as nested values could print forever."""
-    return f"{value!r:.60}" if isinstance(value, str | int | float | None) else type(value).__name__
+    is_short = isinstance(value, str | int | float | None)
+    return f"{value!r:.60}" if is_short else type(value).__name__.removeprefix("Stored") # a StoredTensor is a Tensor

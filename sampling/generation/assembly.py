@@ -1,4 +1,5 @@
 """Assembles what a model needs to generate. sample.py and sampling.load both go through assemble."""
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -7,7 +8,6 @@ from sampling.backends.backend import Backend, Cache
 from sampling.backends.devices import autocast
 from sampling.backends.draft import prepare_draft
 from sampling.backends.prepare import prepare_backend
-from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.speculation import Speculation
 from sampling.inputs.tokenizer import Tokenizer
@@ -44,18 +44,20 @@ class LoadedModel:
 
 
 def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
-             options: ModelOptions, log: Log = warn) -> LoadedModel:
+             options: ModelOptions, num_steps: int | None = None, log: Log = warn) -> LoadedModel:
     """Prepare the model of a checkpoint for a device. Takes the weights out of the checkpoint.
 
-    log gets messages for the user. Raises ValueError or OSError if the tensors, an option or the draft cannot be used.
+    num_steps: how many steps the run will take; None: unknown, or many. log gets messages for the user.
+    Raises ValueError or OSError if an option or the draft cannot be used.
     """
     if options.draft and device.type != "cpu":
         raise ValueError(f"draft works only on a CPU, because no gain was measured on other devices; got {device}: "
                          "leave out draft, or use device=cpu")
-    gpt = build_gpt(checkpoint)
-    num_params = gpt.num_params()
-    draft = prepare_draft(gpt, dtype, options, log) if options.draft else None # before gpt loses its layers
-    backend = prepare_backend(gpt, device, dtype, options, log)
+    weights = {id(weight): weight for weight in checkpoint.state_dict.values()} # a tied head once
+    num_params = sum(math.prod(weight.shape) for weight in weights.values())
+    del weights
+    draft = prepare_draft(checkpoint, dtype, options, log) if options.draft else None # before the weights are taken
+    backend = prepare_backend(checkpoint, device, dtype, options, num_steps, log)
     if device.type == "cuda" and not draws_like_multinomial(device, backend.config.vocab_size):
         log("the random numbers are not those of torch.multinomial here: the samples are good, but not the ones that "
             "nanoGPT generates with this seed")

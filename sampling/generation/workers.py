@@ -97,6 +97,21 @@ class Workers:
             dist.gather_object(mine, gathered)
         return gathered
 
+    def prepare_batches(self, engine: "Engine", batch_size: int | None, compile: bool, num_total: int | None,
+                        max_prompt_len: int | None) -> None:
+        """Set the batch size of the engine; None: as many samples as memory allows. With compile, also compile the
+        model for batches of the sizes that this rank will have.
+
+        num_total, max_prompt_len: of the run, in samples and in tokens; None if they are unknown.
+        """
+        from sampling.backends.memory import max_batch_size
+        from sampling.backends.prepare import warm_up_compile
+        backend, params = engine.model.backend, engine.params
+        length = (max_prompt_len or backend.config.block_size) + params.max_new_tokens
+        engine.batch_size = batch_size or max_batch_size(backend, length, self.local_world_size)
+        if compile:
+            warm_up_compile(backend, max_prompt_len, self.batch_sizes(num_total, engine.batch_size), params, engine.log)
+
     def batch_sizes(self, num_samples: int | None, batch_size: int) -> set[int]:
         """The sizes of this rank's batches in a run of num_samples; None: the number is unknown."""
         if num_samples is None:

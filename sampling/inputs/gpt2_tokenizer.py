@@ -1,43 +1,48 @@
-"""GPT-2's byte-pair encoding, with tiktoken."""
+"""GPT-2's byte-pair encoding and tiktoken's others, and where their vocabularies come from."""
 import codecs
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from urllib.request import Request, urlopen
 
-from sampling.inputs.token_ids import IdArray, id_list, require_unicode
+from sampling.checkpoints.checkpoint import first_sentence
+from sampling.inputs.hf_files import read_json
+from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
+from sampling.log import Log, warn
+
+SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
+HOST = "https://openaipublic.blob.core.windows.net"
+GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+GPT2_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2" # of the vocabulary in a tokenizer.json
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding. <|endoftext|> in a text becomes the special token.
+    """GPT-2's byte-pair encoding, or tiktoken's of this name. <|endoftext|> in a text becomes the special token.
 
-    Raises ValueError, which says where to get the files, if tiktoken does not have them and cannot download them.
+    Logs why a source of the vocabulary failed. Raises ValueError, which says which files to get, if all of them do.
     """
-    source, size = "GPT-2's encoding", 50257
+    joins_spaces = True
 
-    def __init__(self):
-        import tiktoken
-        try:
-            self.encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:
-            reason = error.strerror if isinstance(error, OSError) else None
-            why = f"{type(error).__name__} {reason or ''}".strip()
-            # tiktoken names a cached file by the SHA-1 of its URL.
-            raise ValueError(
-                f"GPT-2's encoding is not on this machine, and could not be downloaded and saved ({why}): on a machine "
-                "with internet access, get vocab.bpe and encoder.json from "
-                "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/, save them as "
-                "6d1cbeee0f20b3d9449abfede4726ed8212e3aee and 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in a folder "
-                "here, and set TIKTOKEN_CACHE_DIR to that folder") from None
+    def __init__(self, name: str = "gpt2", log: Log = warn):
+        self.source, self.size = source_of(name), SIZES[name]
+        self.encoding = load_encoding(name, log)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text is not valid Unicode."""
         require_unicode(text)
-        return self.encoding.encode(text, allowed_special={"<|endoftext|>"})
+        return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
 
-    def decode(self, ids: Sequence[int] | IdArray) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; bytes that form no character decode to U+FFFD."""
         ids = id_list(ids)
-        if max(ids, default=0) < self.size: # one call of tiktoken, for prompts of megabytes
-            return self.encoding.decode(ids, errors="replace")
-        return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
+        try:
+            return self.encoding.decode(ids, errors="replace") # one call of tiktoken, for prompts of megabytes
+        except KeyError: # an unknown id
+            return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
         """A function (id, last=False) -> text for one sequence. A character comes with the last of its tokens."""
@@ -45,6 +50,76 @@ class GPT2Tokenizer:
         return lambda token_id, last=False: decode(self._bytes(token_id), last)
 
     def _bytes(self, token_id: int) -> bytes:
-        if token_id < self.size:
+        try:
             return self.encoding.decode_single_token_bytes(token_id)
-        return "\N{REPLACEMENT CHARACTER}".encode()
+        except KeyError:
+            return REPLACEMENT.encode()
+
+
+def source_of(name: str) -> str:
+    """What messages call an encoding."""
+    return "GPT-2's encoding" if name == "gpt2" else f"tiktoken's {name}"
+
+
+def load_encoding(name: str, log: Log):
+    """tiktoken's encoding of this name. Raises ValueError if its vocabulary is not here and cannot be downloaded."""
+    is_gpt2 = name in ("gpt2", "r50k_base") # two names of one encoding
+    urls = GPT2_URLS if is_gpt2 else [f"{HOST}/encodings/{name}.tiktoken"]
+    files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR")) # as tiktoken chooses it
+    cache = os.path.join(tempfile.gettempdir(), "data-gym-cache") if cache is None else cache
+    sources = [("tiktoken's download", from_tiktoken)]
+    if is_gpt2:
+        is_cached = all(os.path.isfile(os.path.join(cache, file)) for file in files)
+        sources.insert(is_cached, ("tokenizer.json in Hugging Face's cache", from_hub_cache))
+        sources.append(("the download from Hugging Face's hub", from_hub))
+    for source, load in sources:
+        try:
+            if encoding := load("gpt2" if is_gpt2 else name):
+                return encoding
+        except Exception as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else first_sentence(error)
+            log(f"{source_of(name)}: {source} failed ({type(error).__name__}: {reason:.200})")
+    raise ValueError(
+        f"{source_of(name)} is not on this machine, and could not be downloaded: on a machine with internet access, "
+        f"get {' and '.join(urls)}, save {'them' if is_gpt2 else 'it'} as {' and '.join(files)} in a folder here, such "
+        f"as {cache or 'tiktoken-cache'}, and set TIKTOKEN_CACHE_DIR to that folder")
+
+
+def from_tiktoken(name: str):
+    """An encoding from tiktoken's cache. What is not there is downloaded and saved."""
+    import tiktoken
+    return tiktoken.get_encoding(name)
+
+
+def from_hub_cache(_name: str):
+    """GPT-2's encoding from Hugging Face's cache; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+    for repository in "openai-community/gpt2", "gpt2": # its name, and its older one
+        if isinstance(path := try_to_load_from_cache(repository, "tokenizer.json"), str):
+            return from_json(path)
+    return None
+
+
+def from_hub(_name: str):
+    """GPT-2's encoding from Hugging Face's hub, or from the mirror that HF_ENDPOINT names."""
+    from huggingface_hub import constants, hf_hub_download, hf_hub_url
+    file = "openai-community/gpt2", "tokenizer.json"
+    if not constants.HF_HUB_OFFLINE: # a hub that does not answer is asked once, not six times
+        urlopen(Request(hf_hub_url(*file), method="HEAD"), timeout=10).close()
+    return from_json(hf_hub_download(*file))
+
+
+def from_json(path: str | os.PathLike):
+    """GPT-2's encoding from its tokenizer.json. Raises ValueError if the file has another vocabulary."""
+    import tiktoken
+    vocab = read_json(Path(path))["model"]["vocab"]
+    if hashlib.sha256(json.dumps(vocab, sort_keys=True).encode()).hexdigest() != GPT2_SHA256:
+        raise ValueError(f"{path} does not have GPT-2's vocabulary")
+    # Each character of a token represents a byte: a printable one itself, any other one from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    end = "<|endoftext|>"
+    ranks = {bytes(byte_of[char] for char in token): i for token, i in vocab.items() if token != end}
+    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={end: vocab[end]})

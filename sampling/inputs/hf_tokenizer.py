@@ -1,21 +1,59 @@
-"""HFTokenizer: a tokenizer of Hugging Face's tokenizers library, made from a tokenizer.json or from the older files."""
+"""HFTokenizer: a tokenizer of Hugging Face's tokenizers library, from a tokenizer.json or from the older files.
+
+The library trusts its files, which may be a stranger's. Padding to a multiple of 2**40 allocates terabytes, thirty
+replacements that each double the text never finish, and some merges abort the process. So it gets only a vocabulary
+and steps that are known to be harmless. Each limit here is one check.
+"""
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from sampling.checkpoints.errors import first_sentence
-from sampling.inputs.token_decoder import REPLACEMENT, DecoderStage, make_decoders
-from sampling.inputs.token_ids import IdArray, id_list, require_unicode
-from sampling.inputs.tokenizer_files import read_tokenizer
-from sampling.inputs.tokenizer_json import check_tokenizer
-from sampling.inputs.tokenizer_model import vocab_of
+from sampling.checkpoints.checkpoint import first_sentence, require
+from sampling.inputs.hf_files import read_tokenizer, vocab_of
+from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
 
-CONTEXT = 32 # the text of the next tokens depends on at most this many tokens at each end of a prompt
+CONTEXT = 8 # the text of a token depends on at most this many tokens before it
+MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
+MAX_STEPS = 16 # normalizers; also pre-tokenizers, and decoders
+MAX_GROWTH = 256 # how many times longer they may make a text
+MAX_TEXT = 2**10 # characters of a token, or of a text in a step; real tokens have at most a few hundred
+MAX_ADDED_TOKENS = 2**14 # no well-known model has more than 6,400
+MAX_PIECE_BYTES = 2**20 # of all pieces of Unigram: each byte may become a node of 330 bytes
+# What the library gets: fields of models, without BPE's dropout, which makes encoding random; and types of steps.
+MODEL_FIELDS = {"BPE": "vocab merges unk_token end_of_word_suffix fuse_unk byte_fallback ignore_merges",
+                "WordPiece": "vocab unk_token continuing_subword_prefix max_input_chars_per_word",
+                "WordLevel": "vocab unk_token", "Unigram": "vocab unk_id byte_fallback"}
+STEPS = { # part of a tokenizer.json -> its field in a Sequence, the types that are known to be harmless
+    "normalizer": ("normalizers", "NFC NFD NFKC NFKD Lowercase StripAccents Nmt ByteLevel BertNormalizer Strip Prepend "
+                                  "Replace"),
+    "pre_tokenizer": ("pretokenizers", "BertPreTokenizer Whitespace WhitespaceSplit UnicodeScripts ByteLevel Metaspace "
+                                       "Punctuation Digits CharDelimiterSplit Split"),
+    "decoder": ("decoders", "ByteLevel ByteFallback Fuse WordPiece Metaspace BPEDecoder Strip Replace")}
+GROWTH = 256 # how many times longer they may make a text
+MAX_TEXT = 2**10 # characters of a token, or of a text in a step; real tokens have at most a few hundred
+MAX_ADDED_TOKENS = 2**14 # no well-known model has more than 6,400
+MAX_PIECE_BYTES = 2**20 # of all pieces of Unigram: each byte may become a node of 330 bytes
+# What the library gets: fields of models, without BPE's dropout, which makes encoding random; and types of steps.
+MODEL_FIELDS = {"BPE": "vocab merges unk_token end_of_word_suffix fuse_unk byte_fallback ignore_merges",
+                "WordPiece": "vocab unk_token continuing_subword_prefix max_input_chars_per_word",
+                "WordLevel": "vocab unk_token", "Unigram": "vocab unk_id byte_fallback"}
+NORMALIZERS = ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "ByteLevel", "BertNormalizer", "Strip",
+               "Prepend", "Replace"]
+PRE_TOKENIZERS = ["BertPreTokenizer", "Whitespace", "WhitespaceSplit", "UnicodeScripts", "ByteLevel", "Metaspace",
+                  "Punctuation", "Digits", "CharDelimiterSplit", "Split"]
+DECODERS = ["ByteLevel", "ByteFallback", "Fuse", "WordPiece", "Metaspace", "BPEDecoder", "Strip", "Replace"]
+GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "BertNormalizer": 3, "Lowercase": 2, "ByteLevel": 2,
+          "Metaspace": 3} # type -> how many bytes it can make of one
+# Regular expressions of well-known models. Others could run forever, or abort the process.
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+KNOWN_EXPRESSIONS = " {2,}", GPT2, LLAMA3, LLAMA3.replace("{1,3}", "") # the last one is Qwen 2's
 
 
 class HFTokenizer:
-    """The tokenizer whose main file is at path: tokenizer.json, vocab.json or vocab.txt.
+    """The tokenizer whose main file is at path: a tokenizer.json, vocab.json or vocab.txt.
 
     Ids and texts are the same as in transformers with add_special_tokens=False and clean_up_tokenization_spaces=False.
     An added token that a model of vocab_size tokens lacks is plain text. Raises ValueError, which names the file, if
@@ -23,21 +61,29 @@ class HFTokenizer:
     """
 
     def __init__(self, path: Path, vocab_size: int):
+        from tokenizers import Tokenizer
         self.source = str(path)
         try:
-            content, self.decoder_configs = check_tokenizer(read_tokenizer(path))
-            make_decoders(self.decoder_configs) # raises an error here if they are not supported
-            max_id = max(vocab_of(content["model"]).values())
+            content = checked(read_tokenizer(path))
+            vocab = vocab_of(content["model"])
+            max_id = max(vocab.values())
             # Many tokenizers have an added padding token that their model lacks.
             added = [token for token in content["added_tokens"] if token["id"] < max(vocab_size, max_id)]
             self.size = 1 + max([max_id, *(token["id"] for token in added)])
-            self.tokenizer = build_tokenizer({**content, "added_tokens": added})
+            self.tokenizer = call_library(lambda: Tokenizer.from_str(json.dumps({**content, "added_tokens": added})))
+            for token in added:
+                require(self.tokenizer.token_to_id(token["content"]) == token["id"],
+                        f"the id {token['id']!s:.20} of its added token {token['content']!r:.60} is another token's, "
+                        "or does not follow the ids of the vocabulary")
         except (OSError, MemoryError):
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_sentence(error)}"
             is_named = reason.startswith("cannot read ") or os.path.join(path.parent, "") in reason
             raise ValueError(f"{reason:.500}" if is_named else f"cannot read {path}: {reason:.500}") from None
+        self.joins_spaces = "'ByteLevel'" in str(content["pre_tokenizer"])
+        # Where ByteFallback joins bytes, <0xE2> and the like are no text before their run ends.
+        self.byte_ids = {i for token, i in vocab.items() if token.startswith("<0x") and len(token) == 6}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text is not valid Unicode, or cannot be encoded."""
@@ -46,44 +92,50 @@ class HFTokenizer:
             ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
         except ValueError as error:
             raise ValueError(f"{self.source} cannot encode the prompt: {error}") from None
-        if not ids:
-            raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least "
-                             "one; pass another --start")
+        require(ids, f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least one; pass "
+                     "another --start")
         return ids
 
-    def decode(self, ids: Sequence[int] | IdArray) -> str:
-        """The text of token ids; invalid UTF-8 bytes decode to U+FFFD."""
-        return decode_tokens(make_decoders(self.decoder_configs), map(self._token, id_list(ids)), last=True)
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; invalid UTF-8 bytes and unknown ids decode to U+FFFD."""
+        ids = id_list(ids)
+        if all(map(self._is_known, ids)):
+            return self._text(ids)
+        decode = self.incremental_decoder()
+        return "".join(decode(token_id, last=i == len(ids)) for i, token_id in enumerate(ids, 1))
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for the sequence that continues these ids."""
-        decoders = make_decoders(self.decoder_configs)
-        ends = prompt_ids if len(prompt_ids) <= 2 * CONTEXT else [*prompt_ids[:CONTEXT], *prompt_ids[-CONTEXT:]]
-        decode_tokens(decoders, map(self._token, ends), last=True)
-        return lambda token_id, last=False: decode_tokens(decoders, [self._token(token_id)], last)
+        """A function (id, last=False) -> text for the sequence that continues these ids.
 
-    def _token(self, token_id: int) -> str:
-        token = self.tokenizer.id_to_token(token_id)
-        return REPLACEMENT if token is None else token
+        It decodes the last few tokens with the new one, and returns what this adds. The library's DecodeStream does so
+        too, but raises an exception if bytes that form no character follow bytes that do.
+        """
+        context, held = [i for i in prompt_ids[-CONTEXT:] if self._is_known(i)], []
+        while context and self._is_open(context): # no token continues the last character of the prompt
+            context.pop()
 
+        def decode_next(token_id: int, last: bool = False) -> str:
+            if is_known := self._is_known(token_id):
+                held.append(token_id)
+                if not last and self._is_open(context + held, len(held)):
+                    return ""
+            text = self._text(context + held)[len(self._text(context)):]
+            context.extend(i for i in held if i not in self.byte_ids) # a new run of bytes is another one
+            held.clear()
+            del context[:-CONTEXT]
+            return text if is_known else text + REPLACEMENT
+        return decode_next
 
-def decode_tokens(decoders: list[DecoderStage], tokens, last: bool) -> str:
-    """Pass the next tokens through all decoders, and return their text."""
-    tokens = list(tokens)
-    for decoder in decoders:
-        tokens = decoder.feed(tokens, last)
-    return "".join(tokens)
+    def _is_open(self, ids: list[int], num_held: int = 0) -> bool:
+        if num_held >= MAX_HELD + 4: # more bytes than a character has, so they form none
+            return False
+        return (ids[-1] in self.byte_ids and num_held < MAX_HELD) or self._text(ids).endswith(REPLACEMENT)
 
+    def _is_known(self, token_id: int) -> bool:
+        return token_id < self.size and self.tokenizer.id_to_token(token_id) is not None
 
-def build_tokenizer(content: dict):
-    """Build the library's tokenizer. Raises ValueError if the library gives an added token another id than the file."""
-    from tokenizers import Tokenizer
-    tokenizer = call_library(lambda: Tokenizer.from_str(json.dumps(content)))
-    for token in content["added_tokens"]:
-        if tokenizer.token_to_id(token["content"]) != token["id"]:
-            raise ValueError(f"its added token {token['content']!r:.60} has the id {token['id']}, but the ids of added "
-                             "tokens must follow those of the vocabulary without a gap")
-    return tokenizer
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def call_library(function: Callable):
@@ -97,3 +149,86 @@ def call_library(function: Callable):
         raise
     except BaseException as error:
         raise ValueError(first_sentence(error)) from None
+
+
+def checked(content: dict) -> dict:
+    """The harmless part of a tokenizer.json.
+
+    Drops padding, truncation and the post-processor, which would add tokens to a prompt or remove some. Raises
+    ValueError if the rest has anything that is not known to be harmless.
+    """
+    parts, total_growth = {}, 1
+    for part, (sequence, allowed) in STEPS.items():
+        parts[part] = flatten(content.get(part), part, sequence)
+        require(len(parts[part]) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
+        for step in parts[part]:
+            kind = step.get("type")
+            require(kind in allowed.split(), f"its {part} has the type {kind!r:.60}; supported types: {allowed}")
+            for name, value in step.items():
+                require(is_harmless(value) or (name == "content" and value == ""),
+                        f"{kind} in its {part} has {name!r:.60} {value!r:.100}, which is not supported")
+            total_growth *= GROWTH.get(kind, 1) if kind != "Replace" else max(
+                1, len(step["content"].encode()) / len(step["pattern"].get("String", " ")))
+    require(total_growth <= MAX_GROWTH, f"its steps could make a text more than {MAX_GROWTH} times longer")
+    is_fused = False # the next decoders see the whole text as one token: later text must not change what they did
+    for step in parts["decoder"]:
+        is_local = step["type"] in ("Strip", "Fuse") or len(step.get("pattern", {}).get("String", "")) == 1
+        require(is_local or not is_fused, f"its decoder has {step['type']} after Fuse, which is not supported")
+        require(not step.get("stop"), "its decoder strips the end of a text, which is not supported")
+        is_fused = is_fused or step["type"] in ("Fuse", "ByteLevel")
+    added = sorted(content["added_tokens"], key=lambda token: token["id"])
+    require(len(added) <= MAX_ADDED_TOKENS and all(map(is_text, (token["content"] for token in added))),
+            f"it has more than {MAX_ADDED_TOKENS} added tokens, or one without 1 to {MAX_TEXT} characters")
+    steps = {part: {"type": "Sequence", sequence: parts[part]} if parts[part] else None
+             for part, (sequence, _) in STEPS.items()}
+    return {"version": "1.0", "model": checked_model(content.get("model")), "added_tokens": added,
+            "post_processor": None, **steps}
+
+
+def flatten(step: object, part: str, sequence: str) -> list[dict]:
+    """The steps of a part, which may be nested in Sequences. Raises ValueError if one is not an object."""
+    if step is None:
+        return []
+    require(isinstance(step, dict), f"its {part} must be an object")
+    if step.get("type") != "Sequence":
+        return [step]
+    require(isinstance(step.get(sequence), list), f"the {sequence} of its {part} must be a list")
+    return [each for inner in step[sequence] for each in flatten(inner, part, sequence)]
+
+
+def is_harmless(value: object) -> bool:
+    """Whether a step may have this value: a flag, a small number, a text, or a pattern that is text or well known."""
+    if isinstance(value, dict):
+        is_known = value in [{"Regex": expression} for expression in KNOWN_EXPRESSIONS]
+        return is_known or (list(value) == ["String"] and is_text(value["String"]))
+    return value is None or value in range(CONTEXT + 1) or is_text(value)
+
+
+def is_text(value: object) -> bool:
+    """Whether value is a text of allowed length, and not empty."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_TEXT
+
+
+def checked_model(model: object) -> dict:
+    """The harmless part of a model. Raises ValueError if the model is damaged, or could abort or fill the memory."""
+    require(isinstance(model, dict), "its model must be an object")
+    kind = model.get("type") or ("BPE" if "merges" in model else "Unigram" if isinstance(model.get("vocab"), list) else
+                                 "WordPiece" if "max_input_chars_per_word" in model else "WordLevel") # older files
+    require(isinstance(kind, str) and kind in MODEL_FIELDS,
+            f"its model has the type {kind!r:.60}; supported types: {', '.join(MODEL_FIELDS)}")
+    vocab = vocab_of(model)
+    require(vocab and all(len(token) <= MAX_TEXT for token in vocab),
+            f"its vocabulary is empty, or has a token of more than {MAX_TEXT} characters")
+    require(all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()) and len({*vocab.values()}) == len(vocab),
+            "its vocabulary must give each token a different id from 0 to 2**31 - 1")
+    require(kind != "Unigram" or sum(len(token.encode()) for token in vocab) <= MAX_PIECE_BYTES,
+            "its vocabulary would take too much memory")
+    # WordPiece takes time in proportion to the square of a word's length.
+    require(model.get("max_input_chars_per_word", 100) in range(1, MAX_TEXT), "its words may be too long")
+    require(kind != "BPE" or not model.get("continuing_subword_prefix"),
+            "its continuing_subword_prefix is not supported") # with some merges, the library aborts the process
+    for merge in model["merges"] if isinstance(model.get("merges"), list) else ():
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        require(isinstance(pair, list) and all(map(is_text, pair)) and "".join(pair) in vocab,
+                f"its merge {merge!r:.60} is no pair of tokens, or makes a token that its vocabulary lacks")
+    return {"type": kind} | {name: model[name] for name in MODEL_FIELDS[kind].split() if name in model}

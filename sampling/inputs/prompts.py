@@ -1,4 +1,4 @@
-"""Reads the prompts that the setting start names.
+"""Reads the prompts that the setting start names, encodes them, and says what a user should know about them.
 
 start is a prompt, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
 each line that is not empty is a prompt. With JSONL:path, each line is a JSON object with a "prompt" and an optional
@@ -7,15 +7,17 @@ each line that is not empty is a prompt. With JSONL:path, each line is a JSON ob
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from functools import reduce
 from itertools import chain, count
 
 from sampling.inputs.tokenizer import Tokenizer
+from sampling.log import Log
 from sampling.params import Prompt, SampleRequest, SamplingParams
 
-FILE_KINDS = "FILE", "LINES", "JSONL"
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
+FILE_KINDS = "FILE", *MULTI_KINDS
 PARAM_NAMES = frozenset(f.name for f in fields(SamplingParams))
 # The fields of a line in out_file, besides "prompt" and "id".
 RESULT_FIELDS = frozenset(["version", "index", "text", "num_tokens", "finish_reason", "cumulative_logprob", "logprobs",
@@ -52,14 +54,17 @@ class PromptSource:
     def read(self) -> Iterator[Prompt]:
         """Yield all prompts, from the first one on. Raises ValueError if a prompt has a field that is not allowed."""
         for prompt in read_prompts(self.start):
-            check_fields(prompt, self.setting_names)
+            for name in prompt.other_fields:
+                if name in self.setting_names:
+                    raise ValueError(f"{prompt.location}: {name} is a setting of the whole run, not of one prompt: "
+                                     f"pass --{name}=... to sample.py, or rename the field")
+                if name in RESULT_FIELDS:
+                    raise ValueError(f"{prompt.location}: out_file already has a field {name}: rename the field "
+                                     "in the prompt file")
             yield prompt
 
     def requests(self, tokenizer: Tokenizer, num_samples: int, first_index: int = 0) -> Iterator[SampleRequest]:
-        """Yield num_samples requests for each prompt. Their indices count up from first_index.
-
-        Raises ValueError if the tokenizer cannot encode a prompt.
-        """
+        """Yield num_samples requests for each prompt, as make_requests does."""
         return make_requests(self, tokenizer, num_samples, first_index)
 
     def count_and_max_len(self, tokenizer: Tokenizer, num_samples: int) -> tuple[int, int] | tuple[None, None]:
@@ -77,7 +82,10 @@ class PromptSource:
 
 def make_requests(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int,
                   first_index: int = 0) -> Iterator[SampleRequest]:
-    """Yield num_samples requests for each prompt. Their indices count up from first_index."""
+    """Yield num_samples requests for each prompt. Their indices count up from first_index.
+
+    Raises ValueError if the tokenizer cannot encode a prompt.
+    """
     indices = count(first_index)
     for prompt in prompts:
         prompt_ids = encode_prompt(prompt, tokenizer)
@@ -102,42 +110,26 @@ def read_prompts(start: str) -> Iterator[Prompt]:
     if kind == "TEXT":
         yield Prompt(start)
         return
-    is_empty = True
-    for prompt in read_file(kind, path):
-        is_empty = False
-        yield prompt
-    if is_empty:
-        raise ValueError(f"{file_name(path)} is empty, but a sample needs a prompt")
-
-
-def read_file(kind: str, path: str) -> Iterator[Prompt]:
-    """Yield the prompts of a file, which may be empty. Raises ValueError as read_prompts does."""
     if not path:
         raise ValueError(f"{kind}: needs the path of a file after the colon, or - for standard input")
     if "\0" in path:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: the path has a null byte")
-    number = 0
+    name, number, is_empty = "standard input" if path == "-" else f"the prompt file {path}", 0, True
     try:
         # utf-8-sig skips a byte-order mark.
         with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as file:
-            if kind == "FILE":
-                if text := file.read():
-                    yield Prompt(text)
-                return
-            for number, line in enumerate(file, 1):
-                if line := line.rstrip("\n"):
-                    location = f"{'standard input' if path == '-' else path}, line {number}"
-                    yield parse_json_line(line, location) if kind == "JSONL" else Prompt(line, location=location)
+            for number, line in enumerate([file.read()] if kind == "FILE" else file, 1):
+                location = "" if kind == "FILE" else f"{name.removeprefix('the prompt file ')}, line {number}"
+                if text := line.rstrip("\n") if location else line:
+                    is_empty = False
+                    yield parse_json_line(text, location) if kind == "JSONL" else Prompt(text, location=location)
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
-        raise ValueError(f"{file_name(path)} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
+        raise ValueError(f"{name} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}") from None
-
-
-def file_name(path: str) -> str:
-    """What an error message calls the file of prompts."""
-    return "standard input" if path == "-" else f"the prompt file {path}"
+    if is_empty:
+        raise ValueError(f"{name} is empty, but a sample needs a prompt")
 
 
 def parse_json_line(line: str, location: str) -> Prompt:
@@ -155,12 +147,57 @@ def parse_json_line(line: str, location: str) -> Prompt:
     return Prompt(found.pop("prompt"), found.pop("id", None), location, other_fields=found)
 
 
-def check_fields(prompt: Prompt, setting_names: Collection[str]) -> None:
-    """Raises ValueError if a field has the name of a setting or of a result."""
-    for name in prompt.other_fields:
-        if name in setting_names:
-            raise ValueError(f"{prompt.location}: {name} is a setting of the whole run, not of one prompt: "
-                             f"pass --{name}=... to sample.py, or rename the field")
-        if name in RESULT_FIELDS:
-            raise ValueError(f"{prompt.location}: out_file already has a field {name}: rename the field "
-                             "in the prompt file")
+# ---- notices
+
+def warn_about_stop_texts(stop_texts: list[str], tokenizer: Tokenizer, log: Log) -> None:
+    """Log a warning for each stop text that cannot end a sample, or probably will not."""
+    for text in stop_texts:
+        if "\\n" in text:
+            how = f"if you mean a newline, write it in quotes: \"{text:.100}\", and in a shell --stop='\"{text:.100}\"'"
+            if text.startswith(('["', "['")):
+                how = "a list needs quotes around each text, such as [\"\\n\\n\", \"KING\"]"
+            log(f"warning: the stop text {text!r:.100} has a backslash and the letter n; {how}")
+        elif not can_produce(tokenizer, text):
+            log(f"warning: the stop text {text!r:.100} cannot end a sample: {tokenizer.source} never produces "
+                "this text")
+
+
+def can_produce(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether sampled tokens can produce this text. False only if some character of the text is in no token."""
+    word = text.strip(" ") # some tokenizers drop the spaces around a text, but put spaces between words
+    with suppress(ValueError):
+        if word in tokenizer.decode(tokenizer.encode(word)): # a character may take several tokens
+            return True
+    return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
+
+
+def log_cropped(requests: Iterable[SampleRequest], tokenizer: Tokenizer, block_size: int,
+                log: Log) -> Iterator[SampleRequest]:
+    """Yield the requests. For the first prompt longer than block_size tokens, log which part the model sees."""
+    is_logged = False
+    for request in requests:
+        num_tokens = len(request.prompt_ids)
+        if num_tokens > block_size and not (is_logged or request.already_saved):
+            is_logged = True
+            visible = tokenizer.decode(request.prompt_ids[-block_size:])
+            location, others = request.prompt.location, "" # empty for the only prompt
+            if location:
+                location, others = f"{location}: ", f"; of later prompts too, it sees at most {block_size}"
+            log(f"{location}the prompt has {num_tokens} tokens, but the model sees only the last {block_size}, which "
+                f"begin with {visible[:40]!r}{others}")
+        yield request
+
+
+def log_trailing_space(requests: Iterable[SampleRequest], tokenizer: Tokenizer, log: Log) -> Iterator[SampleRequest]:
+    """Yield the requests. Log a line for the first prompt that ends in a space, if words begin with their space.
+
+    The model has hardly seen such a space alone: in its training, it belonged to the token of the next word.
+    """
+    is_logged = not tokenizer.joins_spaces
+    for request in requests:
+        if request.prompt.text.endswith(" ") and not (is_logged or request.already_saved):
+            is_logged = True
+            location = f"{request.prompt.location}: " if request.prompt.location else ""
+            log(f"{location}the prompt ends in a space: a trailing space mostly gives worse text, because in "
+                f"{tokenizer.source} a word begins with its space")
+        yield request

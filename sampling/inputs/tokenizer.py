@@ -1,28 +1,27 @@
 """Tokenizer, the protocol of all tokenizers, and the choice of the tokenizer for a checkpoint."""
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sampling.inputs.char_tokenizer import CharTokenizer, NoVocabularyError
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
-from sampling.inputs.token_ids import IdArray
 from sampling.log import Log
 
 if TYPE_CHECKING: # it imports torch, which takes a second
     from sampling.checkpoints.checkpoint import Checkpoint
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of unknown ids, and of bytes that form no character
 
 
 class Tokenizer(Protocol):
     """Turns text into token ids and back. Unknown ids decode to U+FFFD: a model's vocabulary may be padded."""
     size: int # of the vocabulary
     source: str # where the vocabulary is from, for messages
+    joins_spaces: bool # whether a space belongs to the token of the word after it, as in GPT-2's encoding
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text cannot be encoded."""
 
-    def decode(self, ids: Sequence[int] | IdArray) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids: of a list, or of a torch tensor or numpy array of one dimension."""
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
@@ -34,60 +33,80 @@ class Tokenizer(Protocol):
         """
 
 
-def load_tokenizer(checkpoint: "Checkpoint", log: Log) -> Tokenizer:
+def id_list(ids: Iterable[int]) -> list[int]:
+    """Token ids as a list. Raises ValueError for a tensor or an array that does not have one dimension."""
+    if not hasattr(ids, "tolist"):
+        return list(ids)
+    if ids.ndim != 1:
+        raise ValueError(f"decode takes the ids of one text, in one dimension; got {ids.ndim} dimensions")
+    return ids.tolist()
+
+
+def require_unicode(text: str) -> None:
+    """Raise ValueError if the text has lone surrogates, which UTF-8 cannot encode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid UTF-8 at character {error.start + 1}") from None
+
+
+# The modules of the tokenizers import what is above, so the functions below import them.
+
+def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = None) -> Tokenizer:
     """Load the tokenizer of a model.
 
-    For a ckpt.pt, searches its folder, data/<dataset>/ in the working directory, and data/<dataset>/ beside its folder:
-    first for a meta.pkl with a vocabulary, then for a Hugging Face tokenizer. For a Hugging Face model, searches the
-    folder of the model. If nothing is found, loads GPT-2's encoding; for a Hugging Face model, logs that. Raises
-    ValueError if the tokenizer does not fit the model, or cannot be loaded.
+    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, for a ckpt.pt, searches its
+    folder, data/<dataset>/ in the working directory, and data/<dataset>/ beside its folder: first for a meta.pkl, then
+    for a Hugging Face tokenizer. For a Hugging Face model, searches the folder of the model. If nothing is found, loads
+    the encoding that the training's settings in the checkpoint name, or else GPT-2's if the vocabulary has its size.
+    Raises ValueError if no tokenizer is surely the model's, or if it cannot be loaded.
     """
-    tokenizer = load_char_tokenizer(checkpoint) or load_hf_tokenizer(checkpoint)
-    if tokenizer:
-        check_size(checkpoint, tokenizer.source, tokenizer.size)
-        return tokenizer
-    check_size(checkpoint, GPT2Tokenizer.source, GPT2Tokenizer.size, is_own=False)
-    if checkpoint.is_huggingface:
-        log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
-    return GPT2Tokenizer() # after all checks, because it may download files
+    from sampling.inputs.gpt2_tokenizer import SIZES
+    for name in candidates(checkpoint) if tokenizer is None else [resolve(tokenizer)]:
+        if found := load_from(name, checkpoint, log):
+            return found
+    if tokenizer is not None:
+        raise ValueError(f"{name} has no stoi, and names no tokenizer")
+    folders = ", ".join(os.path.join(folder, "") for folder in (checkpoint.folder, *data_folders(checkpoint)))
+    where = "has no tokenizer of its own" if checkpoint.is_huggingface else ""
+    check_size(checkpoint, "GPT-2's encoding", SIZES["gpt2"], prefix=f"{checkpoint.folder} {where}; " if where else
+               f"neither meta.pkl nor tokenizer.json is in {folders}; ")
+    if where:
+        log(f"{checkpoint.path} {where}: using GPT-2's encoding")
+    return load_from("gpt2", checkpoint, log)
 
 
-def load_char_tokenizer(checkpoint: "Checkpoint") -> CharTokenizer | None:
-    """The vocabulary of the first meta.pkl that has one. A meta.pkl may have none, for GPT-2's tokens."""
-    if not checkpoint.is_huggingface:
-        for path in find_in_folders(checkpoint, find_meta):
-            with suppress(NoVocabularyError):
-                return CharTokenizer(path)
-    return None
+def resolve(name: str) -> str | Path:
+    """The encoding, or the file, that the setting names. Raises ValueError if there is none."""
+    from sampling.inputs.gpt2_tokenizer import SIZES
+    from sampling.inputs.hf_files import find_tokenizer
+    path = Path(name)
+    if path.is_dir() and name not in SIZES:
+        path = find_tokenizer(path) or path / "meta.pkl"
+    if name not in SIZES and not path.is_file():
+        raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(SIZES)}), a tokenizer.json or its "
+                         f"folder, or a meta.pkl; got {name!r:.200}")
+    return name if name in SIZES else path
 
 
-def load_hf_tokenizer(checkpoint: "Checkpoint") -> Tokenizer | None:
-    """The Hugging Face tokenizer of the first folder that has one; None if there is none."""
-    from sampling.inputs.hf_tokenizer import HFTokenizer
-    from sampling.inputs.tokenizer_files import find_tokenizer
-    path = next(find_in_folders(checkpoint, find_tokenizer), None)
-    return HFTokenizer(path, checkpoint.vocab_size) if path else None
+def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
+    """Yield the files and encodings that may be the checkpoint's tokenizer, the likeliest first.
 
-
-def find_in_folders(checkpoint: "Checkpoint", find: Callable[[str], Path | None]) -> Iterator[Path]:
-    """Yield the paths that find returns for the folders of this checkpoint: its own folder, then those of its data set.
-
-    Raises ValueError if find returns a path in the folder of a data set that is outside of data/.
+    Raises ValueError for a file in the folder of a data set that is outside of data/.
     """
-    if path := find(str(checkpoint.folder)):
-        yield path
-    for folder in data_folders(checkpoint):
-        if path := find(folder):
-            if may_leave_folder(checkpoint.dataset):
-                raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; "
-                                 "if it is the right file, copy it to the folder of ckpt.pt")
-            yield path
-
-
-def find_meta(folder: str) -> Path | None:
-    """The meta.pkl in a folder, if there is one."""
-    path = os.path.join(folder, "meta.pkl")
-    return Path(path) if os.path.isfile(path) else None
+    from sampling.inputs.char_tokenizer import find_meta, named_encoding
+    from sampling.inputs.hf_files import find_tokenizer
+    dataset = str(checkpoint.dataset)
+    is_outside = os.path.isabs(dataset) or ".." in dataset.replace("\\", "/").split("/")
+    for find in [find_tokenizer] if checkpoint.is_huggingface else [find_meta, find_tokenizer]:
+        for folder in [checkpoint.folder, *data_folders(checkpoint)]:
+            if path := find(folder):
+                if is_outside and folder is not checkpoint.folder: # a stranger's checkpoint could name any file
+                    raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of "
+                                     "data/; if it is the right file, copy it to the folder of ckpt.pt")
+                yield path
+    if encoding := named_encoding(checkpoint.meta, checkpoint.path):
+        yield encoding
 
 
 def data_folders(checkpoint: "Checkpoint") -> list[str]:
@@ -104,31 +123,33 @@ def data_folders(checkpoint: "Checkpoint") -> list[str]:
     return list(dict.fromkeys(folders)) # an absolute dataset gives the same one twice
 
 
-def may_leave_folder(path: str) -> bool:
-    """Whether a path may lead out of the folder that it is relative to."""
-    return os.path.isabs(path) or ".." in path.replace("\\", "/").split("/")
+def load_from(name: str | Path, checkpoint: "Checkpoint", log: Log) -> Tokenizer | None:
+    """Load the encoding with this name, or the tokenizer in a file; None for a meta.pkl without a vocabulary.
+
+    Raises ValueError if it does not fit the checkpoint, or cannot be loaded.
+    """
+    from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
+    from sampling.inputs.gpt2_tokenizer import SIZES, GPT2Tokenizer, source_of
+    from sampling.inputs.hf_tokenizer import HFTokenizer
+    if isinstance(name, str):
+        check_size(checkpoint, source_of(name), SIZES[name]) # first, because loading may download files
+        return GPT2Tokenizer(name, log)
+    meta = read_meta(name) if name.suffix == ".pkl" else None
+    if meta is not None and (encoding := named_encoding(meta, name)):
+        return load_from(encoding, checkpoint, log)
+    if meta is not None and "stoi" not in meta: # there may be only a vocab_size, for GPT-2's tokens
+        return None
+    found = HFTokenizer(name, checkpoint.vocab_size) if meta is None else CharTokenizer(name, meta)
+    check_size(checkpoint, found.source, found.size)
+    return found
 
 
-def check_size(checkpoint: "Checkpoint", source: str, size: int, is_own: bool = True) -> None:
-    """Raises ValueError unless a tokenizer of this size fits the model. is_own: it is from a folder of the model."""
-    # The vocabulary of a model may be padded to a round size, but not to more than twice the size of the tokenizer.
-    if not size <= checkpoint.vocab_size <= 2 * size:
-        raise ValueError(f"{source} has {size} tokens, but the model has {checkpoint.vocab_size}, so it is not the "
-                         f"tokenizer of this model{'' if is_own else missing_files(checkpoint)}; "
-                         f"{tokenizer_advice(checkpoint)}")
-
-
-def missing_files(checkpoint: "Checkpoint") -> str:
-    """A note for the error: where load_tokenizer found no tokenizer."""
-    if checkpoint.is_huggingface:
-        return f" ({checkpoint.folder} has no tokenizer of its own)"
-    folders = [os.path.join(folder, "") for folder in (checkpoint.folder, *data_folders(checkpoint))]
-    return f" (neither meta.pkl nor tokenizer.json is in {', '.join(folders)})"
-
-
-def tokenizer_advice(checkpoint: "Checkpoint") -> str:
-    """What to do about a tokenizer that does not fit the model."""
-    if checkpoint.is_huggingface:
-        return ("copy the tokenizer.json that the model was trained with, or its vocab.json and merges.txt, to "
-                f"{checkpoint.folder}")
-    return "copy the meta.pkl or tokenizer.json of the training data to the folder of ckpt.pt"
+def check_size(checkpoint: "Checkpoint", source: str, size: int, prefix: str = "") -> None:
+    """Raise ValueError, whose message begins with the prefix, unless a tokenizer of this size fits the model."""
+    is_padded = checkpoint.vocab_size <= 2 * size # to a round size, but not to more than twice the tokenizer's
+    if prefix: # nobody named this tokenizer, so only the sizes to which people pad GPT-2's vocabulary are sure
+        is_padded = checkpoint.vocab_size <= -(-size // 128) * 128 or checkpoint.vocab_size == 51_200
+    if not (size <= checkpoint.vocab_size and is_padded):
+        raise ValueError(f"{prefix}{source} has {size} tokens, but the model has {checkpoint.vocab_size}, so it is not "
+                         "the tokenizer of this model; pass --tokenizer=NAME|FILE, the tokenizer that it was trained "
+                         "with: an encoding of tiktoken such as cl100k_base, a tokenizer.json, or a meta.pkl")

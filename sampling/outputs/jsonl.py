@@ -18,7 +18,7 @@ VERSION_1_FIELDS = {"sample", "tokens", "ended", "logprob"}
 
 # The settings that decide the text of a sample, besides its prompt and the weights.
 REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-                        "stop", "seed", "compile", "context_shift", "exact")
+                        "stop", "seed", "compile", "context_shift", "exact", "tokenizer")
 
 CheckpointId = dict[str, str | None]
 
@@ -144,8 +144,9 @@ def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtyp
     kept = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
     if parse_start(settings["start"])[0] not in MULTI_KINDS:
         del kept["num_samples"] # a longer run of one prompt may continue the file of a shorter run
-    if not kept["exact"]:
-        del kept["exact"] # files of earlier versions do not have it
+    for name in "exact", "tokenizer":
+        if not kept[name]:
+            del kept[name] # files of earlier versions do not have it
     return {
         **kept,
         "top_k": kept["top_k"] or None,

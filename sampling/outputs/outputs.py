@@ -83,7 +83,7 @@ def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type
             check_replaceable(path, settings["start"])
     jsonl = html = jsonl_printer = None
     run_settings = reproducibility_settings(settings, device_type, dtype_name)
-    checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32}
+    checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32, "iter_num": checkpoint.iter_num}
     line_format = LineFormat(checkpoint_id, run_settings, settings["logprobs"])
     if settings["out_file"] == "-":
         jsonl_printer = JsonlPrinter(line_format)

@@ -3,8 +3,9 @@ import pytest
 import torch
 
 from model import GPTConfig
-from models import make_gpt, save_checkpoint
+from models import as_checkpoint, make_gpt, save_checkpoint
 from sampling.backends.draft import prepare_draft, step_cost
+from sampling.backends.prepare import prepare_backend
 from sampling.generation.assembly import assemble
 from sampling.params import ModelOptions
 
@@ -17,28 +18,30 @@ def plain_logits(model):
 
 
 def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is():
-    model = make_gpt(n_embd=64)
-    draft, expected = prepare_draft(model, torch.float32, ModelOptions(draft="int8")), plain_logits(make_gpt(n_embd=64))
-    assert torch.equal(plain_logits(model), expected)
+    target, expected = as_checkpoint(make_gpt(n_embd=64)), plain_logits(make_gpt(n_embd=64))
+    draft = prepare_draft(target, torch.float32, ModelOptions(draft="int8"))
+    backend = prepare_backend(target, torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(backend.logits(IDS, None), expected, atol=2e-5, rtol=1e-4)
     assert 0.001 < (draft.backend.logits(IDS, None) - expected).norm() / expected.norm() < 0.05
     assert draft.is_copy and 0.2 < draft.relative_cost < 1
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.int8, 0.05)])
 def test_a_draft_from_a_file_has_the_weights_of_the_file_in_the_dtype_of_the_model(dtype, tolerance, tmp_path):
-    other = make_gpt(seed=2, n_embd=64)
-    expected = plain_logits(other)
-    for name in tmp_path, save_checkpoint(tmp_path, other):
-        draft = prepare_draft(make_gpt(n_embd=64), dtype, ModelOptions(draft=str(name)))
+    other, lines = make_gpt(seed=2, n_embd=64), []
+    expected, path = plain_logits(other), save_checkpoint(tmp_path, other)
+    for name in tmp_path, path:
+        draft = prepare_draft(as_checkpoint(make_gpt(n_embd=64)), dtype, ModelOptions(draft=str(name)), lines.append)
         assert (draft.backend.logits(IDS, None) - expected).norm() / expected.norm() < tolerance
         assert draft.relative_cost == 1 and not draft.is_copy
+    assert lines == 2 * [f"{path}: iteration 100, validation loss 1.5000"]
 
 
 def test_a_draft_with_another_vocabulary_is_refused(tmp_path):
     save_checkpoint(tmp_path, make_gpt(vocab_size=60))
     with pytest.raises(ValueError, match=r"has a vocabulary of 60 tokens, but the model has 61: the two must be equal; "
                                          r"choose another draft, or leave it out$"):
-        prepare_draft(make_gpt(), torch.float32, ModelOptions(draft=str(tmp_path)))
+        prepare_draft(as_checkpoint(make_gpt()), torch.float32, ModelOptions(draft=str(tmp_path)))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps"])

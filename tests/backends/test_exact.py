@@ -4,7 +4,7 @@ import torch
 
 import sampling
 from model import GPT
-from models import CHARS, make_gpt, save_checkpoint
+from models import CHARS, as_checkpoint, make_gpt, save_checkpoint
 from oracles import nanogpt_generate, nanogpt_logits
 from recorded_graphs import ON_GPU
 from sampling.backends.exact import ExactBackend
@@ -21,7 +21,8 @@ def autocast(device, dtype):
 
 
 def exact_backend(device, dtype, **changes):
-    return prepare_backend(make_gpt(**SHAPE, **changes), torch.device(device), dtype, ModelOptions(exact=True))
+    checkpoint = as_checkpoint(make_gpt(**SHAPE, **changes))
+    return prepare_backend(checkpoint, torch.device(device), dtype, ModelOptions(exact=True))
 
 
 @EACH_DTYPE

@@ -1,14 +1,22 @@
-"""prepare_backend chooses the backend for a GPT, and warm_up_compile compiles it."""
+"""prepare_backend chooses the backend for a checkpoint, and warm_up_compile compiles it."""
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from engines import expected_ids
-from models import make_gpt
+from model import GPTConfig
+from models import as_checkpoint, make_gpt, save_checkpoint
+from project import PROJECT
 from sampling.backends import prepare
+from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend
 from sampling.backends.exact import ExactBackend
-from sampling.backends.prepare import cast_linears, prepare_backend, warm_up_compile
+from sampling.backends.prepare import cast_linears, converter, has_loops, prepare_backend, warm_up_compile
+from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.params import ModelOptions, SamplingParams
 from streams import decode, random_prompt
 
@@ -24,16 +32,74 @@ def trim_calls(monkeypatch):
     return calls
 
 
-def test_a_cpu_gets_a_backend_with_the_text_of_the_model(trim_calls):
-    backend = prepare_backend(make_gpt(), CPU, torch.float32)
+@pytest.mark.parametrize("num_steps, expected", [(None, CPUBackend), (20, EagerBackend)])
+def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, expected, trim_calls):
+    checkpoint = as_checkpoint(make_gpt())
+    backend = prepare_backend(checkpoint, CPU, torch.float32, num_steps=num_steps)
+    assert type(backend) is expected and not checkpoint.state_dict
     assert decode(backend, PROMPTS, 20) == expected_ids(PROMPTS, 20)
     assert backend.device == CPU and trim_calls == ["disable_malloc_trim"]
+
+
+DEMO = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65)
+
+
+@pytest.mark.parametrize("config, num_steps, dtype, options, expected", [
+    (GPTConfig(), 20, torch.float32, {}, True), (GPTConfig(), 5, torch.float32, {}, False),
+    (DEMO, 500, torch.float32, {}, True), (DEMO, 50, torch.float32, {}, False), (DEMO, None, torch.float32, {}, True),
+    (DEMO, 50, torch.int8, {}, True), (DEMO, None, torch.bfloat16, {}, False), (DEMO, None, torch.float16, {}, False),
+    (DEMO, None, torch.float32, dict(compile=True), False), (DEMO, None, torch.float32, dict(exact=True), False),
+], ids=str)
+def test_the_loops_are_for_runs_of_a_second_in_float32_and_for_int8(config, num_steps, dtype, options, expected):
+    assert has_loops(config, CPU, dtype, ModelOptions(**options), num_steps, pytest.fail) == expected
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_the_loops_run_only_on_a_cpu(device):
+    assert not has_loops(DEMO, torch.device(device), torch.float32, ModelOptions(), None, pytest.fail)
+
+
+def test_without_numba_a_line_says_that_the_loops_are_missing_and_int8_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None) # then the import raises ImportError
+    lines = []
+    backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32, log=lines.append)
+    assert type(backend) is EagerBackend and len(lines) == 1
+    assert lines[0].endswith(": pip install numba; continuing without the loops, which is slower")
+    for call in lambda: converter(torch.int8), lambda: prepare_backend(as_checkpoint(make_gpt()), CPU, torch.int8):
+        with pytest.raises(ValueError, match=r"^the loops for CPUs, and dtype=int8, need numba \(.*\): pip install numba$"):
+            call()
+    assert converter(torch.float32) is None and converter(torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("max_new_tokens, expected", [(30, False), (5000, True)])
+def test_a_short_run_does_not_import_numba(max_new_tokens, expected, tmp_path):
+    save_checkpoint(tmp_path, make_gpt())
+    code = f"""
+import sys, torch
+import sample
+from types import SimpleNamespace
+from sampling.backends.prepare import prepare_backend
+settings = SimpleNamespace(**dict(vars(sample), out_dir={str(tmp_path)!r}, max_new_tokens={max_new_tokens}))
+checkpoint, _, device, dtype = sample.load(settings, None)
+backend = prepare_backend(checkpoint, device, dtype, num_steps=sample.num_steps(settings, 10))
+backend.logits(torch.zeros(2, 3, dtype=torch.long), backend.new_cache(2, 9))
+print("numba" in sys.modules)"""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, env=env, check=True, stdout=subprocess.PIPE).stdout
+    assert found.decode() == f"{expected}\n"
+
+
+def test_weights_may_be_rounded_to_int8_while_they_are_read(tmp_path):
+    path, ids = save_checkpoint(tmp_path, make_gpt(n_embd=64)), random_prompt(9, 2)
+    rounded = load_checkpoint(path, converter(torch.int8))
+    later, earlier = (prepare_backend(loaded, CPU, torch.int8) for loaded in (load_checkpoint(path), rounded))
+    assert torch.equal(later.logits(ids, None), earlier.logits(ids, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cpu_generates_in_half_precision(dtype):
     with torch.autocast("cpu", dtype):
-        backend = prepare_backend(make_gpt(), CPU, dtype)
+        backend = prepare_backend(as_checkpoint(make_gpt()), CPU, dtype)
         assert [len(ids) for ids in decode(backend, PROMPTS, 20)] == [20, 20]
 
 
@@ -41,7 +107,8 @@ def test_a_cpu_generates_in_half_precision(dtype):
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
 @pytest.mark.parametrize("options, expected", [(dict(compile=True), EagerBackend), (dict(exact=True), ExactBackend)])
 def test_an_option_chooses_the_backend(options, expected):
-    assert type(prepare_backend(make_gpt(), CPU, torch.float32, ModelOptions(**options))) is expected
+    backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32, ModelOptions(**options))
+    assert type(backend) is expected
 
 
 @pytest.mark.parametrize("index, expected", [(1, ["set_device", "to"]), (None, ["to"])])
@@ -50,7 +117,7 @@ def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(index
     monkeypatch.setattr(type(make_gpt()), "to", lambda gpt, device: calls.append(("to", device)) or gpt)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", device)))
     torch.set_float32_matmul_precision("high")
-    backend = prepare_backend(make_gpt(), gpu, torch.float32, log=messages.append)
+    backend = prepare_backend(as_checkpoint(make_gpt()), gpu, torch.float32, log=messages.append)
     assert type(backend) is CUDABackend and calls == [(name, gpu) for name in expected]
     assert torch.get_float32_matmul_precision() == "highest", "with TF32, another batch size could change a token"
     assert not torch.backends.cuda.cudnn_sdp_enabled()

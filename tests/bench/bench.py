@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measure import FULL, HERE, PROJECT, Case, contender, count, make_models, other, sample_py, timed
+from measure import FULL, HERE, PROJECT, QUARTER, Case, contender, count, make_models, other, sample_py, timed
 from report import draw_chart, report
 
 
@@ -31,7 +31,7 @@ def gpt2_cases(gpt2, batch_sizes):
     """GPT-2 124M, by all programs."""
     found = []
     for samples in batch_sizes:
-        row, lengths = f"124M, {count(samples)}", (8, 264)
+        row, lengths = f"124M, {count(samples)}", (32, 288)
         found += [
             Case(row, "nanoGPT's loop", other("nanogpt", gpt2, 1), (4, 44), 1),
             Case(row, "Hugging Face", other("transformers", gpt2, samples), (8, 136), samples),
@@ -61,8 +61,8 @@ def busy_cases(gpt2):
     row = "124M, 1 sample, a core busy"
     return [
         Case(row, "Hugging Face", other("transformers", gpt2, 1), (8, 40), 1, busy=1),
-        Case(row, "CTranslate2 float32", other("ctranslate2", gpt2, 1), (8, 136), 1, busy=1),
-        Case(row, "sample.py float32", sample_py(f"--init_from={gpt2}", 1), (8, 136), 1, busy=1),
+        Case(row, "CTranslate2 float32", other("ctranslate2", gpt2, 1), (32, 160), 1, busy=1),
+        Case(row, "sample.py float32", sample_py(f"--init_from={gpt2}", 1), (32, 160), 1, busy=1),
     ]
 
 
@@ -74,15 +74,15 @@ def character_cases(large, small):
         Case(row, "Hugging Face", other("transformers", large / "transformers", 10), (8, 248), 10),
         Case(row, "CTranslate2 float32", other("ctranslate2", large / "transformers", 10), (8, 248), 10),
         Case(row, "CTranslate2 int8", other("int8", large / "transformers", 10), (8, 248), 10),
-        Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 60, 10), (8, 248), 60, batch_size=10),
+        Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 60, 10), (40, 248), 60, batch_size=10),
     ]
     row = "10.6M, 10 samples, past the window"
     found += [
         Case(row, "nanoGPT's loop", other("nanogpt", large, 1, FULL), (8, 72), 1),
-        Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 10, start=FULL), (4, 44), 10, prompt=256),
+        Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 10, start=QUARTER), (196, 236), 10, prompt=64),
         Case(row, "sample.py context_shift",
              sample_py(f"--out_dir={large}", 60, 10, start=FULL, more=["--context_shift"]),
-             (4, 244), 60, batch_size=10, prompt=256),
+             (40, 244), 60, batch_size=10, prompt=256),
     ]
     row = "0.8M, the default run of 10 x 500"
     found += [

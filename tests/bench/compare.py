@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measure import FULL, HERE, PROJECT, Case, machine, make_models, sample_py, timed
+from measure import HERE, PROJECT, QUARTER, Case, machine, make_models, sample_py, timed
 
 sys.path.insert(0, str(PROJECT))
 
@@ -39,12 +39,14 @@ def rows(folder, script=(PROJECT / "sample.py",)):
         command = sample_py(source, samples, batch_size, script=script, **settings)
         return Case(row, "", command, lengths, samples, batch_size, busy=busy)
     cases = [
-        case("124M, 1 sample", f"--init_from={gpt2}", (8, 264), 1),
-        case("124M, 1 sample, int8", f"--init_from={gpt2}", (8, 264), 1, dtype="int8"),
-        case("124M, 10 samples", f"--init_from={gpt2}", (8, 264), 10),
-        case("124M, 1 sample, a core busy", f"--init_from={gpt2}", (8, 136), 1, busy=1),
-        case("10.6M, 10 samples, inside the window", f"--out_dir={large}", (8, 248), 60, 10),
-        case("10.6M, 10 samples, past the window", f"--out_dir={large}", (4, 44), 10, start=FULL),
+        case("124M, 1 sample", f"--init_from={gpt2}", (32, 288), 1),
+        case("124M, 1 sample, int8", f"--init_from={gpt2}", (32, 288), 1, dtype="int8"),
+        case("124M, 10 samples", f"--init_from={gpt2}", (32, 288), 10),
+        case("124M, 10 samples, int8", f"--init_from={gpt2}", (32, 288), 10, dtype="int8"),
+        case("124M, 1 sample, a core busy", f"--init_from={gpt2}", (32, 160), 1, busy=1),
+        case("10.6M, 10 samples, inside the window", f"--out_dir={large}", (40, 248), 60, 10),
+        case("10.6M, 10 samples, past the window", f"--out_dir={large}", (196, 236), 10, start=QUARTER),
+        case("0.8M, 10 samples, inside the window", f"--out_dir={small}", (20, 60), 600, 10),
         case("0.8M, the default run of 10 x 500", f"--out_dir={small}", (0, 500), 10),
         ToFirstToken("124M checkpoint, to the first token", sample_py(f"--out_dir={folder / '124M checkpoint'}", 1,
                                                                       script=script)),
@@ -56,11 +58,10 @@ def rows(folder, script=(PROJECT / "sample.py",)):
 
 # The rows in which each optimisation has an effect.
 ROWS_OF = {
-    "packing": ["124M, 1 sample", "124M, 10 samples"],
-    "embedding_bags": ["124M, 1 sample"],
-    "tracing": ["124M, 1 sample", "124M, 1 sample, int8", "10.6M, 10 samples, inside the window"],
+    "loops": ["124M, 1 sample", "124M, 10 samples", "10.6M, 10 samples, inside the window"],
+    "plain_short_runs": ["124M checkpoint, to the first token", "demo, to the first token"],
     "shortlist": ["124M, 1 sample"],
-    "interleaving": ["124M, 1 sample, int8"],
+    "random_bits": ["124M, 1 sample, int8", "124M, 10 samples"],
     "skip_init": ["124M checkpoint, to the first token", "demo, to the first token"],
     "jump_ahead": ["124M checkpoint, to the first token"],
     "disable_malloc_trim": ["10.6M, 10 samples, past the window"],
@@ -78,15 +79,15 @@ def pairs_of_optimisations(folder):
 
 def lines_of(optimisation):
     """The number of lines of code of the optimisation."""
-    from sampling.backends import memory, process
-    from sampling.backends.cpu import bag_linear, embedding_bag, lm_head, packed_linear, trace_loop, traced_blocks
+    from sampling.backends import cpu, cpu_kernels, cpu_runtime, memory, prepare, process
     from sampling.checkpoints.build import SkipInit
-    from sampling.sampler import mt19937
+    from sampling.sampler import mt19937, row_streams
     parts = {
-        "packing": [packed_linear], "embedding_bags": [bag_linear, embedding_bag],
-        "tracing": [traced_blocks, trace_loop], "shortlist": [lm_head],
-        "interleaving": [embedding_bag.interleaved_channels], "skip_init": [SkipInit], "jump_ahead": [mt19937],
-        "disable_malloc_trim": [memory.disable_malloc_trim],
+        "loops": [cpu_kernels, cpu_runtime, cpu.CPUCache, cpu.LayerNorm, cpu.Linear, cpu.multiply, cpu.Block,
+                  cpu.CPUBackend],
+        "plain_short_runs": [prepare.plain_step_seconds], "shortlist": [cpu.Shortlist],
+        "random_bits": [row_streams.exponentials, row_streams.exponential_from_bits],
+        "skip_init": [SkipInit], "jump_ahead": [mt19937], "disable_malloc_trim": [memory.disable_malloc_trim],
         "shorten_spinning": [process.shorten_spinning, process.cores_are_busy],
     }[optimisation]
     return sum(bool(line.strip()) for part in parts for line in inspect.getsource(part).splitlines())

@@ -167,9 +167,7 @@ def print_limits(folder):
     """
     import torch
 
-    from sampling.backends.cpu.packed_linear import is_supported
-    bfloat16_rate = matrix_rate(torch.bfloat16) if is_supported(torch.bfloat16) else 0
-    print(memory_bandwidth(), matrix_rate(torch.float32), bfloat16_rate)
+    print(memory_bandwidth(), matrix_rate(torch.float32), matrix_rate(torch.bfloat16) if has_bfloat16() else 0)
 
 
 def memory_bandwidth():
@@ -179,6 +177,17 @@ def memory_bandwidth():
     return best(lambda: big.sum(), 4 * big.numel())
 
 
+def has_bfloat16():
+    """Whether oneDNN has bfloat16 on this processor. It says so by an exception."""
+    import torch
+    try:
+        small = torch.ones(16, 16, dtype=torch.bfloat16).to_mkldnn()
+        torch.nn.functional.linear(small, small)
+        return True
+    except RuntimeError:
+        return False
+
+
 def matrix_rate(dtype):
     """FLOP/s of matrix products, with the faster one of MKL and oneDNN."""
     import torch
@@ -186,8 +195,8 @@ def matrix_rate(dtype):
     a, b = torch.randn(n, n, dtype=dtype), torch.randn(n, n, dtype=dtype)
     rates = [best(lambda: torch.mm(a, b), 2 * n**3)]
     if torch.backends.mkldnn.is_available():
-        packed = torch.ops.mkldnn._reorder_linear_weight(b, None)
-        rates.append(best(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""), 2 * n**3))
+        a, b = a.to_mkldnn(), b.to_mkldnn()
+        rates.append(best(lambda: torch.nn.functional.linear(a, b), 2 * n**3))
     return max(rates)
 
 

@@ -9,7 +9,7 @@ from contenders import SHAPES, TEMPERATURE, TOP_K
 # contenders.py has added the project's folder to the path.
 from model import GPT, GPTConfig
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import cast_linears, prepare_backend
+from sampling.backends.prepare import cast_linears, choose_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
@@ -63,11 +63,11 @@ def make_model(scale: Scale, shape: dict, logits_around: float = 0.0) -> GPT:
 def make_engine(scale: Scale, shape: dict, dtype: torch.dtype, log: Log, batch_size: int = 1,
                 logits_around: float = 0.0, **options) -> Engine:
     """The engine that sample.py would use on a GPU, also without one. options: see ModelOptions."""
-    gpt, is_exact = make_model(scale, shape, logits_around), options.get("exact", False)
+    gpt, is_exact = cast_linears(make_model(scale, shape, logits_around), dtype), options.get("exact", False)
     if scale.device.type == "cuda" or is_exact:
-        backend = prepare_backend(gpt, scale.device, dtype, ModelOptions(**options), log)
+        backend = choose_backend(scale.device, ModelOptions(**options), log)(gpt)
     else:
-        backend = CUDABackend(cast_linears(gpt, dtype), log=log)
+        backend = CUDABackend(gpt, log=log)
     no_texts = SimpleNamespace(incremental_decoder=lambda prompt_ids=(): lambda token, last=False: "") # a Tokenizer
     model = LoadedModel(backend, no_texts, Checkpoint("", {}, {}, 0, Path()), dtype, 0, is_exact)
     return Engine(model, SamplingParams(scale.new_tokens, TEMPERATURE, TOP_K, seed=SEED), batch_size, log=log)

@@ -16,15 +16,16 @@ from project import GPT2_FILES, PROJECT
 
 HERE = Path(__file__).resolve().parent
 
-# Prompts: one letter, or enough letters to fill the window of the 10.6M model.
-SHORT, FULL = "a", "a" * 256
+# Prompts: one letter; a quarter of the 10.6M model's window, which its tokens then fill; or enough to fill it at once.
+SHORT, QUARTER, FULL = "a", "a" * 64, "a" * 256
 
 
 class Case:
     """One line of a table. command(length) starts a process that generates length tokens per sample.
 
     The process is timed for two lengths. The rate is the difference in tokens divided by the difference in time, so
-    start-up and loading cancel out.
+    start-up and loading cancel out. sample.py uses its loops only in runs that pay for them (MIN_PLAIN_SECONDS in
+    backends/prepare.py), so its shorter length must be long enough for them, if the longer one is.
     """
 
     def __init__(self, row, name, command, lengths, samples, batch_size=None, prompt=1, busy=0):

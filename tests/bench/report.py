@@ -40,14 +40,16 @@ def share_of_limit(case, bandwidth, float32, bfloat16):
     if not case.name.startswith("sample.py") or "=" in case.name or "context_shift" in case.name or case.busy:
         return ""
     bfloat16 = bfloat16 or float32 # without bfloat16, float32's rate is the limit
-    size, rate = {"bfloat16": (2, bfloat16), "int8": (1, bfloat16)}.get(case.name.split()[1], (4, float32))
+    kinds = {"float32": (4, 4, float32), "bfloat16": (2, 2, bfloat16), "int8": (1, 4, float32)}
+    weight, cached, rate = kinds[case.name.split()[1]] # bytes of a weight, and of a number in the cache
     shape = SHAPES[case.row.split(",")[0]]
     layers, width, window = shape["n_layer"], shape["n_embd"], shape["block_size"]
     block, head = 12 * width**2, shape["vocab_size"] * width # weights
     reading = computing = 0 # seconds of the steps that memory limits, and of those that arithmetic limits
     for length in range(case.prompt + case.lengths[0], case.prompt + case.lengths[1]):
         if length <= window: # the weights and the cache are read once
-            read = size * (layers * block + head + case.batch_size * 2 * layers * width * length) / bandwidth
+            cache = case.batch_size * 2 * layers * width * length
+            read = (weight * (layers * block + head) + cached * cache) / bandwidth
             work = 2 * case.batch_size * (layers * block + head + 2 * layers * width * length) / rate
         else: # the whole window; the last layer needs only queries, keys and values, and half of attention is masked
             read = 0

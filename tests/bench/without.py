@@ -11,35 +11,35 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(PROJECT))
 
 
-def packing():
-    """Every Linear uses its plain weight."""
-    from sampling.backends.cpu.packed_linear import PackedLinear
-    PackedLinear.pack = lambda self: None
+def loops():
+    """The plain GPT runs, by torch's operators. Only for float32."""
+    from sampling.backends import prepare
+    prepare.has_loops = lambda *_: False
 
 
-def embedding_bags():
-    """On AMD processors, oneDNN multiplies single rows."""
-    from sampling.backends.cpu import bag_linear, lm_head, packed_linear
-    for module in bag_linear, lm_head, packed_linear:
-        module.bags_are_faster = lambda: False
-
-
-def tracing():
-    """Python runs every operator of a step."""
-    from sampling.backends.cpu import traced_blocks
-    traced_blocks.MIN_SECONDS = float("inf")
+def plain_short_runs():
+    """Every run loads the loops, however short it is."""
+    from sampling.backends import prepare
+    prepare.MIN_PLAIN_SECONDS = 0
 
 
 def shortlist():
     """The head computes all logits in float32."""
-    from sampling.backends.cpu import lm_head
-    lm_head.MIN_PARAMS = float("inf")
+    from sampling.backends.cpu import Shortlist
+    Shortlist.MIN_WEIGHTS = float("inf")
 
 
-def interleaving():
-    """In 8 bits, each thread reads the weights of a product from one place of memory to the next."""
-    from sampling.backends.cpu import int8_matmul
-    int8_matmul.NUM_STREAMS = 1
+def random_bits():
+    """All exponential numbers of a step are computed, not only those of the tokens that may be chosen."""
+    import torch
+
+    from sampling.sampler.row_streams import RowStreams
+    draw = RowStreams.draw
+
+    def draw_exponentials(self, numbers):
+        self.draws_bits = False
+        return draw(self, torch.empty(numbers.shape))
+    RowStreams.draw = draw_exponentials
 
 
 def skip_init():
@@ -67,8 +67,7 @@ def shorten_spinning():
 
 
 OPTIMISATIONS = {function.__name__: function for function in (
-    packing, embedding_bags, tracing, shortlist, interleaving, skip_init, jump_ahead, disable_malloc_trim,
-    shorten_spinning)}
+    loops, plain_short_runs, shortlist, random_bits, skip_init, jump_ahead, disable_malloc_trim, shorten_spinning)}
 
 if __name__ == "__main__":
     _, optimisation, *sys.argv[1:] = sys.argv

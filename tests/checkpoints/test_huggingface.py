@@ -1,9 +1,10 @@
 """GPT-2 loaded from files in Hugging Face's format, compared with transformers."""
-import shutil
+import json
 
 import pytest
 import torch
 
+from attacks import write_settled
 from model import GPT
 from models import make_transformers_gpt2
 from pickled_call import CreatesFile
@@ -34,7 +35,7 @@ def test_pytorch_model_bin_loads_from_one_file_and_from_shards(tmp_path):
     shards = {f"pytorch_model-0000{i}-of-00002.bin": names[i::2] for i in range(2)}
     for shard, own_names in shards.items():
         torch.save({name: tensors[name] for name in own_names}, tmp_path / shard)
-    index = str({"weight_map": {name: shard for shard, own_names in shards.items() for name in own_names}}).replace("'", '"')
+    index = json.dumps({"weight_map": {name: shard for shard, own_names in shards.items() for name in own_names}})
     (tmp_path / "pytorch_model.bin.index.json").write_text(index)
     assert same_as_transformers(tmp_path, theirs)
 
@@ -43,7 +44,8 @@ def test_tensor_names_without_the_prefix_and_mask_buffers_load(tmp_path):
     """The hub's gpt2 has such files."""
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.config.save_pretrained(tmp_path)
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()
+               if name != "lm_head.weight"}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 48, 48, dtype=torch.bool)
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     assert same_as_transformers(tmp_path, theirs)
@@ -55,9 +57,19 @@ def test_half_precision_weights_load(tmp_path):
     assert same_as_transformers(tmp_path, theirs.float())
 
 
+@pytest.mark.parametrize("changes", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False},
+                                     {"activation_function": "gelu"}, {"n_inner": 40}, {"tie_word_embeddings": False}])
+def test_settings_of_the_architecture_are_followed(changes, tmp_path):
+    theirs = make_transformers_gpt2(vocab_size=300, **changes)
+    theirs.save_pretrained(tmp_path)
+    assert same_as_transformers(tmp_path, theirs)
+
+
 def test_fields_of_a_hugging_face_checkpoint(tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
-    checkpoint = load_gpt2(str(tmp_path))
+    log = []
+    checkpoint = load_gpt2(str(tmp_path), with_crc32=True, log=log.append)
+    assert log == [f"{tmp_path}: loaded"] and len(checkpoint.crc32) == 8 and checkpoint.meta["model_type"] == "gpt2"
     assert (checkpoint.path, checkpoint.vocab_size) == (str(tmp_path), 300)
     assert (checkpoint.folder, checkpoint.dataset, checkpoint.is_huggingface) == (tmp_path, None, True)
     assert checkpoint.num_init_draws == 0, "transformers' users seed after the model is built"
@@ -75,7 +87,7 @@ def test_the_hub_cache_is_used_offline(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub._snapshot_download.HF_HUB_CACHE", str(tmp_path), raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert same_as_transformers("someone/tiny", theirs)
-    with pytest.raises(ValueError, match=r"could not get 'someone/other'.*hf download someone/other --local-dir DIR', then give DIR instead of the name$"):
+    with pytest.raises(ValueError, match=r"could not get 'someone/other'.*run 'hf download someone/other --local-dir"):
         load_gpt2("someone/other")
 
 
@@ -84,27 +96,31 @@ def test_an_invalid_model_id_is_refused():
         load_gpt2("no/such/model")
 
 
+def replace(name, text):
+    """A change of a folder: its weights make way for this file."""
+    def change(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_text(text)
+    return change
+
+
 @pytest.mark.parametrize("change, message", [
     (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     (lambda folder: (folder / "config.json").write_text("{"), "cannot read"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "must hold an object"),
     (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'), "model_type 'llama'; only gpt2"),
-    (lambda folder: (folder / "config.json").write_text('{"model_type": ["gpt2"]}'), "model_type ['gpt2']; only gpt2"),
-    (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "activation_function": "relu"}'), "activation_function 'relu'; supported are"),
-    (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'), "n_layer=12 but holds tensors of 2 layers"),
+    (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "activation_function": "relu"}'),
+     "activation_function 'relu'; supported are"),
+    (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2"}'), "n_layer=12 but holds tensors of 2"),
     (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor pytorch_model.bin"),
-    (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 50), "cannot read"),
-    (lambda folder: shutil.move(folder / "model.safetensors", folder / "pytorch_model.bin"), "cannot read"),
-    (lambda folder: [(folder / "model.safetensors").unlink(), torch.save({"x": CreatesFile(folder / "ran")}, folder / "pytorch_model.bin")],
+    (lambda folder: write_settled(folder / "model.safetensors", b"\xff" * 50), "cannot read"),
+    (lambda folder: [(folder / "model.safetensors").unlink(),
+                     torch.save({"x": CreatesFile(folder / "ran")}, folder / "pytorch_model.bin")],
      "names posix.system, which could run code"),
-    (lambda folder: [(folder / "model.safetensors").unlink(),
-                     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../y.safetensors"}}')],
-     "must name files in its own folder"),
-    (lambda folder: [(folder / "model.safetensors").unlink(),
-                     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "y.safetensors"}}')],
+    (replace("model.safetensors.index.json", '{"weight_map": {"x": "../y.safetensors"}}'), "files in its own folder"),
+    (replace("model.safetensors.index.json", '{"weight_map": {"x": "y.safetensors"}}'),
      "must name files in its own folder, but 'y.safetensors' is not one: download the model again"),
-    (lambda folder: [(folder / "model.safetensors").unlink(), (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')],
-     "model.safetensors.index.json must name files in its own folder, but names none"),
+    (replace("model.safetensors.index.json", '{"weight_map": {}}'), "files in its own folder, but names none"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_broken_folders_are_refused(change, message, tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)

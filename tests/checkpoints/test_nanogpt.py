@@ -1,18 +1,51 @@
-"""ckpt.pt files of nanoGPT's train.py: how they are found, which ones load, and the fields of their Checkpoint."""
-import datetime
+"""Files of nanoGPT, its forks and build-nanogpt: how they are found, which load, and what their Checkpoint holds."""
+import dataclasses
 import os
 import pathlib
 import pickle
 import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 
+from model import GPT, GPTConfig
 from models import SHAPE, make_gpt, nanogpt_args, same_model, save_checkpoint
 from pickled_call import CreatesFile
+from sampling.checkpoints.build import build_gpt
+from sampling.checkpoints.by_name import load_by_name, load_pretrained
 from sampling.checkpoints.nanogpt import find_checkpoint, load_checkpoint
-from sampling.checkpoints.state_dict import crc32_of
+from sampling.checkpoints.state_dict import count_init_draws
+from sampling.sampler.mt19937 import advance_mt19937
+
+SIZES = {name: SHAPE[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
+
+
+@pytest.fixture
+def gptconfig(monkeypatch):
+    """The GPTConfig of build-nanogpt's module train_gpt2."""
+    module = types.ModuleType("train_gpt2")
+    module.GPTConfig = dataclasses.make_dataclass("GPTConfig", SHAPE | {})
+    module.GPTConfig.__module__ = "train_gpt2"
+    monkeypatch.setitem(sys.modules, "train_gpt2", module)
+    return module.GPTConfig
+
+
+def save_lesson(folder, model, config, /, **changes):
+    """Write what build-nanogpt's training loop writes."""
+    folder.mkdir(exist_ok=True)
+    entries = {"model": model.state_dict(), "config": config, "step": 19072, "val_loss": 3.05} | changes
+    torch.save({key: entry for key, entry in entries.items() if entry is not None}, folder / "model_19072.pt")
+    return folder / "model_19072.pt"
+
+
+def lesson_config(gptconfig):
+    """Its five fields as an object."""
+    config = gptconfig.__new__(gptconfig)
+    config.__dict__ |= SIZES
+    return config
+
 
 # ---- finding the file
 
@@ -23,102 +56,136 @@ def test_out_dir_may_be_the_checkpoint_file(tmp_path):
 
 def test_the_error_for_a_missing_checkpoint_lists_others_nearby(tmp_path):
     save_checkpoint(tmp_path / "out-a", make_gpt())
-    save_checkpoint(tmp_path / "out-b", make_gpt())
-    (tmp_path / "empty").mkdir()
-    for missing in "out", "empty":
-        with pytest.raises(FileNotFoundError) as error:
-            find_checkpoint(str(tmp_path / missing))
-        for name in str(tmp_path / missing / ""), "out-a", "out-b", "out-shakespeare-char":
-            assert name.rstrip("/") in str(error.value)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "model_00001.pt").touch()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*out.ckpt\.pt|no checkpoint at .*out") as error:
+        find_checkpoint(tmp_path / "out")
+    assert all(name in str(error.value) for name in ("out-a", "out-shakespeare-char", "model_00001.pt"))
 
 
-def test_the_error_lists_the_projects_own_checkpoint_once_from_any_folder(tmp_path, monkeypatch):
-    for folder in tmp_path, pathlib.Path(load_checkpoint.__code__.co_filename).parents[2]:
-        monkeypatch.chdir(folder)
-        with pytest.raises(FileNotFoundError) as error:
-            find_checkpoint("nowhere")
-        assert str(error.value).count("out-shakespeare-char") == 1
+@pytest.mark.parametrize("names, listed", [
+    (["ckpt-1000-1.3-1.5.pt", "ckpt-2000-1.2-1.4.pt"], "ckpt-2000-1.2-1.4.pt, ckpt-1000-1.3-1.5.pt"),
+    (["2000_ckpt.pt", "best_model.pt"], "best_model.pt, 2000_ckpt.pt"), (["model_00001.pt"], "model_00001.pt"),
+    ([f"{i}.pt" for i in range(7)], "6.pt, 5.pt, 4.pt, 3.pt, 2.pt, ..."),
+])
+def test_a_folder_of_snapshots_names_them_with_the_newest_first(names, listed, tmp_path):
+    for i, name in enumerate(names):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (i * 100,) * 2)
+    newest = tmp_path / names[-1]
+    with pytest.raises(FileNotFoundError) as error:
+        load_checkpoint(tmp_path)
+    assert f"{tmp_path} holds {listed}, but no ckpt.pt; pass --out_dir={newest}" in str(error.value)
+    for load in load_pretrained, load_by_name:
+        with pytest.raises(ValueError, match="neither config") as error:
+            load(str(tmp_path))
+        assert f"--out_dir={newest}" in str(error.value)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such paths")
-def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
-    folder = tmp_path / os.fsdecode(b"\xff")
-    save_checkpoint(folder, make_gpt())
-    with pytest.raises(ValueError, match="not valid UTF-8"):
-        find_checkpoint(folder)
-
-
-# ---- fields of a Checkpoint
+# ---- what a Checkpoint holds
 
 def test_fields_of_a_nanogpt_checkpoint(tmp_path):
-    path = save_checkpoint(tmp_path / "out", make_gpt(vocab_size=70), config={"dataset": "shakespeare"})
-    checkpoint = load_checkpoint(tmp_path / "out")
+    log, config = [], {"dataset": "shakespeare", "tokenizer": "tiktoken"}
+    path = save_checkpoint(tmp_path / "out", make_gpt(vocab_size=70), config=config)
+    checkpoint = load_checkpoint(tmp_path / "out", log=log.append)
     assert (checkpoint.path, checkpoint.folder, checkpoint.dataset) == (str(path), path.parent, "shakespeare")
-    assert checkpoint.vocab_size == checkpoint.model_args["vocab_size"] == 70
-    assert checkpoint.num_init_draws > sum(tensor.numel() for tensor in checkpoint.state_dict.values() if tensor.dim() == 2)
+    assert checkpoint.vocab_size == checkpoint.model_args["vocab_size"] == 70 and checkpoint.meta == config
+    assert (checkpoint.iter_num, checkpoint.val_loss, checkpoint.crc32) == (100, 1.5, None)
+    assert log == [f"{path}: iteration 100, validation loss 1.5000"]
+
+
+@pytest.mark.parametrize("changes, described", [
+    ({"iter_num": None, "best_val_loss": None}, "loaded"), ({"best_val_loss": None}, "iteration 100"),
+    ({"best_val_loss": float("nan")}, "iteration 100"),
+    ({"iter_num": np.int64(7)}, "iteration 7, validation loss 1.5000"),
+])
+def test_the_line_says_what_the_checkpoint_has(changes, described, tmp_path):
+    log, path = [], save_checkpoint(tmp_path, make_gpt(), **changes)
+    load_checkpoint(path, log=log.append)
+    assert log == [f"{path}: {described}"]
+
+
+def test_fields_of_a_build_nanogpt_checkpoint(gptconfig, tmp_path):
+    model = make_gpt()
+    checkpoint = load_checkpoint(save_lesson(tmp_path, model, lesson_config(gptconfig)), log=lambda text: None)
+    assert checkpoint.model_args == SIZES | {"gelu": "tanh", "bias": True, "tie_word_embeddings": True}
+    assert (checkpoint.dataset, checkpoint.iter_num, checkpoint.val_loss) == (None, 19072, 3.05)
+    assert checkpoint.num_init_draws == count_init_draws(model.state_dict())
 
 
 def test_crc32_depends_on_the_weights_but_not_on_their_order(tmp_path):
     model = make_gpt()
-    reversed_tensors = dict(reversed(model.state_dict().items()))
-    paths = [save_checkpoint(tmp_path / "a", model), save_checkpoint(tmp_path / "b", model, model=reversed_tensors),
-             save_checkpoint(tmp_path / "c", make_gpt(seed=2))]
-    one, same, other = (crc32_of(load_checkpoint(path).state_dict) for path in paths)
-    assert one == same != other and len(one) == 8 and int(one, 16) >= 0
-    assert load_checkpoint(paths[0]).crc32 is None
+    paths = [save_checkpoint(tmp_path / "a", model), save_checkpoint(tmp_path / "c", make_gpt(seed=2)),
+             save_checkpoint(tmp_path / "b", model, model=dict(reversed(model.state_dict().items())))]
+    one, other, same = (load_checkpoint(path, with_crc32=True, log=print).crc32 for path in paths)
+    assert one == same == "6fffcc38" != other, "a resumed run of an older version compares it"
 
 
-def test_a_checkpoint_without_config_has_no_dataset(tmp_path):
-    path = save_checkpoint(tmp_path, make_gpt())
-    content = torch.load(path, weights_only=True)
-    del content["config"]
-    torch.save(content, path)
-    assert load_checkpoint(path).dataset is None
+@pytest.mark.parametrize("tie", [True, False])
+def test_convert_gets_each_weight_once_and_its_result_stands_in_state_dict(tie, tmp_path):
+    model, seen = make_gpt(tie_word_embeddings=tie), []
+    path = save_checkpoint(tmp_path, model)
+    found = load_checkpoint(path, lambda weight: seen.append(weight.clone()) or -weight, True, print)
+    assert len(seen) == 2 * 4 + (1 if tie else 2) and found.crc32 == load_checkpoint(path, None, True, print).crc32
+    for name, tensor in model.state_dict().items():
+        is_weight = tensor.dim() == 2 and "wpe" not in name
+        assert torch.equal(found.state_dict[name], -tensor if is_weight else tensor)
+        assert not is_weight or any(torch.equal(weight, tensor) for weight in seen)
+
+
+@pytest.mark.parametrize("shape", [
+    dict(), dict(bias=False), dict(n_embd=7, n_head=1, vocab_size=33, block_size=10), dict(n_embd=4, vocab_size=3),
+    dict(n_embd=3, n_head=3, block_size=3, vocab_size=17), dict(n_embd=1, n_head=1, block_size=5, vocab_size=7),
+], ids=str)
+def test_count_init_draws_equals_the_draws_of_the_initialisation(shape):
+    model = make_gpt(**shape)
+    torch.manual_seed(5)
+    GPT(GPTConfig(**vars(model.config)))
+    generator = torch.Generator().manual_seed(5)
+    advance_mt19937(generator, count_init_draws(model.state_dict()))
+    assert torch.equal(torch.empty(700).exponential_(generator=generator), torch.empty(700).exponential_())
 
 
 # ---- files that load
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "_orig_mod.module.", "module._orig_mod."])
-def test_prefixes_of_compile_and_ddp_are_removed(prefix, tmp_path):
-    model = make_gpt()
-    tensors = {prefix + name: tensor for name, tensor in model.state_dict().items()}
-    assert same_model(save_checkpoint(tmp_path, model, model=tensors), model)
+def prefixed(prefix):
+    return lambda model: {"model": {prefix + name: tensor for name, tensor in model.state_dict().items()}}
 
 
-def test_mask_buffers_are_dropped(tmp_path):
-    model = make_gpt()
-    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.uint8),
-             "transformer.h.1.attn.masked_bias": torch.tensor(-1e4)}
-    assert same_model(save_checkpoint(tmp_path, model, model=model.state_dict() | masks), model)
+def with_tensors(**tensors):
+    names = {"head": "lm_head.weight", "mask": "transformer.h.0.attn.bias",
+             "masked": "transformer.h.1.attn.masked_bias"}
+    return lambda model: {"model": model.state_dict() | {names[key]: make(model) for key, make in tensors.items()}}
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_bias_is_inferred_from_the_tensors(bias, tmp_path):
-    model = make_gpt(bias=bias)
-    args = {name: value for name, value in nanogpt_args(model.config).items() if name != "bias"}
-    assert same_model(save_checkpoint(tmp_path, model, model_args=args), model)
+FORMS = {
+    "compiled": prefixed("_orig_mod."), "DDP": prefixed("module."), "both": prefixed("module._orig_mod."),
+    "without-transformer": lambda model: {"model": {
+        name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}},
+    "masks": with_tensors(mask=lambda model: torch.ones(1, 1, 16, 16, dtype=torch.uint8),
+                          masked=lambda model: torch.tensor(-1e4)),
+    "head-copied": with_tensors(head=lambda model: model.lm_head.weight.detach().clone()),
+    "head-in-float64": with_tensors(head=lambda model: model.lm_head.weight.detach().double()),
+    "head-untied": lambda model: {"model": make_gpt(tie_word_embeddings=False).state_dict()},
+    "no-head": lambda model: {"model": {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}},
+    "views-of-one-record": lambda model: {"model": {
+        name: torch.stack([t.detach(), t.detach()])[1] for name, t in model.state_dict().items()}},
+    "no-bias-field": lambda model: {"model_args": {k: v for k, v in nanogpt_args(model.config).items() if k != "bias"}},
+    "numpy-numbers": lambda model: {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0)}},
+    "numpy-and-paths": lambda model: {"config": {"lr": np.dtype(">f4").type(0.1), "out": pathlib.Path("a/b")}},
+    "parameters": lambda model: {"model": dict(model.named_parameters())}, "no-config": lambda model: {"config": None},
+    "many-losses": lambda model: {"losses": [i / 7 for i in range(100_000)]}, "a-set": lambda model: {"x": {1, 2}},
+}
 
 
-def test_an_untied_head_loads(tmp_path):
-    model = make_gpt(tie_word_embeddings=False)
-    assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
-    assert same_model(save_checkpoint(tmp_path, model), model)
-
-
-@pytest.mark.parametrize("change", [
-    lambda tensors: tensors.pop("lm_head.weight"),
-    lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].clone()}),
-    lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].double()}),
-], ids=["no-head", "equal-copies", "equal-in-another-precision"])
-def test_a_tied_head_is_recognised_in_every_form(change, tmp_path):
-    model = make_gpt()
-    tensors = model.state_dict()
-    change(tensors)
-    path = save_checkpoint(tmp_path, model, model=tensors)
-    assert same_model(path, model)
-    checkpoint = load_checkpoint(path)
-    assert checkpoint.model_args["tie_word_embeddings"]
-    assert checkpoint.state_dict["lm_head.weight"] is checkpoint.state_dict["transformer.wte.weight"]
+@pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}, {"_use_new_zipfile_serialization": False}],
+                         ids=["zip", "protocol-4", "old"])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
+    model = make_gpt(tie_word_embeddings=form != "head-untied")
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda content, path: save(content, path, **options))
+    assert same_model(save_checkpoint(tmp_path, model, **FORMS[form](model)), model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -127,61 +194,67 @@ def test_other_dtypes_load_as_float32(dtype, tmp_path):
     assert same_model(save_checkpoint(tmp_path, model), model.float())
 
 
-def test_old_format_files_load(tmp_path):
-    model = make_gpt()
-    path = save_checkpoint(tmp_path, model)
-    torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
-    assert path.read_bytes()[:2] != b"PK"
-    assert same_model(path, model)
+def test_a_file_without_checksums_loads(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save_checkpoint(tmp_path, make_gpt())
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert same_model(path, make_gpt())
 
 
-def test_model_args_may_be_numpy_numbers(tmp_path):
-    model = make_gpt()
-    args = nanogpt_args(model.config) | {"vocab_size": np.int64(SHAPE["vocab_size"]), "dropout": np.float64(0.0)}
-    assert same_model(save_checkpoint(tmp_path, model, model_args=args), model)
+@pytest.mark.parametrize("change", [
+    lambda model, config: {}, lambda model, config: {"config": dict(SIZES)},
+    lambda model, config: {"model": None, "model_state_dict": model.state_dict()},
+    lambda model, config: {"optimizer": torch.optim.AdamW(model.parameters()).state_dict()},
+    lambda model, config: {"config": None, "model_args": config},
+], ids=["object", "dict", "model_state_dict", "optimizer", "as-model_args"])
+def test_build_nanogpts_files_load_with_the_tanh_gelu(change, gptconfig, tmp_path):
+    model, config = make_gpt(gelu="tanh"), lesson_config(gptconfig)
+    assert same_model(save_lesson(tmp_path, model, config, **change(model, config)), model)
 
 
-@pytest.mark.parametrize("count", [100_000, pytest.param(600_000, marks=pytest.mark.slow)])
-def test_a_checkpoint_with_a_long_list_of_losses_loads(count, tmp_path):
-    model = make_gpt()
-    assert same_model(save_checkpoint(tmp_path, model, losses=[i / 7 for i in range(count)]), model)
+@pytest.mark.parametrize("as_dict", [True, False], ids=["dict", "GPTConfig"])
+def test_nanogpts_own_gptconfig_keeps_the_exact_gelu(as_dict, gptconfig, tmp_path):
+    assert same_model(save_lesson(tmp_path, make_gpt(), SHAPE if as_dict else gptconfig(**SHAPE)), make_gpt())
 
 
-def test_overwriting_the_file_does_not_change_the_loaded_tensors(tmp_path):
-    """A training run overwrites its ckpt.pt. A tensor that is still mapped would change, or crash the process."""
-    path = save_checkpoint(tmp_path, make_gpt())
-    state_dict = load_checkpoint(path).state_dict
-    before = {name: tensor.clone() for name, tensor in state_dict.items()}
-    path.write_bytes(b"")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state_dict.items())
+# ---- fields of forks
+
+@pytest.mark.parametrize("field", [
+    {"rope": False}, {"n_kv_head": None}, {"moe_experts": 0}, {"flash": True}, {"use_flash_attention": True},
+    {"device": "cuda"}, {"label_smoothing": 0.1}, {"attn_pdrop": 0.1, "resid_dropout": 0.1},
+])
+def test_a_field_that_changes_no_arithmetic_gets_a_line(field, tmp_path):
+    log, path = [], save_checkpoint(tmp_path, make_gpt(), model_args=SHAPE | field)
+    build_gpt(load_checkpoint(path, log=log.append))
+    assert log[0] == f"{path} has settings that change nothing here: {', '.join(sorted(field))}" and len(log) == 2
+
+
+@pytest.mark.parametrize("field", [{"rope": True}, {"n_kv_head": 1}, {"norm": "rms"}])
+@pytest.mark.parametrize("key", ["model_args", "config"])
+def test_a_field_that_is_on_is_named_and_the_advice_works(key, field, tmp_path):
+    model, name = make_gpt(gelu="tanh"), next(iter(field))
+    path = save_lesson(tmp_path, model, None, **{key: SIZES | field | {"gelu": "tanh"}})
+    with pytest.raises(ValueError, match=f"{key} in .* has fields that a GPT does not have: {name};") as error:
+        load_checkpoint(path)
+    command = str(error.value).split("fields: ")[1].replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
+    exec(command, {"torch": torch, "model": model})
+    assert same_model(tmp_path / "ckpt.pt", model)
 
 
 # ---- files that are refused
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
-@pytest.mark.parametrize("entry", ["model", "model_args", "config", "optimizer"])
-def test_a_hostile_checkpoint_runs_no_code(entry, zipped, tmp_path):
-    path = save_checkpoint(tmp_path, make_gpt())
-    content = torch.load(path, weights_only=True) | {entry: {"x": CreatesFile(tmp_path / "ran")}}
-    torch.save(content, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ValueError, match=r"names (posix|nt)\.system, which could run code"):
-        load_checkpoint(path)
-    assert not (tmp_path / "ran").exists()
-    torch.load(path, weights_only=False) # the attack itself works
-    assert (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize("content, message", [
     ({"model": {}}, "must hold model and model_args, or model and config, but holds 'model'"),
-    ([1, 2], "but holds list"),
-    ({"model": [], "model_args": {}}, "must hold tensors by name"),
+    ([1, 2], "but holds list"), ({"model": [], "model_args": {}}, "must hold tensors by name"),
     ({"model": {"a": 3}, "model_args": {}}, "holds 'a': int"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "names torch._utils._rebuild_sparse_tensor"),
     ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict, got int"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": 10**12}}, "n_layer=1000000000000 but holds tensors of 0 layers"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": 10**12}}, "n_layer=1000000000000 but holds"),
     ({"model": {"a": torch.ones(2)}, "model_args": {"x": [1, 2]}}, "must hold numbers and text, got 'x': list"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"x": datetime.date(2020, 1, 1)}}, "names datetime.date"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"x": pickle.PickleError()}}, "names pickle.PickleError"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
@@ -191,19 +264,13 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
     assert message in str(error.value) and str(tmp_path / "ckpt.pt") in str(error.value)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda content: b"", lambda content: b"hello", lambda content: content[:len(content) // 2],
-    lambda content: b"PK\3\4" + b"\0" * 100, lambda content: pickle.dumps({"a": 1}),
-], ids=["empty", "text", "cut", "no-zip", "bare-pickle"])
-def test_damaged_files_are_refused(damage, tmp_path):
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+def test_a_hostile_checkpoint_runs_no_code(zipped, tmp_path):
     path = save_checkpoint(tmp_path, make_gpt())
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match="cannot read"):
+    content = torch.load(path, weights_only=True) | {"config": {"x": CreatesFile(tmp_path / "ran")}}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match=r"names (posix|nt)\.system, which could run code"):
         load_checkpoint(path)
-
-
-def test_the_error_names_a_pickle_protocol_that_torch_cannot_read(tmp_path):
-    path = save_checkpoint(tmp_path, make_gpt())
-    torch.save(torch.load(path, weights_only=True), path, pickle_protocol=4)
-    with pytest.raises(ValueError, match="torch cannot read weights saved with pickle_protocol=4"):
-        load_checkpoint(path)
+    assert not (tmp_path / "ran").exists()
+    torch.load(path, weights_only=False) # the attack itself works
+    assert (tmp_path / "ran").exists()

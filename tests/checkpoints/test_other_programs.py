@@ -1,6 +1,7 @@
 """Checkpoints that are not of nanoGPT or build-nanogpt: the error says what each is, and what to do with it."""
 import json
 import struct
+import subprocess
 import sys
 import types
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file, save_model
 
+from attacks import write_settled
 from models import SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, same_model
-from sampling.checkpoints.by_name import load_by_name, load_pretrained
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
 
@@ -37,21 +38,20 @@ MINGPT = {"gelu": "tanh", "tie_word_embeddings": False}
 
 
 @pytest.mark.parametrize("entry, changes, prefix", [
-    ("model_args", {}, "transformer."), ("model_args", {"bias": False}, "transformer."), ("config", {"gelu": "tanh"}, "transformer."),
-    *(("config", MINGPT, prefix) for prefix in ("transformer.", "_orig_mod.transformer.", "", "_orig_mod.", "module._orig_mod.")),
-], ids=["nanoGPT", "nanoGPT-no-bias", "build-nanogpt", "minGPT", "compiled", "short", "short-compiled", "short-compiled-DDP"])
+    ("model_args", {}, "transformer."), ("model_args", {"bias": False}, "transformer."),
+    ("config", MINGPT, "transformer."), ("config", MINGPT, "_orig_mod.transformer."), ("config", MINGPT, ""),
+    ("config", MINGPT, "module._orig_mod."),
+], ids=["nanoGPT", "nanoGPT-no-bias", "minGPT", "compiled", "short", "short-compiled-DDP"])
 def test_the_advice_for_a_bare_state_dict_works(entry, changes, prefix, tmp_path):
-    model = make_gpt(**changes)
+    model, wrapper = make_gpt(**changes), prefix.removesuffix("transformer.")
     tensors = model.state_dict() | {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16)}
-    wrapper = prefix.removesuffix("transformer.")
     path = save(tmp_path, {(wrapper if name == "lm_head.weight" else prefix) + name.removeprefix("transformer."): tensor
                            for name, tensor in tensors.items()})
     message = error_of(path)
     assert "n_head cannot be inferred from its tensors" in message and SIZES in message
-    assert '"config" instead of "model_args" for a model of build-nanogpt or minGPT; replace each ? by the model\'s own number; then pass' in message
-    command = message.split("sizes: ")[1].split(', with "config"')[0]
-    command = command.replace("n_head=?", "n_head=2").replace("model_args", entry).replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
-    exec(command, {"torch": torch})
+    assert 'for a model of build-nanogpt or minGPT; replace each ? by the model\'s own number; then pass' in message
+    command = message.split("sizes: ")[1].split(', with "config"')[0].replace("n_head=?", "n_head=2")
+    exec(command.replace("model_args", entry).replace("ckpt.pt", str(tmp_path / "ckpt.pt")), {"torch": torch})
     assert same_model(tmp_path, model)
 
 
@@ -64,9 +64,11 @@ def test_a_model_without_its_sizes(tmp_path):
 def test_the_state_dict_of_a_hugging_face_model(tmp_path):
     tensors = make_transformers_gpt2(vocab_size=300).state_dict()
     for content in tensors, {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}:
-        assert "save the model with model.save_pretrained(DIR), then pass --init_from=DIR" in error_of(save(tmp_path, content))
+        message = error_of(save(tmp_path, content))
+        assert "save the model with model.save_pretrained(DIR), then pass --init_from=DIR" in message
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert f"belongs to a Hugging Face model; pass --init_from={tmp_path}" in error_of(save(tmp_path, tensors, "pytorch_model.bin"))
+    message = error_of(save(tmp_path, tensors, "pytorch_model.bin"))
+    assert f"belongs to a Hugging Face model; pass --init_from={tmp_path}" in message
 
 
 def test_tensors_of_no_gpt(tmp_path):
@@ -76,14 +78,31 @@ def test_tensors_of_no_gpt(tmp_path):
 
 @pytest.mark.parametrize("is_wrapped", [True, False], ids=["in-a-checkpoint", "bare"])
 @pytest.mark.parametrize("names, advice", [
-    (["tok_emb.weight", "pos_emb", "blocks.0.attn.key.weight", "blocks.0.mlp.0.weight", "head.weight"], "sample from it with minGPT itself"),
-    (["transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "transformer.h.0.attn.c_k.weight", "lm_head.weight"],
-     "nanochat model, whose architecture is not GPT-2's; sample from it with nanochat itself: 'python -m scripts.chat_cli'"),
-    (["_orig_mod.transformer.wte.weight", "_orig_mod.transformer.h.0.attn.c_v.weight"], "nanochat"),
-], ids=["early-minGPT", "nanochat", "nanochat-compiled"])
+    (["tok_emb.weight", "blocks.0.attn.key.weight", "head.weight"], "minGPT itself: 'from mingpt.utils import sample'"),
+    (["transformer.wte.weight", "_orig_mod.transformer.h.0.attn.c_q.weight", "lm_head.weight"],
+     "nanochat itself: 'python -m scripts.base_eval --eval sample' for a base model"),
+    (["tok_embeddings.weight", "layers.0.attention.wq.weight"], "llama2.c itself: 'python sample.py --checkpoint="),
+    (["lm_head.weight", "transformer.h.0.norm_1.weight", "transformer.h.0.attn.qkv.weight"], "'litgpt generate "),
+    (["transformer.h.0.attn.attn.weight"], "'litgpt generate "),
+], ids=["early-minGPT", "nanochat", "llama2.c", "litgpt", "older-litgpt"])
 def test_other_architectures(names, advice, is_wrapped, tmp_path):
     tensors = {name: torch.ones(4, 4) for name in names}
     assert advice in error_of(save(tmp_path, {"model": tensors, "model_args": SHAPE} if is_wrapped else tensors))
+
+
+def test_llama2_c_is_named_before_its_fields_are(tmp_path):
+    args = {"dim": 288, "n_layers": 6, "n_heads": 6, "n_kv_heads": 6, "multiple_of": 32, "max_seq_len": 256}
+    content = {"model": {"layers.0.attention.wq.weight": torch.ones(2, 2)}, "model_args": args, "iter_num": 5}
+    path = save(tmp_path, content, "ckpt.pt")
+    assert f"'python sample.py --checkpoint={path}'" in error_of(path)
+
+
+def test_the_command_for_modded_nanogpt_prints_its_code(tmp_path):
+    content = {"step": 9, "code": "print('the model')", "model": {"embed.weight": torch.ones(2)}, "optimizers": []}
+    message = error_of(save(tmp_path, content, "state_step000009.pt"))
+    command = message.split('python -c "')[1].removesuffix('"')
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert "modded-nanogpt" in message and done.stdout == "print('the model')\n", done.stderr
 
 
 # ---- pickled objects
@@ -98,12 +117,13 @@ def gpt_class(monkeypatch):
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
-@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: {"model": model, "model_args": SHAPE}], ids=["alone", "as-model"])
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: {"model": model, "model_args": SHAPE}],
+                         ids=["alone", "as-model"])
 @pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
 def test_a_whole_pickled_module(wrap, zipped, gpt_class, tmp_path):
     torch.save(wrap(gpt_class(2, 2)), tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
     message = error_of(tmp_path / "model.pt")
-    assert "names train_gpt2.GPT, which could run code. It holds a whole pickled module" in message
+    assert "holds a whole pickled module, and loading it could run code; if you trust the file" in message
     assert 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")' in message
 
 
@@ -116,7 +136,7 @@ def test_lightning(hyper_parameters, tmp_path):
     content = {"epoch": 1, "state_dict": {f"model.{name}": tensor for name, tensor in make_gpt().state_dict().items()},
                "pytorch-lightning_version": "2.4.0", "hyper_parameters": hyper_parameters}
     message = error_of(save(tmp_path, content, "last.ckpt"))
-    assert "is a Lightning checkpoint; load it with the program that trained it, and save the GPT that it contains" in message
+    assert "is a Lightning checkpoint; load it with the program that trained it, and save the GPT" in message
 
 
 # ---- other files
@@ -144,7 +164,8 @@ def test_the_advice_for_safetensors_works(tmp_path):
     model, path = make_gpt(), tmp_path / "model.safetensors"
     save_model(model, path)
     command = error_of(path).split("sizes: ")[1].split(', with "config"')[0]
-    exec(command.replace("n_head=?", "n_head=2").replace("ckpt.pt", str(tmp_path / "ckpt.pt")), {"torch": torch, "safetensors": safetensors})
+    command = command.replace("n_head=?", "n_head=2").replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
+    exec(command, {"torch": torch, "safetensors": safetensors})
     assert same_model(tmp_path, model)
 
 
@@ -159,7 +180,8 @@ def test_safetensors_with_a_config_json_of_nanogpt(config, tmp_path):
 
 def test_nanogpts_tensors_as_a_hugging_face_model(tmp_path):
     """A config.json written by hand does not transpose the matrices."""
-    save_file({name: tensor.clone() for name, tensor in make_gpt().state_dict().items()}, tmp_path / "model.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in make_gpt().state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **SHAPE, "n_positions": 16}))
     message = error_of(tmp_path, load_gpt2)
     assert "not transposed" in message and "pass --out_dir=ckpt.pt" in message
@@ -170,39 +192,15 @@ def test_the_safetensors_of_a_hugging_face_model(load, gpt2_folder):
     assert f"pass --init_from={gpt2_folder}" in error_of(gpt2_folder / "model.safetensors", load)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"{}", b"x" * 8, struct.pack("<Q", 2**63) + b"{", struct.pack("<i", 20240326)],
-                         ids=["empty", "a-byte", "json", "eight-bytes", "long-header", "magic-alone"])
-def test_short_files_end_in_one_line(content, tmp_path):
-    for name in "ckpt.pt", "model.safetensors":
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=name):
-            load_checkpoint(tmp_path / name)
+def test_gguf(tmp_path):
+    (tmp_path / "gpt2.gguf").write_bytes(b"GGUF" + bytes(100))
+    assert f"'llama-cli -m {tmp_path / 'gpt2.gguf'} -p PROMPT'" in error_of(tmp_path / "gpt2.gguf")
 
 
-# ---- folders without ckpt.pt
-
-@pytest.mark.parametrize("names, latest", [
-    (["model_00250.pt", "model_19072.pt", "model_05000.pt"], "model_19072.pt"),
-    (["ckpt_900.pt", "ckpt_1000.pt", "ckpt_best.pt"], "ckpt_1000.pt"),
-    (["model_00001.pt"], "model_00001.pt"), (["ckpt_best.pt", "other.pt"], "ckpt_best.pt"),
-], ids=["lesson", "no-zeros", "one", "best"])
-def test_a_folder_of_numbered_checkpoints(names, latest, tmp_path, monkeypatch):
-    folder = tmp_path / "log"
-    folder.mkdir()
-    for name in names:
-        (folder / name).touch()
-    (folder / "model_dir.pt").mkdir()
-    assert f"holds {latest}, but no ckpt.pt; pass --out_dir={folder / latest}" in error_of(folder)
-    assert f"for {latest} pass --out_dir={folder / latest}" in error_of(folder, load_pretrained)
-    assert f"for {latest} give its path, {folder / latest}" in error_of(folder, load_by_name)
-    for missing in tmp_path / "out", folder / "out": # folder beside it, and the folder that it would be in
-        assert f"pass --out_dir={folder / latest}" in error_of(missing)
-    monkeypatch.chdir(tmp_path)
-    assert f"pass --out_dir=log/{latest}" in error_of("out").replace("\\", "/")
-
-
-def test_a_folder_with_ckpt_pt_is_not_read_otherwise(tmp_path):
-    torch.save({"model": make_gpt().state_dict(), "model_args": SHAPE}, tmp_path / "ckpt.pt")
-    (tmp_path / "model_00001.pt").touch()
-    save_model(make_gpt(), tmp_path / "model.safetensors")
-    assert load_checkpoint(tmp_path).path == str(tmp_path / "ckpt.pt")
+@pytest.mark.parametrize("content", [b"", b"\x80", b"{}", b"x" * 8, struct.pack("<Q", 2**63) + b"{"],
+                         ids=["empty", "a-byte", "json", "eight-bytes", "long-header"])
+@pytest.mark.parametrize("name", ["ckpt.pt", "model.safetensors"])
+def test_short_files_end_in_one_line(name, content, tmp_path):
+    write_settled(tmp_path / name, content)
+    with pytest.raises(ValueError, match=name):
+        load_checkpoint(tmp_path / name)

@@ -6,16 +6,16 @@ from engines import LeastBackend, expected_ids, fake_gpu_steps, on_fake_gpu, sta
 from model import GPT
 from models import make_gpt, make_transformers_gpt2
 from recorded_graphs import NEEDS_GPU
+from sampling.backends.cpu import CPUBackend
 from sampling.backends.eager import EagerBackend
 from sampling.backends.exact import ExactBackend
-from sampling.backends.prepare import prepare_backend
 from sampling.generation.decode import Decoder
 from sampling.sampler.row_streams import RunStream
 from sampling.sampler.sampler import Sampler
 from streams import decode, random_prompt
 
 each_backend = pytest.mark.parametrize("make_backend", [
-    EagerBackend, LeastBackend, lambda gpt: prepare_backend(gpt, torch.device("cpu"), torch.float32),
+    EagerBackend, LeastBackend, lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
     static_steps, pytest.param(lambda gpt: static_steps(gpt.cuda()), marks=NEEDS_GPU),
 ], ids=["eager", "least", "cpu", "static steps", "cuda"])
 

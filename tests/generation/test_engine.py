@@ -12,9 +12,9 @@ from engines import PARAMS, PROMPTS, FailingBackend, LeastBackend, expected_text
 from models import CHARS, make_gpt
 from oracles import nanogpt_samples
 from recorded_graphs import NEEDS_GPU
+from sampling.backends.cpu import CPUBackend
 from sampling.backends.eager import EagerBackend
-from sampling.backends.prepare import prepare_backend
-from sampling.checkpoints.init_draws import count_init_draws
+from sampling.checkpoints.state_dict import count_init_draws
 from sampling.generation.engine import Engine
 from sampling.sampler.sampler import NOT_FINITE
 
@@ -164,7 +164,7 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
 
 
 @pytest.mark.parametrize("make_backend", [
-    EagerBackend, lambda gpt: prepare_backend(gpt, torch.device("cpu"), torch.float32),
+    EagerBackend, lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
     engines.fake_gpu_steps, pytest.param(lambda gpt: engines.static_steps(gpt.cuda()), marks=NEEDS_GPU),
 ], ids=["eager", "cpu", "static steps", "cuda"])
 def test_two_runs_of_one_model_may_be_interleaved_or_in_two_threads(tokenizer, make_backend):

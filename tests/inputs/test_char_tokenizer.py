@@ -1,13 +1,13 @@
-"""CharTokenizer, which has one token per character and reads its vocabulary from meta.pkl."""
+"""CharTokenizer, which reads its vocabulary of characters or bytes from meta.pkl."""
 import pickle
-import re
-import tracemalloc
+import sys
 
 import pytest
 
 from models import CHARS, save_meta
+from pickle_code import value
 from pickled_call import CreatesFile
-from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.inputs.char_tokenizer import CharTokenizer, read_meta
 
 
 @pytest.fixture
@@ -16,16 +16,39 @@ def tokenizer(tmp_path):
     return CharTokenizer(tmp_path / "meta.pkl")
 
 
-@pytest.mark.parametrize("text", ["Hello", "\n", CHARS, CHARS[::-1] * 3], ids=repr)
-def test_encoded_text_decodes_to_the_same_text(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+def load(folder, meta):
+    """The tokenizer of a meta.pkl with this content."""
+    (folder / "meta.pkl").write_bytes(meta if isinstance(meta, bytes) else pickle.dumps(meta))
+    return CharTokenizer(folder / "meta.pkl")
+
+
+def test_text_is_encoded_character_by_character(tokenizer):
+    for text in "Hello", "\n", CHARS, CHARS[::-1] * 3:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.size == len(CHARS)
-
-
-def test_unknown_ids_decode_to_replacement_characters(tokenizer):
-    assert tokenizer.decode([20, len(CHARS), 10**9, 21]) == f"{CHARS[20]}\ufffd\ufffd{CHARS[21]}"
     decode = tokenizer.incremental_decoder()
+    assert tokenizer.decode([20, len(CHARS), 21]) == f"{CHARS[20]}\ufffd{CHARS[21]}"
     assert decode(20) == CHARS[20] and decode(10**9) == decode(10**9, True) == "\ufffd"
+
+
+BYTES = range(256)
+
+
+@pytest.mark.parametrize("meta", [
+    {"stoi": {i: i for i in BYTES}, "itos": {i: i for i in BYTES}},
+    {"stoi": {bytes([i]): i for i in BYTES}, "itos": {i: bytes([i]) for i in BYTES}},
+    {"stoi": {bytes([i]): i for i in BYTES}, "itos": [bytes([i]) for i in BYTES], "tokenizer": "byte-level"},
+    {"tokenizer": "byte", "vocab_size": 256, "itos": {i: bytes([i]) for i in BYTES}},
+], ids=["ints", "bytes", "list", "named"])
+def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
+    tokenizer, text = load(tmp_path, meta), "Größe 🙂"
+    ids = tokenizer.encode(text)
+    assert ids == list(text.encode()) and tokenizer.size == 256 and tokenizer.decode(ids) == text
+    decode = tokenizer.incremental_decoder()
+    assert [decode(i) for i in ids[-4:]] == ["", "", "", "🙂"]
+    assert tokenizer.decode([65, 0xE2, 300, 0xE2]) == "A\ufffd\ufffd\ufffd"
+    with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
+        tokenizer.encode("a\udcff")
 
 
 @pytest.mark.parametrize("text, message", [
@@ -34,59 +57,67 @@ def test_unknown_ids_decode_to_replacement_characters(tokenizer):
     ("a\\nb", r"'\\\\' at 2 .*for a newline pass --start='\"\\n\"'"),
     ("a\r\nb", r"'\\r' at 2 .*plain newlines"),
     ("0123456789", "; 5 more"),
-], ids=repr)
-def test_the_error_names_unknown_characters(tokenizer, text, message):
+    ("éü" * 500_000, r"'é' at 1, 3, 5 \.\.\.; 'ü' at 2, 4, 6 \.\.\. \(counted from 1\)"),
+], ids=lambda text: repr(text)[:30])
+def test_the_error_names_unknown_characters(tokenizer, tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         tokenizer.encode(text)
-
-
-def test_the_other_letter_case_is_suggested(tmp_path):
-    save_meta(tmp_path / "meta.pkl", "abc")
     with pytest.raises(ValueError, match=r"'A' at 1 .*it has 'a'"):
-        CharTokenizer(tmp_path / "meta.pkl").encode("Abc")
+        load(tmp_path, {"stoi": {"a": 0}}).encode("Aa")
+    with pytest.raises(ValueError, match=r"has bytes that .* lacks: b'\\xc3' at 2; b'\\xa9' at 3 \(counted from 1\)$"):
+        load(tmp_path, {"stoi": {97: 0}}).encode("aé")
 
 
-def test_refusing_a_long_prompt_of_unknown_characters_takes_little_memory(tokenizer):
-    tracemalloc.start()
-    with pytest.raises(ValueError, match=re.escape("'é' at 1, 3, 5 ...; 'ü' at 2, 4, 6 ... (counted from 1)")):
-        tokenizer.encode("éü" * 500_000)
-    assert tracemalloc.get_traced_memory()[1] < 10_000_000
-    tracemalloc.stop()
+@pytest.mark.parametrize("stoi, itos, message", [
+    ({"a": 0, "b": 0}, {0: "a"}, None), # two characters share an id
+    ({"a": 0}, {0: "a", 1: "a"}, None), # two ids share a character
+    ({"a": 0, "b": 1}, ["a", "b"], None),
+    ({"a": 0, "<|endoftext|>": 1, "[PAD]": 2}, {0: "a"}, None),
+    ({"a": 0, "b": 1}, {0: "b", 1: "a"}, "damaged: stoi and itos disagree about '[ab]'"),
+    ({"a": 0}, {0: "b"}, "damaged: stoi and itos disagree about 'b'"),
+    ({"a": 0, "▁the": 1}, {0: "a", 1: "▁the"}, "'▁the' of several characters.*--tokenizer=NAME"),
+    ({"a": 0, "b": 1, "ab": 2}, {0: "a", 1: "b", 2: "ab"}, "'ab' of several characters"),
+    ({"a": 0, b"a": 1}, {0: "a", 1: b"a"}, "must map characters or bytes"),
+    ({256: 0}, {0: 256}, "must map characters or bytes"),
+    ({"a": "b"}, {0: "a"}, "must map characters or bytes"),
+    ({"a": -1}, {0: "a"}, "must map characters or bytes"),
+    ({"a": True}, {0: "a"}, "must map characters or bytes"),
+    ({}, {}, "must map characters or bytes"),
+    (3, {}, "stoi or itos is not a dict"),
+], ids=str)
+def test_stoi_and_itos_must_be_a_vocabulary_and_agree(tmp_path, stoi, itos, message):
+    if message is None:
+        assert load(tmp_path, {"stoi": stoi, "itos": itos}).encode("a") == [0]
+    else:
+        with pytest.raises(ValueError, match=message) as error:
+            load(tmp_path, {"stoi": stoi, "itos": itos})
+        assert str(tmp_path / "meta.pkl") in str(error.value)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_hostile_vocabulary_runs_no_code(protocol, tmp_path):
+def test_a_hostile_meta_pkl_runs_no_code(protocol, tmp_path):
     content = pickle.dumps({"stoi": {"a": 0}, "itos": {0: CreatesFile(tmp_path / "ran")}}, protocol=protocol)
-    (tmp_path / "meta.pkl").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.system, which could run code"):
-        CharTokenizer(tmp_path / "meta.pkl")
+        load(tmp_path, content)
     assert not (tmp_path / "ran").exists()
     pickle.loads(content) # the attack itself works
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"hello", pickle.dumps([1]), pickle.dumps({}), pickle.dumps({"stoi": {}, "itos": {}}), pickle.dumps({"stoi": 3, "itos": {}}),
-    pickle.dumps({"stoi": {"a": "b"}, "itos": {0: "a"}}), pickle.dumps({"stoi": {"a": -1}, "itos": {0: "a"}}),
-    pickle.dumps({"stoi": {"a": 0}, "itos": {0: 1}}), pickle.dumps({"stoi": {"a": True}, "itos": {0: "a"}}),
-], ids=repr)
-def test_a_file_without_a_vocabulary_is_refused(content, tmp_path):
-    (tmp_path / "meta.pkl").write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "meta.pkl"))):
-        CharTokenizer(tmp_path / "meta.pkl")
+@pytest.mark.parametrize("content, message", [
+    (b"", "pickle exhausted"), (b"hello", "cannot read"), (pickle.dumps([1]), "it holds a list"),
+    (b"\x80\x04}r\xff\xff\xff\x7f.", "far more memory"), # a memo of 2**31 entries
+    (b"\x80\x04" + b"\x8f" * 2**21 + b".", "far more memory"), # two million sets
+    (b"\x80\x04\x96" + (2**40).to_bytes(8, "little") + b".", "expected 1099511627776 bytes"),
+    (b"\x80\x04})" + b"".join(b"\x94h%c\x86" % i for i in range(60)) + b"Ns.", "a tuple or"), # 2**60 steps to hash
+    (b"\x80\x04" + value("a" * 2**23) + b".", "only 838860. remain"), (b"\x80\x04\x82\x12.", "could run code"),
+], ids=["empty", "text", "list", "memo", "sets", "bytearray", "tuples", "long", "extension"])
+def test_a_meta_pkl_that_wastes_memory_or_time_is_refused(content, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, content)
 
 
-@pytest.mark.parametrize("stoi, itos, conflict", [
-    ({"a": 0, "b": 0}, {0: "a"}, None), # two characters share an id
-    ({"a": 0}, {0: "a", 1: "a"}, None), # two ids share a character
-    ({"a": 0, "b": 1}, ["a", "b"], None),
-    ({"a": 0, "b": 1}, {0: "b", 1: "a"}, "'[ab]'"),
-    ({"a": 0}, {0: "b"}, "'b'"),
-], ids=str)
-def test_stoi_and_itos_must_agree(tmp_path, stoi, itos, conflict):
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"stoi": stoi, "itos": itos}))
-    if conflict is None:
-        assert CharTokenizer(tmp_path / "meta.pkl").encode("a") == [0]
-    else:
-        with pytest.raises(ValueError, match=f"damaged: stoi and itos disagree about {conflict}"):
-            CharTokenizer(tmp_path / "meta.pkl")
+def test_a_vocabulary_of_all_characters_loads(tmp_path):
+    """It is the largest vocabulary that a real data set can have."""
+    save_meta(tmp_path / "meta.pkl", "".join(map(chr, range(min(sys.maxunicode, 160_000)))))
+    assert len(read_meta(tmp_path / "meta.pkl")["stoi"]) == 160_000

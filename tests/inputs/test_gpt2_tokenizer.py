@@ -1,51 +1,130 @@
-"""GPT2Tokenizer, GPT-2's byte-pair encoding."""
+"""GPT2Tokenizer, GPT-2's byte-pair encoding, and where its vocabulary comes from."""
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import pytest
+import tiktoken
 
-from project import GPT2_FILES
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+from hf_tokenizers import random_texts
+from project import GPT2_FILES, PROJECT
+from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer, from_json
 
 
-@pytest.mark.parametrize("text", ["Hello, I'm a language model,", "\n\n  x = 1\t# é 中文 🙂", "a<|endoftext|>b", " ", "\r\n"], ids=repr)
-def test_encoded_text_decodes_to_the_same_text(gpt2_encoding, text):
+@pytest.fixture
+def tokenizer_json(tiktoken_cache, needs_gpt2_encoding, tmp_path):
+    """GPT-2's tokenizer.json, as far as it is read."""
+    vocab = json.loads((tiktoken_cache / GPT2_FILES["encoder.json"]).read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    return tmp_path / "tokenizer.json"
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """No vocabulary in tiktoken's cache, and no network. Returns Hugging Face's cache, which is empty."""
+    monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr("tiktoken.load.read_file", lambda url: (_ for _ in ()).throw(ConnectionError("no network")))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def fill_cache(hub, tokenizer_json, repository):
+    """Put the file into Hugging Face's cache, as a download does."""
+    snapshot = hub / f"models--{repository}" / "snapshots" / "1234"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tokenizer.json").write_bytes(tokenizer_json.read_bytes())
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("1234")
+
+
+def test_text_is_encoded_as_by_gpt2(gpt2_encoding):
     tokenizer = GPT2Tokenizer()
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.size == 50257
-
-
-def test_ids_equal_gpt2s(gpt2_encoding):
-    assert GPT2Tokenizer().encode("Hello world<|endoftext|>") == [15496, 995, 50256]
-
-
-def test_unknown_ids_decode_to_replacement_characters(gpt2_encoding):
-    assert GPT2Tokenizer().decode([15496, 50257, 50303, 995]) == "Hello\ufffd\ufffd world"
-    assert GPT2Tokenizer().decode([222]) == "\ufffd" # a token that is part of a character
-
-
-def test_a_character_is_decoded_with_its_last_token(gpt2_encoding):
-    tokenizer = GPT2Tokenizer()
-    ids = tokenizer.encode("🙂")
-    decode = tokenizer.incremental_decoder()
+    assert tokenizer.encode("Hello world<|endoftext|>") == [15496, 995, 50256] and tokenizer.size == 50257
+    for text in "Hello, I'm a language model,", "\n\n  x = 1\t# é 中文 🙂", "a<|endoftext|>b", " ", "\r\n":
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([15496, 50257, 50303, 995]) == "Hello\ufffd\ufffd world"
+    assert tokenizer.decode([222]) == "\ufffd" # a token that is part of a character
+    ids, decode = tokenizer.encode("🙂"), tokenizer.incremental_decoder()
     assert len(ids) > 1 and [decode(i) for i in ids] == [""] * (len(ids) - 1) + ["🙂"]
-    decode = tokenizer.incremental_decoder()
     assert decode(ids[0], True) == "\ufffd"
-
-
-def test_text_that_is_not_valid_unicode_is_refused(gpt2_encoding):
     with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
-        GPT2Tokenizer().encode("a\udcff")
+        tokenizer.encode("a\udcff")
 
 
-def test_the_error_explains_that_the_cache_cannot_be_written(tiktoken_cache, needs_gpt2_encoding, tmp_path, monkeypatch):
-    """The encoding can be downloaded, but not saved."""
-    import tiktoken.load
-    from tiktoken.registry import ENCODINGS
-    files = {name: (tiktoken_cache / cached_name).read_bytes() for name, cached_name in GPT2_FILES.items()}
-    monkeypatch.setattr(tiktoken.load, "read_file", lambda address: files[address.rpartition("/")[2]])
-    monkeypatch.delitem(ENCODINGS, "gpt2", raising=False)
-    (tmp_path / "cache").symlink_to("/dev/full")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match=r"could not be downloaded and saved \(\w+Error (File exists|Not a directory)\)"):
-        GPT2Tokenizer()
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "new"))
-    assert GPT2Tokenizer().decode([15496]) == "Hello"
-    assert {file.read_bytes() for file in (tmp_path / "new").iterdir()} == set(files.values())
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_a_tokenizer_json_gives_the_same_ids_and_bytes(count, gpt2_encoding, tokenizer_json):
+    ours, theirs, rng = from_json(tokenizer_json), tiktoken.get_encoding("gpt2"), random.Random(1)
+    assert ours.n_vocab == 50257
+    assert [ours.decode_single_token_bytes(i) for i in range(50257)] == theirs.decode_tokens_bytes(range(50257))
+    for text in random_texts("gpt2", count):
+        text += rng.choice(["", "  x", " \n\n a", "'ll 123'S", "ﷺ" * 5])
+        assert ours.encode(text, allowed_special="all") == theirs.encode(text, allowed_special="all")
+
+
+@pytest.mark.parametrize("repository", ["gpt2", "openai-community--gpt2"])
+def test_hugging_faces_cache_comes_before_downloads(repository, offline, tokenizer_json):
+    fill_cache(offline, tokenizer_json, repository)
+    assert GPT2Tokenizer(log=pytest.fail).encode("Hello world") == [15496, 995]
+    assert GPT2Tokenizer("r50k_base", log=pytest.fail).encode("Hello world") == [15496, 995]
+
+
+def test_each_failure_is_said_once_and_the_error_says_what_to_get(offline, tokenizer_json):
+    content = json.loads(tokenizer_json.read_text())
+    content["model"]["vocab"]["Hello"] = 15497
+    tokenizer_json.write_text(json.dumps(content))
+    fill_cache(offline, tokenizer_json, "gpt2")
+    lines = []
+    with pytest.raises(ValueError) as error:
+        GPT2Tokenizer(log=lines.append)
+    begin = "GPT-2's encoding: "
+    assert [line.removeprefix(begin).split(" failed (")[0] for line in lines] == [
+        "tokenizer.json in Hugging Face's cache", "tiktoken's download", "the download from Hugging Face's hub"]
+    assert "does not have GPT-2's vocabulary" in lines[0] and "ConnectionError: no network" in lines[1]
+    for name, cached_name in GPT2_FILES.items():
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        assert url in str(error.value) and hashlib.sha1(url.encode()).hexdigest() == cached_name in str(error.value)
+    assert "set TIKTOKEN_CACHE_DIR to that folder" in str(error.value)
+    assert "".join([str(error.value), *lines]).isprintable()
+    with pytest.raises(ValueError, match=r"get https://\S+/encodings/cl100k_base\.tiktoken, save it as 9b5ad71b2ce5"):
+        GPT2Tokenizer("cl100k_base", lines.append)
+    assert len(lines) == 4
+
+
+def test_the_hub_is_asked_last_through_its_mirror(tokenizer_json, tmp_path):
+    content, asked = tokenizer_json.read_bytes(), []
+
+    class Mirror(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            for name, text in {"ETag": '"1"', "X-Repo-Commit": "1" * 40, "Content-Length": str(len(content))}.items():
+                self.send_header(name, text)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Mirror)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"),
+           "TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9", "HF_HUB_DISABLE_XET": "1"}
+    code = "from sampling.inputs.gpt2_tokenizer import *; print(GPT2Tokenizer(log=print).encode('Hello world'))"
+    command = [sys.executable, "-c", code]
+    dead = subprocess.run(command, cwd=PROJECT, env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True)
+    assert dead.stdout.count(b" failed (") == dead.stdout.count(b"\n") == 2 and b"Retry" not in dead.stderr
+    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
+    server.shutdown()
+    server.server_close()
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("GPT-2's encoding: tiktoken's download failed") and lines[1:] == ["[15496, 995]"]
+    assert "/openai-community/gpt2/resolve/main/tokenizer.json" in asked

@@ -3,11 +3,14 @@ import json
 import random
 
 import pytest
+from transformers import AutoTokenizer
 
-from hf_tokenizers import KINDS, random_texts, save_tokenizer
+from hf_tokenizers import KINDS, MAKE, random_texts, save_tokenizer
+from project import GPT2_FILES
 from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+from sampling.inputs.hf_files import find_tokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
-from sampling.inputs.tokenizer_files import find_tokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams
 
 COUNTS = [300, pytest.param(5_000, marks=pytest.mark.slow)]
@@ -16,10 +19,20 @@ COUNTS = [300, pytest.param(5_000, marks=pytest.mark.slow)]
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory):
     """A tokenizer of each kind, as transformers reads its folder and as we do."""
-    from transformers import AutoTokenizer
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(request.param, folder)
-    return AutoTokenizer.from_pretrained(folder), HFTokenizer(find_tokenizer(folder), 10**6)
+    return AutoTokenizer.from_pretrained(folder), load(folder)
+
+
+@pytest.fixture
+def byte_level(tmp_path):
+    """A folder with vocab.json and merges.txt alone."""
+    MAKE["byte-level"]().model.save(str(tmp_path))
+    return tmp_path
+
+
+def load(folder, vocab_size=10**6):
+    return HFTokenizer(find_tokenizer(folder), vocab_size)
 
 
 def theirs_encode(theirs, text):
@@ -36,9 +49,22 @@ def stream(tokenizer, ids, prompt_ids=()):
     return "".join(decode(token_id, i == len(ids) - 1) for i, token_id in enumerate(ids))
 
 
+def write(folder, **files):
+    """Write JSON files."""
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def assert_same_as_transformers(folder):
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load(folder)
+    for text in random_texts("files", 100):
+        assert ours.encode("a" + text) == theirs_encode(theirs, "a" + text), text
+
+
 @pytest.mark.parametrize("count", COUNTS)
-def test_texts_are_encoded_and_decoded_as_by_transformers(pair, count):
+def test_texts_and_ids_are_those_of_transformers(pair, count):
     theirs, ours = pair
+    rng = random.Random(count)
     for text in random_texts(f"texts {count}", count):
         if ids := theirs_encode(theirs, text):
             assert ours.encode(text) == ids, text
@@ -46,76 +72,114 @@ def test_texts_are_encoded_and_decoded_as_by_transformers(pair, count):
         else:
             with pytest.raises(ValueError, match="has no tokens"):
                 ours.encode(text)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_any_ids_are_decoded_as_by_transformers(pair, count):
-    theirs, ours = pair
-    rng = random.Random(count)
-    for _ in range(count):
         ids = [rng.randrange(ours.size) for _ in range(rng.randrange(1, 30))]
         assert ours.decode(ids) == stream(ours, ids) == theirs_decode(theirs, ids), ids
+        prompt_ids = ours.encode(text + rng.choice(["", "a" * 100, " world" * 40]) + ".")
+        if not theirs.convert_ids_to_tokens(ids[:1])[0].startswith("<0x"): # else it belongs to the prompt's last bytes
+            assert ours.decode(prompt_ids) + stream(ours, ids, prompt_ids) == theirs_decode(theirs, prompt_ids + ids)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_a_continuation_is_what_it_adds_to_the_text_of_the_prompt(pair, count):
-    """Unless a byte of the continuation belongs to the bytes that end the prompt."""
+def test_unknown_ids_and_special_tokens(pair):
     theirs, ours = pair
-    rng = random.Random(count)
-    for text in random_texts(f"prompts {count}", count):
-        text += rng.choice(["", "a" * 100, " world" * 40]) + "."
-        prompt_ids, ids = ours.encode(text), [rng.randrange(ours.size) for _ in range(rng.randrange(1, 20))]
-        if not theirs.convert_ids_to_tokens(ids[:1])[0].startswith("<0x"):
-            assert ours.decode(prompt_ids) + stream(ours, ids, prompt_ids) == theirs_decode(theirs, prompt_ids + ids), (text, ids)
-
-
-def test_unknown_ids_decode_to_replacement_characters(pair):
-    ours = pair[1]
-    ids = ours.encode("world")
+    ids, special = ours.encode("world"), next(iter(theirs.added_tokens_decoder.values())).content
     for unknown in ours.size, 10**6:
-        assert ours.decode([*ids, unknown]).endswith("\ufffd") and stream(ours, [*ids, unknown]) == ours.decode([*ids, unknown])
-
-
-def test_text_that_is_not_valid_unicode_is_refused(pair):
+        text = ours.decode([*ids, unknown, *ids])
+        assert text.count("\ufffd") == 1 and stream(ours, [*ids, unknown, *ids]) == text
     with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
-        pair[1].encode("a\udcff")
-
-
-def test_a_special_token_in_a_text_is_one_token_and_comes_back(pair):
-    theirs, ours = pair
-    special = next(iter(theirs.added_tokens_decoder.values())).content
-    ids = ours.encode(f"a{special}")
-    assert ids[-1] == theirs.convert_tokens_to_ids(special) and special in ours.decode(ids)
-
-
-def test_a_special_token_as_the_stop_text_ends_a_sample(pair):
-    theirs, ours = pair
-    token = next(iter(theirs.added_tokens_decoder.values())).content
-    prompt_ids, before, special = ours.encode("world"), ours.encode("world world"), ours.encode(token)[-1]
-    sample = Sample(SampleRequest(0, Prompt("world"), prompt_ids))
-    detokenizer = IncrementalDetokenizer(sample, ours, SamplingParams(max_new_tokens=50, stop=token))
-    for token_id in [*before, special]:
+        ours.encode("a\udcff")
+    special_id = ours.encode(f"a{special}")[-1]
+    assert special_id == theirs.convert_tokens_to_ids(special) and special in ours.decode([*ids, special_id])
+    sample = Sample(SampleRequest(0, Prompt("world"), ids))
+    detokenizer = IncrementalDetokenizer(sample, ours, SamplingParams(max_new_tokens=50, stop=special))
+    for token_id in [*ids, special_id]:
         assert sample.finish_reason is None
         detokenizer.append(token_id)
-    text = stream(ours, [*before, special], prompt_ids)
-    assert sample.finish_reason == "stop" and sample.text == text[:text.rindex(token)]
+    text = stream(ours, [*ids, special_id], ids)
+    assert sample.finish_reason == "stop" and sample.text == text[:text.rindex(special)]
 
 
-def test_a_decoder_of_only_fuse_joins_the_tokens(tmp_path):
-    from tokenizers import Tokenizer
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_bytes_of_a_character_come_with_the_last_of_them(kind, tmp_path):
+    save_tokenizer(kind, tmp_path)
+    tokenizer = load(tmp_path)
+    ids = tokenizer.encode("🦖")
+    decode = tokenizer.incremental_decoder()
+    texts = [decode(token_id, i == len(ids) - 1) for i, token_id in enumerate(ids)]
+    assert len(ids) > 1 and "".join(texts).strip() == "🦖" and set(texts[:-1]) <= {"", " "}
+    ids, decode = tokenizer.encode("的" * 500), tokenizer.incremental_decoder()
+    texts = [decode(token_id, i == len(ids) - 1) for i, token_id in enumerate(ids)]
+    assert "".join(texts).strip() == "的" * 500 and max(map(len, texts)) < 30
+    texts = [decode(ids[-1]) for _ in range(1000)] # which never form a character: some text must come all the same
+    assert "".join(texts).count("\ufffd") > 900
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"tokenizer_class": "GPT2Tokenizer"}, {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True},
+    {"eos_token": "world"}, {"additional_special_tokens": ["world", "Welt"]},
+    {"eos_token": {"content": "world", "__type": "AddedToken", "lstrip": True, "rstrip": False, "normalized": True,
+                   "single_word": False}},
+    {"added_tokens_decoder": {"0": {"content": "<|endoftext|>", "rstrip": True, "special": True}}},
+], ids=str)
+@pytest.mark.parametrize("new", [True, False], ids=["tokenizer.json", "older-files"])
+def test_settings_mean_what_they_mean_to_transformers(settings, new, byte_level):
+    if new:
+        MAKE["byte-level"]().save(str(byte_level / "tokenizer.json"))
+    write(byte_level, tokenizer_config=settings, config={"model_type": "gpt2"})
+    assert_same_as_transformers(byte_level)
+
+
+@pytest.mark.parametrize("settings", [{"do_lower_case": False}, {"strip_accents": False}, {"unk_token": "[MASK]"},
+                                      {"tokenize_chinese_chars": False}], ids=str)
+def test_settings_of_a_vocab_txt(settings, tmp_path):
+    save_tokenizer("vocab-txt", tmp_path)
+    write(tmp_path, tokenizer_config={"tokenizer_class": "BertTokenizer"} | settings)
+    assert_same_as_transformers(tmp_path)
+
+
+def test_added_tokens_beside_the_older_files(byte_level):
+    size = load(byte_level).size
+    write(byte_level, added_tokens={"<pad>": size + 1, "<sep>": size}, special_tokens_map={"sep_token": "<sep>"},
+          config={"model_type": "gpt2"})
+    assert load(byte_level).encode("a<sep><pad>")[1:] == [size, size + 1]
+    assert_same_as_transformers(byte_level)
+    tokenizer = load(byte_level, vocab_size=size) # a model that was not trained with them
+    assert tokenizer.size == size and tokenizer.decode(tokenizer.encode("<pad>")) == "<pad>"
+
+
+def test_a_folder_that_asks_for_code_is_read_without_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path) # the code would write to the working directory
     save_tokenizer("byte-level", tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": {"type": "Fuse"}}))
-    ours, theirs = HFTokenizer(path, 10**6), Tokenizer.from_file(str(path))
-    ids = ours.encode("Hello world, Welt!")
-    assert ours.decode(ids) == stream(ours, ids) == theirs.decode(ids, skip_special_tokens=False) and len(ids) > 1
+    before = load(tmp_path).encode("Hello world")
+    write(tmp_path, tokenizer_config={"auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]}})
+    (tmp_path / "code.py").write_text("open('ran', 'w')")
+    assert load(tmp_path).encode("Hello world") == before and not (tmp_path / "ran").exists()
 
 
-def test_bytes_of_a_character_come_with_the_last_of_them(tmp_path):
-    for kind in "byte-level", "byte-fallback":
-        save_tokenizer(kind, tmp_path / kind)
-        tokenizer = HFTokenizer(find_tokenizer(tmp_path / kind), 10**6)
-        ids = tokenizer.encode("🦖")
-        decode = tokenizer.incremental_decoder()
-        texts = [decode(token_id, i == len(ids) - 1) for i, token_id in enumerate(ids)]
-        assert len(ids) > 1 and "".join(texts).strip() == "🦖" and set(texts[:-1]) <= {"", " "}
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_gpt2s_own_files_give_gpt2s_encoding(count, tiktoken_cache, gpt2_encoding, tmp_path):
+    for name, source in ("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe"):
+        content = (tiktoken_cache / GPT2_FILES[source]).read_bytes()
+        (tmp_path / name).write_bytes(content.replace(b"\n", b"\r\n") if name == "merges.txt" else content)
+    ours, theirs = load(tmp_path, 50257), GPT2Tokenizer()
+    for text in filter(None, random_texts("gpt2", count)):
+        assert ours.encode(text) == theirs.encode(text) and ours.decode(theirs.encode(text)) == text
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("merges.txt", "", "merges.txt needs a vocab.json in the same folder"),
+    ("spiece.model", "", "spiece.model is a SentencePiece model"),
+    ("tokenizer_config.json", '{"auto_map": {}}', "asks for 'custom code', but the folder has neither"),
+    ("tokenizer_config.json", '{"tokenizer_class": "ByT5Tokenizer"}', "asks for 'ByT5Tokenizer'"),
+    ("vocab.json", "{}", "merges.txt is missing"),
+    ("vocab.txt", "a", "'BertJapaneseTokenizer' needs a tokenizer.json, not vocab.txt"),
+    ("tokenizer.json", "{}" + " " * 2**24, "it has more than 16 MiB; without indentation it may be small enough"),
+    ("tokenizer.json", '{"model": ', "^cannot read .*tokenizer.json: it is damaged, or not JSON"),
+], ids=lambda text: text[:30])
+def test_files_that_cannot_be_read_are_named(name, content, message, tmp_path):
+    assert find_tokenizer(tmp_path) is None
+    if name == "vocab.txt":
+        write(tmp_path, tokenizer_config={"tokenizer_class": "BertJapaneseTokenizer"})
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load(tmp_path)
+    assert str(tmp_path) in str(error.value)

@@ -1,106 +1,77 @@
-"""The prompts that the setting start selects."""
+"""The prompts that the setting start selects, and what a user is told about prompts and stop texts."""
 import json
 import os
 
 import pytest
 
-from models import save_meta
+from hf_tokenizers import KINDS, LINES, save_tokenizer
+from models import CHARS, save_meta
 from project import RULE
+from sampling.inputs import prompts
 from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+from sampling.inputs.hf_files import find_tokenizer
+from sampling.inputs.hf_tokenizer import HFTokenizer
 from sampling.inputs.prompts import PromptSource, parse_start, read_prompts
 from sampling.params import Prompt, SampleRequest
 from script_process import PIPE, start_script
 
 
 @pytest.fixture
-def abc(tmp_path):
-    """A tokenizer with few characters."""
-    save_meta(tmp_path / "meta.pkl", "\nabc")
+def chars(tmp_path):
+    """A tokenizer of characters."""
+    save_meta(tmp_path / "meta.pkl")
     return CharTokenizer(tmp_path / "meta.pkl")
-
-
-def texts(start):
-    return [prompt.text for prompt in read_prompts(start)]
 
 
 @pytest.mark.parametrize("start", ["Once", "\n", "FILE", "lines:a", "LINE:a", "a FILE:b", " JSONL:x"])
 def test_text_without_a_prefix_is_a_prompt(start):
-    assert parse_start(start) == ("TEXT", start) and texts(start) == [start]
-
-
-@pytest.mark.parametrize("kind, is_multi", [("FILE", False), ("LINES", True), ("JSONL", True)])
-def test_a_prefix_selects_a_file(tmp_path, kind, is_multi):
-    path = tmp_path / "a:b" # only the first colon counts
-    path.write_text('{"prompt": "a"}')
-    assert parse_start(f"{kind}:{path}") == (kind, str(path))
-    assert PromptSource(f"{kind}:{path}").is_multi == is_multi
+    assert parse_start(start) == ("TEXT", start) and list(read_prompts(start)) == [Prompt(start)]
 
 
 @pytest.mark.parametrize("content, lines", [
-    ("a\nb\n", ["a", "b"]), ("a\n\n\nb", ["a", "b"]), ("a\r\nb\r\n", ["a", "b"]), (" a \n\tb\n", [" a ", "\tb"]), ("é\n🙂", ["é", "🙂"]), ("\ufeffa\r\nb", ["a", "b"]),
-], ids=repr)
+    ("a\n\n\nb", ["a", "b"]), ("a\r\nb\r\n", ["a", "b"]), (" a \n\tb\n", [" a ", "\tb"]),
+    ("\ufeffé\r\n🙂", ["é", "🙂"])])
 def test_every_nonempty_line_is_a_prompt(tmp_path, content, lines):
-    (tmp_path / "p.txt").write_bytes(content.encode())
-    assert texts(f"LINES:{tmp_path}/p.txt") == lines
-    assert texts(f"FILE:{tmp_path}/p.txt") == [content.removeprefix("\ufeff").replace("\r\n", "\n")]
+    path = tmp_path / "a:b" # only the first colon counts
+    path.write_bytes(content.encode())
+    source = PromptSource(f"LINES:{path}")
+    assert [prompt.text for prompt in source] == lines == [prompt.text for prompt in source] and source.is_multi
+    assert list(PromptSource(f"FILE:{path}")) == [Prompt(content.removeprefix("\ufeff").replace("\r\n", "\n"))]
 
 
 def test_jsonl_prompts_have_ids(tmp_path):
-    objects = [{"prompt": "a\nb", "id": 7}, {"prompt": "ü"}, {"id": {"x": 1}, "prompt": "c", "other": None}]
     path = tmp_path / "p.jsonl"
-    path.write_text("\n\n".join(map(json.dumps, objects)))
-    assert list(read_prompts(f"JSONL:{path}")) == [Prompt("a\nb", 7, f"{path}, line 1"), Prompt("ü", None, f"{path}, line 3"),
-                                                    Prompt("c", {"x": 1}, f"{path}, line 5", {"other": None})]
+    path.write_text('{"prompt": "a\\nb", "id": 7}\n\n{"id": {"x": 1}, "prompt": "c", "device": null}')
+    assert list(PromptSource(f"JSONL:{path}")) == [Prompt("a\nb", 7, f"{path}, line 1"),
+                                                   Prompt("c", {"x": 1}, f"{path}, line 3", {"device": None})]
+    with pytest.raises(ValueError, match="line 3: device is a setting of the whole run"):
+        list(PromptSource(f"JSONL:{path}", {"device": "cpu"}))
 
 
-@pytest.mark.parametrize("name, message", [("temperature", "temperature is a setting of the whole run, not of one prompt"), ("seed", "seed is a setting"), ("stop", "stop is a setting"),
-                                        ("text", "out_file already has a field text"), ("finish_reason", "out_file already has a field finish_reason")])
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_field_of_a_setting_or_of_a_result_is_an_error(tmp_path, name, message, number):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a"}\n' * (number - 1) + json.dumps({"prompt": "b", name: 1}))
-    with pytest.raises(ValueError, match=f"line {number}: {message}"):
-        list(PromptSource(f"JSONL:{path}"))
-
-
-def test_the_script_names_its_settings(tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "device": "my own"}')
-    assert list(PromptSource(f"JSONL:{tmp_path}/p.jsonl"))
-    with pytest.raises(ValueError, match="device is a setting of the whole run"):
-        PromptSource(f"JSONL:{tmp_path}/p.jsonl", {"device": "cpu"})
-
-
-@pytest.mark.parametrize("line", ["[]", '"a"', "{}", '{"prompt": 5}', '{"prompt": ""}', "{", "[" * 10**5, '{"prompt": null}', '{"prompt": "a", "id": 1e400}'], ids=lambda line: line[:20])
-def test_the_error_names_a_line_that_is_not_a_prompt(tmp_path, line):
+@pytest.mark.parametrize("line, message", [
+    ('{"prompt": "b", "temperature": 1}', "temperature is a setting of the whole run, not of one prompt"),
+    ('{"prompt": "b", "text": 1}', "out_file already has a field text"),
+    *[(line, "every line must be an object") for line in ("[]", '"a"', "{}", '{"prompt": 5}', '{"prompt": ""}', "{")],
+    ('{"prompt": "a", "id": 1e999}', r".*; got '{\"prompt\".* \(Out of range float"),
+    ('{"prompt": "a", "id": ' + "9" * 5000 + "}", r".*\(Exceeds the limit"), ("[" * 10**5, "every line must be"),
+    ('{"prompt": "', r".*\(Unterminated string"),
+], ids=lambda text: text[:30])
+def test_the_error_names_a_line_that_is_not_a_prompt(tmp_path, line, message):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line)
-    prompts = read_prompts(f"JSONL:{tmp_path}/p.jsonl")
-    next(prompts)
-    with pytest.raises(ValueError, match=r"p.jsonl, line 2: every line must be an object"):
-        next(prompts)
-
-
-@pytest.mark.parametrize("field, reason", [("1e999", "Out of range float"), ("9" * 5000, "Exceeds the limit"), ('"', "Unterminated string")],
-                         ids=lambda text: text[:5])
-def test_the_error_says_why_a_line_is_not_json(tmp_path, field, reason):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "field": ' + field + "}")
-    with pytest.raises(ValueError, match=rf"p.jsonl, line 1: .*; got '{{\"prompt\".* \({reason}"):
-        next(read_prompts(f"JSONL:{tmp_path}/p.jsonl"))
+    with pytest.raises(ValueError, match=f"p.jsonl, line 2: {message}"):
+        list(PromptSource(f"JSONL:{tmp_path}/p.jsonl"))
 
 
 @pytest.mark.parametrize("start, message", [
-    ("FILE:nowhere", "cannot read the prompt file 'nowhere': No such file"),
-    ("LINES:.", "cannot read the prompt file '.': "),
+    ("FILE:nowhere", "cannot read the prompt file 'nowhere': No such file"), ("LINES:/dev/null", "is empty"),
+    ("LINES:.", "cannot read the prompt file '.': "), ("FILE:empty", "the prompt file empty is empty"),
     ("JSONL:a\0b", "cannot read the prompt file 'a\\x00b': the path has a null byte"),
-    ("FILE:empty", "the prompt file empty is empty"),
-    ("LINES:newlines", "the prompt file newlines is empty"),
     ("FILE:latin", "the prompt file latin is not UTF-8 (invalid continuation byte): save it as UTF-8"),
-    ("LINES:latin", "the prompt file latin is not UTF-8 (invalid continuation byte): save it as UTF-8"),
-    ("JSONL:", "JSONL: needs the path of a file after the colon, or - for standard input"),
-], ids=str)
+    ("JSONL:", "JSONL: needs the path of a file after the colon, or - for standard input")])
 def test_the_error_names_a_file_without_prompts(tmp_path, monkeypatch, start, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
-    (tmp_path / "newlines").write_text("\n\n")
     (tmp_path / "latin").write_bytes(b"a\n\xe9\n")
     with pytest.raises(ValueError) as error:
         PromptSource(start)
@@ -108,83 +79,106 @@ def test_the_error_names_a_file_without_prompts(tmp_path, monkeypatch, start, me
 
 
 @pytest.mark.parametrize("content, message", [
-    (b"", "standard input is empty"), (b"\xe9\n", "standard input is not UTF-8"), (b"[]\n", "standard input, line 1: every line must be an object")], ids=repr)
+    (b"", "standard input is empty"), (b"\xe9\n", "standard input is not UTF-8"),
+    (b"[]\n", "standard input, line 1: every line must be an object")], ids=repr)
 def test_the_error_names_standard_input(content, message, run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", "--start=JSONL:-", stdin=content)
     assert done.returncode == 1 and f"error: {message}" in done.stderr
 
 
-def test_prompts_are_counted_and_checked_before_sampling(tmp_path, abc):
+def test_prompts_are_counted_and_checked_before_sampling(tmp_path, chars):
     (tmp_path / "p.txt").write_text("a\nabc\nca\n")
-    prompts = PromptSource(f"LINES:{tmp_path}/p.txt")
-    assert prompts.count_and_max_len(abc, 10) == (30, 3)
-    assert [prompt.text for prompt in prompts] == ["a", "abc", "ca"] == [prompt.text for prompt in prompts]
-    (tmp_path / "p.txt").write_text("a\nabx\n")
+    source = PromptSource(f"LINES:{tmp_path}/p.txt")
+    assert source.count_and_max_len(chars, 10) == (30, 3)
+    requests = list(source.requests(chars, 2, first_index=7))
+    assert [request.index for request in requests] == [7, 8, 9, 10, 11, 12]
+    assert requests[2] == SampleRequest(9, Prompt("abc", location=f"{tmp_path}/p.txt, line 2"), chars.encode("abc"))
+    (tmp_path / "p.txt").write_text("a\nab5\n")
     with pytest.raises(ValueError, match=r"p.txt, line 2: the prompt has characters"):
-        PromptSource(f"LINES:{tmp_path}/p.txt").count_and_max_len(abc, 10)
-    assert PromptSource("abc").count_and_max_len(abc, 2) == (2, 3)
+        PromptSource(f"LINES:{tmp_path}/p.txt").count_and_max_len(chars, 10)
 
 
-def test_requests_have_consecutive_indices(tmp_path, abc):
-    (tmp_path / "p.txt").write_text("a\ncb\n")
-    a, cb = (Prompt(text, location=f"{tmp_path}/p.txt, line {n}") for n, text in enumerate(["a", "cb"], 1))
-    requests = list(PromptSource(f"LINES:{tmp_path}/p.txt").requests(abc, 2))
-    assert requests == [SampleRequest(0, a, [1]), SampleRequest(1, a, [1]), SampleRequest(2, cb, [3, 2]), SampleRequest(3, cb, [3, 2])]
-    assert [request.index for request in PromptSource("a").requests(abc, 2, first_index=7)] == [7, 8]
-
-
-def test_the_sample_of_a_line_from_a_pipe_is_printed_before_the_next_line_arrives(char_checkpoint):
-    process = start_script(f"--out_dir={char_checkpoint}", "--start=LINES:-", "--num_samples=1", "--batch_size=1", "--max_new_tokens=5", stdin=PIPE)
+def test_prompts_from_a_pipe_are_read_once_as_they_arrive(run_script, char_checkpoint, tmp_path, chars):
+    arguments = f"--out_dir={char_checkpoint}", "--start=LINES:-", "--max_new_tokens=5"
+    process = start_script(*arguments, "--num_samples=1", "--batch_size=1", stdin=PIPE)
     for line in b"The \n", b"O\n":
         process.stdin.write(line)
         process.stdin.flush()
         assert os.read(process.stdout.fileno(), 1000).startswith(line[:-1])
     process.communicate()
     assert process.returncode == 0
-
-
-def test_prompts_from_a_pipe_are_read_once(run_script, char_checkpoint):
-    done = run_script(f"--out_dir={char_checkpoint}", "--start=LINES:-", "--num_samples=2", "--max_new_tokens=5", stdin=b"The \n\nO\n")
-    assert done.returncode == 0, done.stderr
+    done = run_script(*arguments, "--num_samples=2", stdin=b"The \n\nO\n")
     assert [text[:1] for text in done.stdout.split(f"\n{RULE}\n")] == ["T", "T", "O", "O", ""]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="no /dev/null")
-def test_an_empty_pipe_is_refused():
-    with pytest.raises(ValueError, match="is empty"):
-        PromptSource("LINES:/dev/null")
-
-
-def test_prompts_from_a_pipe_are_not_counted(tmp_path, abc):
-    if not hasattr(os, "mkfifo"):
-        pytest.skip("no named pipes")
     os.mkfifo(tmp_path / "pipe")
     end = os.open(tmp_path / "pipe", os.O_RDWR)
-    os.write(end, b"a\nb\n")
-    prompts = PromptSource(f"LINES:{tmp_path}/pipe")
-    assert prompts.count_and_max_len(abc, 1) == (None, None)
+    os.write(end, b"a\n")
+    assert PromptSource(f"LINES:{tmp_path}/pipe").count_and_max_len(chars, 1) == (None, None)
     os.close(end)
-    assert [prompt.text for prompt in prompts] == ["a", "b"]
-
-
-def test_prompts_are_not_all_in_memory_at_once(tmp_path):
-    (tmp_path / "p.txt").write_text("a\n" * 10**5)
-    prompts = iter(PromptSource(f"LINES:{tmp_path}/p.txt"))
-    assert next(prompts) == Prompt("a", location=f"{tmp_path}/p.txt, line 1")
-    assert sum(1 for _ in prompts) == 10**5 - 1
 
 
 def test_a_nested_id_that_is_accepted_can_be_saved_and_loaded(tmp_path):
     """The code that saves it runs deeper in the call stack, where less recursion is possible."""
-    path = tmp_path / "p.jsonl"
     for depth in range(800, 1000):
-        path.write_text('{"prompt": "a", "id": ' + "[" * depth + "]" * depth + "}")
+        (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": ' + "[" * depth + "]" * depth + "}")
         try:
-            prompt = next(read_prompts(f"JSONL:{path}"))
+            nested = next(read_prompts(f"JSONL:{tmp_path}/p.jsonl")).id
         except ValueError:
             break
-        nested = prompt.id
         for _ in range(40):
             nested = [nested]
         assert json.loads(json.dumps(nested)) == nested
     assert depth > 800
+
+
+# ---- notices
+
+def warnings_of(stop_texts, tokenizer):
+    lines = []
+    prompts.warn_about_stop_texts(stop_texts, tokenizer, lines.append)
+    return lines
+
+
+def test_a_stop_text_that_cannot_end_a_sample_gets_a_warning(chars, gpt2_encoding):
+    assert warnings_of(["\n\n", "KING", CHARS], chars) == []
+    lines = warnings_of(["KING", "<|endoftext|>", "\\n\\n", '["\\n", KING]', "5" * 10**6], chars)
+    assert lines[0] == ("warning: the stop text '<|endoftext|>' cannot end a sample: "
+                        f"{chars.source} never produces this text")
+    assert "'\\\\n\\\\n' has a backslash" in lines[1] and """--stop='"\\n\\n"'""" in lines[1] and len(lines[3]) < 500
+    assert lines[2].endswith(r'a list needs quotes around each text, such as ["\n\n", "KING"]')
+    assert warnings_of(["\n\n", " the", "<|endoftext|>", "é", "🙂", "\x00", "  "], GPT2Tokenizer()) == []
+    assert len(warnings_of(["a\udcff"], GPT2Tokenizer())) == 1 # no valid Unicode
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_part_of_a_text_may_be_a_stop_text(tmp_path, kind):
+    save_tokenizer(kind, tmp_path)
+    tokenizer = HFTokenizer(find_tokenizer(tmp_path), 10**6)
+    text = tokenizer.decode(tokenizer.encode(LINES[4]))
+    assert warnings_of([text[i:i + 5] for i in range(len(text) - 4) if "\\" not in text[i:i + 5]], tokenizer) == []
+    unknown = {"wordpiece": "KING", "vocab-txt": "\n\n", "suffix": "The", "words": "\n", "unigram": "<|endoftext|>"}
+    assert kind not in unknown or len(warnings_of([unknown[kind]], tokenizer)) == 1
+
+
+def request(index, text, tokenizer, location="", **more):
+    return SampleRequest(index, Prompt(text, location=location), tokenizer.encode(text), **more)
+
+
+def test_the_first_prompt_that_is_too_long_is_logged(chars):
+    requests = [request(0, "a" * 16, chars), request(1, "b" * 20 + "c" * 16, chars, already_saved=True),
+                request(2, "ab cd" + "e" * 15, chars, "a.txt, line 3"), request(3, "x" * 17, chars)]
+    lines = []
+    for each, expected in zip(prompts.log_cropped(iter(requests), chars, 16, lines.append), requests, strict=True):
+        assert each is expected and len(lines) == (each.index >= 2)
+    assert lines == ["a.txt, line 3: the prompt has 20 tokens, but the model sees only the last 16, which begin with "
+                     "'deeeeeeeeeeeeeee'; of later prompts too, it sees at most 16"]
+
+
+def test_the_first_prompt_that_ends_in_a_space_is_logged_for_gpt2s_encoding(chars, gpt2_encoding, tmp_path):
+    save_tokenizer("byte-level", tmp_path / "own") # of a GPT-2 from the hub
+    for tokenizer in GPT2Tokenizer(), HFTokenizer(tmp_path / "own" / "tokenizer.json", 10**6):
+        requests, lines = [request(0, "a", tokenizer), request(1, "b ", tokenizer, already_saved=True),
+                           request(2, "c ", tokenizer, "a.txt, line 3"), request(3, "d ", tokenizer)], []
+        assert list(prompts.log_trailing_space(iter(requests), tokenizer, lines.append)) == requests # the text stays
+        assert lines == ["a.txt, line 3: the prompt ends in a space: a trailing space mostly gives worse text, because "
+                         f"in {tokenizer.source} a word begins with its space"]
+    assert len(list(prompts.log_trailing_space([request(0, "a ", chars)], chars, pytest.fail))) == 1

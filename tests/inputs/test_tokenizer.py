@@ -1,161 +1,200 @@
-"""load_tokenizer finds the tokenizer of a checkpoint."""
+"""load_tokenizer finds the tokenizer of a checkpoint, or uses the one that the user names."""
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tiktoken
+import torch
 
 from hf_tokenizers import save_tokenizer
-from models import CHARS, save_meta
-from sampling.checkpoints.checkpoint import Checkpoint
+from models import CHARS, make_gpt, save_checkpoint, save_meta
+from project import PROJECT
 from sampling.inputs.tokenizer import load_tokenizer
 
+GPT2 = "GPT-2's encoding"
 
-def load(folder, dataset, vocab_size):
+
+def load(folder, dataset, vocab_size, tokenizer=None, log=pytest.fail, **fields):
     """The tokenizer of a checkpoint with these fields."""
-    return load_tokenizer(Checkpoint("ckpt.pt", {}, {}, vocab_size, folder=folder, dataset=dataset), log=lambda text: None)
+    fields = dict(path="ckpt.pt", folder=folder, dataset=dataset, vocab_size=vocab_size, is_huggingface=False,
+                  meta={}) | fields
+    return load_tokenizer(SimpleNamespace(**fields), log, tokenizer)
 
 
-def test_meta_pkl_is_searched_in_the_checkpoints_folder_and_then_in_data(tmp_path, monkeypatch, gpt2_encoding):
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch, gpt2_encoding):
+    """The working directory. cl100k_base and o200k_base are small encodings, since the real ones are not here."""
     monkeypatch.chdir(tmp_path)
-    out = Path("out")
-    assert load(out, "letters", 50304).source == "GPT-2's encoding"
-    save_meta(tmp_path / "data" / "letters" / "meta.pkl")
-    assert load(out, "letters", len(CHARS)).source == os.path.join("data", "letters", "meta.pkl")
-    save_meta(tmp_path / "out" / "meta.pkl")
-    assert load(out, "letters", len(CHARS)).source == os.path.join("out", "meta.pkl")
-    assert load(Path("empty"), None, 50257).source == "GPT-2's encoding"
+    for name in "cl100k_base", "o200k_base":
+        ranks = {bytes([i]): i for i in range(256)}
+        encoding = tiktoken.Encoding(name, pat_str=".", mergeable_ranks=ranks, special_tokens={"<|x|>": 100276})
+        monkeypatch.setitem(tiktoken.registry.ENCODINGS, name, encoding)
+    return tmp_path
 
 
-@pytest.mark.parametrize("dataset", [5, None, ["letters"], "x" * 100_000, "no/such", "", ".", "a\0b", "\x1b[31m"], ids=lambda dataset: repr(dataset)[:20])
-def test_gpt2s_encoding_is_used_if_dataset_is_not_a_usable_name(tmp_path, monkeypatch, gpt2_encoding, dataset):
-    monkeypatch.chdir(tmp_path)
-    assert load(Path("out"), dataset, 50304).source == "GPT-2's encoding"
+@pytest.mark.parametrize("vocab_size, fits", [
+    (50257, True), (50258, True), (50304, True), (51200, True), (50256, False), (50305, False), (50432, False),
+    (61, False), (65536, False), (100277, False), (100352, False)])
+@pytest.mark.parametrize("is_huggingface", [False, True])
+def test_gpt2s_encoding_is_only_used_unnamed_for_gpt2s_vocabulary(vocab_size, fits, is_huggingface):
+    lines = []
+    if fits:
+        assert load(Path("out"), None, vocab_size, log=lines.append, is_huggingface=is_huggingface).source == GPT2
+        assert lines == ["ckpt.pt has no tokenizer of its own: using GPT-2's encoding"] * is_huggingface
+        return
+    with pytest.raises(ValueError, match=f"50257 tokens, but the model has {vocab_size}.*--tokenizer=NAME"):
+        load(Path("out"), None, vocab_size, is_huggingface=is_huggingface)
 
 
-def test_a_data_folder_beside_out_dir_comes_last(tmp_path, monkeypatch, gpt2_encoding):
-    project, out = tmp_path / "project", tmp_path / "project" / "out"
-    out.mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    size = save_tokenizer("byte-level", project / "data" / "letters")
-    assert load(out, "letters", size).source == str(project / "data" / "letters" / "tokenizer.json")
-    save_meta(project / "data" / "letters" / "meta.pkl")
-    for folder in out, Path("project", "out"):
-        assert load(folder, "letters", len(CHARS)).source == str(project / "data" / "letters" / "meta.pkl")
-    with monkeypatch.context() as inside:
-        inside.chdir(out)
-        assert load(Path(), "letters", len(CHARS)).source == str(project / "data" / "letters" / "meta.pkl")
-    save_meta(tmp_path / "data" / "letters" / "meta.pkl")
-    assert load(out, "letters", len(CHARS)).source == os.path.join("data", "letters", "meta.pkl")
+@pytest.mark.parametrize("dataset", [5, None, ["letters"], "x" * 100_000, "no/such", "", ".", "a\0b", "\x1b[31m"],
+                         ids=lambda dataset: repr(dataset)[:20])
+def test_gpt2s_encoding_is_used_if_dataset_is_not_a_usable_name(dataset):
+    assert load(Path("out"), dataset, 50304).source == GPT2
+    with pytest.raises(ValueError) as error:
+        load(Path("out"), dataset, 61)
+    assert len(str(error.value)) < 600
 
 
-@pytest.mark.parametrize("dataset", ["../elsewhere", "a/../../elsewhere"])
-def test_a_vocabulary_outside_of_the_data_folder_beside_out_dir_is_refused(tmp_path, monkeypatch, dataset):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    (tmp_path / "project" / "data" / "a").mkdir(parents=True)
-    save_meta(tmp_path / "project" / "elsewhere" / "meta.pkl")
-    with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of ckpt\.pt"):
-        load(tmp_path / "project" / "out", dataset, len(CHARS))
-
-
-def test_a_damaged_tokenizer_is_named_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("tokenizer.json").write_text("{")
-    for folder in Path(), tmp_path, Path("..", tmp_path.name):
-        with pytest.raises(ValueError) as error:
-            load(folder, None, 61)
-        assert str(error.value).count("cannot read") == 1 and str(error.value).startswith(f"cannot read {folder / 'tokenizer.json'}: ")
+def test_the_first_folder_with_a_tokenizer_has_it(here):
+    project, out = here / "project", here / "project" / "out"
+    beside, letters = project / "data" / "letters", Path("data", "letters")
+    size = save_tokenizer("byte-level", beside)
+    out.mkdir()
+    assert load(out, "letters", size).source == str(beside / "tokenizer.json")
+    save_tokenizer("byte-level", out)
+    assert load(out, "letters", size).source == str(out / "tokenizer.json")
+    save_meta(beside / "meta.pkl")
+    assert load(out, "letters", len(CHARS)).source == str(beside / "meta.pkl")
+    save_meta(here / letters / "meta.pkl")
+    assert load(out, "letters", len(CHARS)).source == str(letters / "meta.pkl")
+    save_meta(out / "meta.pkl")
+    assert load(out, "letters", len(CHARS)).source == str(out / "meta.pkl")
+    assert load(out, "letters", size, is_huggingface=True).source == str(out / "tokenizer.json")
+    (out / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50257})) # for GPT-2's tokens
+    (letters / "meta.pkl").unlink()
+    assert load(out, "letters", len(CHARS)).source == str(beside / "meta.pkl")
+    assert load(out, "nothing", size).source == str(out / "tokenizer.json")
 
 
 @pytest.mark.parametrize("dataset", ["../elsewhere", "a/../../elsewhere", "absolute"])
-def test_a_vocabulary_outside_of_the_data_folder_is_refused(tmp_path, monkeypatch, dataset):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "a").mkdir(parents=True)
-    save_meta(tmp_path / "elsewhere" / "meta.pkl")
-    with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of ckpt\.pt"):
-        load(Path("out"), str(tmp_path / "elsewhere") if dataset == "absolute" else dataset, len(CHARS))
+@pytest.mark.parametrize("kind", ["meta.pkl", "tokenizer.json"])
+def test_a_vocabulary_outside_of_the_data_folder_is_refused(here, dataset, kind):
+    (here / "data" / "a").mkdir(parents=True)
+    (save_meta if kind == "meta.pkl" else lambda path: save_tokenizer("words", path.parent))(here / "elsewhere" / kind)
+    with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of ckpt"):
+        load(here / "project" / "out", str(here / "elsewhere") if dataset == "absolute" else dataset, len(CHARS))
 
 
 @pytest.mark.parametrize("vocab_size, fits", [(len(CHARS) - 1, False), (len(CHARS), True), (64, True), (50304, False)])
-def test_a_vocabulary_must_fit_its_model(vocab_size, fits, tmp_path):
-    save_meta(tmp_path / "meta.pkl")
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_vocabulary_must_fit_its_model(vocab_size, fits, is_named):
+    save_meta(Path("out", "meta.pkl"))
+    arguments = ("other", None, vocab_size, "out") if is_named else ("out", None, vocab_size)
     if fits:
-        load(tmp_path, None, vocab_size)
+        assert load(*arguments).size == len(CHARS)
     else:
-        with pytest.raises(ValueError) as error:
-            load(tmp_path, None, vocab_size)
-        for part in str(tmp_path / "meta.pkl"), str(len(CHARS)), str(vocab_size):
-            assert part in str(error.value)
+        with pytest.raises(ValueError, match=f"meta.pkl has {len(CHARS)} tokens, but the model has {vocab_size}"):
+            load(*arguments)
 
 
-def test_the_error_for_a_missing_vocabulary_names_its_paths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="50257 tokens, but the model has 61") as error:
-        load(Path("out"), "letters", 61)
-    with pytest.raises(ValueError) as long:
-        load(Path("out"), "x" * 100_000, 61)
-    assert len(str(long.value)) < 500
-    assert f"(neither meta.pkl nor tokenizer.json is in out{os.sep}, {os.path.join('data', 'letters', '')})" in str(error.value)
+def test_the_error_for_a_missing_vocabulary_names_its_paths(here):
+    folders = [f"out{os.sep}", os.path.join("data", "letters", "")]
     with pytest.raises(ValueError) as error:
-        load(tmp_path / "a" / "out", "letters", 61)
-    assert f", {os.path.join('data', 'letters', '')}, {tmp_path / 'a' / 'data' / 'letters'}{os.sep})" in str(error.value)
+        load(Path("out"), "letters", 61)
+    assert f"neither meta.pkl nor tokenizer.json is in {', '.join(folders)}; GPT-2's" in str(error.value)
+    with pytest.raises(ValueError) as error:
+        load(here / "a" / "out", "letters", 61)
+    assert f", {folders[1]}, {here / 'a' / 'data' / 'letters'}{os.sep}; GPT-2's" in str(error.value)
 
 
-def test_a_vocabulary_comes_before_a_tokenizer_and_that_before_gpt2s_encoding(tmp_path, monkeypatch, gpt2_encoding):
-    monkeypatch.chdir(tmp_path)
-    out, letters = Path("out"), Path("data", "letters")
-    size = save_tokenizer("byte-level", letters)
-    assert load(out, "letters", size).source == str(letters / "tokenizer.json")
-    save_tokenizer("byte-level", out)
-    assert load(out, "letters", size).source == str(out / "tokenizer.json")
-    save_meta(letters / "meta.pkl")
-    assert load(out, "letters", len(CHARS)).source == str(letters / "meta.pkl")
+@pytest.mark.parametrize("is_huggingface", [False, True])
+def test_a_tokenizer_that_cannot_be_read_is_never_replaced_and_named_once(is_huggingface):
+    Path("tokenizer.json").write_text("{")
+    for folder in Path(), Path.cwd():
+        with pytest.raises(ValueError, match=r"^cannot read ") as error:
+            load(folder, None, 50257, is_huggingface=is_huggingface)
+        assert str(error.value).count("cannot read") == 1 and str(folder / "tokenizer.json") in str(error.value)
 
 
-def test_a_meta_pkl_without_a_vocabulary_is_ignored(tmp_path, monkeypatch, gpt2_encoding):
-    monkeypatch.chdir(tmp_path)
-    out, letters = Path("out"), Path("data", "letters")
-    out.mkdir()
-    (out / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50257}))
-    assert load(out, "letters", 50304).source == "GPT-2's encoding"
-    size = save_tokenizer("byte-level", out)
-    assert load(out, "letters", size).source == str(out / "tokenizer.json")
-    save_meta(letters / "meta.pkl")
-    assert load(out, "letters", len(CHARS)).source == str(letters / "meta.pkl")
+@pytest.mark.parametrize("meta, source", [
+    ({"tokenizer": "tiktoken", "tiktoken_encoding": "cl100k_base", "itos": {0: "!"}}, "tiktoken's cl100k_base"),
+    ({"tokenizer": "cl100k_base"}, "tiktoken's cl100k_base"), ({"tokenizer": "char", "stoi": {"a": 0}}, "meta.pkl"),
+    ({"tokenizer": "tiktoken", "tiktoken_encoding": "my_own"}, "'my_own' in tiktoken_encoding"),
+    ({"tokenizer": "sentencepiece", "stoi": {"a": 0}, "itos": {0: "a"}}, "'sentencepiece' in tokenizer"),
+    ({"tokenizer": "json_byte_fallback", "stoi": {"a": 0}}, "'json_byte_fallback' in tokenizer"),
+    ({"tiktoken_encoding": "gpt2", "has_additional_tokens": True}, "with has_additional_tokens"),
+    ({"tokenizer": {"type": "bpe"}, "stoi": {"a": 0}}, "'a dict' in tokenizer"),
+    ({"tokenizer_path": "my.model"}, "'my.model' in tokenizer_path"),
+])
+@pytest.mark.parametrize("where", ["meta.pkl", "checkpoint"])
+def test_a_tokenizer_that_is_named_is_believed(meta, source, where):
+    Path("meta.pkl").write_bytes(pickle.dumps(meta if where == "meta.pkl" else {"vocab_size": 50257}))
+    vocab_size, config = 1 if source == "meta.pkl" else 100277, meta if where == "checkpoint" else {}
+    if source == "meta.pkl" and where == "checkpoint": # a name alone is no vocabulary
+        with pytest.raises(ValueError, match="50257 tokens"):
+            load(Path(), None, vocab_size, meta=config)
+    elif source.startswith("tiktoken") or source == "meta.pkl":
+        assert load(Path(), None, vocab_size, meta=config).source == source
+    else:
+        with pytest.raises(ValueError, match=f"names a tokenizer that cannot be read, .*{source}; pass --tokenizer"):
+            load(Path(), None, 50304, meta=config)
 
 
-def load_huggingface(folder, vocab_size):
-    """The tokenizer of a Hugging Face model in a folder, and what it logs."""
-    lines = []
-    tokenizer = load_tokenizer(Checkpoint("someone/model", {}, {}, vocab_size, folder=folder, is_huggingface=True), lines.append)
-    return tokenizer, lines
+@pytest.mark.parametrize("name, vocab_size, source", [
+    ("gpt2", 65536, GPT2), ("r50k_base", 50257, "tiktoken's r50k_base"),
+    ("cl100k_base", 100352, "tiktoken's cl100k_base"),
+    ("words/tokenizer.json", 500, "words/tokenizer.json"), ("words", 500, "words/tokenizer.json"),
+    ("other/meta.pkl", 64, "other/meta.pkl"), ("other", 64, "other/meta.pkl")])
+def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
+    save_meta(Path("out", "meta.pkl"))
+    save_meta(Path("other", "meta.pkl"))
+    size = save_tokenizer("words", Path("words"))
+    tokenizer = load(Path("out"), None, size if source.startswith("words") else vocab_size, name)
+    assert tokenizer.source == source and tokenizer.decode(tokenizer.encode("world")) == "world"
 
 
-def test_a_hugging_face_model_has_its_own_tokenizer_or_gpt2s_encoding(tmp_path, gpt2_encoding):
-    save_meta(tmp_path / "meta.pkl") # which is not for such a model
-    tokenizer, lines = load_huggingface(tmp_path, 50257)
-    assert tokenizer.source == "GPT-2's encoding" and lines == ["someone/model has no tokenizer of its own: using GPT-2's encoding"]
-    size = save_tokenizer("unigram", tmp_path)
-    tokenizer, lines = load_huggingface(tmp_path, size)
-    assert tokenizer.source == str(tmp_path / "tokenizer.json") and lines == []
+@pytest.mark.parametrize("name, vocab_size, message", [
+    ("cl100k_base", 50304, "cl100k_base has 100277 tokens, but the model has 50304"), ("gpt2", 61, "has 50257 tokens"),
+    ("o200k_base", 200018, "o200k_base has 200019 tokens"), ("gpt3", 50257, "r50k_base, .* a meta.pkl; got 'gpt3'"),
+    ("empty", 50257, "tokenizer must be an encoding"), ("meta.pkl", 50257, "has no stoi, and names no tokenizer")])
+def test_a_name_that_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, message):
+    Path("empty").mkdir()
+    Path("meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50257}))
+    with pytest.raises(ValueError, match=message):
+        load(Path("out"), None, vocab_size, name)
 
 
-def test_the_advice_for_a_hugging_face_model_is_to_copy_its_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match=r"copy the tokenizer\.json that the model was trained with"):
-        load_huggingface(tmp_path, 30_000)
+@pytest.mark.parametrize("name", ["other", "gpt2", "cl100k_base", "bytes"])
+def test_lists_and_tensors_are_decoded_alike(name):
+    save_meta(Path("other", "meta.pkl"))
+    size = save_tokenizer("byte-level", Path("bytes"))
+    vocab_size = {"other": len(CHARS), "gpt2": 50304, "bytes": size}.get(name, 100277)
+    tokenizer, text = load(Path("out"), None, vocab_size, name), "hello world"
+    ids = tokenizer.encode(text)
+    assert type(ids) is list and all(type(i) is int for i in ids)
+    for convert in list, tuple, torch.tensor, np.array, lambda ids: np.array(ids, dtype=np.uint16):
+        assert tokenizer.decode(convert(ids)) == text and tokenizer.decode(convert([])) == ""
+        assert tokenizer.decode(convert([*ids, 60_000])) == text + "\ufffd", convert
+    for ids, num_dims in (torch.ones(1, 2, dtype=torch.long), 2), (np.ones((1, 2), dtype=int), 2), (torch.tensor(1), 0):
+        with pytest.raises(ValueError, match=f"decode takes the ids of one text, in one dimension; got {num_dims}"):
+            tokenizer.decode(ids)
 
 
-def test_a_tokenizer_that_cannot_be_read_is_never_replaced(tmp_path, gpt2_encoding):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    for load_it in (lambda: load_huggingface(tmp_path, 50257), lambda: load(tmp_path, None, 50257)):
-        with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
-            load_it()
-
-
-def test_a_tokenizer_outside_of_data_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    save_tokenizer("byte-level", tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of ckpt\.pt"):
-        load(Path("out"), "../elsewhere", 400)
+def test_the_script_takes_a_tokenizer(run_script, tmp_path):
+    save_checkpoint(tmp_path / "out", make_gpt(vocab_size=300), meta=False)
+    (tmp_path / "bytes.pkl").write_bytes(pickle.dumps({"tokenizer": "byte"}))
+    arguments = f"--out_dir={tmp_path / 'out'}", "--start=Hé ", "--num_samples=1", "--max_new_tokens=5"
+    done = run_script(*arguments)
+    assert done.returncode == 1 and "error: neither meta.pkl" in done.stderr and "--tokenizer=NAME|FILE" in done.stderr
+    done = run_script(*arguments, f"--tokenizer={tmp_path / 'bytes.pkl'}")
+    assert done.returncode == 0 and done.stdout.startswith("Hé ") and "trailing space" not in done.stderr
+    done = run_script(*arguments, "--tokenizer=")
+    assert done.returncode == 2 and "tokenizer must be an encoding of tiktoken" in done.stderr
+    done = subprocess.run([sys.executable, "-X", "importtime", "sample.py", "--help"], cwd=PROJECT, capture_output=True)
+    assert b"--tokenizer" in done.stdout
+    assert not {b"torch", b"numpy", b"tiktoken", b"tokenizers"} & set(done.stderr.split())

@@ -56,7 +56,7 @@ def test_other_fields_may_have_the_names_of_version_1(tmp_path):
 
 def test_equivalent_settings_are_equal():
     settings = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0,
-                    stop="e", seed=1, compile=False, context_shift=False, exact=False)
+                    stop="e", seed=1, compile=False, context_shift=False, exact=False, tokenizer=None)
     found = reproducibility_settings(settings, "cuda", "bfloat16")
     assert found == reproducibility_settings({**settings, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": ["e"]}, "cuda", "bfloat16")
     assert found["device"] == "cuda" and found["dtype"] == "bfloat16" and found["stop"] == ["e"]

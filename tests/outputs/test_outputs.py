@@ -14,7 +14,7 @@ from sampling.params import Prompt, SampleRequest
 
 CHECKPOINT = Checkpoint("out/ckpt.pt", {}, {}, 3, Path("out"), crc32="00000000")
 SETTINGS = dict(init_from="resume", out_dir="out", start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
-                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, exact=False, out_file=None, logprobs=None, html_file=None,
+                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, exact=False, tokenizer=None, out_file=None, logprobs=None, html_file=None,
                 overwrite=False)
 REQUESTS = [SampleRequest(index, Prompt("O"), []) for index in range(4)]
 

@@ -1,21 +1,10 @@
 """dtype=int8 in sample.py."""
 import json
-from pathlib import Path
 
 import pytest
 
 import sampling
-from int8_support import skip_without_int8
 from project import RULE
-
-skip_without_int8()
-
-
-def read_cpuinfo():
-    """What Linux says about the processor; empty on other systems."""
-    path = Path("/proc/cpuinfo")
-    return path.read_text() if path.exists() else ""
-
 
 PROMPTS = ["The ", "O", "What is it?", "a" * 15, "And then they all went home. "] # block_size is 16
 
@@ -44,17 +33,6 @@ def test_batches_change_no_sample(run_int8, char_checkpoint, arguments, params):
         assert "on cpu in int8\n" in done.stderr and "arning" not in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("amx_int8" not in read_cpuinfo(), reason="this processor has no AMX")
-def test_products_do_not_use_amx_unless_the_user_wants_it(run_int8, monkeypatch):
-    monkeypatch.setenv("ONEDNN_VERBOSE", "1")
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False) # a test that loaded a model in int8 has set it
-    assert "avx512_core_vnni" in run_int8().stdout and "amx" not in run_int8().stdout
-    assert "amx" in run_int8("--dtype=bfloat16").stdout and "amx" not in run_int8("--dtype=float32").stdout
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
-    assert "amx" in run_int8().stdout
-
-
 def test_a_run_is_resumed_only_in_int8(run_int8, tmp_path):
     path = tmp_path / "samples.jsonl"
     done = run_int8("--out_file=samples.jsonl", "--logprobs=2")
@@ -66,11 +44,3 @@ def test_a_run_is_resumed_only_in_int8(run_int8, tmp_path):
     done = run_int8("--out_file=samples.jsonl", "--logprobs=2", "--dtype=float32")
     assert done.returncode == 1 and "dtype is 'int8' there, and 'float32' here" in done.stderr
     assert run_int8("--out_file=samples.jsonl", "--logprobs=2").returncode == 0 and path.read_bytes() == whole
-
-
-@pytest.mark.parametrize("in_int8", ["--dtype=int8", "--draft=int8"])
-@pytest.mark.parametrize("start", ["--start=A", pytest.param("--interactive", marks=pytest.mark.slow)])
-def test_no_warning_of_torch_reaches_the_user(run_script, char_checkpoint, in_int8, start):
-    """torch warns once a process about the operators."""
-    done = run_script(f"--out_dir={char_checkpoint}", in_int8, start, "--num_samples=1", "--max_new_tokens=3", stdin=b"A\n")
-    assert done.returncode == 0 and done.stdout.startswith("A") and "arning" not in done.stderr, done.stderr

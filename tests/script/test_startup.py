@@ -9,7 +9,7 @@ from models import make_gpt, save_checkpoint
 from project import PROJECT, RULE, SCRIPT
 
 FAST = "--num_samples=1", "--max_new_tokens=5"
-HEAVY = {"torch", "numpy", "tiktoken", "transformers", "safetensors", "huggingface_hub", "tqdm", "psutil"}
+HEAVY = {"torch", "numpy", "numba", "tiktoken", "transformers", "safetensors", "huggingface_hub", "tqdm", "psutil"}
 
 
 def run_python(*arguments, cwd=PROJECT):

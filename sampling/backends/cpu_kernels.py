@@ -1,0 +1,293 @@
+"""The loops of the CPU backend, compiled by numba.
+
+Axes: R rows (tokens of all samples), I inputs and O outputs of a linear layer, B samples, T new tokens of a sample,
+S its positions so far, C room for positions in the cache, E width, H heads, D = E / H. Arrays are float32 and
+C-contiguous. The functions at the end of the file are the backend's; the others are parts of them.
+"""
+import math
+from types import FunctionType
+
+import numpy as np
+from llvmlite.binding import get_host_cpu_name
+from numba import njit, prange
+
+# LLVM may reorder sums, which vectorises them, and fuse products with sums. It may not assume that there are no NaN and
+# no infinity, as fastmath=True would: the sampler must see them to recognise a damaged model.
+FLAGS = {"reassoc", "contract", "arcp", "nsz"}
+BLOCK = 16 # neighbouring outputs that a thread computes at once
+ZERO = np.float32(0)
+
+body = njit(nogil=True, fastmath=FLAGS, error_model="numpy")
+
+
+def parallel(function, weights=""):
+    """Compile a function whose pranges run on several threads, and keep the machine code in numba's cache.
+
+    numba numbers the cache files of a function, and two processes that compile it at once, for other types or on other
+    processors, could take the same number. So each dtype of the weights and each processor has a function of its own.
+    """
+    function = FunctionType(function.__code__, globals(), function.__name__)
+    function.__qualname__ = "_".join(filter(None, [function.__name__, weights, get_host_cpu_name()]))
+    options = dict(parallel=True, nogil=True, fastmath=FLAGS, error_model="numpy")
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError: # neither this folder nor the user's cache is writable
+        return njit(**options)(function)
+
+
+@body
+def dot(w, x):
+    """The sum of w[i] * x[i]. w may be int8."""
+    total = ZERO
+    for i in range(len(x)):
+        total += np.float32(w[i]) * x[i]
+    return total
+
+
+@body
+def erf(x):
+    """The error function, to float32 accuracy. LLVM vectorises a rational function, but not calls of math.erf."""
+    x = min(max(x, np.float32(-4)), np.float32(4))
+    z = x * x
+    p = np.float32(-2.72614225801306e-10)
+    p = p * z + np.float32(2.77068142495902e-08)
+    p = p * z + np.float32(-2.10102402082508e-06)
+    p = p * z + np.float32(-5.69250639462346e-05)
+    p = p * z + np.float32(-7.34990630326855e-04)
+    p = p * z + np.float32(-2.95459980854025e-03)
+    p = p * z + np.float32(-1.60960333262415e-02)
+    q = np.float32(-1.45660718464996e-05)
+    q = q * z + np.float32(-2.13374055278905e-04)
+    q = q * z + np.float32(-1.68282697438203e-03)
+    q = q * z + np.float32(-7.37332916720468e-03)
+    q = q * z + np.float32(-1.42647390514189e-02)
+    return x * p / q
+
+
+@body
+def tanh(x):
+    """The hyperbolic tangent, likewise."""
+    x = min(max(x, np.float32(-7.9)), np.float32(7.9))
+    z = x * x
+    p = np.float32(-2.76076847742355e-16)
+    p = p * z + np.float32(2.00018790482477e-13)
+    p = p * z + np.float32(-8.60467152213735e-11)
+    p = p * z + np.float32(5.12229709037114e-08)
+    p = p * z + np.float32(1.48572235717979e-05)
+    p = p * z + np.float32(6.37261928875436e-04)
+    p = p * z + np.float32(4.89352455891786e-03)
+    q = np.float32(1.19825839466702e-06)
+    q = q * z + np.float32(1.18534705686654e-04)
+    q = q * z + np.float32(2.26843463243900e-03)
+    q = q * z + np.float32(4.89352518554385e-03)
+    return x * p / q
+
+
+@body
+def finish(y, first, last, scales, bias, gelu, residual):
+    """What follows the sums y[:, first:last]: scales, bias, GELU, residual. An empty array is none.
+
+    gelu: 0 none, 1 the exact form, 2 the tanh form.
+    """
+    scales, bias = scales[first:last], bias[first:last]
+    for r in range(len(y)):
+        yr, residual_r = y[r, first:last], residual[min(r, len(residual) - 1), first:last]
+        if len(scales):
+            for o in range(len(yr)):
+                yr[o] *= scales[o]
+        if len(bias):
+            for o in range(len(yr)):
+                yr[o] += bias[o]
+        if gelu == 1:
+            for o in range(len(yr)):
+                yr[o] = np.float32(0.5) * yr[o] * (np.float32(1) + erf(yr[o] * np.float32(math.sqrt(0.5))))
+        elif gelu == 2:
+            for o in range(len(yr)):
+                u = np.float32(math.sqrt(2 / math.pi)) * (yr[o] + np.float32(0.044715) * yr[o] * yr[o] * yr[o])
+                yr[o] = np.float32(0.5) * yr[o] * (np.float32(1) + tanh(u))
+        if len(residual_r):
+            for o in range(len(yr)):
+                yr[o] += residual_r[o]
+
+
+@body
+def row_block(x, weight, y, first, last, half):
+    """Outputs first to last of one row, and those half of the outputs further: y[o] = weight[o] @ x.
+
+    Two rows of the weight that lie far apart are two streams for the processor's prefetcher, which one core needs to
+    read memory at its full rate.
+    """
+    for o in range(first, last):
+        w0, w1 = weight[o], weight[o + half]
+        sum0 = sum1 = ZERO
+        for i in range(len(x)):
+            sum0 += np.float32(w0[i]) * x[i]
+            sum1 += np.float32(w1[i]) * x[i]
+        y[o], y[o + half] = sum0, sum1
+
+
+@body
+def rows_block(x, weight, y, first, last, quarter):
+    """Outputs first to last of several rows, and those of the other quarters: y[r, o] = weight[o] @ x[r].
+
+    Four outputs of three rows at once: twelve sums in registers, for which seven numbers are read. The four rows of the
+    weight lie far apart for the same reason as in row_block. After the first three rows, they are in the L1 cache.
+    """
+    last3 = len(x) - len(x) % 3
+    for r in range(0, last3, 3):
+        x0, x1, x2 = x[r], x[r + 1], x[r + 2]
+        for o in range(first, last):
+            w0, w1, w2, w3 = weight[o], weight[o + quarter], weight[o + 2 * quarter], weight[o + 3 * quarter]
+            a0 = a1 = a2 = b0 = b1 = b2 = c0 = c1 = c2 = d0 = d1 = d2 = ZERO
+            for i in range(len(x0)):
+                a, b, c, d = np.float32(w0[i]), np.float32(w1[i]), np.float32(w2[i]), np.float32(w3[i])
+                a0 += a * x0[i]
+                a1 += a * x1[i]
+                a2 += a * x2[i]
+                b0 += b * x0[i]
+                b1 += b * x1[i]
+                b2 += b * x2[i]
+                c0 += c * x0[i]
+                c1 += c * x1[i]
+                c2 += c * x2[i]
+                d0 += d * x0[i]
+                d1 += d * x1[i]
+                d2 += d * x2[i]
+            y[r, o], y[r + 1, o], y[r + 2, o] = a0, a1, a2
+            o += quarter
+            y[r, o], y[r + 1, o], y[r + 2, o] = b0, b1, b2
+            o += quarter
+            y[r, o], y[r + 1, o], y[r + 2, o] = c0, c1, c2
+            o += quarter
+            y[r, o], y[r + 1, o], y[r + 2, o] = d0, d1, d2
+    for r in range(last3, len(x)):
+        for part in range(4):
+            for o in range(part * quarter + first, part * quarter + last):
+                y[r, o] = dot(weight[o], x[r])
+
+
+def linear_row(x, weight, scales, bias, gelu, residual, y):
+    """One row: y (1, O) = x (1, I) @ weight (O, I).T, then what finish does. residual: (1, O), or (1, 0)."""
+    half = len(weight) // 2
+    for block in prange((half + BLOCK - 1) // BLOCK):
+        first, last = block * BLOCK, min(block * BLOCK + BLOCK, half)
+        row_block(x[0], weight, y[0], first, last, half)
+        for part in 0, half:
+            finish(y, part + first, part + last, scales, bias, gelu, residual)
+    for o in range(2 * half, len(weight)): # one output is left if their number is odd
+        y[0, o] = dot(weight[o], x[0])
+    finish(y, 2 * half, len(weight), scales, bias, gelu, residual)
+
+
+def linear_rows(x, weight, scales, bias, gelu, residual, y):
+    """Several rows: y (R, O) = x (R, I) @ weight (O, I).T, then what finish does. residual: (R, O), or (R, 0)."""
+    quarter = len(weight) // 4
+    for block in prange((quarter + BLOCK - 1) // BLOCK):
+        first, last = block * BLOCK, min(block * BLOCK + BLOCK, quarter)
+        rows_block(x, weight, y, first, last, quarter)
+        for part in range(4):
+            finish(y, part * quarter + first, part * quarter + last, scales, bias, gelu, residual)
+    for o in range(4 * quarter, len(weight)): # up to three outputs are left
+        for r in range(len(x)):
+            y[r, o] = dot(weight[o], x[r])
+    finish(y, 4 * quarter, len(weight), scales, bias, gelu, residual)
+
+
+def layer_norm(x, weight, bias, epsilon, y):
+    """y (R, E): each row of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) or (0,)."""
+    for r in prange(len(x)):
+        xr, yr, width = x[r], y[r], np.float32(x.shape[1])
+        total = squares = ZERO
+        for i in range(len(xr)):
+            total += xr[i]
+        mean = total / width
+        for i in range(len(xr)):
+            squares += (xr[i] - mean) * (xr[i] - mean)
+        scale = np.float32(1) / np.sqrt(squares / width + np.float32(epsilon))
+        for i in range(len(xr)):
+            yr[i] = (xr[i] - mean) * scale * weight[i]
+        if len(bias):
+            for i in range(len(yr)):
+                yr[i] += bias[i]
+
+
+@body
+def softmax(scores, largest, powers):
+    """Softmax in place, of scores of which this is the largest. powers, int32, is memory for as many numbers.
+
+    exp(x) = 2**n * exp(rest), where n is a whole number, whose bits make the float32 2**n, and |rest| is at most
+    log(2) / 2. LLVM vectorises this, but not calls of math.exp.
+    """
+    for s in range(len(scores)):
+        x = scores[s] - largest
+        if x < np.float32(-87): # not max(): it might drop NaN
+            x = np.float32(-87)
+        n = np.int32(x * np.float32(1 / math.log(2)) - np.float32(0.5)) # rounds to the nearest, because x <= 0
+        x -= np.float32(n) * np.float32(0.693359375) # log(2) in two parts: the product with the first one is exact
+        x -= np.float32(n) * np.float32(-2.12194440e-4)
+        p = np.float32(1 / 720)
+        p = p * x + np.float32(1 / 120)
+        p = p * x + np.float32(1 / 24)
+        p = p * x + np.float32(1 / 6)
+        p = p * x + np.float32(1 / 2)
+        scores[s] = (p * x + np.float32(1)) * x + np.float32(1)
+        powers[s] = (n + np.int32(127)) * np.int32(2**23)
+    factors, total = powers.view(np.float32), ZERO
+    for s in range(len(scores)):
+        scores[s] *= factors[s]
+        total += scores[s]
+    for s in range(len(scores)):
+        scores[s] /= total
+
+
+@body
+def attend_head(q, k, v, new_k, new_v, start, y):
+    """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (C, D)."""
+    num_tokens, width = q.shape
+    scores, powers = np.empty(start + num_tokens + 3, np.float32), np.empty(start + num_tokens, np.int32)
+    for t in range(num_tokens):
+        last, scale, largest = start + t, np.float32(1 / math.sqrt(width)), np.float32(-np.inf)
+        qt, yt, kt, vt = q[t], y[t], k[last], v[last]
+        for d in range(width):
+            kt[d], vt[d], yt[d] = new_k[t, d], new_v[t, d], ZERO
+        for s in range(0, last + 1, 4): # four positions at once; beyond the last one, the last one again
+            k0, k1, k2, k3 = k[s], k[min(s + 1, last)], k[min(s + 2, last)], k[min(s + 3, last)]
+            sum0 = sum1 = sum2 = sum3 = ZERO
+            for d in range(width):
+                sum0 += qt[d] * k0[d]
+                sum1 += qt[d] * k1[d]
+                sum2 += qt[d] * k2[d]
+                sum3 += qt[d] * k3[d]
+            scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = sum0 * scale, sum1 * scale, sum2 * scale, \
+                sum3 * scale
+            for score in scores[s:s + 4]:
+                if score > largest:
+                    largest = score
+        softmax(scores[:last + 1], largest, powers)
+        scores[last + 1:] = ZERO
+        for s in range(0, last + 1, 4): # likewise, times zero
+            v0, v1, v2, v3 = v[s], v[min(s + 1, last)], v[min(s + 2, last)], v[min(s + 3, last)]
+            p0, p1, p2, p3 = scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+            for d in range(width):
+                yt[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
+
+
+def attention(qkv, keys, values, start, y):
+    """T new tokens of each sample attend to the tokens up to themselves.
+
+    qkv (B * T, 3 * E): their queries, keys and values. The keys and values are stored in the cache, keys and values
+    (B, H, C, D), from position start on. y (B * T, E) gets the results.
+    """
+    num_samples, num_heads, _, width = keys.shape
+    num_tokens = len(qkv) // num_samples
+    for i in prange(num_samples * num_heads):
+        b, h = i // num_heads, i % num_heads
+        rows, q = slice(b * num_tokens, (b + 1) * num_tokens), h * width
+        k, v = q + num_heads * width, q + 2 * num_heads * width
+        attend_head(qkv[rows, q:q + width], keys[b, h], values[b, h], qkv[rows, k:k + width], qkv[rows, v:v + width],
+                    start, y[rows, q:q + width])
+
+
+layer_norm, attention = parallel(layer_norm), parallel(attention)
+linear_row = {weights: parallel(linear_row, weights) for weights in ("float32", "int8")}
+linear_rows = {weights: parallel(linear_rows, weights) for weights in ("float32", "int8")}

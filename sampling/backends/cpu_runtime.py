@@ -1,0 +1,70 @@
+"""Runs the kernels of the CPU backend: compiles them once on a machine, and chooses the number of threads."""
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Lock, local
+
+import numba
+import numpy as np
+import torch
+
+from sampling.backends import cpu_kernels as kernels
+from sampling.log import Log
+
+WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
+
+compile_lock, compiled, this_thread = Lock(), set(), local()
+run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python threads at once
+
+
+def run(kernel, work: int, *arguments) -> None:
+    """Call a kernel with as many threads as its multiply-adds are worth, and at most as many as torch uses."""
+    most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    num_threads = min(most, 1 + work // WORK_PER_THREAD)
+    if getattr(this_thread, "num_threads", None) != num_threads: # numba keeps the number for each Python thread
+        numba.set_num_threads(num_threads)
+        this_thread.num_threads = num_threads
+    with run_lock:
+        kernel(*arguments)
+
+
+def compile_kernels(dtypes: tuple[str, ...], log: Log) -> None:
+    """Load the kernels for weights of these dtypes ("float32", "int8") from numba's cache, or compile them, which takes
+    some seconds. Then log says so.
+    """
+    global run_lock
+    with compile_lock:
+        x, cache, none = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32), np.empty(0, np.float32)
+        calls = {kernels.layer_norm: (x, x[0], none, 1e-5, x),
+                 kernels.attention: (np.zeros((1, 3), np.float32), cache, cache, 0, x)}
+        for dtype in dtypes:
+            linear = x, np.zeros((1, 1), dtype), none, none, 0, np.empty((1, 0), np.float32), x
+            calls |= {kernels.linear_row[dtype]: linear, kernels.linear_rows[dtype]: linear}
+        start, is_new, num_threads = time.perf_counter(), False, torch.get_num_threads()
+        for kernel, arguments in calls.items():
+            if kernel in compiled:
+                continue
+            try:
+                kernel(*arguments)
+            except Exception: # a full disk, or a damaged file in the cache; by now, the kernel is compiled, or will be
+                forget(kernel)
+                kernel(*arguments)
+            except BaseException: # Ctrl-C may have left an index that names a file of an older version
+                forget(kernel)
+                raise
+            compiled.add(kernel)
+            if not is_new and sum(kernel.stats.cache_misses.values()):
+                is_new = True
+                log("compiling loops for this processor, once ...")
+        if is_new:
+            log(f"compiled in {time.perf_counter() - start:.1f} s")
+        torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
+        if numba.threading_layer() == "workqueue": # it aborts the process if two threads are inside at once
+            run_lock = Lock()
+
+
+def forget(kernel) -> None:
+    """Remove the index of a kernel's files from numba's cache."""
+    if kernel.stats.cache_path:
+        for path in Path(kernel.stats.cache_path).glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
+            path.unlink(missing_ok=True)

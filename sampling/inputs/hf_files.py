@@ -1,0 +1,183 @@
+"""The files of a Hugging Face tokenizer: which a folder has, and what they say, as the content of one tokenizer.json.
+
+They may be a stranger's: their size and the number of their values are checked before they are parsed.
+"""
+import json
+import os
+from itertools import chain
+from pathlib import Path
+
+from sampling.checkpoints.checkpoint import first_sentence, require
+
+MAX_FILE_BYTES = 2**24 # a tokenizer.json of 250,000 tokens has 12 million
+MAX_VALUES = 2**20 # of a JSON file, or lines of another one: an empty list takes 2 bytes in a file, and 60 in memory
+NAMED_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
+TOKEN_LISTS = "extra_special_tokens", "additional_special_tokens"
+FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special" # of an added token
+# The classes of transformers that read these files as we do, and their special tokens where a folder names none.
+GENERAL_CLASSES = {"", "PreTrainedTokenizer", "TokenizersBackend"}
+CLASSES = {"vocab.json": {"GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer"} | GENERAL_CLASSES,
+           "vocab.txt": {"BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"} | GENERAL_CLASSES}
+GPT2_TOKENS = {"unk_token": "<|endoftext|>"}
+BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]",
+               "mask_token": "[MASK]"}
+
+
+def find_tokenizer(folder: str | Path) -> Path | None:
+    """The main file of the tokenizer in a folder: tokenizer.json, vocab.json or vocab.txt; None if there is none.
+
+    Raises ValueError, which names the file, if the folder only has a tokenizer of a kind that is not supported.
+    """
+    folder = Path(folder)
+    for name in "tokenizer.json", "vocab.json", "vocab.txt":
+        if os.path.lexists(folder / name):
+            return folder / name
+    merges = folder / "merges.txt"
+    require(not os.path.lexists(merges), f"{merges} needs a vocab.json in the same folder")
+    for name in "tokenizer.model", "spiece.model", "sentencepiece.bpe.model":
+        require(not os.path.lexists(folder / name), f"{folder / name} is a SentencePiece model, which is not "
+                "supported; convert it to a tokenizer.json with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
+    settings = read_optional(folder / "tokenizer_config.json")
+    require("auto_map" not in settings and class_name(settings) in ("", "GPT2Tokenizer"),
+            f"{folder / 'tokenizer_config.json'} asks for {class_name(settings) or 'custom code'!r:.60}, but the "
+            "folder has neither tokenizer.json, nor vocab.json and merges.txt, nor vocab.txt")
+    return None
+
+
+def read_tokenizer(path: Path) -> dict:
+    """The tokenizer with this main file, as the content of a tokenizer.json.
+
+    Its added tokens include the special tokens that only the other files in the folder name. Raises ValueError if a
+    file is damaged or of a kind that is not supported, OSError if it cannot be opened.
+    """
+    settings = read_settings(path.parent)
+    name, options = class_name(settings), {"add_prefix_space": settings.get("add_prefix_space") or False}
+    require(path.name not in CLASSES or name in CLASSES[path.name],
+            f"a tokenizer of the class {name!r:.60} needs a tokenizer.json, not {path.name}")
+    if path.name == "vocab.txt":
+        from tokenizers.models import WordPiece
+        read_text(path) # checks it
+        settings = BERT_TOKENS | settings
+        unknown = settings["unk_token"]
+        content = {
+            "normalizer": {"type": "BertNormalizer", "clean_text": True, "strip_accents": settings.get("strip_accents"),
+                           "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
+                           "lowercase": settings.get("do_lower_case", True)},
+            "pre_tokenizer": {"type": "BertPreTokenizer"},
+            "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+            "model": {"type": "WordPiece", "vocab": WordPiece.read_file(str(path)), "max_input_chars_per_word": 100,
+                      "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown,
+                      "continuing_subword_prefix": "##"}}
+    elif path.name == "vocab.json":
+        # Not by the library's BPE.read_file: it skips ids that are no numbers, and takes large ones modulo 2**32.
+        settings = GPT2_TOKENS | settings
+        merges = read_text(path.with_name("merges.txt")).removesuffix("\n").split("\n")
+        byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True} | options
+        content = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": {
+            "type": "BPE", "vocab": read_json(path),
+            "merges": [pair for pair in merges if not pair.startswith("#version")]}}
+    else:
+        content, config = read_json(path), {} if name else read_optional(path.with_name("config.json"))
+        parts = [part for part in map(content.get, ("model", "pre_tokenizer")) if isinstance(part, dict)]
+        is_bpe = [part.get("type") for part in parts] == ["BPE", "ByteLevel"]
+        if is_bpe and (name == "GPT2Tokenizer" or config.get("model_type") == "gpt2"): # what transformers makes of it
+            settings, content["pre_tokenizer"] = GPT2_TOKENS | settings, parts[1] | options
+    return add_special_tokens(content, settings)
+
+
+def read_settings(folder: Path) -> dict:
+    """The settings in tokenizer_config.json.
+
+    If it lists no added tokens, they come from the older special_tokens_map.json and added_tokens.json.
+    """
+    settings, added_path = read_optional(folder / "tokenizer_config.json"), folder / "added_tokens.json"
+    if "added_tokens_decoder" not in settings:
+        settings |= read_optional(folder / "special_tokens_map.json")
+        named, added = {token["content"] for token in named_tokens(settings)}, read_optional(added_path)
+        require(len({i for i in added.values() if type(i) is int}) == len(added),
+                f"{added_path} must give each token a different id")
+        settings["added_tokens_decoder"] = {
+            str(token_id): {"content": content, "special": content in named, "normalized": content not in named}
+            for content, token_id in added.items()}
+    listed = settings["added_tokens_decoder"]
+    require(isinstance(listed, dict) and all(isinstance(token, dict) for token in listed.values())
+            and all(token_id.isdecimal() and len(token_id) <= 10 for token_id in listed),
+            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} must hold objects by their ids")
+    return settings
+
+
+def add_special_tokens(content: dict, settings: dict) -> dict:
+    """The content of tokenizer.json, with the tokens in the settings as added tokens.
+
+    As in transformers: a token in added_tokens_decoder has the flags that are given there. A new token that the
+    settings only name, such as eos_token, gets the next free id.
+    """
+    listed, vocab = content.get("added_tokens") or [], vocab_of(content.get("model"))
+    tokens = {token.get("content"): token for token in listed}
+    require(len(tokens) == len(listed), "two of its added tokens have the same content")
+    for token_id, token in settings["added_tokens_decoder"].items():
+        text = token.get("content")
+        tokens[text] = token | {"id": tokens.get(text, {"id": int(token_id)}).get("id")}
+    ids = [i for i in chain(vocab.values(), (token.get("id") for token in tokens.values())) if type(i) is int]
+    next_id = max(ids, default=-1) + 1
+    for token in named_tokens(settings):
+        text = token["content"]
+        if text not in tokens:
+            tokens[text] = token | {"special": True, "id": vocab.get(text, next_id)}
+            next_id += tokens[text]["id"] == next_id
+    added = [{"id": token.get("id"), "content": text} | {flag: token.get(flag, False) for flag in FLAGS}
+             for text, token in tokens.items()]
+    return {**content, "added_tokens": added}
+
+
+def vocab_of(model: object) -> dict:
+    """The id of each token of a model, which may not be checked yet. Empty if there is no vocabulary."""
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list): # Unigram has a list of [piece, score]
+        return {piece[0]: i for i, piece in enumerate(vocab) if isinstance(piece, list) and isinstance(piece[0], str)}
+    return vocab if isinstance(vocab, dict) else {}
+
+
+def named_tokens(settings: dict) -> list[dict]:
+    """The special tokens that the settings name, as objects. In the files, each is a text or an object."""
+    lists = [settings[name] for name in TOKEN_LISTS if isinstance(settings.get(name), list)]
+    tokens = [token if isinstance(token, dict) else {"content": token}
+              for token in chain(map(settings.get, NAMED_TOKENS), *lists)]
+    return [token for token in tokens if isinstance(token.get("content"), str) and token["content"]]
+
+
+def class_name(settings: dict) -> str:
+    """The tokenizer class that the settings name, without "Fast"; empty if they name none."""
+    name = settings.get("tokenizer_class")
+    return name.removesuffix("Fast") if isinstance(name, str) else ""
+
+
+def read_optional(path: Path) -> dict:
+    """The object in a JSON file; empty if there is no such file."""
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {path}: it is damaged, or not JSON ({error}); copy it again") from None
+    require(isinstance(content, dict), f"{path} must hold an object, got {type(content).__name__}")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
+    require(path.is_file(), f"{path} is missing, or not a regular file") # a device or a pipe may never end
+    require(path.stat().st_size <= MAX_FILE_BYTES, f"cannot read {path}: it has more than {MAX_FILE_BYTES >> 20} MiB; "
+            "without indentation it may be small enough: load it with Python's json, and save it with indent=None")
+    try:
+        text = path.read_text("utf-8")
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: it is not UTF-8 ({first_sentence(error)})") from None
+    num_values = max(text.count("\n" if path.suffix == ".txt" else ","), 2 * (text.count("[") + text.count("{")))
+    require(num_values <= MAX_VALUES, f"cannot read {path}: it has more than {MAX_VALUES} values or lines")
+    return text

@@ -1,0 +1,314 @@
+"""CPUBackend: the logits of GPT.forward, for every shape, and in int8 those of the rounded weights."""
+import copy
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from models import as_checkpoint, make_gpt
+from oracles import reference_generate
+from project import PROJECT
+from sampling.backends import cpu_kernels as kernels
+from sampling.backends.cpu import GELU, CPUBackend, QuantizedWeight, Shortlist, multiply, quantize
+from sampling.checkpoints.build import build_gpt
+from sampling.checkpoints.nanogpt import load_checkpoint
+from streams import decode, random_prompt
+
+WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
+SHAPES = {
+    "plain": {},
+    "odd widths": dict(n_embd=45, n_head=5, vocab_size=67, n_inner=77),
+    "one of each": dict(n_embd=1, n_head=1, vocab_size=61, n_layer=1, n_inner=1),
+    "no bias, three heads": dict(bias=False, n_head=3),
+    "tanh": dict(gelu="tanh", layer_norm_epsilon=1e-3),
+    "untied": dict(tie_word_embeddings=False, n_head=1),
+    "wide": WIDE,
+}
+
+
+def make_backend(model, int8=False):
+    """The backend of a model, and the model whose logits it has."""
+    backend = CPUBackend(model.config, as_checkpoint(model).state_dict, int8)
+    return backend, with_rounded_weights(model) if int8 else model
+
+
+def with_rounded_weights(gpt):
+    """A copy of the GPT whose Linears and token embedding have the values of 8 bits, in float32."""
+    gpt = copy.deepcopy(gpt)
+    for module in gpt.modules():
+        if isinstance(module, nn.Linear) or module is gpt.transformer.wte:
+            values, scales = quantize(module.weight.detach())
+            module.weight = nn.Parameter(values * scales[:, None])
+    return gpt
+
+
+@torch.no_grad()
+def all_logits(model, ids):
+    """The plain model's logits (B, T, V) after each of the ids (B, T)."""
+    return model(ids, targets=ids)[0]
+
+
+def assert_close(found, expected):
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture(params=[False, True], ids=["float32", "int8"])
+def int8(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_set_of_types():
+    """Each kernel is compiled once, when the backend is made: an array of another layout would compile it again."""
+    yield
+    all_kernels = [kernels.layer_norm, kernels.attention, *kernels.linear_row.values(), *kernels.linear_rows.values()]
+    assert max(len(kernel.signatures) for kernel in all_kernels) == 1
+
+
+@pytest.mark.usefixtures("all_threads")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
+    backend, model = make_backend(make_gpt(**SHAPES[shape]), int8)
+    for num_rows in 1, 2, 3, 5, 12:
+        ids = random_prompt(16, num_rows, seed=num_rows)
+        expected = all_logits(model, ids)
+        for prompt_length in 1, 4, 15:
+            cache = backend.new_cache(num_rows, 16)
+            assert_close(backend.logits(ids[:, :prompt_length], cache), expected[:, prompt_length - 1])
+            for i in range(prompt_length, 16):
+                assert_close(backend.logits(ids[:, i:i + 1], cache), expected[:, i])
+            assert cache.seq_len == 16
+        assert_close(backend.logits(ids, None), expected[:, -1])
+
+
+@pytest.mark.parametrize("length, num_positions", [(2, 2), (5, 1), (5, 5), (30, 1), (30, 4)])
+def test_several_tokens_may_follow_the_cache_and_seq_len_may_be_set_back(length, num_positions, int8):
+    backend, model = make_backend(make_gpt(**WIDE), int8)
+    ids, cache = random_prompt(50, 3), backend.new_cache(3, 50)
+    expected = all_logits(model, ids)
+    backend.logits(ids[:, :20], cache)
+    backend.logits(random_prompt(30, 3, seed=1), cache) # tokens that are undone
+    for start in 20, 7:
+        cache.seq_len = start
+        found = backend.logits(ids[:, start:start + length], cache, num_positions).view(3, num_positions, -1)
+        assert_close(found, expected[:, start + length - num_positions:start + length])
+
+
+@pytest.mark.parametrize("length", [1, 5, 15])
+def test_one_row_fills_all_rows_of_the_cache(length, int8):
+    backend, model = make_backend(make_gpt(), int8)
+    ids, cache = random_prompt(length).repeat(4, 1), backend.new_cache(4, 16)
+    assert_close(backend.logits(ids[:1], cache), all_logits(model, ids[:1])[:, -1])
+    following = torch.cat([ids, random_prompt(1, 4)], dim=1)
+    assert_close(backend.logits(following[:, -1:], cache), all_logits(model, following)[:, -1])
+
+
+def test_a_cache_keeps_the_selected_rows(int8):
+    backend, model = make_backend(make_gpt(), int8)
+    ids, cache = random_prompt(9, 5), backend.new_cache(5, 16)
+    backend.logits(ids[:, :7], cache)
+    for rows, end in ([4, 0, 2], 8), ([1], 9):
+        cache.select_rows(rows)
+        ids = ids[rows]
+        assert_close(backend.logits(ids[:, end - 1:end], cache), all_logits(model, ids)[:, end - 1])
+
+
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+def test_a_hundred_and_thirty_rows_have_the_logits_of_the_model(gelu, int8):
+    """More than MAX_LOOP_ROWS: in float32, torch multiplies them."""
+    backend, model = make_backend(make_gpt(gelu=gelu), int8)
+    ids, cache = random_prompt(3, 130), backend.new_cache(130, 16)
+    for i in range(3):
+        assert_close(backend.logits(ids[:, i:i + 1], cache), all_logits(model, ids)[:, i])
+
+
+def test_more_than_block_size_tokens_are_refused():
+    backend, _ = make_backend(make_gpt())
+    cache = backend.new_cache(1, 16)
+    backend.logits(torch.zeros(1, 16, dtype=torch.long), cache)
+    with pytest.raises(ValueError, match=r"^cannot process 17 tokens: block_size is 16$"):
+        backend.logits(torch.zeros(1, 1, dtype=torch.long), cache)
+
+
+@pytest.mark.parametrize("context_shift", [False, True])
+def test_int8_text_past_block_size_is_that_of_the_rounded_model(context_shift):
+    backend, model = make_backend(make_gpt(), int8=True)
+    ids = random_prompt(5, 3)
+    expected = reference_generate(model, ids, 40, context_shift, temperature=0)[:, 5:].tolist()
+    assert decode(backend, ids.tolist(), 40, context_shift=context_shift, temperature=0) == expected
+
+
+# ---- weights
+
+def test_float32_weights_are_used_where_they_lie():
+    """Without a second copy: whatever happens to the checkpoint's tensors happens to the logits."""
+    model = make_gpt(tie_word_embeddings=False)
+    backend, ids, weights = make_backend(model)[0], random_prompt(16, 2), dict(model.named_parameters())
+    for name, weight in weights.items():
+        before = weight.detach().clone()
+        weight.data.fill_(torch.nan)
+        assert not backend.logits(ids, None).isfinite().any(), name
+        weight.data.copy_(before)
+    assert_close(backend.logits(ids, None), all_logits(model, ids)[:, -1])
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight.T.contiguous().T, torch.Tensor.half], ids=["transposed", "float16"])
+def test_weights_of_another_layout_or_dtype_give_the_same_logits(change, int8):
+    model, ids = make_gpt().half().float(), random_prompt(9, 2)
+    weights = {name: change(weight) if weight.dim() > 1 else weight for name, weight in model.state_dict().items()}
+    found = CPUBackend(model.config, weights, int8).logits(ids, None)
+    assert torch.equal(found, make_backend(model, int8)[0].logits(ids, None))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_may_be_in_int8_already_as_they_are_while_a_file_is_read(tied):
+    model, ids = make_gpt(tie_word_embeddings=tied), random_prompt(9, 2)
+    weights = {name: quantize(weight) if weight.dim() > 1 and "wpe" not in name else weight
+               for name, weight in model.state_dict().items()}
+    assert isinstance(weights["lm_head.weight"], QuantizedWeight)
+    found = CPUBackend(model.config, weights, int8=True).logits(ids, None)
+    assert torch.equal(found, make_backend(model, int8=True)[0].logits(ids, None))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", [ # the last number of c_attn's is of a value: torch drops NaN in queries
+    "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight", "transformer.h.0.mlp.c_fc.weight",
+    "transformer.h.1.mlp.c_proj.bias", "transformer.ln_f.weight", "transformer.h.1.ln_1.bias"])
+def test_damaged_weights_give_logits_that_are_not_finite(name, value, int8):
+    model = make_gpt(gelu="tanh" if value == torch.inf else "none")
+    model.state_dict()[name].view(-1)[-1] = value
+    backend = CPUBackend(model.config, as_checkpoint(model).state_dict, int8)
+    ids, cache = torch.zeros(2, 6, dtype=torch.long), backend.new_cache(2, 16)
+    for logits in backend.logits(ids, cache), backend.logits(ids[:, :1], cache), backend.logits(ids, None):
+        assert not logits.isfinite().all(dim=1).any()
+
+
+# ---- numbers
+
+@pytest.mark.parametrize("form", GELU)
+def test_gelu_is_that_of_torch_for_every_number(form):
+    x = torch.cat([torch.linspace(-30, 30, 4001), torch.tensor([1e-30, -1e-8, 1e4, -1e4, 1e30, -1e30])])[None]
+    found = torch.from_numpy(multiply(np.ones((1, 1), np.float32), x.T.contiguous().numpy(), gelu=GELU[form]))
+    assert ((found - F.gelu(x, approximate=form)).abs() <= 1e-6 + 3e-7 * x.abs()).all()
+
+
+def test_attention_may_be_nearly_all_on_one_token(int8):
+    """Scores a hundred apart: the exponentials of most are below the smallest float32."""
+    model, ids = make_gpt(**WIDE), random_prompt(40, 3)
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight[:2 * WIDE["n_embd"]] *= 20
+    backend, model = make_backend(model, int8)
+    cache, expected = backend.new_cache(3, 64), all_logits(model, ids)
+    for i in range(40):
+        found = backend.logits(ids[:, i:i + 1], cache)
+        torch.testing.assert_close(found, expected[:, i], atol=2e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_large_channels_do_not_change_int8_logits_more_than_rounded_weights_do():
+    """Two channels a hundred times the others, as in GPT-2, at the input of every layer."""
+    model, ids = make_gpt(**WIDE), random_prompt(30, 4)
+    for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
+        norm.weight[[3, 77]] *= 100
+    backend, rounded = make_backend(model, int8=True)
+    found, exact = backend.logits(ids, None, 30).view(4, 30, -1), all_logits(model, ids)
+    assert (found - exact).abs().mean() < 1.1 * (all_logits(rounded, ids) - exact).abs().mean()
+
+
+def test_the_demo_predicts_nearly_as_well_in_int8():
+    """On text that it sampled itself, in nats a character: the Kullback-Leibler divergence of float32 and int8."""
+    gpt = build_gpt(load_checkpoint(PROJECT / "out-shakespeare-char"))
+    float32, int8 = make_backend(gpt)[0], make_backend(gpt, int8=True)[0]
+    ids = torch.tensor(decode(float32, 4 * [[0]], 60, seed=0)) # after newlines
+    log_p, log_q = (backend.logits(ids, None, 60).log_softmax(dim=-1) for backend in (float32, int8))
+    assert 0 < (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean() < 0.001
+
+
+# ---- the shortlist
+
+@pytest.fixture
+def early_shortlist(monkeypatch):
+    """Small heads have a Shortlist too, from the second step on."""
+    monkeypatch.setattr(Shortlist, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(Shortlist, "MIN_STEPS", 2)
+
+
+@pytest.mark.usefixtures("early_shortlist")
+@pytest.mark.parametrize("mean", [0, 0.5])
+@pytest.mark.parametrize("k, most_finite", [(1, 200), (5, 300), (100, 1000)])
+def test_a_shortlist_has_the_exact_logits_of_the_k_largest(k, most_finite, mean, monkeypatch):
+    monkeypatch.setattr(Shortlist, "MAX_FRACTION", 0.3)
+    model, ids = make_gpt(vocab_size=5000, n_embd=64), random_prompt(16)
+    with torch.no_grad():
+        model.lm_head.weight[1000:] += mean
+        model.lm_head.weight[:500] = model.lm_head.weight[2000:2500] # ties
+    backend, expected = make_backend(model)[0], all_logits(model, ids)
+    cache, num_finite = backend.new_cache(1, 16), []
+    for i in range(16):
+        found = backend.logits(ids[:, i:i + 1], cache, num_needed=k)
+        is_needed = expected[:, i] >= expected[:, i].topk(k).values[:, -1:] - 1e-5
+        assert_close(found[is_needed], expected[:, i][is_needed])
+        assert_close(found[found.isfinite()], expected[:, i][found.isfinite()])
+        num_finite.append(int(found.isfinite().sum()))
+    assert num_finite[0] == 5000 and all(k <= number <= most_finite for number in num_finite[1:])
+    assert backend.logits(ids[:, :2], None, num_positions=2, num_needed=k).isfinite().all(), "it is for one row"
+
+
+@pytest.mark.usefixtures("early_shortlist")
+def test_a_shortlist_that_fails_too_often_gives_up():
+    model, ids = make_gpt(vocab_size=2000), random_prompt(16)
+    with torch.no_grad():
+        model.lm_head.weight[:] = model.lm_head.weight[0] # all logits are equal
+    backend, expected = make_backend(model)[0], all_logits(model, ids)
+    for _ in range(2):
+        cache = backend.new_cache(1, 16)
+        for i in range(16):
+            assert_close(backend.logits(ids[:, i:i + 1], cache, num_needed=5), expected[:, i])
+    assert backend.shortlist.num_failures == Shortlist.MAX_FAILURES
+
+
+@pytest.mark.usefixtures("early_shortlist")
+@pytest.mark.parametrize("name", ["lm_head.weight", "transformer.ln_f.weight", "transformer.h.1.mlp.c_proj.bias"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_shortlist_hides_no_logit_that_is_not_finite(name, value):
+    model = make_gpt(vocab_size=2000)
+    model.state_dict()[name].view(-1)[-1] = value
+    backend = make_backend(model)[0]
+    cache = backend.new_cache(1, 16)
+    for _ in range(4):
+        logits = backend.logits(torch.zeros(1, 1, dtype=torch.long), cache, num_needed=5)
+        assert logits.isnan().any() or logits.isposinf().any()
+
+
+# ---- threads
+
+@pytest.mark.parametrize("layer", ["workqueue", pytest.param("omp", marks=pytest.mark.slow)])
+def test_several_python_threads_may_use_it_at_once(layer):
+    """numba's own threads, workqueue, would abort the process."""
+    code = """
+import torch
+from threading import Thread
+from models import make_gpt
+from sampling.backends.cpu import CPUBackend
+from streams import random_prompt
+torch.set_num_threads(2)
+model = make_gpt(n_embd=256, n_head=4)
+backend, ids, found = CPUBackend(model.config, model.state_dict()), random_prompt(16, 8), []
+def generate():
+    for _ in range(10):
+        cache = backend.new_cache(8, 16)
+        found.append(torch.stack([backend.logits(ids[:, i:i + 1], cache) for i in range(16)]))
+threads = [Thread(target=generate) for _ in range(3)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+import numba
+assert numba.threading_layer() == LAYER
+assert len(found) == 30 and all(torch.equal(logits, found[0]) for logits in found)
+"""
+    env = {**os.environ, "NUMBA_THREADING_LAYER": layer, "PYTHONPATH": os.pathsep.join([str(PROJECT), f"{PROJECT}/tests"])}
+    subprocess.run([sys.executable, "-c", code.replace("LAYER", repr(layer))], env=env, check=True, timeout=100)
