@@ -53,11 +53,13 @@ class Decoder:
         """
         length = min(map(len, prompts))
         cache = self.take_cache(len(prompts), min(length + num_steps, self.backend.config.block_size))
+        kept = [cache] if self.backend.keeps_graphs else []
+        steps = self.decode_with(cache, prompts, length, streams, num_steps)
+        del cache # decode_with frees its memory when the window moves
         try:
-            yield from self.decode_with(cache, prompts, length, streams, num_steps)
+            yield from steps
         finally:
-            if self.backend.keeps_graphs:
-                self.idle_caches[:] = [cache]
+            self.idle_caches[:] = kept
 
     def decode_with(self, cache: Cache | None, prompts: list[list[int]], length: int, streams: RowStreams,
                     num_steps: int) -> Generator[Step, list[int] | None, None]:
