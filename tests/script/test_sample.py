@@ -188,7 +188,8 @@ def test_out_of_memory_halves_the_batch(run_script, tmp_path):
     save_checkpoint(tmp_path, make_gpt(n_layer=4, n_embd=128, block_size=1024))
     settings = [f"--out_dir={tmp_path}", "--start=" + "a" * 1000, "--max_new_tokens=3", "--num_samples=128"]
     code = f"import sys; sys.argv = {[str(SCRIPT), *settings, '--batch_size=128']!r}\n{LITTLE_MEMORY}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT)
+    env = {**os.environ, "MALLOC_ARENA_MAX": "1"} # each arena of a thread takes 128 MB of the address space
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, env=env)
     assert done.returncode == 0, done.stderr
     assert "out of memory with 128 samples at once: continuing with 64" in done.stderr
     assert done.stdout == run_script(*settings, "--batch_size=16").stdout
