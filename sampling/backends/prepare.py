@@ -21,6 +21,7 @@ DEFAULT_OPTIONS = ModelOptions()
 MIN_PLAIN_SECONDS = 1.0 # of a run that uses the loops: loading them takes half a second
 # A plain step of one row on a CPU, in seconds: for each layer, and for each weight.
 SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
+SECONDS_PER_WINDOW_PRODUCT = 2e-10 # for each position and weight of a full window of ten rows
 
 
 def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
@@ -69,7 +70,7 @@ def has_loops(config: GPTConfig, device: torch.device, dtype: torch.dtype, optio
         return True
     if device.type != "cpu" or dtype != torch.float32 or options.compile or options.exact:
         return False
-    if num_steps is not None and num_steps * plain_step_seconds(config) < MIN_PLAIN_SECONDS:
+    if num_steps is not None and plain_seconds(config, num_steps) < MIN_PLAIN_SECONDS:
         return False
     try:
         require_numba()
@@ -87,9 +88,11 @@ def require_numba() -> None:
         raise ValueError(f"the loops for CPUs, and dtype=int8, need numba ({error}): pip install numba") from None
 
 
-def plain_step_seconds(config: GPTConfig) -> float:
-    """About how long EagerBackend takes for a step of one row on a CPU."""
-    return config.n_layer * SECONDS_PER_LAYER + num_step_weights(config) * SECONDS_PER_WEIGHT
+def plain_seconds(config: GPTConfig, num_steps: int) -> float:
+    """About how long EagerBackend takes for these steps on a CPU. Past block_size, each step is a whole window."""
+    num_weights, num_windows = num_step_weights(config), max(0, num_steps - config.block_size)
+    step = config.n_layer * SECONDS_PER_LAYER + num_weights * SECONDS_PER_WEIGHT
+    return num_steps * step + num_windows * config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT
 
 
 def choose_backend(device: torch.device, options: ModelOptions, log: Log) -> Callable[[GPT], Backend]:

@@ -85,7 +85,7 @@ def lines_of(optimisation):
     parts = {
         "loops": [cpu_kernels, cpu_runtime, cpu.CPUCache, cpu.LayerNorm, cpu.Linear, cpu.multiply, cpu.Block,
                   cpu.CPUBackend],
-        "plain_short_runs": [prepare.plain_step_seconds], "shortlist": [cpu.Shortlist],
+        "plain_short_runs": [prepare.plain_seconds], "shortlist": [cpu.Shortlist],
         "random_bits": [row_streams.exponentials, row_streams.exponential_from_bits],
         "skip_init": [SkipInit], "jump_ahead": [mt19937], "disable_malloc_trim": [memory.disable_malloc_trim],
         "shorten_spinning": [process.shorten_spinning, process.cores_are_busy],
