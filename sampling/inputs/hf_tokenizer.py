@@ -30,19 +30,6 @@ STEPS = { # part of a tokenizer.json -> its field in a Sequence, the types that 
     "pre_tokenizer": ("pretokenizers", "BertPreTokenizer Whitespace WhitespaceSplit UnicodeScripts ByteLevel Metaspace "
                                        "Punctuation Digits CharDelimiterSplit Split"),
     "decoder": ("decoders", "ByteLevel ByteFallback Fuse WordPiece Metaspace BPEDecoder Strip Replace")}
-GROWTH = 256 # how many times longer they may make a text
-MAX_TEXT = 2**10 # characters of a token, or of a text in a step; real tokens have at most a few hundred
-MAX_ADDED_TOKENS = 2**14 # no well-known model has more than 6,400
-MAX_PIECE_BYTES = 2**20 # of all pieces of Unigram: each byte may become a node of 330 bytes
-# What the library gets: fields of models, without BPE's dropout, which makes encoding random; and types of steps.
-MODEL_FIELDS = {"BPE": "vocab merges unk_token end_of_word_suffix fuse_unk byte_fallback ignore_merges",
-                "WordPiece": "vocab unk_token continuing_subword_prefix max_input_chars_per_word",
-                "WordLevel": "vocab unk_token", "Unigram": "vocab unk_id byte_fallback"}
-NORMALIZERS = ["NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt", "ByteLevel", "BertNormalizer", "Strip",
-               "Prepend", "Replace"]
-PRE_TOKENIZERS = ["BertPreTokenizer", "Whitespace", "WhitespaceSplit", "UnicodeScripts", "ByteLevel", "Metaspace",
-                  "Punctuation", "Digits", "CharDelimiterSplit", "Split"]
-DECODERS = ["ByteLevel", "ByteFallback", "Fuse", "WordPiece", "Metaspace", "BPEDecoder", "Strip", "Replace"]
 GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "BertNormalizer": 3, "Lowercase": 2, "ByteLevel": 2,
           "Metaspace": 3} # type -> how many bytes it can make of one
 # Regular expressions of well-known models. Others could run forever, or abort the process.
