@@ -71,7 +71,8 @@ class CharTokenizer:
         unknown = [f"{bytes([symbol]) if self.is_bytes else symbol!r} at {', '.join(at[:3])}"
                    f"{' ...' if len(at) > 3 else ''}" for symbol, at in positions.items()]
         swapped = [] if self.is_bytes else [char.swapcase() for char in positions if char.swapcase() in self.stoi]
-        advice = "" if self.is_bytes else f"; it has {', '.join(map(repr, swapped[:5] or sorted(self.stoi)))[:200]}"
+        characters = "" if self.is_bytes else "".join(sorted(self.stoi))
+        advice = f"; it has {', '.join(map(repr, swapped[:5])) or repr(characters)[:200]}" if characters else ""
         if "\\" in positions and "\n" in self.stoi:
             advice = r"""; for a newline pass --start='"\n"', or --start=$'\n' in bash"""
         elif "\r" in positions and "\n" in self.stoi:
