@@ -7,11 +7,12 @@
 The samples go to standard output, everything else to standard error. Arguments apply from left to right:
 settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
 """
+import gc
 import sys
 from types import SimpleNamespace
 
 from configurator import override
-from sampling.backends.process import pause_garbage_collection, resume_garbage_collection, shorten_spinning
+from sampling.backends.process import max_batch_size, peak_memory, shorten_spinning
 from sampling.compatibility import ALIASES, training_settings
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource, log_cropped, log_trailing_space, warn_about_stop_texts
@@ -74,7 +75,7 @@ def main(settings):
     """Load the model, then generate, save and show samples. settings: the values of the settings above, by name."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
-    from sampling.backends.memory import peak_memory
+    from sampling.backends.prepare import compile_steps
     from sampling.generation.assembly import assemble
     from sampling.generation.engine import Engine
 
@@ -102,18 +103,22 @@ def main(settings):
             requests = outputs.resume(prompts.requests(tokenizer, settings.num_samples))
             requests = log_cropped(requests, tokenizer, model.backend.config.block_size, log)
             requests = log_trailing_space(requests, tokenizer, log)
-    resume_garbage_collection()
+    gc.freeze() # the collector need not look at what exists by now
+    gc.enable()
 
     with torch.no_grad(), model.autocast():
+        longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
+        batch_size = settings.batch_size or max_batch_size(model.backend, longest, workers.local_world_size)
+        if settings.compile:
+            compile_steps(model.backend, min(batch_size, num_total or batch_size), log)
         printer = Printer(tokenizer, settings.show_probs)
         progress = Progress(None if num_total is None else num_total - outputs.num_saved, settings.max_new_tokens)
-        engine = Engine(model, params, stream=is_tty(sys.stdout) and settings.out_file != "-", log=log,
+        engine = Engine(model, params, batch_size, stream=is_tty(sys.stdout) and settings.out_file != "-", log=log,
                         on_tokens=progress.add_tokens)
         if settings.interactive:
             from sampling.repl import run_repl
             run_repl(engine, printer, settings.start)
         else:
-            workers.prepare_batches(engine, settings.batch_size, settings.compile, num_total, max_prompt_len)
             for sample in workers.imap(engine, requests):
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
@@ -154,8 +159,8 @@ if __name__ == '__main__':
     with report_user_errors(status=2):
         settings = SimpleNamespace(**override(globals(), sys.argv[1:], validate=check_settings, log=log,
                                               aliases=ALIASES, ignore=training_settings))
-    shorten_spinning() # this and the next call must run before torch is imported
-    pause_garbage_collection()
+    shorten_spinning() # before torch is imported
+    gc.disable() # looking for garbage takes 0.15 s while torch and the model are loaded, and there is none
     with report_user_errors():
         main(settings)
     hard_exit()

@@ -44,8 +44,8 @@ def dot(w, x):
     return total
 
 
-# The error function and the hyperbolic tangent, to float32 accuracy: x * P(x * x) / Q(x * x) for |x| up to a limit. These
-# are the limit, and the coefficients of P and Q. LLVM vectorises such a function, but no call of math.erf or math.tanh.
+# The error function and the hyperbolic tangent, to float32 accuracy: x * P(x * x) / Q(x * x) for |x| up to a limit.
+# These are the limit, and the coefficients of P and Q. LLVM vectorises such a function, but no call of math.erf.
 ERF = (4.0,
        (-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
         -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02),

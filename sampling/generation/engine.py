@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sampling.backends.memory import return_freed_memory
+from sampling.backends.process import return_freed_memory
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.batching import group_by_length, next_batch, visible_prompt
 from sampling.generation.decode import Decoder, Step

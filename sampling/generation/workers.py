@@ -97,30 +97,6 @@ class Workers:
             dist.gather_object(mine, gathered)
         return gathered
 
-    def prepare_batches(self, engine: "Engine", batch_size: int | None, compile: bool, num_total: int | None,
-                        max_prompt_len: int | None) -> None:
-        """Set the batch size of the engine; None: as many samples as memory allows. With compile, also compile the
-        model for batches of the sizes that this rank will have.
-
-        num_total, max_prompt_len: of the run, in samples and in tokens; None if they are unknown.
-        """
-        from sampling.backends.memory import max_batch_size
-        from sampling.backends.prepare import warm_up_compile
-        backend, params = engine.model.backend, engine.params
-        length = (max_prompt_len or backend.config.block_size) + params.max_new_tokens
-        engine.batch_size = batch_size or max_batch_size(backend, length, self.local_world_size)
-        if compile:
-            warm_up_compile(backend, max_prompt_len, self.batch_sizes(num_total, engine.batch_size), params, engine.log)
-
-    def batch_sizes(self, num_samples: int | None, batch_size: int) -> set[int]:
-        """The sizes of this rank's batches in a run of num_samples; None: the number is unknown."""
-        if num_samples is None:
-            return {batch_size}
-        global_batch_size = self.world_size * batch_size
-        num_full_batches, num_left = divmod(num_samples, global_batch_size)
-        share = partition(range(num_left), self.world_size)[self.rank]
-        return {batch_size if num_full_batches else 0, len(share)} - {0}
-
     def imap(self, engine: "Engine", requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Generate all requests. Rank 0 yields the samples in order; other ranks yield nothing."""
         if self.world_size == 1:

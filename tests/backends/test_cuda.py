@@ -10,9 +10,8 @@ from models import make_gpt
 from recorded_graphs import NEEDS_GPU, ON_GPU
 from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import cast_linears, run_each_step, warm_up_compile
+from sampling.backends.prepare import cast_linears
 from sampling.generation.decode import Decoder
-from sampling.params import SamplingParams
 from sampling.sampler.row_streams import RunStream
 from sampling.sampler.sampler import Sampler
 from streams import decode, num_compiled_graphs, random_prompt
@@ -134,35 +133,15 @@ def test_a_step_never_synchronises_the_gpu(monkeypatch):
     assert backend.forward(IDS.to("meta"))[0].shape == (3, 1, 61)
 
 
-@pytest.mark.parametrize("prompt_length, num_tokens, context_shift", [
-    (100, 100, False), (250, 3, False), (299, 40, False), (400, 5, False), (290, 90, True)]) # block_size is 300
-def test_the_warm_up_runs_each_step_that_generation_compiles(prompt_length, num_tokens, context_shift):
-    """A compiled step is for one number of rows and of positions, and a compiled window for one number of rows."""
-    backend, kinds = CUDABackend(make_gpt(block_size=300, n_layer=1)), set()
-    block_step, forward = backend.block_step, backend.forward
-
-    def step(block, x, layer, position, mask, num_keys):
-        kinds.add((x.shape, layer.shape, num_keys))
-        return block_step(block, x, layer, position, mask, num_keys)
-    backend.block_step, backend.forward = step, lambda ids: kinds.add(ids.shape) or forward(ids)
-    backend.is_compiled = True
-    run_each_step(backend, 2, prompt_length, SamplingParams(num_tokens, context_shift=context_shift))
-    warm = set(kinds)
-    for num in 3, num_tokens: # samples may be shorter
-        decode(backend, random_prompt(prompt_length, 2).tolist(), num, context_shift=context_shift)
-    assert kinds == warm
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("compile_settings")
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
-def test_compiled_steps_give_the_same_text_and_nothing_is_compiled_after_the_warm_up(device):
+def test_compiled_steps_give_the_same_text(device):
     backend = CUDABackend(make_gpt().to(device), compile=True, log=pytest.fail)
-    warm_up_compile(backend, 5, [3], SamplingParams(max_new_tokens=20), print)
-    num_warm, prompts = num_compiled_graphs(), IDS[:, :5].tolist()
+    prompts = IDS[:, :5].tolist()
     assert decode(backend, prompts, 20) == expected_ids(prompts, 20, device=device)
-    assert num_compiled_graphs() == num_warm > 0
+    assert num_compiled_graphs() > 0
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=NEEDS_GPU), pytest.param(3, marks=NEEDS_GPU)])

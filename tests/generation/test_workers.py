@@ -3,9 +3,7 @@ import os
 
 import pytest
 
-from sampling.generation.batching import next_batch, partition
 from sampling.generation.workers import Workers, stdout_to_stderr
-from sampling.params import Prompt, SampleRequest
 
 TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4")
 
@@ -40,20 +38,6 @@ def test_a_single_process_raises_its_own_error(environment):
     environment()
     with pytest.raises(FileNotFoundError, match="no such"), Workers().fail_together():
         raise FileNotFoundError("no such")
-
-
-@pytest.mark.parametrize("world_size, batch_size", [(1, 1), (1, 4), (2, 3), (3, 2), (4, 5)])
-def test_batch_sizes_are_known_before_the_run(world_size, batch_size):
-    for num_samples in [None, *range(1, 50)]:
-        workers, found = Workers(), [set() for _ in range(world_size)]
-        workers.world_size = world_size
-        num_requests = 100 * world_size * batch_size if num_samples is None else num_samples
-        requests = (SampleRequest(i, Prompt("a"), [1]) for i in range(num_requests))
-        while batch := next_batch(requests, world_size * batch_size):
-            for sizes, share in zip(found, partition(batch, world_size), strict=True):
-                sizes |= {len(share)} - {0}
-        for workers.rank in range(world_size):
-            assert workers.batch_sizes(num_samples, batch_size) == found[workers.rank]
 
 
 def test_output_of_gloo_goes_to_stderr(capfd):
