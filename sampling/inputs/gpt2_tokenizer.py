@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from sampling.checkpoints.checkpoint import first_sentence
-from sampling.inputs.hf_files import read_json
+from sampling.checkpoints.checkpoint import first_sentence, read_json
 from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
 from sampling.log import Log, warn
 

@@ -2,15 +2,12 @@
 
 They may be a stranger's: their size and the number of their values are checked before they are parsed.
 """
-import json
 import os
 from itertools import chain
 from pathlib import Path
 
-from sampling.checkpoints.checkpoint import first_sentence, require
+from sampling.checkpoints.checkpoint import read_json, read_text, require
 
-MAX_FILE_BYTES = 2**24 # a tokenizer.json of 250,000 tokens has 12 million
-MAX_VALUES = 2**20 # of a JSON file, or lines of another one: an empty list takes 2 bytes in a file, and 60 in memory
 NAMED_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 TOKEN_LISTS = "extra_special_tokens", "additional_special_tokens"
 FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special" # of an added token
@@ -156,28 +153,3 @@ def class_name(settings: dict) -> str:
 def read_optional(path: Path) -> dict:
     """The object in a JSON file; empty if there is no such file."""
     return read_json(path) if os.path.lexists(path) else {}
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
-    text = read_text(path)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read {path}: it is damaged, or not JSON ({error}); copy it again") from None
-    require(isinstance(content, dict), f"{path} must hold an object, got {type(content).__name__}")
-    return content
-
-
-def read_text(path: Path) -> str:
-    """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
-    require(path.is_file(), f"{path} is missing, or not a regular file") # a device or a pipe may never end
-    require(path.stat().st_size <= MAX_FILE_BYTES, f"cannot read {path}: it has more than {MAX_FILE_BYTES >> 20} MiB; "
-            "without indentation it may be small enough: load it with Python's json, and save it with indent=None")
-    try:
-        text = path.read_text("utf-8")
-    except ValueError as error:
-        raise ValueError(f"cannot read {path}: it is not UTF-8 ({first_sentence(error)})") from None
-    num_values = max(text.count("\n" if path.suffix == ".txt" else ","), 2 * (text.count("[") + text.count("{")))
-    require(num_values <= MAX_VALUES, f"cannot read {path}: it has more than {MAX_VALUES} values or lines")
-    return text

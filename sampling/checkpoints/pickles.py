@@ -1,45 +1,30 @@
-"""Reads files of torch.save as data.
+"""Reads pickles as data.
 
-Such a file is a zip of one pickle and of records, the bytes of the tensors; before torch 1.6 it was a few pickles and
-then the records. A pickle runs code by naming classes and functions, so the unpickler here knows only a short list of
-names, and what stands behind them is ours. A tensor becomes a note of where its bytes lie. Only the tensors that a
-model needs are read later.
+A pickle runs code by naming classes and functions. The unpicklers here know only a short list of names, and what stands
+behind each name is ours. A tensor becomes a note of where its bytes lie.
 """
 import io
 import math
-import os
 import pickle
 import pickletools
 import posixpath
 import re
-import sys
-import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from sampling.checkpoints.checkpoint import (
-    DamagedFileError,
-    IncompleteFileError,
-    RejectedFileError,
-    first_sentence,
-    require,
-)
+from sampling.checkpoints.checkpoint import DamagedFileError, RejectedFileError, first_sentence, require
 from sampling.out_of_memory import is_out_of_memory
 
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of them.
 MAX_PICKLE_BYTES = 2**23
 MAX_OPCODES = 2**21
 MAX_COPIES = 2**20 # values that a pickle lets functions copy
-CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
 KEYS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2), "ADDITEMS": slice(-1),
         "FROZENSET": slice(None)} # which operands of an opcode are hashed
 NO_KEYS = "it has keys that are neither text nor numbers"
-OLD_MAGIC = 0x1950a86a20f9469cfc6c
 
 
 class StoredTensor(NamedTuple):
@@ -51,8 +36,7 @@ class StoredTensor(NamedTuple):
     offset: int
 
     @property
-    def nbytes(self) -> int:
-        """The bytes that the tensor takes when it is contiguous."""
+    def nbytes(self) -> int: # when the tensor is contiguous
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -69,123 +53,13 @@ def as_damage() -> Iterator[None]:
         raise DamagedFileError(first_sentence(e)) from None
 
 
-@dataclass(eq=False)
-class TensorFile:
-    """An open file of tensors."""
-    content: Any # what was saved, with a StoredTensor in place of each tensor
-    sizes: dict[str, int] # the bytes of each record, by its key
-    open_record: Callable[[str], AbstractContextManager[BinaryIO]]
-    kept: dict[tuple, Tensor] = field(default_factory=dict) # the last record, if the last tensor was a part of it
-
-    def check(self, stored: StoredTensor) -> None:
-        """Raises RejectedFileError if the tensor is not inside its record."""
-        key, dtype, shape, strides, offset = stored
-        require(isinstance(key, str) and key in self.sizes, "one of its tensors has no record")
-        length, rest = divmod(self.sizes[key], dtype.itemsize)
-        is_shape = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= 64 and all(
-            type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides))
-        require(is_shape and not rest and math.prod(shape) < 2**63 and (0 in shape or offset + sum(
-            (size - 1) * stride for size, stride in zip(shape, strides, strict=True)) < length),
-            "one of its tensors reaches beyond its record, or has an impossible shape")
-
-    @as_damage()
-    def read(self, stored: StoredTensor) -> Tensor:
-        """Read a tensor straight into its memory. Raises RejectedFileError if its record is damaged or cut."""
-        self.check(stored)
-        record = self.kept.get(stored[:2])
-        if record is None:
-            record = torch.empty(self.sizes[stored.key] // stored.dtype.itemsize, dtype=stored.dtype)
-            target = memoryview(record.view(torch.uint8).numpy())
-            with self.open_record(stored.key) as file: # zipfile compares the CRC of a record when it is at its end
-                for start in range(0, len(target), CHUNK):
-                    part = target[start:start + CHUNK]
-                    if file.readinto(part) != len(part):
-                        raise IncompleteFileError("it is cut short")
-        self.kept = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
-        return record.as_strided(stored.shape, stored.strides, stored.offset)
-
-
-@as_damage()
-def read_torch_file(file: BinaryIO) -> TensorFile:
-    """The content of an open file of torch.save. The file must stay open while tensors are read.
-
-    numpy's numbers and paths, which settings may hold, become plain numbers and text; a GPTConfig of any module becomes
-    a ConfigRecord. Raises DamagedFileError if the file is cut or damaged; RejectedFileError if it holds more than data.
-    """
-    start = file.read(4)
-    file.seek(0)
-    if not start:
-        raise IncompleteFileError("it is empty")
-    return read_zip(file) if start == b"PK\3\4" else read_old_file(file)
-
-
-def read_zip(file: BinaryIO) -> TensorFile:
-    """A file of torch 1.6 or later."""
-    try:
-        archive, file_size = zipfile.ZipFile(file), os.fstat(file.fileno()).st_size
-    except zipfile.BadZipFile:
-        raise IncompleteFileError("it has no directory of records at its end") from None
-    infos = {info.filename: info for info in archive.infolist()}
-    pickle_name = next(name for name in infos if re.fullmatch("[^/]*/data.pkl", name))
-    folder = pickle_name.removesuffix("data.pkl")
-    for info in infos.values():
-        require(info.compress_type == zipfile.ZIP_STORED, "one of its records is compressed")
-        if info.file_size != info.compress_size or info.header_offset + info.file_size > file_size:
-            raise DamagedFileError("one of its records reaches beyond its end")
-    if not any(info.CRC for info in infos.values()): # torch.save has an option to leave out checksums
-        for info in infos.values():
-            info.CRC = None
-    require(infos[pickle_name].file_size <= MAX_PICKLE_BYTES, f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
-    is_native = f"{folder}byteorder" not in infos or archive.read(f"{folder}byteorder") == sys.byteorder.encode()
-    require(is_native, "it was saved on a machine with another byte order")
-    content = TensorUnpickler(archive.read(pickle_name)).load()
-    prefix = f"{folder}data/"
-    records = {name.removeprefix(prefix): info for name, info in infos.items() if name.startswith(prefix)}
-    return TensorFile(content, {key: info.file_size for key, info in records.items()},
-                      lambda key: archive.open(records[key]))
-
-
-def read_old_file(file: BinaryIO) -> TensorFile:
-    """A file of an older torch: five pickles (a magic number, a version, the sizes of C types, the content, and the
-    keys of its records), then each record after the number of its elements. There are no checksums.
-    """
-    values, dtypes, file_size = [], {}, os.fstat(file.fileno()).st_size
-    for _ in range(5):
-        start = file.tell()
-        unpickler = TensorUnpickler(file.read(MAX_PICKLE_BYTES))
-        values.append(unpickler.load())
-        dtypes |= unpickler.dtypes
-        if values[0] != OLD_MAGIC:
-            raise DamagedFileError("torch.save did not write it")
-        file.seek(start + unpickler.length)
-    require(values[2].get("little_endian") is not False, "it was saved on a machine with another byte order")
-    places, position = {}, file.tell()
-    for key in values[4]:
-        file.seek(position)
-        places[key] = position + 8, int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
-        position = sum(places[key])
-        if position > file_size:
-            raise IncompleteFileError("it is cut short")
-    return raw_tensor_file(file, values[3], places)
-
-
-def raw_tensor_file(file: BinaryIO, content: Any, places: dict[str, tuple[int, int]]) -> TensorFile:
-    """A file whose records are bytes without a checksum: the position and the number of bytes of each."""
-    def open_record(key: str) -> AbstractContextManager[BinaryIO]:
-        file.seek(places[key][0])
-        return nullcontext(file)
-    return TensorFile(content, {key: size for key, (_, size) in places.items()}, open_record)
-
-
-# ---- pickles
-
 def check_pickle(pickled: bytes) -> int:
     """The length of the first pickle in these bytes, which the C unpickler then reads without harm to this process.
 
     That unpickler makes room for any memo index that it meets, up to gigabytes. Python overflows the C stack when it
     hashes deeply nested tuples, and hashing those that hold one twice at each level never ends. So keys must be plain:
     pickletools knows which values each opcode takes from the stack and leaves there. Raises RejectedFileError beyond
-    these limits; for a damaged pickle also ValueError, IndexError or KeyError.
+    these limits. A damaged pickle can raise anything.
     """
     stream, mark, memo = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), pickletools.markobject, {}
     stack: list[bool | None] = [] # whether each value is made of others; None is a mark
@@ -211,22 +85,34 @@ def check_pickle(pickled: bytes) -> int:
 
 
 class ForbiddenNameError(RejectedFileError):
-    """A pickle names a class or function that is not on the list of allowed names."""
+    """A pickle names a class or function that is not allowed."""
 
     def __init__(self, name: str, pickled: bytes):
-        super().__init__(f"it names {name:.80}, which could run code")
+        super().__init__(f"it names {name:.80}, which could run code; only tensors, numbers and text are allowed")
         self.pickled = pickled
 
 
-class TensorUnpickler(pickle.Unpickler):
-    """Reads the first pickle in some bytes. length: of that pickle. dtypes: those of the records that it names."""
+class DataUnpickler(pickle.Unpickler):
+    """Reads the first pickle in some bytes, if it is plain data. length: of that pickle."""
 
     def __init__(self, pickled: bytes):
-        self.pickled, self.length, self.dtypes, self.num_copies = pickled, check_pickle(pickled), {}, 0
+        self.pickled, self.length = pickled, check_pickle(pickled)
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for: a dtype or something of ours. Raises ForbiddenNameError for all other names."""
+        """What a name stands for. Raises ForbiddenNameError for all names."""
+        raise ForbiddenNameError(f"{module}.{name}", self.pickled)
+
+
+class TensorUnpickler(DataUnpickler):
+    """Also reads tensors, as notes of where they lie. dtypes: those of the records that the pickle names."""
+
+    def __init__(self, pickled: bytes):
+        super().__init__(pickled)
+        self.dtypes, self.num_copies = {}, 0
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A dtype or something of ours. Raises ForbiddenNameError for all other names."""
         full = f"{module}.{name}"
         if full in DTYPES:
             return DTYPES[full]
@@ -234,7 +120,7 @@ class TensorUnpickler(pickle.Unpickler):
             return self.limited(FUNCTIONS[full])
         if re.fullmatch(r"([A-Za-z_]\w*\.)+GPTConfig", full[:200], re.ASCII):
             return type("GPTConfig", (ConfigRecord,), {}) # a new class: a pickle cannot change another file's
-        raise ForbiddenNameError(full, self.pickled)
+        return super().find_class(module, name)
 
     def limited(self, function: Callable) -> Callable:
         """The function, for as long as it gets few values: copies of copies could fill memory."""
