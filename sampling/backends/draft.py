@@ -34,16 +34,16 @@ def prepare_draft(target: Checkpoint, target_dtype: torch.dtype, options: ModelO
     is on a CPU. Raises ValueError or OSError if there is no such model, or if it cannot be the draft of this target.
     """
     name, target_config = options.draft, GPTConfig(**target.model_args)
-    if name == "int8":
-        checkpoint, dtype = replace(target, state_dict=dict(target.state_dict)), torch.int8
-    else:
-        with named_errors(f"draft={name}"):
+    with named_errors(f"draft={name}"):
+        if name == "int8":
+            checkpoint, dtype = replace(target, state_dict=dict(target.state_dict)), torch.int8
+        else:
             checkpoint, dtype = load_by_name(name, log=log), target_dtype
-    size, target_size = checkpoint.vocab_size, target_config.vocab_size
-    if size != target_size:
-        raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: "
-                         "the two must be equal; choose another draft, or leave it out")
-    backend = prepare_backend(checkpoint, torch.device("cpu"), dtype, log=log)
+        size, target_size = checkpoint.vocab_size, target_config.vocab_size
+        if size != target_size:
+            raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: "
+                             "the two must be equal; choose another draft, or leave it out")
+        backend = prepare_backend(checkpoint, torch.device("cpu"), dtype, log=log)
     cost = step_cost(backend.config, dtype.itemsize) / step_cost(target_config, target_dtype.itemsize)
     return Draft(backend, cost, is_copy=name == "int8")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from model import GPT, GPTConfig
-from sampling.checkpoints.checkpoint import Checkpoint, Convert
+from sampling.checkpoints.checkpoint import Checkpoint, Convert, require
 from sampling.checkpoints.pickles import StoredTensor
 from sampling.checkpoints.tensor_files import TensorFile
 
@@ -40,21 +40,19 @@ def require_tensors(tensors: object, file: TensorFile) -> StoredTensors:
     one record under many names, can claim far more bytes than the file has. Twice its bytes are allowed, because a tied
     head is stored once and named twice.
     """
-    if not isinstance(tensors, dict) or not tensors:
-        raise ValueError(f"it must hold tensors by name, but holds {repr_or_type(tensors or None)}")
+    require(isinstance(tensors, dict) and tensors,
+            f"it must hold tensors by name, but holds {repr_or_type(tensors or None)}")
     stored = {}
     for name, tensor in tensors.items():
-        if not (isinstance(name, str) and isinstance(tensor, StoredTensor)):
-            raise ValueError(f"it must hold tensors by name, but holds {repr_or_type(name)}: {type(tensor).__name__}")
-        if MASK_BUFFER.search(name):
-            continue
-        if not tensor.dtype.is_floating_point:
-            raise ValueError(f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
-        file.check(tensor)
-        stored[plain_name(name)] = file, tensor
+        require(isinstance(name, str) and isinstance(tensor, StoredTensor),
+                f"it must hold tensors by name, but holds {repr_or_type(name)}: {type(tensor).__name__}")
+        if not MASK_BUFFER.search(name):
+            require(tensor.dtype.is_floating_point,
+                    f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
+            file.check(tensor)
+            stored[plain_name(name)] = file, tensor
     size, claimed = sum(file.sizes.values()), sum(tensor.nbytes for _, tensor in stored.values())
-    if claimed > 2 * size:
-        raise ValueError(f"it has {size} bytes of tensors, but claims tensors of {claimed} bytes")
+    require(claimed <= 2 * size, f"it has {size} bytes of tensors, but claims tensors of {claimed} bytes")
     return stored
 
 
@@ -107,12 +105,11 @@ def repr_or_type(value: object) -> str:
 def require_size(model_args: dict, tensors: Mapping[str, Any]) -> None:
     """Raises ValueError unless there are tensors of a GPT with n_layer layers: one of 10**9 would never be built."""
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
-    if num_layers > MAX_LAYERS:
-        raise ValueError(f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
-    if model_args.get("n_layer") != num_layers:
-        raise ValueError(f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
-    if missing := [name for name in (EMBEDDING, HEAD) if name not in tensors]:
-        raise ValueError(f"it holds no GPT; missing: {', '.join(missing)}")
+    require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
+    require(model_args.get("n_layer") == num_layers,
+            f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
+    missing = [name for name in (EMBEDDING, HEAD) if name not in tensors]
+    require(not missing, f"it holds no GPT; missing: {', '.join(missing)}")
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, Any]) -> None:

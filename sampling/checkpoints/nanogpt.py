@@ -8,7 +8,7 @@ from typing import BinaryIO
 from model import GPTConfig
 from sampling.checkpoints import checkpoint as files
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, require_tensors
-from sampling.checkpoints.checkpoint import Checkpoint, Convert
+from sampling.checkpoints.checkpoint import Checkpoint, Convert, require
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, read_own_file
 from sampling.checkpoints.pickles import StoredTensor, fields_of
@@ -82,28 +82,25 @@ def model_entries(content: object) -> tuple[object, dict, list[str]]:
     config = fields_of(entries.get("config"))
     has_sizes = isinstance(config, dict) and config.keys() >= BUILD_NANOGPT_FIELDS # else they are train.py's settings
     args_key = "model_args" if "model_args" in entries else "config" if has_sizes else None
-    if model_key is None or args_key is None:
-        found = ", ".join(map(repr_or_type, list(entries)[:5])) if isinstance(content, dict) else type(content).__name__
-        raise ValueError("it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or "
-                         f"model and config, but holds {found:.200}; save both: {SAVE_MODEL}")
+    found = ", ".join(map(repr_or_type, list(entries)[:5])) or type(content).__name__
+    require(model_key and args_key,
+            "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
+            f"config, but holds {found:.200}; save both: {SAVE_MODEL}")
     fields = fields_of(entries[args_key])
-    if not isinstance(fields, dict):
-        raise ValueError(f"its {args_key} must be a dict, got {type(fields).__name__}")
+    require(isinstance(fields, dict), f"its {args_key} must be a dict, got {type(fields).__name__}")
     for name, value in fields.items():
-        if not (isinstance(name, str) and isinstance(value, str | int | float | None)):
-            raise ValueError(f"its {args_key} must hold numbers and text, "
-                             f"got {repr_or_type(name)}: {repr_or_type(value)}")
-    others = fields.keys() - KNOWN_FIELDS
-    if active := sorted(name for name in others if fields[name] and not HARMLESS_FIELD.fullmatch(name)):
-        known = sorted(fields.keys() & KNOWN_FIELDS)
-        raise ValueError(f"its {args_key} has fields that a GPT does not have: {', '.join(active):.200}; if the model "
-                         "is a GPT, save only a GPT's fields: "
-                         f'torch.save({{"model": model.state_dict(), "{args_key}": '
-                         f'{{name: getattr(model.config, name) for name in {known}}}}}, "ckpt.pt")')
+        require(isinstance(name, str) and isinstance(value, str | int | float | None),
+                f"its {args_key} must hold numbers and text, got {repr_or_type(name)}: {repr_or_type(value)}")
+    known, others = fields.keys() & KNOWN_FIELDS, fields.keys() - KNOWN_FIELDS
+    active = sorted(name for name in others if fields[name] and not HARMLESS_FIELD.fullmatch(name))
+    require(not active,
+            f"its {args_key} has fields that a GPT does not have: {', '.join(active):.200}; if the model is a GPT, "
+            f'save only a GPT\'s fields: torch.save({{"model": model.state_dict(), "{args_key}": '
+            f'{{name: getattr(model.config, name) for name in {sorted(known)}}}}}, "ckpt.pt")')
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
     is_record = args_key == "config" or fields is not entries[args_key]
-    gelu = {"gelu": "tanh"} if is_record and fields.keys() - others == BUILD_NANOGPT_FIELDS else {}
-    model_args = {name: value for name, value in fields.items() if name in KNOWN_FIELDS and value is not None}
+    gelu = {"gelu": "tanh"} if is_record and known == BUILD_NANOGPT_FIELDS else {}
+    model_args = {name: fields[name] for name in known if fields[name] is not None}
     return entries[model_key], gelu | model_args, sorted(others)
 
 
@@ -120,8 +117,7 @@ def read_number(file: TensorFile, *names: str) -> float | None:
 def find_checkpoint(out_dir: str | Path) -> Path:
     """The path of ckpt.pt in out_dir, or out_dir if it is a file.
 
-    Raises FileNotFoundError if there is none; the message names what is there or nearby. Raises ValueError if there is
-    only a file of another kind.
+    Raises FileNotFoundError if there is none; the message names what is there or nearby.
     """
     folder, path = Path(out_dir), Path(out_dir)
     if path.is_dir():
@@ -133,8 +129,8 @@ def find_checkpoint(out_dir: str | Path) -> Path:
     if snapshots := files.snapshots_in(folder):
         names = ", ".join(snapshot.name for snapshot in snapshots[:5]) + (", ..." if len(snapshots) > 5 else "")
         raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
-    if weights := next(filter(Path.is_file, sorted(folder.glob("*.safetensors"))), None):
-        return weights # read_checkpoint says what to do with it
+    if weights := sorted(filter(Path.is_file, folder.glob("*.safetensors"))):
+        return weights[0] # read_own_file says what to do with it
     found = [path for base in (PROJECT, Path(), folder.parent, folder) for path in sorted(base.glob("*/*.pt"))
              if re.search("ckpt|checkpoint|model", path.name)]
     nearby = {path.resolve(): str(path.parent if path.name == "ckpt.pt" else path) for path in found}

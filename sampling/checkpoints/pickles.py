@@ -28,7 +28,7 @@ NO_KEYS = "it has keys that are neither text nor numbers"
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in a file: a view of a record. A pickle cannot change the fields of a tuple."""
+    """Where a tensor lies in a file: a view of a record. A pickle cannot change a tuple."""
     key: str # of the record
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -93,34 +93,22 @@ class ForbiddenNameError(RejectedFileError):
 
 
 class DataUnpickler(pickle.Unpickler):
-    """Reads the first pickle in some bytes, if it is plain data. length: of that pickle."""
+    """Reads the first pickle in some bytes. length: of that pickle. dtypes: those of the records that it names."""
 
     def __init__(self, pickled: bytes):
-        self.pickled, self.length = pickled, check_pickle(pickled)
+        self.pickled, self.length, self.dtypes, self.num_copies = pickled, check_pickle(pickled), {}, 0
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for. Raises ForbiddenNameError for all names."""
-        raise ForbiddenNameError(f"{module}.{name}", self.pickled)
-
-
-class TensorUnpickler(DataUnpickler):
-    """Also reads tensors, as notes of where they lie. dtypes: those of the records that the pickle names."""
-
-    def __init__(self, pickled: bytes):
-        super().__init__(pickled)
-        self.dtypes, self.num_copies = {}, 0
-
-    def find_class(self, module: str, name: str) -> Any:
-        """A dtype or something of ours. Raises ForbiddenNameError for all other names."""
+        """What a name stands for: a dtype or something of ours. Raises ForbiddenNameError for all other names."""
         full = f"{module}.{name}"
         if full in DTYPES:
             return DTYPES[full]
         if full in FUNCTIONS:
             return self.limited(FUNCTIONS[full])
         if re.fullmatch(r"([A-Za-z_]\w*\.)+GPTConfig", full[:200], re.ASCII):
-            return type("GPTConfig", (ConfigRecord,), {}) # a new class: a pickle cannot change another file's
-        return super().find_class(module, name)
+            return type("GPTConfig", (Record,), {}) # a new class: a pickle cannot change another file's
+        raise ForbiddenNameError(full, self.pickled)
 
     def limited(self, function: Callable) -> Callable:
         """The function, for as long as it gets few values: copies of copies could fill memory."""
@@ -157,8 +145,8 @@ class PlainDict(dict):
     __setstate__ = staticmethod(lambda state: None)
 
 
-class Instance:
-    """Stands in for an instance of a class: what it was made from, and what was then put into it."""
+class Record:
+    """Stands in for an instance of a class: what it was made from, and the fields that were then put into it."""
     arguments, state = (), {}
 
     def __init__(self, *arguments):
@@ -168,17 +156,13 @@ class Instance:
         self.state = state
 
 
-class ConfigRecord(Instance):
-    """Stands in for a GPTConfig of any module."""
-
-
 def fields_of(config: object) -> object:
     """The fields of a GPTConfig that was saved as an object; anything else as it is."""
-    return config.state if isinstance(config, ConfigRecord) else config
+    return config.state if isinstance(config, Record) else config
 
 
-def python_number(dtype: Instance, data: bytes) -> Any:
-    """Stands in for the function that makes numpy scalars. Returns a Python number or text; None for other types."""
+def python_number(dtype: Record, data: bytes) -> Any:
+    """Stands in for numpy's function that makes scalars. Returns a number or text; None for other types."""
     import numpy as np
     if not re.fullmatch(r"[biufcUS]\d{1,4}", dtype.arguments[0]) or not isinstance(data, bytes):
         return None
@@ -188,10 +172,10 @@ def python_number(dtype: Instance, data: bytes) -> Any:
 
 FUNCTIONS: dict[str, Callable] = {
     "collections.OrderedDict": lambda: PlainDict(), "collections.Counter": lambda items: PlainDict() | items,
-    "builtins.set": plain_set, "__builtin__.set": plain_set, "torch.Size": lambda sizes=(): tuple(sizes),
+    "builtins.set": plain_set, "__builtin__.set": plain_set, "torch.Size": tuple,
     "torch.device": lambda *parts: None,
     "_codecs.encode": lambda text, encoding: text.encode("latin1"), # so pickle's protocol 2 writes bytes
-    "numpy.dtype": Instance,
+    "numpy.dtype": Record,
     "numpy._core.multiarray.scalar": python_number, "numpy.core.multiarray.scalar": python_number,
     **{f"pathlib{module}.{kind}Path": lambda *parts: posixpath.join("", *parts) or "." for module in ("", "._local")
        for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")},

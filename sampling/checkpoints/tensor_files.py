@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sampling.checkpoints.checkpoint import DamagedFileError, require
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, StoredTensor, TensorUnpickler, as_damage
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, as_damage
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
 OLD_MAGIC = 0x1950a86a20f9469cfc6c
@@ -69,7 +69,7 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
     """The content of an open file of torch.save or of safetensors. It must stay open while tensors are read.
 
     numpy's numbers and paths, which settings may hold, become plain numbers and text; a GPTConfig of any module becomes
-    a ConfigRecord. Raises DamagedFileError if the file is cut or damaged; RejectedFileError if it holds more than data.
+    a Record. Raises DamagedFileError if the file is cut or damaged; RejectedFileError if it holds more than data.
     """
     file.seek(0)
     start = file.read(9)
@@ -95,7 +95,7 @@ def read_zip(file: BinaryIO) -> TensorFile:
     folder = pickle_name.removesuffix("data.pkl")
     is_native = f"{folder}byteorder" not in infos or archive.read(f"{folder}byteorder") == sys.byteorder.encode()
     require(is_native, "it was saved on a machine with another byte order")
-    content, prefix = TensorUnpickler(archive.read(pickle_name)).load(), f"{folder}data/"
+    content, prefix = DataUnpickler(archive.read(pickle_name)).load(), f"{folder}data/"
     records = {name.removeprefix(prefix): info for name, info in infos.items() if name.startswith(prefix)}
     return TensorFile(content, {key: info.file_size for key, info in records.items()},
                       lambda key: archive.open(records[key]))
@@ -108,7 +108,7 @@ def read_old_file(file: BinaryIO) -> TensorFile:
     values, dtypes = [], {}
     for _ in range(5):
         start = file.tell()
-        unpickler = TensorUnpickler(file.read(MAX_PICKLE_BYTES))
+        unpickler = DataUnpickler(file.read(MAX_PICKLE_BYTES))
         values.append(unpickler.load())
         dtypes |= unpickler.dtypes
         if values[0] != OLD_MAGIC:
