@@ -87,7 +87,8 @@ def named_errors(source: object) -> Iterator[None]:
     except (OSError, MemoryError, BeingWrittenError):
         raise
     except Exception as e: # a file that holds no model can make torch raise any exception
-        if is_out_of_memory(e) or str(e).startswith(str(source)):
+        is_named = str(e).startswith(("cannot read ", "cannot load ", str(source)))
+        if is_named or is_out_of_memory(e):
             raise
         verb = "read" if isinstance(e, RejectedFileError) else "load"
         raise ValueError(f"cannot {verb} {source}: {e!s:.1000}") from None

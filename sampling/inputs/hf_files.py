@@ -53,27 +53,11 @@ def read_tokenizer(path: Path) -> dict:
     require(path.name not in CLASSES or name in CLASSES[path.name],
             f"a tokenizer of the class {name!r:.60} needs a tokenizer.json, not {path.name}")
     if path.name == "vocab.txt":
-        from tokenizers.models import WordPiece
-        read_text(path) # checks it
         settings = BERT_TOKENS | settings
-        unknown = settings["unk_token"]
-        content = {
-            "normalizer": {"type": "BertNormalizer", "clean_text": True, "strip_accents": settings.get("strip_accents"),
-                           "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
-                           "lowercase": settings.get("do_lower_case", True)},
-            "pre_tokenizer": {"type": "BertPreTokenizer"},
-            "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-            "model": {"type": "WordPiece", "vocab": WordPiece.read_file(str(path)), "max_input_chars_per_word": 100,
-                      "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown,
-                      "continuing_subword_prefix": "##"}}
+        content = wordpiece(path, settings)
     elif path.name == "vocab.json":
-        # Not by the library's BPE.read_file: it skips ids that are no numbers, and takes large ones modulo 2**32.
         settings = GPT2_TOKENS | settings
-        merges = read_text(path.with_name("merges.txt")).removesuffix("\n").split("\n")
-        byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True} | options
-        content = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": {
-            "type": "BPE", "vocab": read_json(path),
-            "merges": [pair for pair in merges if not pair.startswith("#version")]}}
+        content = byte_level(path, options)
     else:
         content, config = read_json(path), {} if name else read_optional(path.with_name("config.json"))
         parts = [part for part in map(content.get, ("model", "pre_tokenizer")) if isinstance(part, dict)]
@@ -83,12 +67,40 @@ def read_tokenizer(path: Path) -> dict:
     return add_special_tokens(content, settings)
 
 
+def wordpiece(path: Path, settings: dict) -> dict:
+    """A tokenizer.json for the vocab.txt of a BERT, with these settings."""
+    from tokenizers.models import WordPiece
+    read_text(path) # checks it
+    unknown = settings["unk_token"]
+    return {
+        "normalizer": {"type": "BertNormalizer", "clean_text": True, "strip_accents": settings.get("strip_accents"),
+                       "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
+                       "lowercase": settings.get("do_lower_case", True)},
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {"type": "WordPiece", "vocab": WordPiece.read_file(str(path)), "max_input_chars_per_word": 100,
+                  "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown,
+                  "continuing_subword_prefix": "##"}}
+
+
+def byte_level(path: Path, options: dict) -> dict:
+    """A tokenizer.json for the vocab.json of a GPT-2, and the merges.txt beside it.
+
+    The library's BPE.read_file is not used: it skips ids that are no numbers, and takes large ones modulo 2**32.
+    """
+    merges = read_text(path.with_name("merges.txt")).removesuffix("\n").split("\n")
+    step = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True} | options
+    model = {"type": "BPE", "vocab": read_json(path), "merges": [m for m in merges if not m.startswith("#version")]}
+    return {"pre_tokenizer": step, "decoder": step, "model": model}
+
+
 def read_settings(folder: Path) -> dict:
     """The settings in tokenizer_config.json.
 
     If it lists no added tokens, they come from the older special_tokens_map.json and added_tokens.json.
     """
-    settings, added_path = read_optional(folder / "tokenizer_config.json"), folder / "added_tokens.json"
+    path, added_path = folder / "tokenizer_config.json", folder / "added_tokens.json"
+    settings = read_optional(path)
     if "added_tokens_decoder" not in settings:
         settings |= read_optional(folder / "special_tokens_map.json")
         named, added = {token["content"] for token in named_tokens(settings)}, read_optional(added_path)
@@ -100,7 +112,7 @@ def read_settings(folder: Path) -> dict:
     listed = settings["added_tokens_decoder"]
     require(isinstance(listed, dict) and all(isinstance(token, dict) for token in listed.values())
             and all(token_id.isdecimal() and len(token_id) <= 10 for token_id in listed),
-            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} must hold objects by their ids")
+            f"added_tokens_decoder in {path} must hold objects by their ids")
     return settings
 
 
