@@ -208,7 +208,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, model_type: str, override_args: dict | None = None) -> "GPT":
         """GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", ...) or from a local folder: see load_gpt."""
-        from sampling.checkpoints.by_name import load_gpt  # imported here, so that this file can be used alone
+        from sampling.checkpoints.huggingface import load_gpt  # imported here, so that this file can be used alone
         return load_gpt(model_type, override_args)
 
 

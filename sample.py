@@ -135,7 +135,7 @@ def load(settings, local_rank):
     """The checkpoint, its tokenizer, and the device and dtype to run it in."""
     from sampling.backends.devices import choose_device, choose_dtype
     from sampling.backends.prepare import converter
-    from sampling.checkpoints.by_name import load_pretrained
+    from sampling.checkpoints.huggingface import load_gpt2
     from sampling.checkpoints.nanogpt import load_checkpoint
     from sampling.inputs.tokenizer import load_tokenizer
     device = choose_device(settings.device, local_rank, log)
@@ -144,7 +144,7 @@ def load(settings, local_rank):
     if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
         checkpoint = load_checkpoint(settings.out_dir, **how)
     else: # GPT-2
-        checkpoint = load_pretrained(settings.init_from, **how)
+        checkpoint = load_gpt2(settings.init_from, **how)
     tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # its meta.pkl, or else tiktoken's encoding of GPT-2
     return checkpoint, tokenizer, device, dtype
 

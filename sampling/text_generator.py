@@ -7,7 +7,7 @@ import torch
 from sampling.backends.devices import choose_device, choose_dtype
 from sampling.backends.prepare import converter
 from sampling.backends.process import max_batch_size
-from sampling.checkpoints.by_name import load_by_name
+from sampling.checkpoints.nanogpt import load_by_name
 from sampling.generation.assembly import LoadedModel, assemble
 from sampling.generation.engine import Engine
 from sampling.inputs.prompts import make_requests

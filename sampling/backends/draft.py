@@ -7,8 +7,8 @@ import torch
 from model import GPTConfig
 from sampling.backends.backend import Backend, num_step_weights
 from sampling.backends.prepare import prepare_backend
-from sampling.checkpoints.by_name import load_by_name
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
+from sampling.checkpoints.nanogpt import load_by_name
 from sampling.log import Log, warn
 from sampling.params import ModelOptions
 

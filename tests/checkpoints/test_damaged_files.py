@@ -11,7 +11,7 @@ import torch
 from attacks import write_settled
 from models import make_gpt, make_transformers_gpt2, save_checkpoint
 from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.by_name import load_by_name
+from sampling.checkpoints.nanogpt import load_by_name
 
 SMALL = dict(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5, bias=False)
 KINDS = ["ckpt.pt", "old ckpt.pt", "model.safetensors", "pytorch_model.bin", "config.json"]

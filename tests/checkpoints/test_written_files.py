@@ -58,9 +58,8 @@ def test_a_load_beside_a_writer_is_one_whole_save(pause, options, writer):
 def test_a_file_that_is_never_complete_is_an_error_that_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "MAX_WAIT", 0.2)
     path, log = save_checkpoint(tmp_path, make_gpt()), []
-    path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"ckpt.pt is being written, and was never complete for 0.2 seconds"):
-        load_checkpoint(path, log=log.append)
+        load_checkpoint(path, lambda weight: os.utime(path) or weight, log=log.append)
     assert log == [f"{path} is being written: waiting"]
 
 

@@ -14,7 +14,7 @@ from oracles import nanogpt_samples
 from recorded_graphs import NEEDS_GPU
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.eager import EagerBackend
-from sampling.checkpoints.state_dict import count_init_draws
+from sampling.checkpoints.build import count_init_draws
 from sampling.generation.engine import Engine
 from sampling.sampler.sampler import NOT_FINITE
 
