@@ -6,7 +6,7 @@ from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint, Convert
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 
 def load_pretrained(init_from: str, convert: Convert | None = None, with_crc32: bool = False,

@@ -14,7 +14,7 @@ from sampling.checkpoints.checkpoint import Checkpoint, Convert, IncompleteFileE
 from sampling.checkpoints.other_programs import identify_state_dict, refuse_other_programs
 from sampling.checkpoints.state_dict import EMBEDDING, HEAD, read_model, require_tensors
 from sampling.checkpoints.torch_file import StoredTensor, TensorFile, as_damage, raw_tensor_file, read_torch_file
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",

@@ -10,7 +10,7 @@ from sampling.checkpoints.huggingface import is_safetensors, read_safetensors
 from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, refuse_other_programs
 from sampling.checkpoints.state_dict import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, require_tensors
 from sampling.checkpoints.torch_file import ForbiddenNameError, StoredTensor, TensorFile, fields_of, read_torch_file
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 PROJECT = Path(__file__).resolve().parents[2]
 MODEL_KEYS = "model", "model_state_dict"

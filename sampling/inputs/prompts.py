@@ -13,7 +13,7 @@ from functools import reduce
 from itertools import chain, count
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.log import Log
+from sampling.messages import Log
 from sampling.params import Prompt, SampleRequest, SamplingParams
 
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts

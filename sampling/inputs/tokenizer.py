@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sampling.log import Log
+from sampling.messages import Log
 
 if TYPE_CHECKING: # it imports torch, which takes a second
     from sampling.checkpoints.checkpoint import Checkpoint
