@@ -13,15 +13,14 @@ from types import SimpleNamespace
 
 from configurator import override
 from sampling.backends.process import max_batch_size, peak_memory, shorten_spinning
-from sampling.compatibility import ALIASES, training_settings
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource, log_cropped, log_trailing_space, warn_about_stop_texts
+from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs, open_outputs
 from sampling.outputs.printer import Printer
 from sampling.outputs.progress import Progress
-from sampling.params import ModelOptions, SamplingParams, choose_seed
-from sampling.validation import check_settings
+from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model

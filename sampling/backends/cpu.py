@@ -14,7 +14,7 @@ from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend, estimate_bytes_per_row
 from sampling.backends.cpu_runtime import compile_kernels, run
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 NO_VECTOR, NO_MATRIX = np.empty(0, np.float32), np.empty((1, 0), np.float32)
 GELU = {"none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from model import GPT, Block, KVCache, linear_dtype
 from sampling.backends.backend import Backend, estimate_bytes_per_row
 from sampling.backends.cuda_graphs import GraphSet, SelfCheck
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
 HEAD_MULTIPLE = 64 # GPUs multiply half-precision matrices of other sizes more slowly; GPT-2's vocabulary is 50257

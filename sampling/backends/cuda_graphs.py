@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sampling.log import Log
-from sampling.out_of_memory import is_out_of_memory
+from sampling.messages import Log, is_out_of_memory
 
 # The largest logits_error that rounding explains; a wrong key, mask or position gives more.
 TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05

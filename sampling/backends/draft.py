@@ -9,7 +9,7 @@ from sampling.backends.backend import Backend, num_step_weights
 from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.nanogpt import load_by_name
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 from sampling.params import ModelOptions
 
 # A step of one row mostly waits for memory: it reads all weights. Each layer also takes time for norms, attention and

@@ -13,8 +13,7 @@ from sampling.backends.eager import EagerBackend
 from sampling.backends.process import disable_malloc_trim
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.log import Log, warn
-from sampling.out_of_memory import is_out_of_memory
+from sampling.messages import Log, is_out_of_memory, warn
 from sampling.params import ModelOptions
 
 DEFAULT_OPTIONS = ModelOptions()

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sampling.log import Log
-from sampling.out_of_memory import is_out_of_memory
+from sampling.messages import Log, is_out_of_memory
 
 Convert = Callable[[Any], Any] # from a float32 tensor; this module must not import torch, which takes a second
 MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds

@@ -12,7 +12,7 @@ from sampling.checkpoints.build import EMBEDDING, HEAD, build_gpt, read_model, r
 from sampling.checkpoints.checkpoint import Checkpoint, Convert
 from sampling.checkpoints.other_programs import read_own_file, refuse_own_tensors
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",

@@ -13,7 +13,7 @@ from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, read_own_file
 from sampling.checkpoints.pickles import StoredTensor, fields_of
 from sampling.checkpoints.tensor_files import TensorFile
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 PROJECT = Path(__file__).resolve().parents[2]
 MODEL_KEYS = "model", "model_state_dict"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sampling.checkpoints.checkpoint import DamagedFileError, RejectedFileError, first_sentence, require
-from sampling.out_of_memory import is_out_of_memory
+from sampling.messages import is_out_of_memory
 
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of them.
 MAX_PICKLE_BYTES = 2**23

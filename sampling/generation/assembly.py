@@ -11,7 +11,7 @@ from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.speculation import Speculation
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 from sampling.params import ModelOptions
 from sampling.sampler.row_streams import draws_like_multinomial
 

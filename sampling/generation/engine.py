@@ -12,12 +12,10 @@ from sampling.generation.assembly import LoadedModel
 from sampling.generation.batching import group_by_length, next_batch, visible_prompt
 from sampling.generation.decode import Decoder, Step
 from sampling.generation.detokenizer import IncrementalDetokenizer
-from sampling.log import Log, warn
-from sampling.out_of_memory import is_out_of_memory
-from sampling.params import Sample, SampleRequest, SamplingParams
+from sampling.messages import Log, is_out_of_memory, warn
+from sampling.params import Sample, SampleRequest, SamplingParams, check_exact
 from sampling.sampler.row_streams import RunStream
 from sampling.sampler.sampler import NOT_FINITE, Sampler
-from sampling.validation import check_exact
 
 MAX_FLUSH_STEPS = 16 # between two copies of tokens to the host
 MAX_FLUSH_SECONDS = 0.03 # the same while streaming: text that comes sooner does not look smoother

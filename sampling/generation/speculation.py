@@ -13,7 +13,7 @@ from torch import Tensor
 from sampling.backends.backend import Backend, Cache
 from sampling.backends.draft import Draft
 from sampling.generation.decode import Decoder, Step, crop
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 from sampling.sampler.row_streams import RowStreams
 from sampling.sampler.sampler import Sampler, are_valid
 

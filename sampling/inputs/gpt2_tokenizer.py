@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 
 from sampling.checkpoints.checkpoint import first_sentence, read_json
 from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 HOST = "https://openaipublic.blob.core.windows.net"

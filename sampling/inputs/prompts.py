@@ -14,7 +14,7 @@ from itertools import chain, count
 
 from sampling.checkpoints.checkpoint import require
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.log import Log
+from sampling.messages import Log
 from sampling.params import Prompt, SampleRequest, SamplingParams
 
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts

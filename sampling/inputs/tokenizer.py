@@ -5,7 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sampling.log import Log
+from sampling.messages import Log
 
 if TYPE_CHECKING: # it imports torch, which takes a second
     from sampling.checkpoints.checkpoint import Checkpoint

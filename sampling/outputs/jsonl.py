@@ -10,8 +10,7 @@ from typing import Any
 from sampling.inputs.prompts import MULTI_KINDS, RESULT_FIELDS, parse_start
 from sampling.outputs.console import is_tty, log_replacements, sanitize
 from sampling.outputs.output_file import append, check_not_removed, open_output
-from sampling.params import Sample, SampleRequest, Token
-from sampling.validation import as_list
+from sampling.params import Sample, SampleRequest, Token, as_list
 
 VERSION = 2 # of the fields of a line; lines of version 1 have no such field
 VERSION_1_FIELDS = {"sample", "tokens", "ended", "logprob"}

@@ -17,7 +17,7 @@ from sampling.backends.cuda_graphs import capture_graph, logits_error, tolerance
 from sampling.backends.prepare import cast_linears
 from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.out_of_memory import is_out_of_memory
+from sampling.messages import is_out_of_memory
 from sampling.sampler.row_streams import draws_like_multinomial
 from streams import decode, normal, random_prompt
 

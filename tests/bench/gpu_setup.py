@@ -13,7 +13,7 @@ from sampling.backends.prepare import cast_linears, choose_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
-from sampling.log import Log
+from sampling.messages import Log
 from sampling.params import ModelOptions, Prompt, SampleRequest, SamplingParams
 
 SEED = 1337

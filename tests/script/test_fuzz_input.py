@@ -17,7 +17,7 @@ from fuzzing import fuzz, ids, literals
 from project import PROJECT
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.prompts import PromptSource
-from sampling.validation import check_settings
+from sampling.params import check_settings
 
 # ---- settings
 
