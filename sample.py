@@ -7,8 +7,12 @@
 The samples go to standard output, everything else to standard error. Arguments apply from left to right:
 settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
 """
+import inspect
+import os
 import sys
 from types import SimpleNamespace
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
 from sampling.backends.process import pause_garbage_collection, resume_garbage_collection, shorten_spinning
@@ -149,13 +153,20 @@ def num_steps(settings, num_total):
     return None if num_total is None else -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens
 
 
-if __name__ == '__main__':
-    setup_console(is_main=Workers().is_main)
+def command(owns_process=True):
+    """Run with the command line's arguments. owns_process: nothing else goes on in this process, which ends at once."""
+    setup_console(Workers().is_main, owns_process)
     with report_user_errors(status=2):
         settings = SimpleNamespace(**override(globals(), sys.argv[1:], validate=check_settings, log=log,
                                               aliases=ALIASES, ignore=training_settings))
-    shorten_spinning() # this and the next call must run before torch is imported
-    pause_garbage_collection()
+    if owns_process:
+        shorten_spinning() # this and the next call must run before torch is imported
+        pause_garbage_collection()
     with report_user_errors():
         main(settings)
-    hard_exit()
+    if owns_process:
+        hard_exit()
+
+
+if __name__ == '__main__':
+    command(owns_process=inspect.currentframe().f_back is None) # a notebook's %run and runpy call this file, and go on

@@ -7,9 +7,9 @@ reads the request from the channel, and writes the process id and later the exit
 is closed. The runs cache the bytecode of the project's modules in FOLDER, so that only the first run compiles them.
 """
 import gc
+import importlib
 import json
 import os
-import runpy
 import signal
 import socket
 import struct
@@ -95,4 +95,4 @@ if __name__ == "__main__":
     sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[2], False
     gc.freeze() # the forks share these objects, because their garbage collectors do not write to them
     become(*serve(socket.socket(fileno=int(sys.argv[1]))))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    importlib.import_module(os.path.splitext(os.path.basename(sys.argv[0]))[0]).command()

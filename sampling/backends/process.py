@@ -40,6 +40,7 @@ def pause_garbage_collection() -> None:
 
 
 def resume_garbage_collection() -> None:
-    """Enable the garbage collector again. It skips all objects that exist now (gc.freeze)."""
-    gc.freeze()
-    gc.enable()
+    """Enable the garbage collector again, if it was paused. It skips all objects that exist now (gc.freeze)."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()

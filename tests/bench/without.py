@@ -2,7 +2,6 @@
 
     python tests/bench/without.py OPTIMISATION [SETTING ...]
 """
-import runpy
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -75,4 +74,5 @@ if __name__ == "__main__":
         from sampling.backends import process
         process.shorten_spinning()
     OPTIMISATIONS[optimisation]()
-    runpy.run_path(str(PROJECT / "sample.py"), run_name="__main__")
+    import sample
+    sample.command()
