@@ -8,8 +8,12 @@ The samples go to standard output, everything else to standard error. Arguments 
 settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
 """
 import gc
+import inspect
+import os
 import sys
 from types import SimpleNamespace
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
 from sampling.backends.process import max_batch_size, peak_memory, shorten_spinning
@@ -102,8 +106,9 @@ def main(settings):
             requests = outputs.resume(prompts.requests(tokenizer, settings.num_samples))
             requests = log_cropped(requests, tokenizer, model.backend.config.block_size, log)
             requests = log_trailing_space(requests, tokenizer, log)
-    gc.freeze() # the collector need not look at what exists by now
-    gc.enable()
+    if not gc.isenabled():
+        gc.freeze() # the collector need not look at what exists by now
+        gc.enable()
 
     with torch.no_grad(), model.autocast():
         longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
@@ -153,13 +158,20 @@ def num_steps(settings, num_total):
     return None if num_total is None else -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens
 
 
-if __name__ == '__main__':
-    setup_console(is_main=Workers().is_main)
+def command(owns_process=True):
+    """Run with the command line's arguments. owns_process: nothing else goes on in this process, which ends at once."""
+    setup_console(Workers().is_main, owns_process)
     with report_user_errors(status=2):
         settings = SimpleNamespace(**override(globals(), sys.argv[1:], validate=check_settings, log=log,
                                               aliases=ALIASES, ignore=training_settings))
-    shorten_spinning() # before torch is imported
-    gc.disable() # looking for garbage takes 0.15 s while torch and the model are loaded, and there is none
+    if owns_process:
+        shorten_spinning() # before torch is imported
+        gc.disable() # looking for garbage takes 0.15 s while torch and the model are loaded, and there is none
     with report_user_errors():
         main(settings)
-    hard_exit()
+    if owns_process:
+        hard_exit()
+
+
+if __name__ == '__main__':
+    command(owns_process=inspect.currentframe().f_back is None) # a notebook's %run and runpy call this file, and go on

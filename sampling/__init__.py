@@ -9,6 +9,8 @@
 The samples are those of sample.py with the same settings. Importing this package does not import torch; load does.
 """
 import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sampling.params import ModelOptions, Sample, SamplingParams, Token
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator
 
 __all__ = ["Sample", "SamplingParams", "Token", "load"]
+
+# load imports model.py, which lies beside this package in a checkout, and in nanogpt_sample where pip installed it.
+ABOVE = Path(__file__).resolve().parent.parent
+INSTALLED = ABOVE / "nanogpt_sample"
+sys.path.insert(0, str(INSTALLED if INSTALLED.is_dir() else ABOVE))
 
 
 def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", compile: bool = False,

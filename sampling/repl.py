@@ -56,14 +56,18 @@ def run_repl(engine: Engine, printer: Printer, start: str) -> None:
     keep_invalid_bytes()
     set_progress_bar(None) # a progress bar would mix with what the user types
     session = Session(replace(engine, stream=True, on_tokens=lambda num_tokens: None), printer)
+    handler = signal.getsignal(signal.SIGINT)
     session.record_interrupts()
     if is_tty(sys.stdin):
         log(GREETING)
-    with line_editing():
-        if start != DEFAULT_START:
-            session.respond(repr(start)) # quoted, because respond parses it again
-        while (line := session.read_line()) not in (None, *QUIT):
-            session.respond(line)
+    try:
+        with line_editing():
+            if start != DEFAULT_START:
+                session.respond(repr(start)) # quoted, because respond parses it again
+            while (line := session.read_line()) not in (None, *QUIT):
+                session.respond(line)
+    finally:
+        signal.signal(signal.SIGINT, handler) # a notebook goes on
 
 
 @dataclass

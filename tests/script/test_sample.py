@@ -1,134 +1,149 @@
-"""The whole script: what it prints, and that its samples equal nanoGPT's."""
+"""What the script prints: the samples of nanoGPT and of transformers, and nothing else on standard output."""
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from models import CHARS, SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
-from oracles import nanogpt_samples
-from project import PROJECT, RULE, SCRIPT
+from hf_tokenizers import KINDS, save_tokenizer
+from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
+from oracles import nanogpt_generate, nanogpt_samples
+from project import RULE
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 
-FAST = "--num_samples=1", "--max_new_tokens=5"
-BUSY = "import time; end = time.monotonic() + 300\nwhile time.monotonic() < end: pass" # a program that uses a core
-needs_gomp = pytest.mark.skipif(not list(Path(torch.__file__).parent.glob("lib*/*gomp*")), reason="this torch has another OpenMP")
+FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
+slow = pytest.mark.slow
 
 
-def expected_text(model, prompt, **sampling):
-    """What nanoGPT prints for a character-level model: all samples, each followed by the rule."""
+def printed(texts):
+    """What the script prints for these samples."""
+    return "".join(f"{text}\n{RULE}\n" for text in texts)
+
+
+def nanogpt_output(model, prompt, **sampling):
+    """What nanoGPT prints for a character-level model."""
     ids = [CHARS.index(char) for char in prompt]
     samples = nanogpt_samples(nanogpt_args(model.config), model.state_dict(), prompt=ids, **sampling)
-    return "".join("".join(CHARS[i] for i in sample) + f"\n{RULE}\n" for sample in samples)
+    return printed("".join(CHARS[i] for i in sample) for sample in samples)
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+# ---- nanoGPT's text
+
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
 def test_samples_equal_nanogpts_with_any_batch_size(run_script, char_checkpoint, batch_size):
-    done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=4", "--max_new_tokens=30", "--start=The ", "--top_k=30",
-                  "--temperature=0.9", "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
+    done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=4", "--max_new_tokens=30", "--start=The ",
+                      "--top_k=30", "--temperature=0.9", "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == expected_text(make_gpt(), "The ", seed=5, num_samples=4, max_new_tokens=30, top_k=30, temperature=0.9)
+    assert done.stdout == nanogpt_output(make_gpt(), "The ", seed=5, num_samples=4, max_new_tokens=30, top_k=30,
+                                         temperature=0.9)
 
 
 def test_samples_with_default_settings_equal_nanogpts(run_script, tmp_path):
-    model = make_gpt(n_layer=1) # 5000 tokens take nanoGPT long
+    """In a new process, whose 5000 tokens are enough for the loops."""
+    model = make_gpt(n_layer=1)
     save_checkpoint(tmp_path, model)
     done = run_script(f"--out_dir={tmp_path}", "--device=cpu", separate=True)
-    assert done.stdout == expected_text(model, "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200, temperature=0.8)
+    assert done.stdout == nanogpt_output(model, "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200,
+                                         temperature=0.8)
 
 
-@needs_gomp
-@pytest.mark.skipif(os.cpu_count() > 16 or not Path("/proc/loadavg").exists(), reason="too many cores to keep busy, or not Linux")
-def test_waiting_threads_sleep_if_other_programs_use_the_cores(run_script, char_checkpoint):
-    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(os.cpu_count())]
-    try:
-        done = run_script(f"--out_dir={char_checkpoint}", *FAST, "--device=cpu", OMP_DISPLAY_ENV="verbose")
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    assert "GOMP_SPINCOUNT = '0'" in done.stderr
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_exact_prints_nanogpts_samples_in_any_dtype(run_script, char_checkpoint, dtype):
+    model, idx = make_gpt(), torch.tensor([[CHARS.index("O")]])
+    torch.manual_seed(1337)
+    type(model)(model.config) # nanoGPT initialises a model before it samples
+    with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"), torch.no_grad():
+        samples = [nanogpt_generate(model, idx, 30, 0.8, 200)[0].tolist() for _ in range(3)]
+    done = run_script(f"--out_dir={char_checkpoint}", "--start=O", "--num_samples=3", "--max_new_tokens=30", "--exact",
+                      "--device=cpu", f"--dtype={dtype}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == printed("".join(CHARS[i] for i in ids) for ids in samples)
 
 
-@pytest.mark.slow
-@needs_gomp
-@pytest.mark.parametrize("variables, spin_count", [({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")], ids=str)
-def test_the_users_own_settings_of_waiting_threads_stay(run_script, char_checkpoint, variables, spin_count):
-    done = run_script(f"--out_dir={char_checkpoint}", *FAST, "--device=cpu", OMP_DISPLAY_ENV="verbose", **variables)
-    assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
+def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoint, tmp_path):
+    """Prompts of different lengths, and samples longer than the window."""
+    (tmp_path / "prompts.txt").write_text("The \nO\nWhat is it?\naaaaaaaaaaaaaaa\nAnd then they all went home. ")
+    run = (f"--out_dir={char_checkpoint}", "--device=cpu", "--dtype=int8", "--start=LINES:prompts.txt",
+           "--num_samples=2", "--max_new_tokens=20", "--context_shift")
+    outputs = [run_script(*run, f"--batch_size={size}", cwd=tmp_path) for size in (1, 4, None)]
+    assert outputs[0].stdout == outputs[1].stdout == outputs[2].stdout
+    assert outputs[0].stdout.count(RULE) == 10 and "on cpu in int8\n" in outputs[0].stderr
 
+
+@pytest.mark.parametrize("draft", ["model", "other", "int8"])
+def test_a_draft_changes_no_sample_and_a_line_counts_its_proposals(run_script, tmp_path, draft):
+    save_checkpoint(tmp_path / "model", make_gpt(n_layer=4))
+    save_checkpoint(tmp_path / "other", make_gpt(seed=2, n_layer=1))
+    run = "--out_dir=model", "--num_samples=3", "--max_new_tokens=14", "--batch_size=1", "--start=A", "--device=cpu"
+    plain, done = run_script(*run, cwd=tmp_path), run_script(*run, f"--draft={draft}", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == plain.stdout and plain.stdout.count(RULE) == 3, done.stderr
+    assert re.search(r"acceptance rate of the draft: \d+ % \(\d+ of \d+ tokens\)|the draft is off", done.stderr)
+
+
+@slow
+@pytest.mark.parametrize("n_layer, num_samples, batch_size", [(2, 3, 2), (1, 9, 9)])
+def test_compile_compiles_everything_before_the_first_sample(run_script, tmp_path, n_layer, num_samples, batch_size):
+    """Also if the last batch is smaller, and if two axes have the same size."""
+    save_checkpoint(tmp_path, make_gpt(n_layer=n_layer))
+    run = (f"--out_dir={tmp_path}", f"--num_samples={num_samples}", f"--batch_size={batch_size}",
+           "--max_new_tokens=25", "--start=ROMEO:", "--device=cpu")
+    done = run_script(*run, "--compile", TORCH_LOGS="recompiles")
+    assert done.returncode == 0, done.stderr
+    before, _, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
+    assert "Recompiling" in before and "Recompiling" not in after
+    assert done.stdout == run_script(*run).stdout
+
+
+# ---- transformers' text
 
 @pytest.mark.parametrize("sampling", [
-    pytest.param(dict(top_k=200), marks=pytest.mark.slow), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=str)
+    dict(top_k=200), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=["top_k", "others"])
 def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_folder, gpt2_encoding, sampling):
     tokenizer, theirs = GPT2Tokenizer(), make_transformers_gpt2()
     idx = torch.tensor([tokenizer.encode("Hello, I'm a")])
     torch.manual_seed(3)
-    expected = [theirs.generate(idx, do_sample=True, max_new_tokens=25, temperature=0.8, eos_token_id=None, pad_token_id=0,
-                                **sampling)[0].tolist() for _ in range(3)]
-    done = run_script(f"--init_from={gpt2_folder}", "--start=Hello, I'm a", "--num_samples=3", "--max_new_tokens=25", "--seed=3",
-                  "--batch_size=2", "--device=cpu", *(f"--{name}={value}" for name, value in sampling.items()))
-    assert done.stdout == "".join(f"{tokenizer.decode(ids)}\n{RULE}\n" for ids in expected)
+    expected = [theirs.generate(idx, do_sample=True, max_new_tokens=25, temperature=0.8, eos_token_id=None,
+                                pad_token_id=0, **sampling)[0].tolist() for _ in range(3)]
+    done = run_script(f"--init_from={gpt2_folder}", "--start=Hello, I'm a", "--num_samples=3", "--max_new_tokens=25",
+                      "--seed=3", "--batch_size=2", "--device=cpu", *(f"--{k}={v}" for k, v in sampling.items()))
+    assert done.stdout == printed(map(tokenizer.decode, expected))
+    assert f"{gpt2_folder} has no tokenizer of its own: using GPT-2's encoding" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", *(pytest.param(kind, marks=slow) for kind in KINDS[4:])])
+def test_a_model_with_its_own_tokenizer_prints_the_text_of_transformers(kind, run_script, tmp_path):
+    from transformers import AutoTokenizer
+    model = make_transformers_gpt2(vocab_size=save_tokenizer(kind, tmp_path), n_positions=64)
+    model.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    prompt = tokenizer("The world is", add_special_tokens=False, return_token_type_ids=False, return_tensors="pt")
+    torch.manual_seed(3)
+    ids = [model.generate(**prompt, do_sample=True, max_new_tokens=25, temperature=0.8, top_k=50, eos_token_id=None,
+                          pad_token_id=0)[0] for _ in range(3)]
+    done = run_script(f"--init_from={tmp_path}", "--start=The world is", "--num_samples=3", "--max_new_tokens=25",
+                      "--seed=3", "--top_k=50", "--device=cpu", TIKTOKEN_CACHE_DIR=str(tmp_path / "nothing"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == printed(tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids)
+
+
+# ---- vocabularies
+
+@pytest.mark.parametrize("place", ["out", "data/letters"])
+def test_a_ckpt_pt_with_a_tokenizer_beside_it_or_in_its_data_set(place, run_script, tmp_path):
+    size = save_tokenizer("byte-level", tmp_path / place)
+    save_checkpoint(tmp_path / "out", make_gpt(vocab_size=size), meta=False)
+    done = run_script("--start=Hello world", *FAST, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("Hello world"), done.stderr
 
 
 def test_the_script_finds_nanogpts_data_folder_from_another_folder(run_script, tmp_path):
     save_checkpoint(tmp_path / "nanoGPT" / "out-letters", make_gpt(), meta=False)
     save_meta(tmp_path / "nanoGPT" / "data" / "letters" / "meta.pkl")
     (tmp_path / "elsewhere").mkdir()
-    expected = expected_text(make_gpt(), "The ", seed=5, num_samples=1, max_new_tokens=5, top_k=200, temperature=0.8)
-    done = run_script(f"--out_dir={tmp_path / 'nanoGPT' / 'out-letters'}", *FAST, "--start=The ", "--seed=5", "--device=cpu", cwd=tmp_path / "elsewhere")
-    assert done.stdout == expected, done.stderr
-
-
-def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint):
-    done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=5", "--start=AB")
-    assert re.fullmatch(rf"(AB[^-]{{5}}\n{RULE}\n){{3}}", done.stdout)
-    assert "num_samples=3" in done.stderr and "parameters" in done.stderr and "tokens/s" in done.stderr
-
-
-@pytest.mark.parametrize("arguments, prompt", [
-    pytest.param(["--start=123"], "123", marks=pytest.mark.slow),
-    pytest.param(["--start=a=b"], "a=b", marks=pytest.mark.slow),
-    pytest.param(['--start="\\n"'], "\n", marks=pytest.mark.slow),
-    pytest.param(["--start", "two words"], "two words", marks=pytest.mark.slow),
-    pytest.param(["--temperature=1"], "\n", marks=pytest.mark.slow),
-    (["--temperature=0"], "\n"),
-    pytest.param(["--top_k=None"], "\n", marks=pytest.mark.slow),
-    pytest.param(["--top_k=0"], "\n", marks=pytest.mark.slow),
-    pytest.param(["--top-k", "5"], "\n", marks=pytest.mark.slow),
-    pytest.param(["--seed=-1"], "\n", marks=pytest.mark.slow),
-    (["--context_shift", "--start=A", "--seed=-1"], "A"),
-    (["--dtype=bfloat16"], "\n"),
-    (["--dtype=float16"], "\n"),
-    (["--start=FILE:prompt.txt"], "Zürich\nis"),
-    pytest.param(["--start=FILE:-"], "piped", marks=pytest.mark.slow),
-    (["one.py", "--num_samples=1"], "one"),
-    pytest.param(["one.py", "two.py"], "two", marks=pytest.mark.slow),
-    pytest.param(["config/greedy.py"], "\n", marks=pytest.mark.slow),
-], ids=str)
-def test_valid_settings_run(run_script, tmp_path, arguments, prompt):
-    save_checkpoint(tmp_path / "out", make_gpt(vocab_size=80))
-    save_meta(tmp_path / "out" / "meta.pkl", CHARS + "=ü0123456789")
-    (tmp_path / "prompt.txt").write_bytes("Zürich\r\nis".encode())
-    (tmp_path / "one.py").write_text("num_samples = 2\nstart = 'one'\n")
-    (tmp_path / "two.py").write_text("num_samples = 1\nstart = 'two'\n")
-    done = run_script(*FAST, *arguments, cwd=tmp_path, stdin=b"piped")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(prompt) and len(done.stdout) == len(prompt) + 5 + len(f"\n{RULE}\n")
-
-
-def test_0_new_tokens_print_the_prompt(run_script, char_checkpoint):
-    assert run_script(f"--out_dir={char_checkpoint}", "--max_new_tokens=0", "--num_samples=2", "--start=Hi").stdout == f"Hi\n{RULE}\n" * 2
-
-
-def test_top_k_none_0_and_the_vocabulary_size_keep_all_tokens(run_script, char_checkpoint):
-    run = f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=40"
-    off = [run_script(*run, f"--top_k={k}").stdout for k in ("None", 0, 61)]
-    assert off[0] == off[1] == off[2] != run_script(*run, "--top_k=2").stdout
+    done = run_script(f"--out_dir={tmp_path / 'nanoGPT' / 'out-letters'}", *FAST, "--start=The ", "--seed=5",
+                      cwd=tmp_path / "elsewhere")
+    assert done.stdout == nanogpt_output(make_gpt(), "The ", seed=5, num_samples=1, max_new_tokens=5, top_k=200,
+                                         temperature=0.8), done.stderr
 
 
 def test_a_checkpoint_without_a_vocabulary_uses_gpt2s_encoding(needs_gpt2_encoding, run_script, tmp_path):
@@ -148,59 +163,152 @@ def test_ids_beyond_the_vocabulary_are_printed_as_replacement_characters(run_scr
     assert run_script(f"--out_dir={tmp_path}", "--start=A", *FAST).stdout == f"A{'�' * 5}\n{RULE}\n"
 
 
-@pytest.mark.parametrize("chars", ["a", "ACGT"])
-def test_the_page_of_a_model_with_few_tokens_shows_all_tokens_as_alternatives(run_script, tmp_path, chars):
-    save_checkpoint(tmp_path, make_gpt(vocab_size=len(chars)), meta=False)
-    save_meta(tmp_path / "meta.pkl", chars)
-    done = run_script(f"--out_dir={tmp_path}", f"--start={chars}", *FAST, f"--html_file={tmp_path / 'a.html'}")
-    assert done.returncode == 0 and done.stdout.startswith(chars), done.stderr
-    tokens = json.loads(re.search(r'<script type="application/json">(.*?)</script>', (tmp_path / "a.html").read_text())[1])
-    assert len(tokens) == 5 and all(len(token) == 2 + 2 * len(chars) for token in tokens)
+# ---- settings, prompts and messages
 
-
-@pytest.mark.slow # test_eager.py compiles in the quick run
-@pytest.mark.parametrize("n_layer, num_samples, batch_size", [(2, 3, 2), (1, 9, 9)])
-def test_compile_compiles_everything_before_the_first_sample(run_script, tmp_path, n_layer, num_samples, batch_size):
-    """Also if the last batch is smaller, and if two axes have the same size."""
-    save_checkpoint(tmp_path, make_gpt(n_layer=n_layer))
-    arguments = (f"--out_dir={tmp_path}", f"--num_samples={num_samples}", f"--batch_size={batch_size}", "--max_new_tokens=25",
-                 "--start=ROMEO:")
-    done = run_script(*arguments, "--compile", TORCH_LOGS="recompiles")
+@pytest.mark.parametrize("arguments, prompt", [
+    (["--start=a=b"], "a=b"),
+    (["--start", "two words"], "two words"),
+    (["--start=FILE:prompt.txt"], "Zürich\nis"),
+    (["--start=FILE:-"], "piped"),
+    (["--temperature=0"], "\n"),
+    (["--top-k", "5", "--seed=-1"], "\n"),
+    (["--context_shift", "--max_new_tokens=20", "--top_k=None"], "\n"),
+    (["--dtype=bfloat16"], "\n"),
+    (["one.py", "two.py"], "two"),
+    (["one.py", "--num_samples=1", "--start=three"], "three"),
+], ids=str)
+def test_valid_settings_run(run_script, tmp_path, arguments, prompt):
+    save_checkpoint(tmp_path / "out", make_gpt(vocab_size=80))
+    save_meta(tmp_path / "out" / "meta.pkl", CHARS + "=ü0123456789")
+    (tmp_path / "prompt.txt").write_bytes("Zürich\r\nis".encode())
+    (tmp_path / "one.py").write_text("num_samples = 2\nstart = 'one'\n")
+    (tmp_path / "two.py").write_text("num_samples = 1\nstart = 'two'\n")
+    done = run_script(*FAST, *arguments, cwd=tmp_path, stdin=b"piped")
+    num_tokens = 20 if "--max_new_tokens=20" in arguments else 5
     assert done.returncode == 0, done.stderr
-    before, _, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
-    assert "Recompiling" in before and "Recompiling" not in after
-    assert done.stdout == run_script(*arguments).stdout
+    assert done.stdout.startswith(prompt) and len(done.stdout) == len(prompt) + num_tokens + len(f"\n{RULE}\n")
 
 
-LITTLE_MEMORY = """
-import resource, runpy, sys, torch
-torch.ones(2, 2) @ torch.ones(2, 2)
-used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
-resource.setrlimit(resource.RLIMIT_AS, (used + 400 * 2**20, -1))
-sys.path[0] = sys.argv[0].rpartition("/")[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=5", "--start=AB")
+    assert re.fullmatch(rf"(AB[^-]{{5}}\n{RULE}\n){{3}}", done.stdout)
+    assert "num_samples=3" in done.stderr and "parameters" in done.stderr and "tokens/s" in done.stderr
 
 
-@pytest.mark.slow # generation/test_engine_failures.py has the same without a process
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
-def test_out_of_memory_halves_the_batch(run_script, tmp_path):
-    save_checkpoint(tmp_path, make_gpt(n_layer=4, n_embd=128, block_size=1024))
-    settings = [f"--out_dir={tmp_path}", "--start=" + "a" * 1000, "--max_new_tokens=3", "--num_samples=128"]
-    code = f"import sys; sys.argv = {[str(SCRIPT), *settings, '--batch_size=128']!r}\n{LITTLE_MEMORY}"
-    env = {**os.environ, "MALLOC_ARENA_MAX": "1"} # each arena of a thread takes 128 MB of the address space
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, env=env)
-    assert done.returncode == 0, done.stderr
-    assert "out of memory with 128 samples at once: continuing with 64" in done.stderr
-    assert done.stdout == run_script(*settings, "--batch_size=16").stdout
+def test_0_new_tokens_print_the_prompt(run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", "--max_new_tokens=0", "--num_samples=2", "--start=Hi")
+    assert done.stdout == printed(["Hi", "Hi"])
 
 
-@pytest.mark.slow
-def test_a_prompt_of_ten_megabytes_is_printed_in_full(run_script, char_checkpoint, tmp_path):
-    """The model sees only its last tokens, but the script prints all of it."""
-    prompt = ("To be, or not to be: that is the question.\n" * 250_000)[-10_000_000:]
-    (tmp_path / "long.txt").write_text(prompt)
-    printed = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start=FILE:{tmp_path / 'long.txt'}").stdout
-    end = prompt[-SHAPE["block_size"]:]
-    assert printed.startswith(prompt)
-    assert printed[len(prompt) - len(end):] == run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start={end}").stdout
+def test_a_sample_ends_where_the_first_of_several_stop_texts_begins(run_script, char_checkpoint, tmp_path):
+    (tmp_path / "stops.py").write_text("stop = ['a', 'e']\n")
+    run = f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=40", "--start=O", "--device=cpu"
+    plain = run_script(*run).stdout.split(f"\n{RULE}\n")[:-1]
+    expected = printed(re.split("[ae]", text)[0] for text in plain)
+    assert expected != printed(plain)
+    for arguments in ["--stop=e", "--stop=a"], ['--stop=["e", "a"]'], ["stops.py"]:
+        assert run_script(*run, *arguments, cwd=tmp_path).stdout == expected
+
+
+@pytest.mark.parametrize("stop, warning", [
+    ("\\n\\n", r"""warning: the stop text '\\n\\n' has a backslash and the letter n; if you mean a newline, write """
+               r"""it in quotes: "\n\n", and in a shell --stop='"\n\n"'"""),
+    ("<|endoftext|>", "meta.pkl never produces this text"),
+], ids=["backslash", "not-in-the-vocabulary"])
+def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoint, stop, warning):
+    done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--stop={stop}", "--stop=e")
+    assert done.returncode == 0 and done.stderr.count("warning: ") == 1 and warning in done.stderr
+
+
+def test_the_batch_size_of_a_training_file_is_ignored(run_script, char_checkpoint, tmp_path):
+    (tmp_path / "train.py").write_text(f"out_dir = {str(char_checkpoint)!r}\nbatch_size = 64\nlearning_rate = 1e-3\n")
+    done = run_script("train.py", *FAST, cwd=tmp_path)
+    assert done.returncode == 0 and "train.py: batch_size is ignored, because this file is for training" in done.stderr
+    assert "batch_size=64" not in done.stderr
+
+
+@pytest.mark.parametrize("start, location, others", [
+    ("FILE:prompt.txt", "", ""), ("LINES:-", "standard input, line 1: ", "; of later prompts too, it sees at most 16")])
+def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_checkpoint, tmp_path, start, location, others):
+    prompt = "A prompt that is longer than the window of the model"
+    (tmp_path / "prompt.txt").write_text(prompt)
+    done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start={start}", cwd=tmp_path, stdin=prompt.encode())
+    line = f"the prompt has 52 tokens, but the model sees only the last 16, which begin with {prompt[-16:]!r}"
+    assert f"{location}{line}{others}" in done.stderr.splitlines()
+    assert done.returncode == 0 and done.stdout.startswith(prompt)
+
+
+# ---- files
+
+def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_script, char_checkpoint, tmp_path):
+    run = f"--out_dir={char_checkpoint}", "--num_samples=2", "--max_new_tokens=30"
+    first = run_script(*run, "--seed=random", "--out_file=a.jsonl", cwd=tmp_path)
+    assert first.returncode == 0 and first.stdout != run_script(*run, "--seed=random").stdout
+    drawn = re.search(r"seed: (\d+), drawn at random; --seed=\1 gives", first.stderr)[1]
+    assert run_script(*run, f"--seed={drawn}").stdout == first.stdout
+    assert [json.loads(line)["seed"] for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [int(drawn)] * 2
+    resumed = run_script(*run, f"--seed={drawn}", "--out_file=a.jsonl", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+
+
+@pytest.mark.parametrize("settings, other, message", [
+    (["--exact", "--dtype=bfloat16"], "--exact=False", "exact is True there, and None here"),
+    (["--dtype=int8"], "--dtype=float32", "dtype is 'int8' there, and 'float32' here"),
+], ids=["exact", "int8"])
+def test_a_run_is_resumed_only_with_the_same_settings(run_script, char_checkpoint, tmp_path, settings, other, message):
+    run = (f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=9", "--device=cpu", "--logprobs=1",
+           "--out_file=a.jsonl", *settings)
+    assert run_script(*run, cwd=tmp_path).returncode == 0
+    whole = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "a.jsonl").write_bytes(whole[:len(whole) * 2 // 3])
+    refused = run_script(*run, other, cwd=tmp_path)
+    assert refused.returncode == 1 and message in refused.stderr
+    assert run_script(*run, cwd=tmp_path).returncode == 0 and (tmp_path / "a.jsonl").read_bytes() == whole
+
+
+def test_a_run_may_be_resumed_with_a_draft(run_script, char_checkpoint, tmp_path):
+    run = (f"--out_dir={char_checkpoint}", "--num_samples=2", "--batch_size=1", "--max_new_tokens=14", "--device=cpu",
+           "--out_file=a.jsonl", "--logprobs=1")
+    assert run_script(*run, cwd=tmp_path).returncode == 0
+    whole = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "a.jsonl").write_bytes(whole.splitlines(keepends=True)[0])
+    assert run_script(*run, f"--draft={char_checkpoint}", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "a.jsonl").read_bytes() == whole
+
+
+def test_lines_of_json_replace_the_samples_on_standard_output(run_script, char_checkpoint, tmp_path):
+    run = f"--out_dir={char_checkpoint}", "--start=O", *FAST, "--logprobs=1"
+    assert run_script(*run, "--out_file=a.jsonl", cwd=tmp_path).returncode == 0
+    done = run_script(*run, "--out_file=-", cwd=tmp_path)
+    assert done.stdout == (tmp_path / "a.jsonl").read_text() and not (tmp_path / "-").exists()
+
+
+def test_overwrite_replaces_a_file_of_other_settings(run_script, char_checkpoint, tmp_path):
+    run = f"--out_dir={char_checkpoint}", "--start=O", *FAST, "--out_file=a.jsonl", "--html_file=a.html"
+    assert run_script(*run, cwd=tmp_path).returncode == 0
+    before = (tmp_path / "a.jsonl").read_bytes()
+    for arguments in ["--seed=5"], ["--seed=5", "--overwrite", "--draft=nowhere/model"]:
+        assert run_script(*run, *arguments, cwd=tmp_path).returncode == 1
+        assert (tmp_path / "a.jsonl").read_bytes() == before
+    assert run_script(*run, "--seed=5", "--overwrite", cwd=tmp_path).returncode == 0
+    assert json.loads((tmp_path / "a.jsonl").read_text())["seed"] == 5
+
+
+# ---- sessions
+
+def test_a_session_prints_the_samples_of_a_run(run_script, char_checkpoint):
+    """With a draft and several stop texts; it warns about stop texts and long prompts, and draws a seed."""
+    run = f"--out_dir={char_checkpoint}", "--max_new_tokens=40", "--device=cpu"
+    expected = run_script(*run, "--start=O", "--num_samples=1", "--stop=e", "--stop=a").stdout
+    typed = b':stop=["e", "a"]\nO\n:stop=\xc2\xa1\n:seed=random\n' + b"O" * 500 + b"\n"
+    done = run_script(*run, "--interactive", f"--draft={char_checkpoint}", stdin=typed)
+    assert done.stdout.startswith(expected) and done.stdout.count(RULE) == 2
+    assert "drawn at random" in done.stderr and "cannot end a sample" in done.stderr and "error" not in done.stderr
+    assert "\nthe prompt has 500 tokens, but the model sees only the last 16, which begin with " in done.stderr
+
+
+def test_an_exact_session_refuses_what_nanogpt_lacks_and_goes_on(run_script, char_checkpoint):
+    run = f"--out_dir={char_checkpoint}", *FAST, "--exact", "--dtype=bfloat16"
+    done = run_script(*run, "--interactive", stdin=b":top_p=0.9\n:temperature=0\nO\n")
+    assert done.stdout == run_script(*run, "--start=O").stdout
+    assert done.stderr.count("error: exact=True does only what nanoGPT does") == 2

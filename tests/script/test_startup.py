@@ -1,72 +1,82 @@
-"""The start of the script: what it imports, and from which folders it runs."""
+"""The start of the script: what it imports, and from where it runs: any folder, pip's command, a notebook."""
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
+from pathlib import Path
 
 import pytest
 
 from models import make_gpt, save_checkpoint
 from project import PROJECT, RULE, SCRIPT
 
-FAST = "--num_samples=1", "--max_new_tokens=5"
+FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
 HEAVY = {"torch", "numpy", "numba", "tiktoken", "transformers", "safetensors", "huggingface_hub", "tqdm", "psutil"}
+HOST = f"""
+import gc, runpy, signal, sys
+for arguments in ["--start=The"], ["--temprature=1"], ["--out_dir=nowhere"], ["--start=The"]:
+    sys.argv = ["sample.py", *sys.argv[1:5], *arguments]
+    try:
+        runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+    except SystemExit as end:
+        print("status", end.code)
+print(gc.isenabled(), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
 
 
-def run_python(*arguments, cwd=PROJECT):
-    """Run a separate Python process."""
+def run(*command, cwd=PROJECT, status=0):
+    """Run a command. Returns its standard output and error."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stderr
+    return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("argument, status", [("--help", 0), ("--temprature=1", 2), ("--top_k=-1", 2)])
 def test_help_and_invalid_settings_do_not_import_torch(argument, status):
-    done = run_python("-X", "importtime", SCRIPT, argument)
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert done.returncode == status and "configurator" in imported
-    assert not {name.partition(".")[0] for name in imported} & HEAVY
-    assert ("--top_k=200" in done.stdout) if status == 0 else (done.stdout == "" and "error: " in done.stderr)
+    printed, messages = run(sys.executable, "-X", "importtime", SCRIPT, argument, status=status)
+    imported = {line.split("|")[-1].strip() for line in messages.splitlines() if line.startswith("import time:")}
+    assert "configurator" in imported and not {name.partition(".")[0] for name in imported} & HEAVY
+    assert ("--top_k=200" in printed) if status == 0 else (printed == "" and "error: " in messages)
 
 
 def test_importing_the_package_imports_no_torch():
-    done = run_python("-c", "import sys, sampling; print(sorted(sys.modules))")
-    assert done.returncode == 0, done.stderr
-    assert not {name for name in HEAVY if f"'{name}'" in done.stdout}
+    modules, _ = run(sys.executable, "-c", "import sys, sampling; print(sorted(sys.modules))")
+    assert not {name for name in HEAVY if f"'{name}'" in modules}
 
 
 def test_importing_the_script_runs_nothing():
-    done = run_python("-c", "import sample; print(sample.temperature)")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0.8\n", "")
+    assert run(sys.executable, "-c", "import sample; print(sample.temperature)") == ("0.8\n", "")
 
 
-@pytest.mark.parametrize("path", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ["absolute", "relative"]), "link"])
-def test_the_script_runs_from_any_folder_and_through_a_symbolic_link(run_script, tmp_path, char_checkpoint, path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sample").symlink_to(SCRIPT)
-    save_checkpoint(tmp_path / "elsewhere" / "out", make_gpt())
+def test_the_script_runs_from_any_folder_and_through_a_symbolic_link(run_script, char_checkpoint, tmp_path):
+    (tmp_path / "link").symlink_to(SCRIPT)
+    save_checkpoint(tmp_path / "out", make_gpt())
     # The script imports its own model.py, not the one in the working directory.
-    (tmp_path / "elsewhere" / "model.py").write_text("raise SystemExit('a wrong model.py')")
-    here = run_script(f"--out_dir={char_checkpoint}", *FAST)
-    assert here.returncode == 0 and RULE in here.stdout
-    script = {"absolute": SCRIPT, "relative": os.path.relpath(SCRIPT, tmp_path / "elsewhere"), "link": tmp_path / "bin" / "sample"}[path]
-    done = run_python(script, *FAST, cwd=tmp_path / "elsewhere")
-    assert (done.returncode, done.stdout) == (0, here.stdout), done.stderr
+    (tmp_path / "model.py").write_text("raise SystemExit('a wrong model.py')")
+    assert run(sys.executable, "link", *FAST, cwd=tmp_path)[0] == run_script(f"--out_dir={char_checkpoint}", *FAST).stdout
 
 
-@pytest.mark.parametrize("run", [pytest.param("checkpoint", marks=pytest.mark.slow), pytest.param("gpt2", marks=pytest.mark.slow), "prompts-and-files", pytest.param("session", marks=pytest.mark.slow)])
-def test_a_separate_process_prints_the_same_as_a_fork(run_script, char_checkpoint, gpt2_folder, tmp_path, run):
-    """Most tests run forks of the fork server (script_process.py). One run of each kind shows that the output is the same."""
-    arguments, stdin = {
-        "checkpoint": ([f"--out_dir={char_checkpoint}", "--num_samples=3"], b""),
-        "gpt2": ([f"--init_from={gpt2_folder}", "--start=Hi", "--num_samples=3"], b""),
-        "prompts-and-files": ([f"--out_dir={char_checkpoint}", "--start=LINES:-", "--out_file=a.jsonl", "--html_file=a.html"], b"The\nO\n"),
-        "session": ([f"--out_dir={char_checkpoint}", "--interactive"], b"The\n:top_k=3\nO\n:nothing\n"),
-    }[run]
-    found = []
-    for separate in False, True:
-        folder = tmp_path / str(separate)
-        folder.mkdir()
-        done = run_script(*arguments, "--max_new_tokens=20", cwd=folder, stdin=stdin, separate=separate, OMP_NUM_THREADS="1")
-        assert done.returncode == 0 and RULE in done.stdout, done.stderr
-        found.append((done.stdout, {path.name: path.read_bytes() for path in folder.iterdir()}))
-    assert found[0] == found[1]
+def test_an_interpreter_goes_on_after_a_run_and_after_an_error(char_checkpoint, tmp_path):
+    printed, _ = run(sys.executable, "-c", HOST, f"--out_dir={char_checkpoint}", *FAST, cwd=tmp_path)
+    sample, rest = printed.split(f"\n{RULE}\n", 1)
+    assert sample.startswith("The") and rest == f"status 2\nstatus 1\n{sample}\n{RULE}\nTrue True\n"
+
+
+@pytest.mark.slow # pip takes some seconds
+def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_checkpoint, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    python, = [path for path in (tmp_path / "venv").glob("*/python*") if path.stem == "python"]
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")[0].strip())
+    (packages / "packages.pth").write_text(sysconfig.get_path("purelib")) # torch and the others, as this Python has them
+    run("git", "clone", "-q", PROJECT, tmp_path / "source")
+    run(python, "-m", "pip", "install", "-q", "--no-deps", tmp_path / "source")
+    installed = {path.stem for path in packages.iterdir()}
+    assert installed >= {"nanogpt_sample", "sampling"}
+    assert not installed & {"model", "sample", "configurator", "config", "tests"}
+    arguments = f"--out_dir={char_checkpoint}", *FAST
+    printed, _ = run(python.with_name("nanogpt-sample"), *arguments, cwd=tmp_path)
+    assert printed == run_script(*arguments).stdout
+    code = "import sys, sampling; print(sampling.load(sys.argv[1], 'cpu').generate('The')[0].prompt.text)"
+    assert run(python, "-c", code, char_checkpoint, cwd=tmp_path)[0] == "The\n"
