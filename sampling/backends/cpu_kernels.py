@@ -205,12 +205,15 @@ def layer_norm(x, weight, bias, epsilon, y):
 
 
 @body
-def softmax(scores, largest, powers):
-    """Softmax in place, of scores of which this is the largest. powers, int32, is memory for as many numbers.
+def softmax(scores, powers):
+    """Softmax in place. powers, int32, is memory for as many numbers as there are scores.
 
     exp(x) = 2**n * exp(rest), where n is a whole number, whose bits make the float32 2**n, and |rest| is at most
     log(2) / 2. LLVM vectorises this, but not calls of math.exp.
     """
+    largest = np.float32(-np.inf)
+    for s in range(len(scores)):
+        largest = max(largest, scores[s])
     for s in range(len(scores)):
         x = scores[s] - largest
         if x < np.float32(-87): # not max(): it might drop NaN
@@ -235,43 +238,34 @@ def softmax(scores, largest, powers):
 
 @body
 def attend_head(q, k, v, new_k, new_v, start, y):
-    """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (C, D)."""
+    """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (D, C)."""
     num_tokens, width = q.shape
-    scores, powers = np.empty(start + num_tokens + 3, np.float32), np.empty(start + num_tokens, np.int32)
+    scores, powers = np.empty(start + num_tokens, np.float32), np.empty(start + num_tokens, np.int32)
     for t in range(num_tokens):
-        last, scale, largest = start + t, np.float32(1 / math.sqrt(width)), np.float32(-np.inf)
-        qt, yt, kt, vt = q[t], y[t], k[last], v[last]
+        last, scale = start + t, np.float32(1 / math.sqrt(width))
+        scores_t = scores[:last + 1]
+        scores_t[:] = ZERO
         for d in range(width):
-            kt[d], vt[d], yt[d] = new_k[t, d], new_v[t, d], ZERO
-        for s in range(0, last + 1, 4): # four positions at once; beyond the last one, the last one again
-            k0, k1, k2, k3 = k[s], k[min(s + 1, last)], k[min(s + 2, last)], k[min(s + 3, last)]
-            sum0 = sum1 = sum2 = sum3 = ZERO
-            for d in range(width):
-                sum0 += qt[d] * k0[d]
-                sum1 += qt[d] * k1[d]
-                sum2 += qt[d] * k2[d]
-                sum3 += qt[d] * k3[d]
-            scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = sum0 * scale, sum1 * scale, sum2 * scale, \
-                sum3 * scale
-            for score in scores[s:s + 4]:
-                if score > largest:
-                    largest = score
-        softmax(scores[:last + 1], largest, powers)
-        scores[last + 1:] = ZERO
-        for s in range(0, last + 1, 4): # likewise, times zero
-            v0, v1, v2, v3 = v[s], v[min(s + 1, last)], v[min(s + 2, last)], v[min(s + 3, last)]
-            p0, p1, p2, p3 = scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
-            for d in range(width):
-                yt[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
+            kd, qd = k[d], q[t, d] * scale
+            kd[last] = new_k[t, d]
+            for s in range(len(scores_t)):
+                scores_t[s] += qd * kd[s]
+        softmax(scores_t, powers)
+        for d in range(width):
+            vd, total = v[d], ZERO
+            vd[last] = new_v[t, d]
+            for s in range(len(scores_t)):
+                total += scores_t[s] * vd[s]
+            y[t, d] = total
 
 
 def attention(qkv, keys, values, start, y):
     """T new tokens of each sample attend to the tokens up to themselves.
 
     qkv (B * T, 3 * E): their queries, keys and values. The keys and values are stored in the cache, keys and values
-    (B, H, C, D), from position start on. y (B * T, E) gets the results.
+    (B, H, D, C), from position start on. y (B * T, E) gets the results.
     """
-    num_samples, num_heads, _, width = keys.shape
+    num_samples, num_heads, width, _ = keys.shape
     num_tokens = len(qkv) // num_samples
     for i in prange(num_samples * num_heads):
         b, h = i // num_heads, i % num_heads
