@@ -19,7 +19,7 @@ def plain_logits(model):
 
 def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is():
     target, expected = as_checkpoint(make_gpt(n_embd=64)), plain_logits(make_gpt(n_embd=64))
-    draft = prepare_draft(target, torch.float32, ModelOptions(draft="int8"))
+    draft = prepare_draft("int8", target, torch.float32)
     backend = prepare_backend(target, torch.device("cpu"), torch.float32)
     torch.testing.assert_close(backend.logits(IDS, None), expected, atol=2e-5, rtol=1e-4)
     assert 0.001 < (draft.backend.logits(IDS, None) - expected).norm() / expected.norm() < 0.05
@@ -31,7 +31,7 @@ def test_a_draft_from_a_file_has_the_weights_of_the_file_in_the_dtype_of_the_mod
     other, lines = make_gpt(seed=2, n_embd=64), []
     expected, path = plain_logits(other), save_checkpoint(tmp_path, other)
     for name in tmp_path, path:
-        draft = prepare_draft(as_checkpoint(make_gpt(n_embd=64)), dtype, ModelOptions(draft=str(name)), lines.append)
+        draft = prepare_draft(str(name), as_checkpoint(make_gpt(n_embd=64)), dtype, lines.append)
         assert (draft.backend.logits(IDS, None) - expected).norm() / expected.norm() < tolerance
         assert draft.relative_cost == 1 and not draft.is_copy
     assert lines == 2 * [f"{path}: iteration 100, validation loss 1.5000"]
@@ -41,7 +41,7 @@ def test_a_draft_with_another_vocabulary_is_refused(tmp_path):
     save_checkpoint(tmp_path, make_gpt(vocab_size=60))
     with pytest.raises(ValueError, match=r"has a vocabulary of 60 tokens, but the model has 61: the two must be equal; "
                                          r"choose another draft, or leave it out$"):
-        prepare_draft(as_checkpoint(make_gpt()), torch.float32, ModelOptions(draft=str(tmp_path)))
+        prepare_draft(str(tmp_path), as_checkpoint(make_gpt()), torch.float32)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps"])

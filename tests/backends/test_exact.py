@@ -7,7 +7,7 @@ from model import GPT
 from models import CHARS, as_checkpoint, make_gpt, save_checkpoint
 from oracles import nanogpt_generate, nanogpt_logits
 from recorded_graphs import ON_GPU
-from sampling.backends.exact import ExactBackend
+from sampling.backends.eager import ExactBackend
 from sampling.backends.prepare import prepare_backend
 from sampling.params import ModelOptions
 from streams import decode, random_prompt

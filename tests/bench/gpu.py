@@ -25,7 +25,7 @@ from measure import PROJECT, count
 
 # measure.py has added the tests' folder to the path.
 from oracles import nanogpt_generate
-from sampling.backends.cuda_graphs import logits_error, tolerance
+from sampling.backends.cuda_graphs import compare_logits
 from sampling.backends.devices import autocast
 from sampling.sampler.row_streams import draws_like_multinomial
 
@@ -110,7 +110,7 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
 
 @torch.no_grad()
 def check_logits(scale: Scale, shape: dict, dtype: torch.dtype, around: float) -> dict:
-    """logits_error of steps at these positions, whose graphs attend to several buckets, and of a full window.
+    """The errors of the logits of steps at these positions, whose graphs attend to several buckets, and of a full window.
 
     Beside it: the tolerance of SelfCheck, which must be larger; what a step at a wrong position gives, which must be
     larger than the tolerance; and the error against a forward pass without a cache.
@@ -128,14 +128,15 @@ def check_logits(scale: Scale, shape: dict, dtype: torch.dtype, around: float) -
                 backend.logits(ids[:, :position], cache)
                 step = backend.logits(token, cache).clone()
                 expected = backend.plain_logits(token, cache.kv, position)
-                found[position] = logits_error(step, expected).max().item()
-                limits.append(tolerance(expected).min().item())
-                uncached.append(logits_error(step, backend.model(ids[:, :position + 1])[0][:, -1]).max().item())
+                error, limit = compare_logits(step, expected)
+                found[position] = error.max().item()
+                limits.append(limit.min().item())
+                uncached.append(compare_logits(step, backend.model(ids[:, :position + 1])[0][:, -1])[0].max().item())
                 wrong_step = backend.plain_logits(token, cache.kv, position - 1)
-                wrong.append(logits_error(wrong_step, expected).min().item())
+                wrong.append(compare_logits(wrong_step, expected)[0].min().item())
             expected = backend.model(ids)[0][:, -1]
-            found["window"] = logits_error(backend.logits(ids, None), expected).max().item()
-            num_graphs += len(cache.graphs.graphs) + len(backend.window.graphs.graphs)
+            found["window"] = compare_logits(backend.logits(ids, None), expected)[0].max().item()
+            num_graphs += len(cache.graphs.graphs) + len(backend.window[1].graphs)
             errors[f"rows: {rows}"] = {name: f"{error:.1e}" for name, error in found.items()}
             worst = max(worst, *found.values())
     return {"ok": worst <= min(limits), "worst": f"{worst:.1e}", "tolerance": round(min(limits), 4),
@@ -150,7 +151,7 @@ def check_text(scale: Scale, shape: dict, dtype: torch.dtype, past_window: bool,
     prompt = [7 * i % shape["vocab_size"] for i in range(length)]
     engine = make_engine(replace(scale, new_tokens=num_tokens), shape, dtype, messages.append, 1 if exact else 4,
                          exact=exact)
-    found, caches = run_engine(engine, 4, prompt), [] if exact else engine.model.idle_caches
+    found, backend = run_engine(engine, 4, prompt), engine.model.backend
     if exact:
         use_nanogpts_settings() # the other path uses no TF32
     model, idx = make_model(scale, shape), torch.tensor([prompt], device=scale.device)
@@ -160,7 +161,7 @@ def check_text(scale: Scale, shape: dict, dtype: torch.dtype, past_window: bool,
     first = [next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
              for pair in zip(found, expected, strict=True)]
     return {"equal": f"{first.count(None)} of 4", "first_differences": first,
-            "graphs": sum(len(cache.graphs.graphs) for cache in caches), "messages": messages}
+            "graphs": 0 if exact else len(backend.idle.graphs.graphs), "messages": messages}
 
 
 def use_nanogpts_settings() -> None:

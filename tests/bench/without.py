@@ -37,7 +37,6 @@ def random_bits():
     draw = RowStreams.draw
 
     def draw_exponentials(self, numbers):
-        self.draws_bits = False
         return draw(self, torch.empty(numbers.shape))
     RowStreams.draw = draw_exponentials
 
