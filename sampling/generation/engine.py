@@ -1,8 +1,7 @@
 """Generates many samples in batches. Each sample has the same tokens as if it were generated alone."""
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -19,8 +18,7 @@ from sampling.sampler.row_streams import RowStreams, RunStream
 from sampling.sampler.sampler import NOT_FINITE, Sampler
 from sampling.validation import check_exact
 
-MAX_FLUSH_STEPS = 16 # between two copies of tokens to the host
-MAX_FLUSH_SECONDS = 0.03 # the same while streaming: text that comes sooner does not look smoother
+FLUSH_STEPS, CUDA_STREAM_FLUSH_STEPS = 16, 4 # between two copies of tokens to the host
 MIN_ROWS_TO_SHRINK = 32 # on CUDA: idle rows of a smaller batch cost less than the new graphs of a smaller one
 
 
@@ -52,9 +50,11 @@ class Engine:
         sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                           all_columns=self.is_cuda or model.is_exact, in_logits_dtype=as_nanogpt)
         self.decoder = Decoder(backend, sampler, params.num_logprobs, params.context_shift)
-        # Except on CUDA, a flush costs little. After each flush, rows with a stop text can leave the batch.
-        flushes_every_step = not self.is_cuda and (self.stream or params.stop_texts)
-        self.max_flush_steps = 1 if flushes_every_step else MAX_FLUSH_STEPS
+        # After a flush, rows with a stop text can leave the batch. But each flush waits for a GPU.
+        if self.is_cuda:
+            self.flush_steps = CUDA_STREAM_FLUSH_STEPS if self.stream else FLUSH_STEPS
+        else:
+            self.flush_steps = 1 if self.stream or params.stop_texts else FLUSH_STEPS
 
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Yield the finished samples in order, except those that are already saved.
@@ -102,19 +102,19 @@ class Engine:
         rows = [IncrementalDetokenizer(sample, self.model.tokenizer, self.params, first_step=len(prompt) - shortest)
                 for sample, prompt in zip(samples, prompts, strict=True)]
         last_steps = {row.first_step + self.params.max_new_tokens for row in rows} # after which samples are finished
-        steps = self.start(samples, prompts, max(last_steps))
-        pending, kept, last_flush = [], None, time.perf_counter()
-        flush_steps = 1 if self.stream else self.max_flush_steps
+        streams = RowStreams(self.run_stream, [self.run_stream.state_for_sample(sample.index) for sample in samples])
+        speculation = self.model.speculation
+        if speculation and speculation.is_on(prompts, max(last_steps), self.params.context_shift):
+            steps = speculation.decode(self.decoder, prompts[0], streams, max(last_steps))
+        else:
+            steps = self.decoder.decode(prompts, streams, max(last_steps))
+        pending, kept = [], None
         for num_steps in range(1, max(last_steps) + 1):
             pending.append(steps.send(kept))
             kept = None
-            if num_steps not in last_steps and len(pending) < flush_steps:
+            if num_steps not in last_steps and len(pending) < self.flush_steps:
                 continue
             self.flush(pending, num_steps - len(pending), rows)
-            if self.stream: # a step cannot be timed: the host only launches it, and a flush waits for all of them
-                seconds = max(time.perf_counter() - last_flush, 1e-9) / len(pending)
-                flush_steps = max(1, min(self.max_flush_steps, int(MAX_FLUSH_SECONDS / seconds)))
-                last_flush = time.perf_counter()
             pending = []
             yield
             kept = self.rows_to_keep(rows)
@@ -123,15 +123,6 @@ class Engine:
             if kept is not None:
                 rows = [rows[i] for i in kept]
         steps.close()
-
-    def start(self, samples: list[Sample], prompts: list[list[int]],
-              num_steps: int) -> Generator[Step, list[int] | None, None]:
-        """The steps of a batch."""
-        streams = RowStreams(self.run_stream, [self.run_stream.state_for_sample(sample.index) for sample in samples])
-        speculation = self.model.speculation
-        if speculation and speculation.is_on(prompts, num_steps, self.params.context_shift):
-            return speculation.decode(self.decoder, prompts[0], streams, num_steps)
-        return self.decoder.decode(prompts, streams, num_steps)
 
     def rows_to_keep(self, rows: list[IncrementalDetokenizer]) -> list[int] | None:
         """The indices of the unfinished rows; None: keep all rows, because too few have finished."""

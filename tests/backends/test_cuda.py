@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engines import expected_ids
+from engines import BACKENDS, expected_ids
 from models import make_gpt
 from recorded_graphs import NEEDS_GPU, ON_GPU
 from sampling.backends import cuda
@@ -23,18 +23,13 @@ from streams import decode, num_compiled_graphs, random_prompt
 IDS = random_prompt(16, 3) # block_size is 16
 
 
-@pytest.fixture(params=["direct", "recorded", ON_GPU])
+@pytest.fixture(params=["static steps", "recorded graphs", ON_GPU])
 def make_backend(request, monkeypatch):
     """make_backend(model) -> a CUDABackend whose steps attend to 4, 8, 12 or 16 positions. A message is a failure."""
     monkeypatch.setattr(cuda, "BUCKET", 4)
-    if request.param == "recorded":
+    if request.param == "recorded graphs":
         request.getfixturevalue("recordings")
-
-    def make(model):
-        backend = CUDABackend(model.to("cuda" if request.param == "cuda" else "cpu"), log=pytest.fail)
-        backend.checks.use_graphs = request.param != "direct"
-        return backend
-    return make
+    return BACKENDS[request.param]
 
 
 @torch.no_grad()
@@ -69,8 +64,7 @@ def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache(make_bac
     read(backend, cache, 2, 3, 4, 5, ids=IDS[:1].clamp(max=59))
 
 
-def test_two_threads_get_their_own_texts(make_backend):
-    """Inside the window and past it, also if each thread samples only after the other has computed its logits."""
+def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_computed_logits(make_backend):
     backend, barrier, prompts = make_backend(make_gpt()), threading.Barrier(2, timeout=10), IDS[:2, :5].tolist()
     run = RunStream(3, backend.device, draws_per_sample=30, vocab_size=61)
     states = [run.state_for_sample(index) for index in range(2)]
@@ -128,7 +122,7 @@ def test_compiled_steps_give_the_same_text_and_nothing_is_compiled_after_the_war
     assert num_compiled_graphs() == num_warm > 0
 
 
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=NEEDS_GPU), pytest.param(3, marks=NEEDS_GPU)])
+@pytest.mark.parametrize("rows", [pytest.param(rows, marks=NEEDS_GPU) for rows in (1, 3)])
 def test_on_a_gpu_graphs_with_128_positions_or_more_give_the_text_of_the_plain_model(rows):
     prompts, backend = random_prompt(5, rows).tolist(), CUDABackend(make_gpt(block_size=300).cuda(), log=pytest.fail)
     assert decode(backend, prompts, 330) == expected_ids(prompts, 330, block_size=300, device="cuda")

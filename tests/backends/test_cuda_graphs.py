@@ -61,15 +61,10 @@ def test_each_kind_of_step_is_checked_once_and_is_captured_once_and_then_replaye
     assert len(recordings) == 4 * use_graphs, "a window too"
 
 
-def test_the_next_batch_replays_the_graphs_of_the_last_one(recordings):
+def test_the_next_batch_replays_the_graphs_of_the_last_one_or_has_a_stream_and_a_pool_of_its_own(recordings):
     backend = make_backend()
     assert all(generates_the_right_text(backend) for _ in range(2)) and len(recordings) == 4
-
-
-def test_the_graphs_of_a_cache_share_a_stream_and_a_pool_of_their_own(recordings):
-    backend = make_backend()
-    for rows in 3, 2:
-        decode(backend, PROMPTS[:rows], STEPS)
+    decode(backend, PROMPTS[:2], STEPS)
     places = [(recording.stream, recording.pool) for recording in recordings]
     steps, window, later = set(places[:3]), set(places[3:4]), set(places[4:7])
     assert len(steps) == len(later) == 1 and len(steps | window | later) == 3
@@ -121,12 +116,6 @@ def test_logits_that_are_not_finite_are_not_reported_as_wrong_steps(recordings):
     for ids in random_prompt(7, 3).split([5, 1, 1], dim=1):
         assert backend.logits(ids, cache).isnan().any()
     assert backend.messages == [] and backend.checks.use_graphs
-
-
-def test_the_error_of_logits_is_in_standard_deviations_and_ignores_a_constant():
-    expected, noise = 7 * normal(2, 1000), 7 * normal(2, 1000, seed=1)
-    for found, error in (expected + 3, 0), (expected + 0.1 * noise, 0.1), (noise, 1.4):
-        assert compare_logits(found, expected)[0].tolist() == pytest.approx([error, error], rel=0.1, abs=1e-6)
 
 
 def make_gpt_with_logits_around_minus_100():

@@ -1,5 +1,4 @@
 """Engine: requests in, samples out."""
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import zip_longest
@@ -128,29 +127,13 @@ def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leav
     assert backend.num_rows == [1, *15 * [num_rows], *8 * [num_left]], "at the first flush"
 
 
-@pytest.mark.parametrize("times, expected", [
-    (24 * [0], [1, 16, 7]), (24 * [1.9], [1, 15, 8]), (24 * [31], 24 * [1]), (3 * [31] + 21 * [9], [1] * 4 + [3] * 6 + [2]),
-], ids=["instantly", "in 1.9 ms", "in 31 ms", "first in 31, later in 9 ms"])
-def test_while_streaming_from_a_gpu_tokens_are_copied_every_30_ms_or_16_steps(tokenizer, monkeypatch, times, expected):
-    """times: how many milliseconds each step takes."""
-    now, counts, times = [100.0], [], list(times)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    class TimedBackend(EagerBackend):
-        def logits(self, *arguments, **settings):
-            now[0] += times.pop(0) / 1000
-            return super().logits(*arguments, **settings)
-    model, requests = load(tokenizer, on_fake_gpu(TimedBackend(make_gpt()))), make_requests(tokenizer, ["O"])
-    engine = Engine(model, replace(PARAMS, max_new_tokens=24), stream=True, on_tokens=counts.append)
-    assert streamed_texts(engine, requests) == expected_texts(requests, tokenizer, 24) and counts == expected
-
-
-@pytest.mark.parametrize("place, stop, expected", [
-    (lambda backend: backend, None, [16, 4]), (lambda backend: backend, "never", 20 * [1]),
-    (on_fake_gpu, "never", [16, 4])], ids=["cpu", "cpu with a stop text", "gpu"])
-def test_tokens_are_copied_every_16_steps_unless_a_cpu_looks_for_a_stop_text(tokenizer, place, stop, expected):
-    model, counts = load(tokenizer, place(EagerBackend(make_gpt()))), []
-    run(Engine(model, replace(PARAMS, stop=stop), on_tokens=counts.append), make_requests(tokenizer, ["O"]))
+@pytest.mark.parametrize("place, stream, stop, expected", [
+    (EagerBackend, False, None, [16, 4]), (EagerBackend, True, None, 20 * [1]), (EagerBackend, False, "never", 20 * [1]),
+    (static_steps_on_fake_gpu, False, "never", [16, 4]), (static_steps_on_fake_gpu, True, None, 5 * [4])])
+def test_tokens_are_copied_every_16_steps_or_sooner_for_a_reader(tokenizer, place, stream, stop, expected):
+    """A CPU also looks for stop texts at every step. Each copy waits for a GPU."""
+    model, counts = load(tokenizer, place(make_gpt())), []
+    run(Engine(model, replace(PARAMS, stop=stop), 1, stream, on_tokens=counts.append), make_requests(tokenizer, ["O"]))
     assert counts == expected
 
 
