@@ -69,13 +69,14 @@ class Workers:
             yield
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             mine = f"{error}" or "out of memory"
-        messages = [(rank, message) for rank, message in enumerate(self.all_gather(mine)) if message is not None]
-        if messages and not self.is_main: # wait until rank 0 has shown it: torchrun kills rank 0 when another ends
+        errors = {rank: error for rank, error in enumerate(self.all_gather(mine)) if error is not None}
+        if errors and not self.is_main: # wait until rank 0 has shown it: torchrun kills rank 0 when another ends
             with suppress(ValueError):
                 self.all_gather(None)
             os._exit(1)
-        for rank, message in messages:
-            raise ValueError(f"process {rank}: {message}" if rank else message)
+        if errors:
+            rank, error = min(errors.items())
+            raise ValueError(f"process {rank}: {error}" if rank else error)
 
     def prepare_batches(self, engine: "Engine", batch_size: int | None, compile: bool, num_total: int | None,
                         max_prompt_len: int | None) -> None:

@@ -33,35 +33,29 @@ def make_backend(request, monkeypatch):
 
 
 @torch.no_grad()
-def read(backend, cache, *ends, ids=IDS):
-    """Let the backend read ids up to each of these ends. It must compute the plain model's logits of all positions."""
-    ids = ids.to(backend.device)
-    for end in ends:
-        start = cache.seq_len
+def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache(make_backend):
+    model = make_gpt(tie_word_embeddings=False)
+    model.transformer.wte.weight[60] = torch.nan
+    backend = make_backend(model)
+    cache, ids = backend.new_cache(1, 16), IDS[:1].clamp(max=59).to(backend.device)
+    bad = torch.tensor([[1, 60, 2, 3, 4, 5, 6, 7]], device=backend.device)
+    assert backend.logits(bad, cache).isnan().all()
+    cache.seq_len = 0
+    backend.logits(ids[:, :5], cache)
+    found, expected = backend.logits(ids[:, 5:6], cache), model(ids[:, :6])[0][:, -1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_several_tokens_may_follow_others_and_setting_seq_len_back_undoes_them(make_backend):
+    backend = make_backend(make_gpt())
+    cache, ids = backend.new_cache(3, 16), IDS.clone().to(backend.device)
+    for start, end in (0, 9), (9, 10), (5, 8), (8, 9), (9, 16):
+        ids[:, start:], cache.seq_len = random_prompt(16 - start, 3, seed=end), start
         found = backend.logits(ids[:, start:end], cache, num_positions=end - start)
         expected = backend.model(ids[:, :end], num_positions=end - start)[0].flatten(0, 1)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert cache.seq_len == end
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_prompts_steps_and_several_tokens_after_others_have_the_logits_of_the_plain_model(rows, make_backend):
-    backend, other = make_backend(make_gpt()), torch.cat([IDS[:, :5], IDS.flip(1)[:, 5:]], dim=1)
-    cache = backend.new_cache(rows, 16)
-    read(backend, cache, 3, *range(4, 17), ids=IDS[:rows])
-    cache.seq_len = 5 # undoes the later tokens
-    read(backend, cache, 6, 10, 11, 14, ids=other[:rows])
-
-
-def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache(make_backend):
-    model = make_gpt(tie_word_embeddings=False)
-    with torch.no_grad():
-        model.transformer.wte.weight[60] = torch.nan
-    backend = make_backend(model)
-    cache, bad = backend.new_cache(1, 16), torch.tensor([[1, 60, 2, 3, 4, 5, 6, 7]], device=backend.device)
-    assert backend.logits(bad, cache).isnan().all()
-    cache.seq_len = 0
-    read(backend, cache, 2, 3, 4, 5, ids=IDS[:1].clamp(max=59))
 
 
 def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_computed_logits(make_backend):

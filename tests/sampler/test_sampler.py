@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from oracles import nanogpt_token, reference_token
-from sampling.sampler.sampler import Sampler, apply_repetition_penalty, are_valid
+from sampling.sampler.sampler import Sampler, are_valid
 from streams import normal
 
 FOUR = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log() # the logarithms of probabilities
@@ -25,7 +25,7 @@ def sample(logits, seed=1, ids=None, **settings):
     dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=1.5),
 ], ids=str)
 def test_tokens_are_those_of_one_plain_step_for_each_setting_and_torch_multinomial(settings, all_columns):
-    logits, ids = normal(64, 1000).mul(3), torch.arange(640).view(64, 10)
+    logits, ids = normal(64, 1000).mul(3), torch.arange(640).view(64, 10) // 2 # each token twice
     with_ties = [logits.clamp(max=2).round(), logits.bfloat16()] # hundreds of ties, and a few. top_p keeps any of them
     for values in [logits] if "top_p" in settings else [logits, *with_ties]:
         for seed in range(3):
@@ -46,17 +46,10 @@ def test_a_row_gets_the_same_token_whatever_the_others_are(settings, all_columns
 
 
 @pytest.mark.parametrize("settings, expected", [
-    (dict(top_p=0.4), [1]), (dict(top_p=0.79), [0, 1]), (dict(top_p=0.81), [0, 1, 3]), (dict(top_p=1), [0, 1, 2, 3]),
-    (dict(top_p=1e-9), [1]), (dict(min_p=1), [1]), (dict(min_p=0.2), [0, 1, 3]), (dict(min_p=0.09), [0, 1, 2, 3]),
-    (dict(top_k=3), [0, 1, 3]), (dict(top_k=1), [1]),
-], ids=str)
+    (dict(top_p=0.79), [0, 1]), (dict(top_p=0.81), [0, 1, 3]), (dict(top_p=1e-9), [1]), (dict(min_p=1), [1]),
+    (dict(min_p=0.2), [0, 1, 3]), (dict(top_k=1), [1])], ids=str)
 def test_unlikely_tokens_are_left_out(settings, expected):
     assert sample(FOUR.expand(2000, -1), **settings).unique().tolist() == expected
-
-
-def test_the_repetition_penalty_makes_each_token_of_the_text_less_likely_once():
-    logits, ids = torch.tensor([[2.0, -2, 2, -2], [3, 3, 3, 3]]), torch.tensor([[0, 1, 1], [2, 2, 2]])
-    assert apply_repetition_penalty(logits, ids, 2.0).tolist() == [[1, -4, 2, -2], [3, 3, 1.5, 3]]
 
 
 @EVERYWHERE
