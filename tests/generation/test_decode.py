@@ -2,10 +2,10 @@
 import pytest
 import torch
 
-from engines import expected_ids, on_fake_gpu, static_steps_on_fake_gpu
+from engines import expected_ids, static_steps_on_fake_gpu
 from model import GPT
 from models import make_gpt, make_transformers_gpt2
-from sampling.backends.eager import EagerBackend, ExactBackend
+from sampling.backends.eager import EagerBackend
 from sampling.generation.decode import Decoder
 from sampling.sampler.row_streams import RowStreams, RunStream
 from sampling.sampler.sampler import Sampler
@@ -27,14 +27,6 @@ def test_text_inside_and_past_the_window_is_that_of_the_plain_loop(make_backend,
     for name, prompts in PROMPTS.items():
         gpt = make_backend(make_gpt())
         assert decode(gpt, prompts, 20, **settings) == expected_ids(prompts, device=gpt.device, **settings), name
-
-
-@pytest.mark.parametrize("make_exact", [ExactBackend, lambda gpt: on_fake_gpu(ExactBackend(gpt))], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("settings", [dict(temperature=0.8, top_k=20), dict(top_k=None)], ids=str)
-def test_exact_text_is_that_of_the_plain_loop(settings, make_exact):
-    for name, prompts in PROMPTS.items():
-        found = decode(make_exact(make_gpt()), prompts, 20, **settings, all_columns=True, in_logits_dtype=True)
-        assert found == expected_ids(prompts, **settings), name
 
 
 @pytest.mark.parametrize("block_size", [7, 1])
