@@ -155,10 +155,6 @@ class GPT(nn.Module):
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def num_params(self) -> int:
-        """The number of parameters. A shared weight counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def forward(self, idx, targets=None, cache: KVCache | None = None, num_positions: int = 1):
         """Run the model on token ids (B, T), which follow the tokens in the cache, if any. Returns (logits, loss).
 

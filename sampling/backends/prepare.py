@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model import GPT, GPTConfig
 from sampling.backends.backend import Backend, num_step_weights
-from sampling.backends.eager import EagerBackend
+from sampling.backends.eager import EagerBackend, ExactBackend
 from sampling.backends.process import disable_malloc_trim
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
@@ -97,7 +97,6 @@ def plain_seconds(config: GPTConfig, num_steps: int) -> float:
 def choose_backend(device: torch.device, options: ModelOptions, log: Log) -> Callable[[GPT], Backend]:
     """The function that makes the backend of a GPT."""
     if options.exact:
-        from sampling.backends.exact import ExactBackend
         return ExactBackend
     if device.type == "cuda":
         from sampling.backends.cuda import CUDABackend

@@ -13,8 +13,7 @@ from project import PROJECT
 from sampling.backends import prepare
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.eager import EagerBackend
-from sampling.backends.exact import ExactBackend
+from sampling.backends.eager import EagerBackend, ExactBackend
 from sampling.backends.prepare import cast_linears, compile_steps, converter, has_loops, prepare_backend
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.params import ModelOptions

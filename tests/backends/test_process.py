@@ -15,8 +15,7 @@ from models import make_gpt, save_checkpoint
 from project import PROJECT, SCRIPT
 from sampling.backends import process
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.eager import EagerBackend
-from sampling.backends.exact import ExactBackend
+from sampling.backends.eager import EagerBackend, ExactBackend
 from sampling.backends.process import (
     disable_malloc_trim,
     max_batch_size,
@@ -46,7 +45,7 @@ def test_bytes_per_row_count_cache_logits_and_window():
         assert backend.bytes_per_row(5) == 5 * cache + logits
         assert backend.bytes_per_row(16) == 16 * cache + logits
         assert backend.bytes_per_row(17) == backend.bytes_per_row(1000) == 16 * (cache + window) + logits
-    cuda.is_compiled = True
+    cuda.min_capacity = 16
     assert cuda.bytes_per_row(5) == 16 * cache + logits, "a compiled step needs a cache of this size"
     assert ExactBackend(make_gpt()).bytes_per_row(5) == 16 * window + logits, "it has no cache"
     assert ExactBackend.max_rows == 1
