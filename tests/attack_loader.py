@@ -32,10 +32,10 @@ def load_and_exit(folder, init_from, seconds):
     signal.alarm(10 * seconds) # also if it only waits
     try:
         with report_user_errors():
-            log = lambda text: None  # noqa: E731
-            checkpoint = load_checkpoint("out", log=log) if init_from == "resume" else load_gpt2(init_from, log=log)
+            quiet = {"log": lambda text: None}
+            checkpoint = load_checkpoint("out", **quiet) if init_from == "resume" else load_gpt2(init_from, **quiet)
             build_gpt(checkpoint)
-            load_tokenizer(checkpoint, log)
+            load_tokenizer(checkpoint, **quiet)
         os._exit(0)
     except SystemExit as e:
         os._exit(e.code)
