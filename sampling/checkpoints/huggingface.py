@@ -50,9 +50,12 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
             tensor_file = read_tensor_file(file)
             stored |= require_tensors(tensor_file.content, tensor_file)
         refuse_own_tensors(paths[0], {name: tensor for name, (_, tensor) in stored.items()})
+        for name, (file, tensor) in stored.items():
+            if name.endswith(CONV1D_WEIGHTS): # Conv1D stores a Linear's weight transposed
+                stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
         if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
             stored[HEAD] = stored[EMBEDDING]
-        return read_model(model_args, stored, convert, with_crc32, adjuster(config, model_args))
+        return read_model(model_args, stored, convert, with_crc32, scaler(config, model_args))
 
     model = files.read_complete(paths[0] if len(paths) == 1 else folder, paths, read, log)
     checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, meta=config, **model)
@@ -60,24 +63,18 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
     return checkpoint
 
 
-def adjuster(config: dict, model_args: dict) -> Callable[[str, Tensor], Tensor]:
-    """A function of a tensor's name and the tensor, which makes nanoGPT's tensor of it.
-
-    Conv1D stores a Linear's weight transposed. GPT's attention scale is 1/sqrt(D): other ones go into the queries.
-    """
+def scaler(config: dict, model_args: dict) -> Callable[[str, Tensor], Tensor]:
+    """A function (name, tensor) -> tensor. GPT's attention scale is 1/sqrt(D): other ones go into the queries."""
     by_layer, is_scaled = config.get("scale_attn_by_inverse_layer_idx", False), config.get("scale_attn_weights", True)
 
-    def adjust(name: str, tensor: Tensor) -> Tensor:
-        if name.endswith(CONV1D_WEIGHTS) and tensor.dim() == 2:
-            tensor = tensor.t()
+    def scale(name: str, tensor: Tensor) -> Tensor:
         if ".attn.c_attn." in name and (by_layer or not is_scaled):
-            scale = 1 / (int(name.split(".")[2]) + 1) if by_layer else 1.0
+            factor = 1 / (int(name.split(".")[2]) + 1) if by_layer else 1.0
             if not is_scaled:
-                scale *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
-            tensor = tensor.float().clone()
-            tensor[:len(tensor) // 3] *= scale # the queries
+                factor *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
+            tensor[:len(tensor) // 3] *= factor # the queries
         return tensor
-    return adjust
+    return scale
 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
