@@ -28,7 +28,7 @@ class Checkpoint:
     path: str # the file, or the folder or Hugging Face id as it was given; for messages and JSONL
     model_args: dict # GPTConfig's fields
     state_dict: dict
-    vocab_size: int # rows of the token embedding; 0 if it is no matrix
+    vocab_size: int # rows of the token embedding
     folder: Path # of the file or the model; it may hold the tokenizer
     dataset: object = None # train.py's setting, of any type; data/<dataset> may hold the tokenizer
     crc32: str | None = None # of all tensors in float32, 8 hexadecimal digits, if with_crc32 asked for it

@@ -1,7 +1,6 @@
 """Tokenizer, the protocol of all tokenizers, and the choice of the tokenizer for a checkpoint."""
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,14 +67,12 @@ def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = N
             return found
     if tokenizer is not None:
         raise ValueError(f"{name} has no stoi, and names no tokenizer")
+    searched = ", ".join(os.path.join(folder, "") for folder in folders_of(checkpoint))
+    lacks = (f"{checkpoint.folder} has no tokenizer of its own" if checkpoint.is_huggingface else
+             f"neither meta.pkl nor tokenizer.json is in {searched}")
+    check_size(checkpoint, "GPT-2's encoding", SIZES["gpt2"], prefix=f"{lacks}; ")
     if checkpoint.is_huggingface:
-        check_size(checkpoint, "GPT-2's encoding", SIZES["gpt2"],
-                   prefix=f"{checkpoint.folder} has no tokenizer of its own; ")
         log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
-    else:
-        searched = ", ".join(os.path.join(folder, "") for folder in folders_of(checkpoint))
-        check_size(checkpoint, "GPT-2's encoding", SIZES["gpt2"],
-                   prefix=f"neither meta.pkl nor tokenizer.json is in {searched}; ")
     return load_from("gpt2", checkpoint, log)
 
 
@@ -103,16 +100,20 @@ def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
     from sampling.inputs.hf_files import find_tokenizer
     folders, dataset = folders_of(checkpoint), str(checkpoint.dataset)
     is_outside = os.path.isabs(dataset) or ".." in dataset.replace("\\", "/").split("/")
-    metas = [] if checkpoint.is_huggingface else [(folder, folder / "meta.pkl") for folder in folders]
-    found = [(folder, path) for folder, path in metas if os.path.isfile(path)]
-    for folder, path in chain(found, ((folder, find_tokenizer(folder)) for folder in folders)):
-        if path and is_outside and folder is not folders[0]: # a stranger's checkpoint could name any file
-            raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; if it "
-                             "is the right file, copy it to the folder of ckpt.pt")
-        if path:
-            yield path
+    for find in [find_tokenizer] if checkpoint.is_huggingface else [find_meta, find_tokenizer]:
+        for folder in folders:
+            if path := find(folder):
+                if is_outside and folder is not folders[0]: # a stranger's checkpoint could name any file
+                    raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of "
+                                     "data/; if it is the right file, copy it to the folder of ckpt.pt")
+                yield path
     if encoding := named_encoding(checkpoint.meta, checkpoint.path):
         yield encoding
+
+
+def find_meta(folder: Path) -> Path | None:
+    """The meta.pkl in a folder, if there is one."""
+    return folder / "meta.pkl" if (folder / "meta.pkl").is_file() else None
 
 
 def folders_of(checkpoint: "Checkpoint") -> list[Path]:
