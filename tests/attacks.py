@@ -56,8 +56,8 @@ def load_in_subprocess(tiktoken_cache, tmp_path_factory):
 
 @pytest.fixture
 def assert_refused(load_in_subprocess, tmp_path):
-    """assert_refused(message, init_from="resume") asserts that loading tmp_path/out prints one error line with this
-    message, stays within the limits, and runs no code."""
+    """assert_refused(message, init_from) asserts that loading tmp_path/out prints one error line with this message,
+    stays within the limits, and runs no code."""
     def check(message, init_from="resume"):
         before = set(os.listdir(tmp_path))
         status, stderr, more_mb = load_in_subprocess(tmp_path, init_from)
@@ -110,17 +110,8 @@ def write_attack(kind, payload, folder, valid_checkpoint, key="model", records=(
     return "resume"
 
 
-@pytest.fixture(scope="session")
-def hf_folder(tmp_path_factory):
-    """A folder with a small GPT-2 in Hugging Face's format."""
-    folder = tmp_path_factory.mktemp("hf")
-    make_transformers_gpt2(vocab_size=300, n_positions=20).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def hf_copy(hf_folder, tmp_path):
-    """A copy of hf_folder at tmp_path/out that a test may change."""
-    for file in hf_folder.iterdir():
-        write_settled(tmp_path / "out" / file.name, file.read_bytes())
+def hf_model(tmp_path):
+    """tmp_path/out with a small GPT-2 in Hugging Face's format."""
+    make_transformers_gpt2(vocab_size=300, n_positions=20).save_pretrained(tmp_path / "out")
     return tmp_path / "out"

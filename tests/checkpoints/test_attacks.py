@@ -234,8 +234,8 @@ SAFETENSORS = {
 
 
 @pytest.mark.parametrize("name", SAFETENSORS)
-def test_hostile_safetensors_are_refused(name, assert_refused, hf_copy):
-    write_settled(hf_copy / "model.safetensors", SAFETENSORS[name])
+def test_hostile_safetensors_are_refused(name, assert_refused, hf_model):
+    write_settled(hf_model / "model.safetensors", SAFETENSORS[name])
     assert_refused("out", "out")
 
 
@@ -243,8 +243,8 @@ def test_hostile_safetensors_are_refused(name, assert_refused, hf_copy):
     b'{"a":' * 10**6, b'{"n_layer": ' + b"9" * 10**6 + b"}", b'{"model_type": "gpt2", "n_layer": 1e999}', b"null",
     b"{" + b" " * 2**25 + b"}", b'{"model_type": "\\u001b[31m\\u0007"}',
 ], ids=["deep", "a-million-digits", "infinite", "null", "long", "escape-codes"])
-def test_hostile_json_is_refused(content, assert_refused, hf_copy):
-    write_settled(hf_copy / "config.json", content)
+def test_hostile_json_is_refused(content, assert_refused, hf_model):
+    write_settled(hf_model / "config.json", content)
     assert_refused("out", "out")
 
 
@@ -252,10 +252,10 @@ def test_hostile_json_is_refused(content, assert_refused, hf_copy):
     ("config.json", "/dev/zero"), ("config.json", "/etc/passwd"), ("model.safetensors", "fifo"), ("ckpt.pt", "folder"),
     ("model.safetensors", "/etc/passwd"), ("ckpt.pt", "/dev/zero"), ("ckpt.pt", "/etc/passwd"),
 ])
-def test_links_to_other_files_are_refused_and_their_content_is_not_printed(name, target, assert_refused, hf_copy):
-    os.mkfifo(hf_copy / "fifo")
-    (hf_copy / "folder").mkdir()
-    (hf_copy / name).unlink(missing_ok=True)
-    (hf_copy / name).symlink_to(target)
+def test_links_to_other_files_are_refused_and_their_content_is_not_printed(name, target, assert_refused, hf_model):
+    os.mkfifo(hf_model / "fifo")
+    (hf_model / "folder").mkdir()
+    (hf_model / name).unlink(missing_ok=True)
+    (hf_model / name).symlink_to(target)
     assert_refused("", "resume" if name == "ckpt.pt" else "out")
-    assert "root" not in (hf_copy.parent / "stderr").read_text()
+    assert "root" not in (hf_model.parent / "stderr").read_text()
