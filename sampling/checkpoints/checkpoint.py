@@ -87,7 +87,7 @@ def named_errors(source: object) -> Iterator[None]:
     except (OSError, MemoryError, BeingWrittenError):
         raise
     except Exception as e: # a file that holds no model can make torch raise any exception
-        is_named = str(e).startswith(("cannot read ", "cannot load ", str(source)))
+        is_named = isinstance(e, ValueError) and str(e).startswith(("cannot read ", "cannot load ", str(source)))
         if is_named or is_out_of_memory(e):
             raise
         verb = "read" if isinstance(e, RejectedFileError) else "load"
@@ -97,9 +97,9 @@ def named_errors(source: object) -> Iterator[None]:
 # ---- files
 
 def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any], log: Log) -> Any:
-    """The result of read, which gets the open files at these paths. Errors name the source.
+    """The result of read, which gets the open files at these paths. Raises ValueError, which names the source.
 
-    While a training writes the files, they are read again, for up to MAX_WAIT seconds. Then it is a ValueError.
+    While a training writes the files, they are read again, for up to MAX_WAIT seconds.
     """
     end, is_waiting = time.monotonic() + MAX_WAIT, False
     while True:
@@ -117,7 +117,7 @@ def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any
 
 
 def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
-    """The result of read, unless BeingWrittenError is raised.
+    """The result of read, which gets the open files. Raises BeingWrittenError if a training may be writing them.
 
     The files must never be mapped: a training may truncate them at any time, and a process that then touches a mapped
     page dies. They are open only here: Windows lets nobody write an open file.
