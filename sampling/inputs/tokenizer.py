@@ -1,4 +1,5 @@
 """Tokenizer, the protocol of all tokenizers, and the choice of the tokenizer for a checkpoint."""
+import codecs
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,19 @@ class Tokenizer(Protocol):
         the text of the prompt. A character that spans several tokens comes with the last of them. last=True: no token
         follows, so an incomplete character becomes U+FFFD.
         """
+
+
+class TokenizerOfBytes:
+    """Decodes tokens that are bytes of a text in UTF-8. A subclass has token_bytes(token_id)."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; bytes that form no character become U+FFFD."""
+        return b"".join(map(self.token_bytes, id_list(ids))).decode(errors="replace")
+
+    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
+        """A function (id, last=False) -> text for one sequence. A character comes with the last of its bytes."""
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        return lambda token_id, last=False: decode(self.token_bytes(token_id), last)
 
 
 def id_list(ids: Iterable[int]) -> list[int]:
