@@ -96,10 +96,12 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     require(model_args.get("n_layer") == num_layers, # a model of 10**9 layers would never be built
             f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
     shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(model_args).state_dict().items()}
-    problems = {"missing": shapes.keys() - tensors, "unexpected": tensors.keys() - shapes, "misshapen": [
-        f"{name} {tensor.shape} instead of {shapes[name]}" for name, tensor in tensors.items()
-        if tensor.shape != shapes.get(name, tensor.shape)]}
-    parts = [f"{kind}: {', '.join(sorted(names)[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    problems = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shapes],
+        "misshapen": [f"{name} {tensor.shape} instead of {shapes[name]}" for name, tensor in tensors.items()
+                      if tensor.shape != shapes.get(name, tensor.shape)]}
+    parts = [f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
              for kind, names in problems.items() if names]
     if parts:
         raise ValueError(f"the tensors do not fit the model; {'; '.join(parts)}")

@@ -5,8 +5,7 @@ from collections.abc import Collection
 
 from sampling.checkpoints.checkpoint import named_errors, require
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, as_damage
-from sampling.inputs.gpt2_tokenizer import SIZES
-from sampling.inputs.tokenizer import REPLACEMENT, TokenizerOfBytes, require_unicode
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
 
 # The fields in which prepare scripts name a tokenizer, and names for what stoi and itos describe.
 NAME_FIELDS = ("tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type", "tokenizer_file", "tokenizer_path",
@@ -103,10 +102,10 @@ def named_encoding(meta: dict, source: object) -> str | None:
     for field in NAME_FIELDS:
         value = meta.get(field)
         name = value.lower().replace("gpt-2", "gpt2") if isinstance(value, str) else f"a {type(value).__name__}"
-        if name in SIZES and not meta.get("has_additional_tokens"):
+        if name in ENCODINGS and not meta.get("has_additional_tokens"):
             return name
         if value and name != "tiktoken" and not CHAR_NAMES.fullmatch(name):
-            field = f"{field}, with has_additional_tokens" if name in SIZES else field
+            field = f"{field}, with has_additional_tokens" if name in ENCODINGS else field
             raise ValueError(f"{source} names a tokenizer that cannot be read, {name!r:.60} in {field}; {ADVICE}")
     return None
 

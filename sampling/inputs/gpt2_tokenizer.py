@@ -7,10 +7,9 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 from sampling.checkpoints.checkpoint import first_sentence, read_json
-from sampling.inputs.tokenizer import REPLACEMENT, TokenizerOfBytes, require_unicode
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
 from sampling.log import Log, warn
 
-SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 HOST = "https://openaipublic.blob.core.windows.net"
 GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -25,7 +24,7 @@ class GPT2Tokenizer(TokenizerOfBytes):
     joins_spaces = True
 
     def __init__(self, name: str = "gpt2", log: Log = warn):
-        self.source, self.size = source_of(name), SIZES[name]
+        self.source, self.size = source_of(name), ENCODINGS[name]
         self.encoding = load_encoding(name, log)
 
     def encode(self, text: str) -> list[int]:

@@ -10,6 +10,8 @@ from sampling.log import Log
 if TYPE_CHECKING: # it imports torch, which takes a second
     from sampling.checkpoints.checkpoint import Checkpoint
 
+# The encodings of tiktoken, and how many tokens each has.
+ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of unknown ids, and of bytes that form no character
 
 
@@ -75,7 +77,6 @@ def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = N
     the encoding that the training's settings in the checkpoint name, or else GPT-2's if the vocabulary has its size.
     Raises ValueError if no tokenizer is surely the model's, or if it cannot be loaded.
     """
-    from sampling.inputs.gpt2_tokenizer import SIZES
     for name in candidates(checkpoint) if tokenizer is None else [resolve(tokenizer)]:
         if found := load_from(name, checkpoint, log):
             return found
@@ -84,7 +85,7 @@ def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = N
     searched = ", ".join(os.path.join(folder, "") for folder in folders_of(checkpoint))
     lacks = (f"{checkpoint.folder} has no tokenizer of its own" if checkpoint.is_huggingface else
              f"neither meta.pkl nor tokenizer.json is in {searched}")
-    check_size(checkpoint, "GPT-2's encoding", SIZES["gpt2"], prefix=f"{lacks}; ")
+    check_size(checkpoint, "GPT-2's encoding", ENCODINGS["gpt2"], prefix=f"{lacks}; ")
     if checkpoint.is_huggingface:
         log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     return load_from("gpt2", checkpoint, log)
@@ -92,15 +93,14 @@ def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = N
 
 def resolve(name: str) -> str | Path:
     """The encoding, or the file, that the setting names. Raises ValueError if there is none."""
-    from sampling.inputs.gpt2_tokenizer import SIZES
     from sampling.inputs.hf_files import find_tokenizer
-    if name in SIZES:
+    if name in ENCODINGS:
         return name
     path = Path(name)
     if path.is_dir():
         path = find_tokenizer(path) or path / "meta.pkl"
     if not path.is_file():
-        raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(SIZES)}), a tokenizer.json or its "
+        raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(ENCODINGS)}), a tokenizer.json or its "
                          f"folder, or a meta.pkl; got {name!r:.200}")
     return path
 
@@ -150,10 +150,10 @@ def load_from(name: str | Path, checkpoint: "Checkpoint", log: Log) -> Tokenizer
     Raises ValueError if it does not fit the checkpoint, or cannot be loaded.
     """
     from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
-    from sampling.inputs.gpt2_tokenizer import SIZES, GPT2Tokenizer, source_of
+    from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer, source_of
     from sampling.inputs.hf_tokenizer import HFTokenizer
     if isinstance(name, str):
-        check_size(checkpoint, source_of(name), SIZES[name]) # first, because loading may download files
+        check_size(checkpoint, source_of(name), ENCODINGS[name]) # first, because loading may download files
         return GPT2Tokenizer(name, log)
     if name.suffix != ".pkl":
         found = HFTokenizer(name, checkpoint.vocab_size)
