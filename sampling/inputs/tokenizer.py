@@ -127,7 +127,7 @@ def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
 
 def find_meta(folder: Path) -> Path | None:
     """The meta.pkl in a folder, if there is one."""
-    return folder / "meta.pkl" if (folder / "meta.pkl").is_file() else None
+    return folder / "meta.pkl" if os.path.isfile(folder / "meta.pkl") else None # Path.is_file fails for long names
 
 
 def folders_of(checkpoint: "Checkpoint") -> list[Path]:

@@ -52,7 +52,7 @@ def test_gpt2s_encoding_is_never_guessed_for_another_vocabulary(vocab_size):
             load(Path("out"), None, vocab_size, is_huggingface=is_huggingface)
 
 
-@pytest.mark.parametrize("dataset", [5, ["letters"], "x" * 100_000, "no/such", "", "a\0b", "\x1b[31m"],
+@pytest.mark.parametrize("dataset", [5, ["letters"], "x" * 100_000, "x" * 500, "no/such", "", "a\0b", "\x1b[31m"],
                          ids=lambda dataset: repr(dataset)[:20])
 def test_gpt2s_encoding_is_used_if_dataset_is_not_a_usable_name(dataset):
     assert load(Path("out"), dataset, 50304).source == GPT2
