@@ -10,7 +10,6 @@ from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.nanogpt import load_by_name
 from sampling.messages import Log, warn
-from sampling.params import ModelOptions
 
 OVERHEAD_BYTES_PER_LAYER = 7_000_000 # what norms, attention and calls of operators take as long as reading
 

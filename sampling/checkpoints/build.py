@@ -3,7 +3,6 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a milli
 VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
-
-# ---- reading tensors
 
 def plain_name(name: str) -> str:
     """nanoGPT's name of a tensor: without the prefixes of torch.compile and DDP, which may be in either order, and with
@@ -68,65 +65,52 @@ def read_model(model_args: dict, stored: StoredTensors, convert: Convert | None,
     """
     def read(name: str) -> Tensor:
         file, tensor = stored[name]
-        tensor = file.read(tensor)
-        tensor = (adjust(name, tensor) if adjust else tensor).float().contiguous() # mostly copies nothing
+        tensor = file.read(tensor).float().contiguous() # mostly copies nothing
+        tensor = adjust(name, tensor) if adjust else tensor
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
-    require_size(model_args, stored)
+    require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
     state_dict, crc, is_tied = {}, 0, stored[HEAD] == stored[EMBEDDING]
     for name in sorted(stored): # so the head is before the embedding
         if name == EMBEDDING and is_tied:
             continue
         tensor = read(name)
-        if name == EMBEDDING and stored[HEAD][1].shape == tensor.shape:
+        if name == EMBEDDING:
             is_tied = torch.equal(tensor, state_dict[HEAD] if convert is None else read(HEAD))
             if is_tied:
                 continue
         if with_crc32:
             crc = zlib.crc32(tensor.view(-1).numpy(), crc)
-        is_weight = tensor.dim() == 2 and name != POSITIONS
-        state_dict[name] = convert(tensor) if convert and is_weight else tensor
+        state_dict[name] = convert(tensor) if convert and tensor.dim() == 2 and name != POSITIONS else tensor
     if is_tied:
         state_dict[EMBEDDING] = state_dict[HEAD]
-    model_args, state_dict = {**model_args, "tie_word_embeddings": is_tied}, {name: state_dict[name] for name in stored}
-    require_fit(model_args, state_dict)
-    return {"model_args": model_args, "state_dict": state_dict, "vocab_size": stored[EMBEDDING][1].shape[0],
-            "crc32": f"{crc:08x}" if with_crc32 else None}
+    return {"model_args": {**model_args, "tie_word_embeddings": is_tied},
+            "state_dict": {name: state_dict[name] for name in stored},
+            "vocab_size": stored[EMBEDDING][1].shape[0], "crc32": f"{crc:08x}" if with_crc32 else None}
+
+
+def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises ValueError unless the tensors have the names and shapes of a model with these fields of GPTConfig."""
+    num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
+    require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
+    require(model_args.get("n_layer") == num_layers, # a model of 10**9 layers would never be built
+            f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
+    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(model_args).state_dict().items()}
+    problems = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shapes],
+        "misshapen": [f"{name} {tensor.shape} instead of {shapes[name]}" for name, tensor in tensors.items()
+                      if tensor.shape != shapes.get(name, tensor.shape)]}
+    parts = [f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+             for kind, names in problems.items() if names]
+    if parts:
+        raise ValueError(f"the tensors do not fit the model; {'; '.join(parts)}")
 
 
 def repr_or_type(value: object) -> str:
     """A text or number for a message; for other values only the type, as nested values could print forever."""
     is_short = isinstance(value, str | int | float | None)
     return f"{value!r:.60}" if is_short else type(value).__name__.removeprefix("Stored") # a StoredTensor is a Tensor
-
-
-# ---- checking that they fit
-
-def require_size(model_args: dict, tensors: Mapping[str, Any]) -> None:
-    """Raises ValueError unless there are tensors of a GPT with n_layer layers: one of 10**9 would never be built."""
-    num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
-    require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
-    require(model_args.get("n_layer") == num_layers,
-            f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
-    missing = [name for name in (EMBEDDING, HEAD) if name not in tensors]
-    require(not missing, f"it holds no GPT; missing: {', '.join(missing)}")
-
-
-def require_fit(model_args: dict, tensors: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the tensors have the names and shapes of a model with these fields of GPTConfig.
-
-    It names the first three of each kind of problem.
-    """
-    expected = empty_gpt(model_args).state_dict()
-    problems = {
-        "missing": [name for name in expected if name not in tensors],
-        "unexpected": [name for name in tensors if name not in expected],
-        "misshapen": [f"{name} {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}"
-                      for name, tensor in expected.items() if name in tensors and tensors[name].shape != tensor.shape]}
-    parts = [f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-             for kind, names in problems.items() if names]
-    if parts:
-        raise ValueError(f"the tensors do not fit the model; {'; '.join(parts)}")
 
 
 def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
@@ -153,8 +137,6 @@ def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
     # For small tensors, normal_ makes two numbers from four draws, and keeps the second number for its next call.
     return draws + 4 * -(-few // 2)
 
-
-# ---- building
 
 def build_gpt(checkpoint: Checkpoint) -> GPT:
     """A model in eval mode that holds the tensors of a Checkpoint, not copies. Takes them out of the Checkpoint."""

@@ -27,7 +27,7 @@ class Checkpoint:
     path: str # the file, or the folder or Hugging Face id as it was given; for messages and JSONL
     model_args: dict # GPTConfig's fields
     state_dict: dict
-    vocab_size: int # rows of the token embedding; 0 if it is no matrix
+    vocab_size: int # rows of the token embedding
     folder: Path # of the file or the model; it may hold the tokenizer
     dataset: object = None # train.py's setting, of any type; data/<dataset> may hold the tokenizer
     crc32: str | None = None # of all tensors in float32, 8 hexadecimal digits, if with_crc32 asked for it
@@ -86,7 +86,7 @@ def named_errors(source: object) -> Iterator[None]:
     except (OSError, MemoryError, BeingWrittenError):
         raise
     except Exception as e: # a file that holds no model can make torch raise any exception
-        is_named = str(e).startswith(("cannot read ", "cannot load ", str(source)))
+        is_named = isinstance(e, ValueError) and str(e).startswith(("cannot read ", "cannot load ", str(source)))
         if is_named or is_out_of_memory(e):
             raise
         verb = "read" if isinstance(e, RejectedFileError) else "load"
@@ -96,9 +96,9 @@ def named_errors(source: object) -> Iterator[None]:
 # ---- files
 
 def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any], log: Log) -> Any:
-    """The result of read, which gets the open files at these paths. Errors name the source.
+    """The result of read, which gets the open files at these paths. Raises ValueError, which names the source.
 
-    While a training writes the files, they are read again, for up to MAX_WAIT seconds. Then it is a ValueError.
+    While a training writes the files, they are read again, for up to MAX_WAIT seconds.
     """
     end, is_waiting = time.monotonic() + MAX_WAIT, False
     while True:
@@ -116,7 +116,7 @@ def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any
 
 
 def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
-    """The result of read, unless BeingWrittenError is raised.
+    """The result of read, which gets the open files. Raises BeingWrittenError if a training may be writing them.
 
     The files must never be mapped: a training may truncate them at any time, and a process that then touches a mapped
     page dies. They are open only here: Windows lets nobody write an open file.

@@ -14,10 +14,10 @@ from sampling.checkpoints.other_programs import read_own_file, refuse_own_tensor
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.messages import Log, warn
 
-SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors"]
 TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
               "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
-PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
+PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin"]
 # activation_function in config.json -> approximate in F.gelu
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 GPT2_FIELDS = [("n_layer", "n_layer", 12), ("n_head", "n_head", 12), ("n_embd", "n_embd", 768),
@@ -50,9 +50,12 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
             tensor_file = read_tensor_file(file)
             stored |= require_tensors(tensor_file.content, tensor_file)
         refuse_own_tensors(paths[0], {name: tensor for name, (_, tensor) in stored.items()})
+        for name, (file, tensor) in stored.items():
+            if name.endswith(CONV1D_WEIGHTS): # Conv1D stores a Linear's weight transposed
+                stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
         if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
             stored[HEAD] = stored[EMBEDDING]
-        return read_model(model_args, stored, convert, with_crc32, adjuster(config, model_args))
+        return read_model(model_args, stored, convert, with_crc32, scaler(config, model_args))
 
     model = files.read_complete(paths[0] if len(paths) == 1 else folder, paths, read, log)
     checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, meta=config, **model)
@@ -60,24 +63,18 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
     return checkpoint
 
 
-def adjuster(config: dict, model_args: dict) -> Callable[[str, Tensor], Tensor]:
-    """A function of a tensor's name and the tensor, which makes nanoGPT's tensor of it.
-
-    Conv1D stores a Linear's weight transposed. GPT's attention scale is 1/sqrt(D): other ones go into the queries.
-    """
+def scaler(config: dict, model_args: dict) -> Callable[[str, Tensor], Tensor]:
+    """A function (name, tensor) -> tensor. GPT's attention scale is 1/sqrt(D): other ones go into the queries."""
     by_layer, is_scaled = config.get("scale_attn_by_inverse_layer_idx", False), config.get("scale_attn_weights", True)
 
-    def adjust(name: str, tensor: Tensor) -> Tensor:
-        if name.endswith(CONV1D_WEIGHTS) and tensor.dim() == 2:
-            tensor = tensor.t()
+    def scale(name: str, tensor: Tensor) -> Tensor:
         if ".attn.c_attn." in name and (by_layer or not is_scaled):
-            scale = 1 / (int(name.split(".")[2]) + 1) if by_layer else 1.0
+            factor = 1 / (int(name.split(".")[2]) + 1) if by_layer else 1.0
             if not is_scaled:
-                scale *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
-            tensor = tensor.float().clone()
-            tensor[:len(tensor) // 3] *= scale # the queries
+                factor *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
+            tensor[:len(tensor) // 3] *= factor # the queries
         return tensor
-    return adjust
+    return scale
 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
@@ -96,9 +93,9 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
     """The folder with the files of the model, and its config.json. Raises ValueError if there is no such folder."""
     is_file, is_safetensors = os.path.isfile(name_or_folder), name_or_folder.endswith(".safetensors")
-    if (is_file and not is_safetensors) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt")):
-        raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
-                         f"--out_dir={name_or_folder}")
+    is_checkpoint = (is_file and not is_safetensors) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt"))
+    files.require(not is_checkpoint, f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
+                                     f"--out_dir={name_or_folder}")
     if is_file:
         refuse_tensors(Path(name_or_folder), log)
     folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
@@ -115,11 +112,9 @@ def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
 
 
 def refuse_tensors(path: Path, log: Log) -> None:
-    """Raises ValueError, which says what to do, for a file of tensors that is no Hugging Face model."""
-    def refuse(file: BinaryIO) -> None:
-        read_own_file(file, path)
-        raise ValueError("it holds no tensors")
-    files.read_complete(path, [path], refuse, log)
+    """Raises ValueError, which says what to do, for a file of tensors that is not of a Hugging Face model."""
+    files.read_complete(path, [path], lambda file: read_own_file(file, path), log)
+    raise ValueError(f"{path} holds no tensors")
 
 
 def download(name: str) -> Path:
@@ -131,42 +126,28 @@ def download(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=PICKLES))
         return folder
     except errors.HFValidationError:
-        raise ValueError(f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or "
-                         "user/model") from None
+        message = f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or user/model"
     except errors.GatedRepoError:
-        raise ValueError(f"access to {name!r} is on request: ask for it at https://huggingface.co/{name}, then set "
-                         "HF_TOKEN, or run 'hf auth login'") from None
+        message = (f"access to {name!r} is on request: ask for it at https://huggingface.co/{name}, then set HF_TOKEN, "
+                   "or run 'hf auth login'")
     except errors.RepositoryNotFoundError:
-        raise ValueError(f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have "
-                         "no access to it (set HF_TOKEN, or run 'hf auth login')") from None
+        message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
+                   "access to it (set HF_TOKEN, or run 'hf auth login')")
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
-        raise ValueError(f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, "
-                         f"and the hub did not answer ({files.first_sentence(e)}); set HF_ENDPOINT for a mirror, or on "
-                         f"a machine that reaches the hub, run 'hf download {name} --local-dir DIR', then give DIR "
-                         "instead of the name") from None
+        message = (f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, and the "
+                   f"hub did not answer ({files.first_sentence(e)}); set HF_ENDPOINT for a mirror, or on a machine "
+                   f"that reaches the hub, run 'hf download {name} --local-dir DIR', then give DIR instead of the name")
+    raise ValueError(message)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files: one file, or the shards that an index names. Prefers safetensors.
-
-    Raises ValueError if there are none, or if a shard is not in the folder: an index from a stranger must not name
-    other files on this machine.
-    """
-    for name in "model.safetensors", "pytorch_model.bin":
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            break
-    else:
-        raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, and no index of either")
-    weight_map = files.read_json(index).get("weight_map")
-    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not shards:
-        raise ValueError(f"weight_map in {index} must name files in its own folder, but names none")
-    for shard in shards:
-        is_plain = isinstance(shard, str) and shard == Path(shard).name[:250]
-        if not (is_plain and (folder / shard).is_file()):
-            raise ValueError(f"weight_map in {index} must name files in its own folder, but {shard!r:.100} is not one: "
-                             "download the model again")
-    return [folder / shard for shard in sorted(set(shards))]
+    """The weight files: one file, or all its shards. Prefers safetensors. Raises ValueError if there are none."""
+    for stem, suffix in ("model", "safetensors"), ("pytorch_model", "bin"):
+        if (folder / f"{stem}.{suffix}").is_file():
+            return [folder / f"{stem}.{suffix}"]
+        if shards := sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*.{suffix}"))): # -00001-of-00003
+            total = shards[-1].stem.rpartition("-")[2]
+            files.require(total == f"{len(shards):05}",
+                          f"{folder} has only {len(shards)} of {total} shards: download the model again")
+            return shards
+    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor the shards of either")

@@ -1,13 +1,11 @@
 """The meta.pkl of a nanoGPT data set: a vocabulary of characters or of bytes, or the name of a tokenizer."""
-import codecs
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection
 
 from sampling.checkpoints.checkpoint import named_errors, require
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, as_damage
-from sampling.inputs.gpt2_tokenizer import SIZES
-from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
 
 # The fields in which prepare scripts name a tokenizer, and names for what stoi and itos describe.
 NAME_FIELDS = ("tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type", "tokenizer_file", "tokenizer_path",
@@ -18,7 +16,7 @@ ADVICE = ("pass --tokenizer=NAME|FILE, an encoding of tiktoken or a tokenizer.js
           "SentencePiece model to one)")
 
 
-class CharTokenizer:
+class CharTokenizer(TokenizerOfBytes):
     """One token for each character, or for each byte of the text in UTF-8.
 
     meta: the content of the meta.pkl at path, if it was read already. Raises ValueError if it is no vocabulary, OSError
@@ -43,16 +41,8 @@ class CharTokenizer:
             raise ValueError(self._describe(unknown, symbols))
         return [self.stoi[symbol] for symbol in symbols]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids. Unknown ids, and bytes that form no character, become U+FFFD."""
-        return b"".join(map(self._piece, id_list(ids))).decode(errors="replace")
-
-    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for one sequence. A character comes with the last of its bytes."""
-        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        return lambda token_id, last=False: decode(self._piece(token_id), last)
-
-    def _piece(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token in UTF-8; U+FFFD if it is unknown."""
         return self.pieces.get(token_id, REPLACEMENT.encode())
 
     def _describe(self, unknown: Collection, symbols: str | bytes) -> str:
@@ -112,10 +102,10 @@ def named_encoding(meta: dict, source: object) -> str | None:
     for field in NAME_FIELDS:
         value = meta.get(field)
         name = value.lower().replace("gpt-2", "gpt2") if isinstance(value, str) else f"a {type(value).__name__}"
-        if name in SIZES and not meta.get("has_additional_tokens"):
+        if name in ENCODINGS and not meta.get("has_additional_tokens"):
             return name
         if value and name != "tiktoken" and not CHAR_NAMES.fullmatch(name):
-            field = f"{field}, with has_additional_tokens" if name in SIZES else field
+            field = f"{field}, with has_additional_tokens" if name in ENCODINGS else field
             raise ValueError(f"{source} names a tokenizer that cannot be read, {name!r:.60} in {field}; {ADVICE}")
     return None
 

@@ -1,25 +1,22 @@
 """GPT-2's byte-pair encoding and tiktoken's others, and where their vocabularies come from."""
-import codecs
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 from sampling.checkpoints.checkpoint import first_sentence, read_json
-from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
+from sampling.inputs.tokenizer import REPLACEMENT, require_unicode
 from sampling.messages import Log, warn
 
-SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 HOST = "https://openaipublic.blob.core.windows.net"
 GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 GPT2_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2" # of the vocabulary in a tokenizer.json
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(TokenizerOfBytes):
     """GPT-2's byte-pair encoding, or tiktoken's of this name. <|endoftext|> in a text becomes the special token.
 
     Logs why a source of the vocabulary failed. Raises ValueError, which says which files to get, if all of them do.
@@ -27,7 +24,7 @@ class GPT2Tokenizer:
     joins_spaces = True
 
     def __init__(self, name: str = "gpt2", log: Log = warn):
-        self.source, self.size = source_of(name), SIZES[name]
+        self.source, self.size = source_of(name), ENCODINGS[name]
         self.encoding = load_encoding(name, log)
 
     def encode(self, text: str) -> list[int]:
@@ -35,20 +32,8 @@ class GPT2Tokenizer:
         require_unicode(text)
         return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; unknown ids, and bytes that form no character, decode to U+FFFD."""
-        ids = id_list(ids)
-        try:
-            return self.encoding.decode(ids, errors="replace") # one call of tiktoken, for prompts of megabytes
-        except KeyError: # an unknown id
-            return b"".join(map(self._bytes, ids)).decode(errors="replace")
-
-    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for one sequence. A character comes with the last of its tokens."""
-        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        return lambda token_id, last=False: decode(self._bytes(token_id), last)
-
-    def _bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; U+FFFD if it is unknown."""
         try:
             return self.encoding.decode_single_token_bytes(token_id)
         except KeyError:

@@ -5,6 +5,7 @@ replacements that each double the text never finish, and some merges abort the p
 and steps that are known to be harmless. Each limit here is one check.
 """
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -129,18 +130,8 @@ def checked(content: dict) -> dict:
 
     Padding, truncation and the post-processor, which would add tokens to a prompt or remove some, are left out.
     """
-    parts, total_growth = {}, 1
-    for part, (sequence, allowed) in STEPS.items():
-        parts[part] = flatten(content.get(part), part, sequence)
-        require(len(parts[part]) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
-        for step in parts[part]:
-            kind = step.get("type")
-            require(kind in allowed.split(), f"its {part} has the type {kind!r:.60}; supported types: {allowed}")
-            for name, value in step.items():
-                require(is_harmless(value) or (name == "content" and value == ""),
-                        f"{kind} in its {part} has {name!r:.60} {value!r:.100}, which is not supported")
-            total_growth *= GROWTH.get(kind, 1) if kind != "Replace" else max(
-                1, len(step["content"].encode()) / len(step["pattern"].get("String", " ")))
+    parts = {part: checked_steps(content.get(part), part) for part in STEPS}
+    total_growth = math.prod(growth(step) for steps in parts.values() for step in steps)
     require(total_growth <= MAX_GROWTH, f"its steps could make a text more than {MAX_GROWTH} times longer")
     is_fused = False # the next decoders see the whole text as one token: later text must not change what they did
     for step in parts["decoder"]:
@@ -151,10 +142,30 @@ def checked(content: dict) -> dict:
     added = sorted(content["added_tokens"], key=lambda token: token["id"])
     require(len(added) <= MAX_ADDED_TOKENS and all(map(is_text, (token["content"] for token in added))),
             f"it has more than {MAX_ADDED_TOKENS} added tokens, or one without 1 to {MAX_TEXT} characters")
-    steps = {part: {"type": "Sequence", sequence: parts[part]} if parts[part] else None
-             for part, (sequence, _) in STEPS.items()}
+    sequences = {part: {"type": "Sequence", STEPS[part][0]: steps} if steps else None for part, steps in parts.items()}
     return {"version": "1.0", "model": checked_model(content.get("model")), "added_tokens": added,
-            "post_processor": None, **steps}
+            "post_processor": None, **sequences}
+
+
+def checked_steps(content: object, part: str) -> list[dict]:
+    """The steps of a part of a tokenizer.json. Raises ValueError if one is not known to be harmless."""
+    sequence, allowed = STEPS[part]
+    steps = flatten(content, part, sequence)
+    require(len(steps) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
+    for step in steps:
+        kind = step.get("type")
+        require(kind in allowed.split(), f"its {part} has the type {kind!r:.60}; supported types: {allowed}")
+        for name, value in step.items():
+            require(is_harmless(value) or (name == "content" and value == ""),
+                    f"{kind} in its {part} has {name!r:.60} {value!r:.100}, which is not supported")
+    return steps
+
+
+def growth(step: dict) -> float:
+    """How many times more bytes a step can make of a text."""
+    if step["type"] == "Replace":
+        return max(1, len(step["content"].encode()) / len(step["pattern"].get("String", " ")))
+    return GROWTH.get(step["type"], 1)
 
 
 def flatten(step: object, part: str, sequence: str) -> list[dict]:

@@ -35,8 +35,7 @@ class PromptSource:
     """An iterable of the prompts that start names. A pipe can be iterated once, anything else many times.
 
     setting_names: names that a JSON field may not have, because settings apply to the whole run. Raises ValueError if
-    there is no prompt, or if the file cannot be read. An error in a later line of the file is raised when the iteration
-    reaches that line.
+    there is no prompt, or if the file cannot be read; for a later line, when the iteration reaches it.
     """
 
     def __init__(self, start: str, setting_names: Collection[str] = PARAM_NAMES):
@@ -74,10 +73,8 @@ class PromptSource:
         """
         if self.is_pipe:
             return None, None
-        num_prompts = max_len = 0
-        for prompt in self:
-            num_prompts, max_len = num_prompts + 1, max(max_len, len(encode_prompt(prompt, tokenizer)))
-        return num_prompts * num_samples, max_len
+        lengths = [len(encode_prompt(prompt, tokenizer)) for prompt in self]
+        return len(lengths) * num_samples, max(lengths)
 
 
 def make_requests(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int,

@@ -1,7 +1,7 @@
 """Tokenizer, the protocol of all tokenizers, and the choice of the tokenizer for a checkpoint."""
+import codecs
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +10,8 @@ from sampling.messages import Log
 if TYPE_CHECKING: # it imports torch, which takes a second
     from sampling.checkpoints.checkpoint import Checkpoint
 
+# The encodings of tiktoken, and how many tokens each has.
+ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of unknown ids, and of bytes that form no character
 
 
@@ -32,6 +34,19 @@ class Tokenizer(Protocol):
         the text of the prompt. A character that spans several tokens comes with the last of them. last=True: no token
         follows, so an incomplete character becomes U+FFFD.
         """
+
+
+class TokenizerOfBytes:
+    """Decodes tokens that are bytes of a text in UTF-8. A subclass has token_bytes(token_id)."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; bytes that form no character become U+FFFD."""
+        return b"".join(map(self.token_bytes, id_list(ids))).decode(errors="replace")
+
+    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
+        """A function (id, last=False) -> text for one sequence. A character comes with the last of its bytes."""
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        return lambda token_id, last=False: decode(self.token_bytes(token_id), last)
 
 
 def id_list(ids: Iterable[int]) -> list[int]:
@@ -62,34 +77,30 @@ def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = N
     the encoding that the training's settings in the checkpoint name, or else GPT-2's if the vocabulary has its size.
     Raises ValueError if no tokenizer is surely the model's, or if it cannot be loaded.
     """
-    from sampling.inputs.gpt2_tokenizer import SIZES
     for name in candidates(checkpoint) if tokenizer is None else [resolve(tokenizer)]:
         if found := load_from(name, checkpoint, log):
             return found
     if tokenizer is not None:
         raise ValueError(f"{name} has no stoi, and names no tokenizer")
+    searched = ", ".join(os.path.join(folder, "") for folder in folders_of(checkpoint))
+    lacks = (f"{checkpoint.folder} has no tokenizer of its own" if checkpoint.is_huggingface else
+             f"neither meta.pkl nor tokenizer.json is in {searched}")
+    check_size(checkpoint, "GPT-2's encoding", ENCODINGS["gpt2"], prefix=f"{lacks}; ")
     if checkpoint.is_huggingface:
-        check_size(checkpoint, "GPT-2's encoding", SIZES["gpt2"],
-                   prefix=f"{checkpoint.folder} has no tokenizer of its own; ")
         log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
-    else:
-        searched = ", ".join(os.path.join(folder, "") for folder in folders_of(checkpoint))
-        check_size(checkpoint, "GPT-2's encoding", SIZES["gpt2"],
-                   prefix=f"neither meta.pkl nor tokenizer.json is in {searched}; ")
     return load_from("gpt2", checkpoint, log)
 
 
 def resolve(name: str) -> str | Path:
     """The encoding, or the file, that the setting names. Raises ValueError if there is none."""
-    from sampling.inputs.gpt2_tokenizer import SIZES
     from sampling.inputs.hf_files import find_tokenizer
-    if name in SIZES:
+    if name in ENCODINGS:
         return name
     path = Path(name)
     if path.is_dir():
         path = find_tokenizer(path) or path / "meta.pkl"
     if not path.is_file():
-        raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(SIZES)}), a tokenizer.json or its "
+        raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(ENCODINGS)}), a tokenizer.json or its "
                          f"folder, or a meta.pkl; got {name!r:.200}")
     return path
 
@@ -103,16 +114,20 @@ def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
     from sampling.inputs.hf_files import find_tokenizer
     folders, dataset = folders_of(checkpoint), str(checkpoint.dataset)
     is_outside = os.path.isabs(dataset) or ".." in dataset.replace("\\", "/").split("/")
-    metas = [] if checkpoint.is_huggingface else [(folder, folder / "meta.pkl") for folder in folders]
-    found = [(folder, path) for folder, path in metas if os.path.isfile(path)]
-    for folder, path in chain(found, ((folder, find_tokenizer(folder)) for folder in folders)):
-        if path and is_outside and folder is not folders[0]: # a stranger's checkpoint could name any file
-            raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; if it "
-                             "is the right file, copy it to the folder of ckpt.pt")
-        if path:
-            yield path
+    for find in [find_tokenizer] if checkpoint.is_huggingface else [find_meta, find_tokenizer]:
+        for folder in folders:
+            if path := find(folder):
+                if is_outside and folder is not folders[0]: # a stranger's checkpoint could name any file
+                    raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of "
+                                     "data/; if it is the right file, copy it to the folder of ckpt.pt")
+                yield path
     if encoding := named_encoding(checkpoint.meta, checkpoint.path):
         yield encoding
+
+
+def find_meta(folder: Path) -> Path | None:
+    """The meta.pkl in a folder, if there is one."""
+    return folder / "meta.pkl" if os.path.isfile(folder / "meta.pkl") else None # Path.is_file fails for long names
 
 
 def folders_of(checkpoint: "Checkpoint") -> list[Path]:
@@ -135,10 +150,10 @@ def load_from(name: str | Path, checkpoint: "Checkpoint", log: Log) -> Tokenizer
     Raises ValueError if it does not fit the checkpoint, or cannot be loaded.
     """
     from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
-    from sampling.inputs.gpt2_tokenizer import SIZES, GPT2Tokenizer, source_of
+    from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer, source_of
     from sampling.inputs.hf_tokenizer import HFTokenizer
     if isinstance(name, str):
-        check_size(checkpoint, source_of(name), SIZES[name]) # first, because loading may download files
+        check_size(checkpoint, source_of(name), ENCODINGS[name]) # first, because loading may download files
         return GPT2Tokenizer(name, log)
     if name.suffix != ".pkl":
         found = HFTokenizer(name, checkpoint.vocab_size)

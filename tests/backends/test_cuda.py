@@ -13,7 +13,6 @@ from models import make_gpt
 from recorded_graphs import NEEDS_GPU, ON_GPU
 from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import cast_linears
 from sampling.generation.decode import Decoder
 from sampling.sampler.row_streams import RowStreams, RunStream
 from sampling.sampler.sampler import Sampler

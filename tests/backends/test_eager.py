@@ -9,7 +9,7 @@ from models import CHARS, as_checkpoint, make_gpt, save_checkpoint
 from oracles import nanogpt_generate, nanogpt_logits
 from recorded_graphs import ON_GPU
 from sampling.backends.eager import EagerBackend, ExactBackend
-from sampling.backends.prepare import prepare_backend, compile_steps
+from sampling.backends.prepare import compile_steps, prepare_backend
 from sampling.params import ModelOptions, SamplingParams
 from streams import decode, num_compiled_graphs, random_prompt
 
