@@ -74,6 +74,8 @@ EXCLUDED = [ # settings that do not work together, and what the error says
     (dict(exact=True, temperature=0.0), "leave out temperature=0.0, or exact"),
     (dict(logprobs=0), "logprobs are saved in out_file: give out_file too"),
     (dict(out_file="a", html_file="b/../a"), "out_file and html_file must be two files"),
+    (dict(watch=True, init_from="gpt2"), "watch=True waits for a ckpt.pt that train.py saves: leave out init_from"),
+    (dict(watch=True, interactive=True), "watch=True does not work with interactive=True: in a session, type :reload"),
     (dict(interactive=True, out_file="a"), "leave out_file and html_file out"),
     (dict(interactive=True, html_file="a"), "leave out_file and html_file out"),
 ]
@@ -134,7 +136,8 @@ def test_params_are_validated_when_created_or_replaced():
 
 def test_params_of_the_settings_are_those_of_the_same_values():
     settings = DEFAULTS | dict(top_k=3, stop="a", context_shift=True)
-    assert SamplingParams.from_settings(settings, 2) == SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)
+    expected = SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)
+    assert SamplingParams.from_settings(settings, 2) == expected
 
 
 @pytest.mark.parametrize("stop, texts", [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])

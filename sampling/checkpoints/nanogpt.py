@@ -1,6 +1,9 @@
 """Loads the ckpt.pt that nanoGPT's train.py wrote, the files of its forks, and the model_*.pt of build-nanogpt."""
 import math
 import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from model import GPTConfig
@@ -12,6 +15,7 @@ from sampling.checkpoints.state_dict import EMBEDDING, HEAD, count_init_draws, r
 from sampling.checkpoints.torch_file import ForbiddenNameError, StoredTensor, TensorFile, fields_of, read_torch_file
 from sampling.messages import Log, warn
 
+WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
 PROJECT = Path(__file__).resolve().parents[2]
 MODEL_KEYS = "model", "model_state_dict"
 BUILD_NANOGPT_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # of its GPTConfig
@@ -137,3 +141,29 @@ def find_checkpoint(out_dir: str | Path) -> Path:
     hint = f"; checkpoints nearby: {', '.join(sorted(nearby.values())[:5])}" if nearby else ""
     raise FileNotFoundError(f"there is no checkpoint at {path}{hint}; pass --out_dir=FOLDER_OR_FILE, or "
                             "--init_from=gpt2 for GPT-2")
+
+
+# ---- waiting for the next save
+
+def saves(out_dir: str | Path, log: Log = warn) -> Iterator[None]:
+    """Yield at once, and again whenever the checkpoint in out_dir has been saved anew. Never ends.
+
+    Raises what find_checkpoint raises.
+    """
+    path = find_checkpoint(out_dir)
+    while True:
+        state = loaded = file_state(path) # before it is loaded: a save during the run counts
+        yield
+        log(f"waiting for the next save of {path}")
+        before = None
+        while state in (loaded, None) or state != before: # it must stay the same for a while: then the save is over
+            time.sleep(WATCH_POLL)
+            before, state = state, file_state(path)
+
+
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written; None if there is no such file now."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns, status.st_ino
+    return None
