@@ -10,7 +10,8 @@ CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num":
 RUN = {"seed": 1, "temperature": 0.8, "stop": []}
 PROBABILITIES = [0.9, 0.3, 0.15, 0.07, 0.03, 0.015, 0.002] # one for each background colour
 HOSTILE = ("</script><script>hacked=1</script><!--<script> ]]>'\"></p></article>"
-           "<img src=//evil.test/x onerror=hacked=1><svg onload=hacked=1>&lt;{{text}} <!-- split here -->\n\r\n\t\x00\x01\x1b\x85\u2028\u202e\u05d0\ud800😀")
+           "<img src=//evil.test/x onerror=hacked=1><svg onload=hacked=1>&lt;{{text}} <!-- split here -->"
+           "\n\r\n\t\x00\x01\x1b\x85\u2028\u202e\u05d0\ud800😀")
 SHOWN = HOSTILE.replace("\0", "\ufffd").replace("\ud800", "?")
 
 

@@ -102,7 +102,8 @@ def test_the_error_for_an_invalid_value_states_the_rule_and_the_value(name, valu
 
 
 @pytest.mark.parametrize("name, value, shown", [
-    ("device", "x" * 10**6, "'" + 99 * "x"), ("temperature", 10**400, "1" + 99 * "0"), ("stop", ["a", 10**5000], "a list")])
+    ("device", "x" * 10**6, "'" + 99 * "x"), ("temperature", 10**400, "1" + 99 * "0"),
+    ("stop", ["a", 10**5000], "a list")])
 def test_a_long_value_is_shortened_in_the_error(name, value, shown):
     with pytest.raises(ValueError) as error:
         check_settings(DEFAULTS | {name: value})

@@ -5,15 +5,15 @@
 Samples of the same prompt and index stand side by side if they are from several runs: other settings, or another
 checkpoint. The template page.html has three parts: the beginning, one sample, the end.
 """
-import argparse
 import base64
 import hashlib
 import html
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,17 +33,20 @@ class Runs:
     """
 
     def __init__(self, files: Mapping[str, list[BinaryIO]]):
-        self.infos: list[dict[str, Any]] = [] # what the page shows about each run
         self.rows: dict[tuple[str, int], dict[int, tuple[BinaryIO, int]]] = {} # prompt, index -> run -> where it is
-        numbers: dict[str, int] = {}
+        infos: dict[str, dict[str, Any]] = {} # what the page shows about each run
         for name, parts in files.items():
             for file, start, record in (found for part in parts for found in read_records(part, name)):
                 info = run_info(record, name if len(files) > 1 else None)
                 key = json.dumps([name, record["checkpoint"].get("crc32"), info])
-                if key not in numbers:
-                    numbers[key] = len(self.infos)
-                    self.infos.append(info)
-                self.rows.setdefault((record["prompt"], record["index"]), {})[numbers[key]] = file, start
+                infos.setdefault(key, info)
+                row = self.rows.setdefault((record["prompt"], record["index"]), {})
+                row[list(infos).index(key)] = file, start
+        self.infos = list(infos.values())
+        self.shared = {name: value for name, value in (self.infos[0] if infos else {}).items()
+                       if all(name in info and info[name] == value for info in self.infos)}
+        self.differing = [{name: value for name, value in info.items() if name not in self.shared}
+                          for info in self.infos]
 
     def records(self) -> Iterator[dict[int, dict[str, Any]]]:
         """Yield the samples of each prompt and index, by the number of their run."""
@@ -53,12 +56,6 @@ class Runs:
                 file.seek(start)
                 records[run] = json.loads(file.readline())
             yield records
-
-    def shared_and_differing(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What all runs have in common, and for each run what is special."""
-        shared = {name: value for name, value in (self.infos[0] if self.infos else {}).items()
-                  if all(name in info and info[name] == value for info in self.infos)}
-        return shared, [{name: value for name, value in info.items() if name not in shared} for info in self.infos]
 
 
 def read_records(file: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, int, dict[str, Any]]]:
@@ -92,44 +89,37 @@ def write_page(path: str | os.PathLike, files: Mapping[str, list[BinaryIO]]) -> 
     head, article, tail = template.split("<!-- split here -->\n")
     # The browser applies the style and runs the script with these hashes, and no others.
     hashes = {element: content_hash(head, element) for element in ("style", "script")}
-    shared, differing = runs.shared_and_differing()
-    path, num_samples = os.path.realpath(path), 0 # a link stays
-    with name_write_errors(path), removed(f"{path}.part") as part:
-        with open(part, "w", encoding="utf-8", newline="\n") as page:
-            page.write(fill(head, title=escape(title(runs.infos)), run_info=definition_list(shared, differing),
-                            layout="side-by-side" if len(differing) > 1 else "", **hashes))
-            for records in runs.records():
-                page.write(row(article, records, differing))
-                num_samples += len(records)
-            page.write(tail)
-        os.replace(part, path)
-    return num_samples
-
-
-@contextmanager
-def removed(path: str) -> Iterator[str]:
-    """A path whose file, if there is one, is removed after the block."""
-    try:
-        yield path
-    finally:
-        with suppress(OSError):
-            os.unlink(path)
+    path = os.path.realpath(path) # a link stays
+    part = f"{path}.part"
+    with name_write_errors(path):
+        try:
+            with open(part, "w", encoding="utf-8", newline="\n") as page:
+                page.write(fill(head, title=escape(title(runs.infos)), settings=definition_list(runs),
+                                layout="side-by-side" if len(runs.infos) > 1 else "", **hashes))
+                page.writelines(row(article, records, runs.differing) for records in runs.records())
+                page.write(tail)
+            os.replace(part, path)
+        finally:
+            with suppress(OSError): # after an error, it is still there
+                os.unlink(part)
+    return sum(map(len, runs.rows.values()))
 
 
 def row(article: str, records: Mapping[int, Mapping[str, Any]], differing: list[dict[str, Any]]) -> str:
     """HTML for the samples of one prompt and index. If there is only one run, it is one article."""
     first = next(iter(records.values()))
-    number, heading = str(first["index"]), f"Sample {first['index']}{shown_id(first.get('id'))}"
+    index, heading = first["index"], escape(f"Sample {first['index']}{shown_id(first.get('id'))}")
+    prompt = f"<b>{escape(first['prompt'])}</b>"
     if len(differing) == 1:
-        return fill(article, number=number, label=f"sample {number}", heading=f'<h2 id="title-{number}">'
-                    f'{escape(heading)}</h2>', prompt=f"<b>{escape(first['prompt'])}</b>", **parts_of(first))
+        return fill(article, number=str(index), heading=f'<h2 id="title-{index}">{heading}</h2>', prompt=prompt,
+                    label=f"sample {index}", **parts_of(first))
     articles = []
     for run, record in records.items():
-        number, label = f"{first['index']}-{run}", escape(", ".join(map(shown, differing[run].items())) or f"run {run}")
-        articles.append(fill(article, number=number, label=f"sample {first['index']}, {label}", prompt="",
-                             heading=f'<h3 id="title-{number}">{label}</h3>', **parts_of(record)))
-    return (f'<section><h2>{escape(heading)}</h2><div class="text"><p lang="" dir="auto"><b>{escape(first["prompt"])}'
-            f'</b></p></div><div class="runs">\n{"".join(articles)}</div></section>\n')
+        label = escape(", ".join(map(shown, differing[run].items())) or f"run {run}")
+        articles.append(fill(article, number=f"{index}-{run}", heading=f'<h3 id="title-{index}-{run}">{label}</h3>',
+                             prompt="", label=f"sample {index}, {label}", **parts_of(record)))
+    return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
+            f'<div class="runs">\n{"".join(articles)}</div></section>\n')
 
 
 def parts_of(record: Mapping[str, Any]) -> dict[str, str]:
@@ -138,7 +128,7 @@ def parts_of(record: Mapping[str, Any]) -> dict[str, str]:
         tokens, reason = record.get("logprobs", {"content": []})["content"], record["finish_reason"]
         return {"text": escape(record["text"]), "num_tokens": escape(plural(record["num_tokens"], "token")),
                 "finish_reason": FINISH_REASONS[reason], "data": token_data(tokens) if tokens else ""}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"sample {record['index']} lacks a field, or has a wrong one ({error!r:.100}): "
                          "sample.py did not write it") from None
 
@@ -192,11 +182,11 @@ def shown(item: tuple[str, Any]) -> str:
     return str(value) if name in ("file", "checkpoint") else f"{name} {value}"
 
 
-def definition_list(shared: Mapping[str, Any], differing: list[dict[str, Any]]) -> str:
+def definition_list(runs: Runs) -> str:
     """HTML for the terms and values of a <dl>: one value if all runs have it, otherwise that of each run."""
-    values = {name: repr(value) for name, value in shared.items()}
-    for name in dict.fromkeys(name for special in differing for name in special):
-        values[name] = " · ".join(repr(special.get(name)) for special in differing)
+    values = {name: repr(value) for name, value in runs.shared.items()}
+    for name in dict.fromkeys(name for info in runs.differing for name in info):
+        values[name] = " · ".join(repr(info.get(name)) for info in runs.differing)
     return "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in values.items())
 
 
@@ -222,17 +212,15 @@ def neg_millilogprob(logprob: float) -> int:
 
 def main() -> None:
     """Make a page of files of samples, as the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m sampling.outputs.html", description="Make a page of samples.")
-    parser.add_argument("files", nargs="+", metavar="samples.jsonl", help="what sample.py wrote with --out_file")
-    parser.add_argument("page", metavar="page.html", help="the page; an earlier page is replaced")
-    arguments = parser.parse_args()
-    if os.path.exists(arguments.page):
-        begin = Path(arguments.page).read_bytes()[:200]
-        if begin and not PAGE.match(begin):
-            raise ValueError(f"{arguments.page} is not a page of samples, so it is not replaced: give another name")
+    *paths, page = sys.argv[1:] or [""]
+    if not paths:
+        raise ValueError("give one or more files of samples, and the page: "
+                         "python -m sampling.outputs.html samples.jsonl page.html")
+    if os.path.exists(page) and not PAGE.match(Path(page).read_bytes()[:200]):
+        raise ValueError(f"{page} is not a page of samples, so it is not replaced: give another name")
     with ExitStack() as stack:
-        files = {path: [stack.enter_context(open(path, "rb"))] for path in arguments.files}
-        log(f"{arguments.page}: {plural(write_page(arguments.page, files), 'sample')}")
+        files = {path: [stack.enter_context(open(path, "rb"))] for path in paths}
+        log(f"{page}: {plural(write_page(page, files), 'sample')}")
 
 
 if __name__ == "__main__":

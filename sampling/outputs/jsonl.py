@@ -36,7 +36,7 @@ class LineFormat:
 
     def check(self, line: bytes, request: SampleRequest, where: str) -> None:
         """Raise ValueError that names where and the difference, unless this is the line of this sample of this run."""
-        record, wanted = parse_own_record(line, where), identity(request)
+        record, wanted = parse_record(line, where), identity(request)
         self.check_settings(record, where)
         check_equal("the checkpoint's checksum", record["checkpoint"].get("crc32"), self.checkpoint_id["crc32"], where)
         for name in dict.fromkeys(["index", "prompt", "id", *wanted, *record]):
@@ -125,16 +125,9 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
     record = json.loads(line) if is_json(line) else None
     if not (isinstance(record, dict) and record.get("version") == VERSION and isinstance(record.get("settings"), dict)
             and isinstance(record.get("checkpoint"), dict)):
-        raise ValueError(f"{where}: not written by this version of sample.py")
+        raise ValueError(f"{where}: not written by this version of sample.py; nothing is overwritten, so move the "
+                         "file, or give another name")
     return record
-
-
-def parse_own_record(line: bytes, where: str) -> dict[str, Any]:
-    """parse_record for a line of out_file."""
-    try:
-        return parse_record(line, where)
-    except ValueError as error:
-        raise ValueError(f"{error}; nothing is overwritten, so move the file, or give out_file another name") from None
 
 
 def encode_json(record: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sampling.outputs.console import is_tty, log, log_replacements, plural, sanitize
 from sampling.outputs.html import NUM_ALTERNATIVES, write_page
-from sampling.outputs.jsonl import LineFormat, is_beginning, is_json, parse_own_record, reproducibility_settings
+from sampling.outputs.jsonl import LineFormat, is_beginning, is_json, parse_record, reproducibility_settings
 from sampling.outputs.output_file import PAGE, append, check_not_removed, check_replaceable, open_output
 from sampling.params import Sample, SampleRequest
 
@@ -72,7 +72,7 @@ class Outputs:
                 break
             number += 1
             if self.settings["watch"]:
-                record, last = parse_own_record(line, f"{self.out_file}, line {number}"), line
+                record, last = parse_record(line, f"{self.out_file}, line {number}"), line
                 if record.get("index") == 0:
                     self.start, self.num_before = end, number - 1
             end += len(line)

@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_used_is_an_error_that_names_it(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with open_output(tmp_path / "file"), pytest.raises(ValueError, match=r"another run writes to .*file: give"):
         open_output(tmp_path / "file")
-    for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a directory"),
+    for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a direc"),
                          ("no/such", "there is no folder"), ("x" * 300, "File name too long")]:
         with pytest.raises((ValueError, OSError), match=reason):
             open_output(f"{tmp_path}/{path}")
