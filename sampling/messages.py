@@ -13,12 +13,11 @@ OUT_OF_MEMORY = re.compile(
     "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED") # cuBLAS reports the latter if there is no memory for its workspace
 
 ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to suggest
-    "p": "start", "prompt": "start",
-    "m": "out_dir or init_from", "model": "out_dir or init_from", "ckpt": "out_dir", "checkpoint": "out_dir",
-    "n": "num_samples or max_new_tokens", "num_return_sequences": "num_samples",
-    "n_predict": "max_new_tokens", "max_length": "max_new_tokens", "max_tokens": "max_new_tokens",
-    "draft_model": "draft", "model_draft": "draft", "assistant_model": "draft", "speculative_model": "draft",
-    "temp": "temperature", "repeat_penalty": "repetition_penalty", "s": "seed", "o": "out_file",
+    **dict.fromkeys(["p", "prompt"], "start"), **dict.fromkeys(["m", "model"], "out_dir or init_from"),
+    **dict.fromkeys(["ckpt", "checkpoint"], "out_dir"), "n": "num_samples or max_new_tokens", "s": "seed",
+    "num_return_sequences": "num_samples", **dict.fromkeys(["n_predict", "max_length", "max_tokens"], "max_new_tokens"),
+    **dict.fromkeys(["draft_model", "model_draft", "assistant_model", "speculative_model"], "draft"),
+    "temp": "temperature", "repeat_penalty": "repetition_penalty", "o": "out_file",
 }
 TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "eval_iters"} # only train.py has these
 

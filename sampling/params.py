@@ -18,7 +18,6 @@ def is_number(value: Any) -> bool:
 
 
 def is_name(value: Any) -> bool:
-    """Whether a value may be the name of a file or a model."""
     return isinstance(value, str) and value != "" and "\0" not in value
 
 
@@ -28,7 +27,6 @@ def whole(lowest: int, highest: float = math.inf) -> Callable[[Any], bool]:
 
 
 def optional(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The rule for a value that may also be None."""
     return lambda value: value is None or rule(value)
 
 
@@ -78,12 +76,15 @@ def check_values(values: Settings) -> None:
 
 def check_settings(settings: Settings) -> None:
     """Check all of sample.py's settings, by name. Raises ValueError, which says what is allowed and what was given."""
-    is_random = settings["seed"] == "random" # choose_seed draws a number later
-    check_values({name: value for name, value in settings.items() if name != "seed" or not is_random})
+    check_values({**settings, "seed": 0} if settings["seed"] == "random" else settings)
     check_model_options(settings)
     out_file, html_file = settings["out_file"], settings["html_file"]
     if out_file and html_file and os.path.realpath(out_file) == os.path.realpath(html_file):
         raise ValueError(f"out_file and html_file must be two files; got {out_file!r:.100} for both")
+    if settings["watch"] and settings["init_from"] != "resume":
+        raise ValueError("watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch")
+    if settings["watch"] and settings["interactive"]:
+        raise ValueError("watch=True does not work with interactive=True: in a session, type :reload")
     if settings["interactive"] and (out_file or html_file):
         raise ValueError("interactive=True saves no samples: leave out_file and html_file out")
     if settings["logprobs"] is not None and not out_file:
@@ -135,10 +136,7 @@ def choose_seed(seed: int | str, log: Log, flag: str = "--seed") -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled. Fields mean the same as sample.py's settings of the same name.
-
-    Raises ValueError if a value is not allowed.
-    """
+    """How tokens are sampled: sample.py's settings of the same name. Raises ValueError if a value is not allowed."""
     max_new_tokens: int = 500
     temperature: float = 0.8
     top_k: int | None = 200
@@ -162,7 +160,6 @@ class SamplingParams:
 
     @property
     def stop_texts(self) -> list[str]:
-        """stop as a list of texts."""
         return as_list(self.stop)
 
 

@@ -74,6 +74,8 @@ EXCLUDED = [ # settings that do not work together, and what the error says
     (dict(exact=True, temperature=0.0), "leave out temperature=0.0, or exact"),
     (dict(logprobs=0), "logprobs are saved in out_file: give out_file too"),
     (dict(out_file="a", html_file="b/../a"), "out_file and html_file must be two files"),
+    (dict(watch=True, init_from="gpt2"), "watch=True waits for a ckpt.pt that train.py saves: leave out init_from"),
+    (dict(watch=True, interactive=True), "watch=True does not work with interactive=True: in a session, type :reload"),
     (dict(interactive=True, out_file="a"), "leave out_file and html_file out"),
     (dict(interactive=True, html_file="a"), "leave out_file and html_file out"),
 ]
@@ -100,7 +102,8 @@ def test_the_error_for_an_invalid_value_states_the_rule_and_the_value(name, valu
 
 
 @pytest.mark.parametrize("name, value, shown", [
-    ("device", "x" * 10**6, "'" + 99 * "x"), ("temperature", 10**400, "1" + 99 * "0"), ("stop", ["a", 10**5000], "a list")])
+    ("device", "x" * 10**6, "'" + 99 * "x"), ("temperature", 10**400, "1" + 99 * "0"),
+    ("stop", ["a", 10**5000], "a list")])
 def test_a_long_value_is_shortened_in_the_error(name, value, shown):
     with pytest.raises(ValueError) as error:
         check_settings(DEFAULTS | {name: value})
@@ -134,7 +137,8 @@ def test_params_are_validated_when_created_or_replaced():
 
 def test_params_of_the_settings_are_those_of_the_same_values():
     settings = DEFAULTS | dict(top_k=3, stop="a", context_shift=True)
-    assert SamplingParams.from_settings(settings, 2) == SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)
+    expected = SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)
+    assert SamplingParams.from_settings(settings, 2) == expected
 
 
 @pytest.mark.parametrize("stop, texts", [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])

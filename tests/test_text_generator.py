@@ -121,7 +121,7 @@ def test_samples_with_a_draft_are_the_same(generator):
     speculation.draft = speculation.draft._replace(relative_cost=0.1) # it costs as much as the model: it would be off
     assert [sample.text for sample in gpt.generate("ROMEO:", PARAMS, num_samples=2, batch_size=1)] == expected
     assert "".join(gpt.stream("ROMEO:", PARAMS)) == expected[0] and speculation.num_accepted > 10
-    with pytest.raises(ValueError, match=r"leave out draft=.*, or exact"):
+    with pytest.raises(ValueError, match="leave out draft="):
         sampling.load(name, device="cpu", draft=name, exact=True)
 
 

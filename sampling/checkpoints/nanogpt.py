@@ -2,6 +2,9 @@
 import math
 import os
 import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +18,7 @@ from sampling.checkpoints.pickles import StoredTensor, fields_of
 from sampling.checkpoints.tensor_files import TensorFile
 from sampling.messages import Log, warn
 
+WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
 PROJECT = Path(__file__).resolve().parents[2]
 MODEL_KEYS = "model", "model_state_dict"
 BUILD_NANOGPT_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # of its GPTConfig
@@ -137,3 +141,29 @@ def find_checkpoint(out_dir: str | Path) -> Path:
     hint = f"; checkpoints nearby: {', '.join(sorted(nearby.values())[:5])}" if nearby else ""
     raise FileNotFoundError(f"there is no checkpoint at {path}{hint}; pass --out_dir=FOLDER_OR_FILE, or "
                             "--init_from=gpt2 for GPT-2")
+
+
+# ---- waiting for the next save
+
+def saves(out_dir: str | Path, log: Log = warn) -> Iterator[None]:
+    """Yield at once, and again whenever the checkpoint in out_dir has been saved anew. Never ends.
+
+    Raises what find_checkpoint raises.
+    """
+    path = find_checkpoint(out_dir)
+    while True:
+        state = loaded = file_state(path) # before it is loaded: a save during the run counts
+        yield
+        log(f"waiting for the next save of {path}")
+        before = None
+        while state in (loaded, None) or state != before: # it must stay the same for a while: then the save is over
+            time.sleep(WATCH_POLL)
+            before, state = state, file_state(path)
+
+
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written; None if there is no such file now."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns, status.st_ino
+    return None

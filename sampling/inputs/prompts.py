@@ -162,6 +162,12 @@ def can_produce(tokenizer: Tokenizer, text: str) -> bool:
     return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
 
 
+def log_notices(requests: Iterable[SampleRequest], tokenizer: Tokenizer, block_size: int,
+                log: Log) -> Iterator[SampleRequest]:
+    """Yield the requests. Log what a user should know about the first prompt that is cropped or ends in a space."""
+    return log_trailing_space(log_cropped(requests, tokenizer, block_size, log), tokenizer, log)
+
+
 def log_cropped(requests: Iterable[SampleRequest], tokenizer: Tokenizer, block_size: int,
                 log: Log) -> Iterator[SampleRequest]:
     """Yield the requests. For the first prompt longer than block_size tokens, log which part the model sees."""
