@@ -4,7 +4,6 @@
 """
 import argparse
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -42,7 +41,6 @@ def rows(folder, script):
         case("124M, 1 sample, a core busy", f"--init_from={gpt2}", (32, 160), 1, busy=1),
         case("10.6M, 10 samples, inside the window", f"--out_dir={large}", (40, 248), 60, 10),
         case("10.6M, 10 samples, past the window", f"--out_dir={large}", (196, 236), 10, start=QUARTER),
-        case("0.8M, 10 samples, inside the window", f"--out_dir={small}", (20, 60), 600, 10),
         case("0.8M, the default run of 10 x 500", f"--out_dir={small}", (0, 500), 10),
         ToFirstToken("124M checkpoint, to the first token",
                      sample_py(f"--out_dir={folder / '124M checkpoint'}", 1, script=script)),
@@ -64,7 +62,6 @@ def main():
         ours, theirs = rows(folder, PROJECT / "sample.py"), rows(folder, options.against.resolve() / "sample.py")
         pairs = [pair for pair in zip(ours, theirs, strict=True) if options.only in pair[0].row]
         for i in range(options.rounds):
-            print(f"round {i + 1} of {options.rounds}", file=sys.stderr, flush=True)
             for one, two in pairs:
                 for case in (one, two) if i % 2 == 0 else (two, one):
                     case.run()

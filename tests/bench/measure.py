@@ -1,6 +1,7 @@
 """Times whole processes for the benchmarks."""
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -109,9 +110,6 @@ def count(samples):
 
 def machine():
     """The name of the processor, and its number of cores."""
-    cpu = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        cpu = names[0] if names else cpu
-    return f"{cpu}, {os.cpu_count()} cores"
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"{found[1] if found else platform.processor()}, {os.cpu_count()} cores"

@@ -6,7 +6,6 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given
@@ -25,72 +24,6 @@ from sampling.outputs.jsonl import JsonlWriter, LineFormat
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token
 from sampling.sampler.sampler import Sampler
-
-# ---- sampling a token
-
-def possible_tokens(logits, seen, q, temperature, top_k, top_p, min_p, repetition_penalty):
-    """Slow reference for Sampler, for one row: the ids that it may return. Only ties and rounding allow several ids."""
-    logits = np.array(logits, dtype=np.float32)
-    for i in set(seen):
-        penalty = np.float32(repetition_penalty)
-        logits[i] = logits[i] * penalty if logits[i] < 0 else logits[i] / penalty
-    if temperature == 0:
-        return {int(np.argmax(logits))} # the first one if several are equal
-    with np.errstate(all="ignore"):
-        scaled = (logits / np.float32(temperature)).astype(np.float64)
-        cold = not np.isfinite(scaled.max())
-    if cold: # only the most likely tokens remain
-        scaled = np.where(logits == logits.max(), 0.0, -np.inf)
-    n = len(scaled)
-    if top_k and top_k < n:
-        scaled[scaled < sorted(scaled)[-top_k]] = -np.inf
-    p = np.exp(scaled - scaled.max())
-    p /= p.sum()
-    surely, perhaps = p > 0, p > 0
-    if top_p is not None and top_p < 1:
-        above = np.array([p[p > x].sum() for x in p]) # the total probability of all more likely tokens
-        ties = np.array([(p == x).sum() for x in p]) # the filter may keep any of them
-        surely, perhaps = above + (ties - 1) * p < top_p - 1e-5, above < top_p + 1e-5
-        surely |= p == (p.max() if (p == p.max()).sum() == 1 else 2)
-    if min_p:
-        surely &= p > min_p * p.max() * (1 + 1e-4)
-        perhaps &= (p >= min_p * p.max() * (1 - 1e-4)) | (p == p.max())
-    race = p / q
-    least = race[surely].max(initial=0) * (1 - 1e-4)
-    return {i for i in range(n) if perhaps[i] and race[i] >= least}
-
-
-numbers = (st.integers(-12, 12).map(lambda n: n / 4) | st.floats(-20, 20, width=32)
-           | st.sampled_from([0.0, -0.0, 1e4, -1e4, 1e30, -1e30, 1e-40, 50.0, -200.0]))
-
-
-@fuzz(700)
-@given(st.data())
-def test_a_sampler_returns_a_token_that_the_reference_allows(data):
-    rows, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 30) | st.just(200))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
-    flat = data.draw(st.booleans()) # many ties
-    if width < 200:
-        row = st.lists(st.integers(0, 2).map(float) if flat else numbers, min_size=width, max_size=width)
-        logits = torch.tensor(data.draw(st.lists(row, min_size=rows, max_size=rows)))
-    else:
-        logits = torch.randn(rows, width, generator=generator)
-        logits = logits.mul(0.4).round() if flat else logits.mul(3)
-    seen = torch.randint(width, (rows, 4), generator=generator)
-    settings = dict(
-        temperature=data.draw(st.sampled_from([0.8, 1.0, 0.0, 1e-300, 1e-45, 1e-38, 1e-5, 0.1, 2.0, 1e10, 1e300])
-                              | st.floats(1e-3, 5)),
-        top_k=data.draw(st.none() | st.integers(0, width + 3)),
-        top_p=data.draw(st.none() | st.floats(1e-9, 1) | st.sampled_from([0.5, 0.9, 1.0])),
-        min_p=data.draw(st.none() | st.floats(0, 1) | st.just(1.0)),
-        repetition_penalty=data.draw(st.sampled_from([1.0, 1.3, 0.5, 0.01, 100.0])))
-    noise, before = torch.empty(rows, width).exponential_(generator=generator), logits.clone()
-    for all_columns in False, True:
-        tokens = Sampler(**settings, all_columns=all_columns)(logits, seen, noise)
-        assert torch.equal(logits, before) and tokens.shape == (rows, 1)
-        for i, token in enumerate(tokens.flatten().tolist()):
-            assert token in possible_tokens(logits[i].tolist(), seen[i].tolist(), noise[i].double().numpy(), **settings)
-
 
 # ---- batches
 
