@@ -184,7 +184,7 @@ def combine(earlier: Any, value: Any, types: list[str]) -> Any:
 
 
 def coerce(name: str, value: Any, types: list[str], given: Any) -> Any:
-    """Return value if it has one of these types, or a float for an int. Otherwise, raise ValueError, which shows given."""
+    """Return value if it has one of these types, or a float for an int. Raises ValueError, which shows given."""
     given_type = type_name(value)
     allowed = f"{name} takes {' or '.join(TYPE_NAMES[t] for t in types)}"
     if given_type == "int" and value.bit_length() > MAX_INT_BITS:

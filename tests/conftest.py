@@ -10,7 +10,7 @@ import pytest
 
 os.environ["GOMP_SPINCOUNT"] = "10000" # before torch is imported: with the default, tests on a busy machine are slow
 os.environ["HF_HUB_OFFLINE"] = "1" # no test downloads anything; read when it is imported
-import huggingface_hub.constants # noqa: F401
+import huggingface_hub.constants  # noqa: F401
 import torch
 
 from fuzzing import load_profile
