@@ -31,6 +31,3 @@ literals = st.recursive(
     numbers | st.floats() | st.complex_numbers() | st.text(max_size=5) | st.binary(max_size=3),
     lambda inner: (st.lists(inner, max_size=3) | st.tuples(inner, inner)
                    | st.dictionaries(st.text(max_size=2), inner, max_size=2)), max_leaves=5).map(repr)
-ids = st.recursive(
-    numbers | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3), max_leaves=5)
