@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from configurator import find_settings, override
-from fuzzing import fuzz, literals
+from fuzzing import fuzz
 from models import CHARS, make_gpt, save_meta
 from project import PROJECT
 from sampling.backends.cpu import CPUBackend
@@ -48,6 +48,10 @@ def gpt2(tiktoken_cache, needs_gpt2_encoding):
 
 # ---- settings
 
+literals = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text(max_size=5) | st.binary(max_size=3),
+    lambda inner: (st.lists(inner, max_size=3) | st.tuples(inner, inner)
+                   | st.dictionaries(st.text(max_size=2), inner, max_size=2)), max_leaves=5).map(repr)
 SETTINGS = find_settings(PROJECT / "sample.py")
 SCOPE = runpy.run_path(PROJECT / "sample.py")
 
