@@ -51,7 +51,7 @@ def torchrun(folder, tiktoken_cache):
 @pytest.mark.parametrize("num_processes, arguments", [
     pytest.param(2, [*PROMPTS], id="many-prompts"),
     pytest.param(3, [*PROMPTS, "--stop=e", "--repetition_penalty=1.2"], id="stop", marks=slow),
-    pytest.param(3, ["--start=O", "--num_samples=1", "--max_new_tokens=5"], id="fewer-samples-than-processes", marks=slow),
+    pytest.param(3, ["--start=O", "--num_samples=1", "--max_new_tokens=5"], id="fewer-samples", marks=slow),
 ])
 def test_samples_and_files_are_the_same_as_with_one_process(torchrun, run_script, folder, num_processes, arguments):
     alone = run_script(*arguments, "--out_file=alone.jsonl", cwd=folder)
@@ -70,9 +70,10 @@ def test_a_random_seed_is_the_same_for_all_processes(torchrun, run_script, folde
     assert printed == run_script(*PROMPTS, f"--seed={drawn}", cwd=folder).stdout
 
 
+@slow # generation/test_workers.py has the same without torchrun
 @pytest.mark.parametrize("arguments, message", [
     (["--out_file=prompts.txt"], "prompts.txt, line 1: not"), # only rank 0 finds it
-    pytest.param(["--interactive"], "interactive=True", marks=slow),
+    (["--interactive"], "interactive=True"),
 ], ids=str)
 def test_an_error_is_reported_once(torchrun, folder, arguments, message):
     rank_0_is_last = "import os, time\ntime.sleep(os.environ.get('RANK') == '0')\n"

@@ -49,7 +49,8 @@ def gpt2(tiktoken_cache, needs_gpt2_encoding):
 # ---- settings
 
 literals = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text(max_size=5) | st.binary(max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text(max_size=5)
+    | st.binary(max_size=3),
     lambda inner: (st.lists(inner, max_size=3) | st.tuples(inner, inner)
                    | st.dictionaries(st.text(max_size=2), inner, max_size=2)), max_leaves=5).map(repr)
 SETTINGS = find_settings(PROJECT / "sample.py")
@@ -169,7 +170,7 @@ def test_incremental_decoding_equals_decoding_all_tokens(gpt2, data):
 
 @pytest.fixture(scope="module")
 def tokenizers(scratch, gpt2):
-    """[(tokenizer, how many of its tokens to use)]: characters, overlapping special tokens, and the bytes of GPT-2's."""
+    """[(tokenizer, how many of its tokens to use)]: characters, overlapping special tokens, the bytes of GPT-2's."""
     save_meta(scratch / "letters.pkl")
     symbols = ["a", "b", "<a>", "", "<b>", "<a|", "<<a>>", "<a>b>"]
     (scratch / "special.pkl").write_bytes(pickle.dumps({"stoi": {"a": 0, "b": 1}, "itos": symbols}))
@@ -209,7 +210,8 @@ def reference_stop(tokenizer, token_ids, stops):
 
 
 MODELS = {width: make_gpt(vocab_size=width, n_layer=1) for width in (len(CHARS), 8, 300)}
-BACKENDS = {"eager": EagerBackend, "loops": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()), "steps of a GPU": CUDABackend}
+BACKENDS = {"eager": EagerBackend, "loops": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
+            "steps of a GPU": CUDABackend}
 
 
 @cache

@@ -39,10 +39,9 @@ def test_samples_equal_nanogpts_with_any_batch_size(run_script, char_checkpoint,
 
 
 def test_samples_with_default_settings_equal_nanogpts(run_script, tmp_path):
-    """In a new process, whose 5000 tokens are enough for the loops."""
-    model = make_gpt(n_layer=1)
+    model = make_gpt(n_layer=1) # 5000 tokens take nanoGPT long
     save_checkpoint(tmp_path, model)
-    done = run_script(f"--out_dir={tmp_path}", "--device=cpu", separate=True)
+    done = run_script(f"--out_dir={tmp_path}", "--device=cpu")
     assert done.stdout == nanogpt_output(model, "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200,
                                          temperature=0.8)
 
@@ -207,14 +206,14 @@ def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoin
     assert done.returncode == 0 and done.stderr.count("warning: ") == 1 and warning in done.stderr
 
 
-@pytest.mark.parametrize("start, location, others", [
+@pytest.mark.parametrize("start, where, others", [
     ("FILE:prompt.txt", "", ""), ("LINES:-", "standard input, line 1: ", "; of later prompts too, it sees at most 16")])
-def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_checkpoint, tmp_path, start, location, others):
+def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_checkpoint, tmp_path, start, where, others):
     prompt = "A prompt that is longer than the window of the model"
     (tmp_path / "prompt.txt").write_text(prompt)
     done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start={start}", cwd=tmp_path, stdin=prompt.encode())
     line = f"the prompt has 52 tokens, but the model sees only the last 16, which begin with {prompt[-16:]!r}"
-    assert f"{location}{line}{others}" in done.stderr.splitlines()
+    assert f"{where}{line}{others}" in done.stderr.splitlines()
     assert done.returncode == 0 and done.stdout.startswith(prompt)
 
 
