@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from configurator import find_settings, override
 from fuzzing import fuzz
 from models import CHARS, make_gpt, save_meta
+from oracles import reference_generate
 from project import PROJECT
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
@@ -26,9 +27,7 @@ from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.prompts import PromptSource
-from sampling.outputs.printer import Printer
 from sampling.params import Prompt, SampleRequest, SamplingParams
-from sampling.sampler.sampler import Sampler
 from sampling.validation import check_settings
 
 
@@ -178,27 +177,6 @@ def tokenizers(scratch, gpt2):
             (CharTokenizer(scratch / "special.pkl"), len(symbols)), (gpt2, 300)]
 
 
-@torch.no_grad()
-def generate_alone(model, prompts, first, max_new_tokens, sampling):
-    """Reference: one sample after another from one random stream, with the whole window for every token.
-
-    Returns the samples from number first on.
-    """
-    torch.manual_seed(5)
-    sampler, found = Sampler(**sampling), []
-    for index in range(first + len(prompts)):
-        ids = list(prompts[index - first] if index >= first else [0])
-        for _ in range(max_new_tokens):
-            window = torch.tensor([ids[-model.config.block_size:]])
-            # The samples before first only advance the random stream.
-            logits = model(window)[0][:, -1] if index >= first else torch.zeros(1, model.config.vocab_size)
-            noise = None if sampler.is_greedy else torch.empty_like(logits).exponential_()
-            ids.append(sampler(logits, window, noise).item())
-        if index >= first:
-            found.append(ids[len(prompts[index - first]):])
-    return found
-
-
 def reference_stop(tokenizer, token_ids, stops):
     """Slow reference: search the whole text after every token -> (token ids, text, finish reason)."""
     for n in range(1, len(token_ids) + 1):
@@ -209,9 +187,11 @@ def reference_stop(tokenizer, token_ids, stops):
     return token_ids, tokenizer.decode(token_ids), "length"
 
 
-MODELS = {width: make_gpt(vocab_size=width, n_layer=1) for width in (len(CHARS), 8, 300)}
 BACKENDS = {"eager": EagerBackend, "loops": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
             "steps of a GPU": CUDABackend}
+SAMPLING = [dict(temperature=0.9, top_k=30), dict(temperature=1.0, top_k=None), dict(temperature=0, top_k=None),
+            dict(temperature=1.0, top_k=None, top_p=0.8),
+            dict(temperature=1.0, top_k=5, min_p=0.1, repetition_penalty=1.3)]
 
 
 @cache
@@ -222,24 +202,17 @@ def make_backend(name, width):
 @fuzz(200)
 @given(st.data())
 def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
-    """With any prompts, batch sizes, settings and stop texts. Emittable text never changes."""
+    """With any prompts, batch sizes, settings, stop texts and saved samples. Emittable text never changes."""
     tokenizer, width = data.draw(st.sampled_from(tokenizers))
     backend = make_backend(data.draw(st.sampled_from(list(BACKENDS))), width)
-    many, stream = data.draw(st.booleans()), data.draw(st.booleans())
-    num_logprobs = data.draw(st.sampled_from([None, 0, 3]))
     prompt = st.lists(st.integers(0, width - 1), min_size=1, max_size=data.draw(st.sampled_from([3, 40])))
-    prompts = data.draw(st.lists(prompt, min_size=1, max_size=5))
-    if many:
-        prompts = [ids for ids in prompts for _ in range(data.draw(st.integers(1, 2)))]
-    else:
-        prompts = prompts[:1] * data.draw(st.integers(1, 7))
-    first, max_new_tokens = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 30))
-    batch_size = data.draw(st.integers(1, 9))
-    sampling = data.draw(st.sampled_from([
-        dict(temperature=0.9, top_k=30), dict(temperature=1.0, top_k=None),
-        dict(temperature=1.0, top_k=None, top_p=0.8), dict(temperature=0, top_k=None),
-        dict(temperature=1.0, top_k=5, min_p=0.1, repetition_penalty=1.3)]))
-    expected = generate_alone(MODELS[width], prompts, first, max_new_tokens, sampling)
+    prompts = data.draw(st.lists(prompt, min_size=1, max_size=5) | prompt.flatmap(
+        lambda ids: st.integers(1, 7).map(lambda count: [ids] * count)))
+    max_new_tokens, sampling = data.draw(st.integers(0, 30)), data.draw(st.sampled_from(SAMPLING))
+    model = make_gpt(vocab_size=width, n_layer=1)
+    torch.manual_seed(5)
+    expected = [reference_generate(model, torch.tensor([ids]), max_new_tokens, **sampling)[0, len(ids):].tolist()
+                for ids in prompts]
     stops = []
     for _ in range(data.draw(st.integers(0, 3))): # texts that occur in a sample, or whose start occurs in one
         text = tokenizer.decode(data.draw(st.sampled_from(expected)))
@@ -248,24 +221,17 @@ def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
         stops += [stop] if stop else []
     expected = [reference_stop(tokenizer, token_ids, stops) for token_ids in expected]
 
-    params = SamplingParams(max_new_tokens, **sampling, stop=stops, seed=5, num_logprobs=num_logprobs)
-    model = LoadedModel(backend, tokenizer, Checkpoint("", {}, {}, width, Path()), torch.float32, num_params=0)
-    engine = Engine(model, params, batch_size, stream)
+    params = SamplingParams(max_new_tokens, **sampling, stop=stops, seed=5)
+    loaded = LoadedModel(backend, tokenizer, Checkpoint("", {}, {}, width, Path()), torch.float32, num_params=0)
+    engine = Engine(loaded, params, batch_size=data.draw(st.integers(1, 9)), stream=data.draw(st.booleans()))
     num_saved = data.draw(st.integers(0, len(prompts))) # this run resumes one that has saved these samples
-    requests = [SampleRequest(first + i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]
-    shown, samples, printed = {}, [], io.StringIO()
-    printer = Printer(tokenizer)
+    requests = [SampleRequest(i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]
+    shown, samples = {}, []
     for sample in engine.generate(requests):
         emittable = sample.text[:sample.num_emittable_chars]
         assert emittable.startswith(shown.get(sample, "")) and len(emittable) == sample.num_emittable_chars
         shown[sample] = emittable
         samples += [sample] if sample.finish_reason else []
-        with redirect_stdout(printed):
-            printer.update(sample)
-    requests, expected = requests[num_saved:], expected[num_saved:]
-    assert [sample.request for sample in samples] == requests
-    assert [(sample.token_ids, sample.text, sample.finish_reason) for sample in samples] == expected
-    assert printed.getvalue() == "".join(f"{tokenizer.decode(request.prompt_ids)}{text}\n---------------\n"
-                                         for request, (_, text, _) in zip(requests, expected, strict=True))
+    assert [sample.request for sample in samples] == requests[num_saved:]
+    assert [(sample.token_ids, sample.text, sample.finish_reason) for sample in samples] == expected[num_saved:]
     assert all(sample.num_emittable_chars == len(sample.text) for sample in samples)
-    assert all((token.logprob is None) == (num_logprobs is None) for sample in samples for token in sample.tokens)
