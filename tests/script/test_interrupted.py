@@ -3,16 +3,12 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 
 import pytest
 
 from models import make_gpt, save_checkpoint
-from project import SCRIPT
 from script_process import start_script
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
@@ -143,20 +139,3 @@ def test_stdout_may_be_full_or_closed_from_the_start(folder, arguments, statuses
     os.close(writer)
     _, messages = process.communicate()
     assert process.returncode == 141 and b"rror" not in messages, messages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_a_signal_to_torchrun_ends_all_its_processes(prepared, folder, finish, number):
-    """A single process can resume the run."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--", str(SCRIPT)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen([*command, *RESUMABLE], cwd=folder, env=env, start_new_session=True, stdin=DEVNULL,
-                               stdout=PIPE, stderr=PIPE)
-    wait_for_samples(process, folder, 0)
-    process.send_signal(number)
-    process.communicate()
-    assert prepared[2].startswith(saved_in(folder))
-    with pytest.raises(ProcessLookupError): # nothing of its session is left
-        os.killpg(process.pid, 0)
-    finish()
