@@ -14,11 +14,13 @@ import shlex
 import shutil
 import sys
 import textwrap
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
@@ -75,26 +77,28 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
 
 def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], files: Mapping[str, str]) -> None:
     """Raises ValueError if the values are not valid. The message names the settings file that has them."""
-    def error_of(values: dict[str, Any]) -> str | None:
-        """What is wrong with the values; None if they are valid."""
-        try:
-            validate(values)
-        except ValueError as error:
-            return str(error)
-        return None
-    if message := error_of(values):
-        for path in dict.fromkeys(files.values()):
-            # A file is the cause if the error changes when its settings are reset to their defaults.
-            defaults = {name: scope[name] for name, source in files.items() if source == path}
-            if error_of(values | defaults) != message:
-                raise ValueError(f"{path}: {message}")
+    message = error_of(validate, values)
+    for path in dict.fromkeys(files.values()) if message else ():
+        # A file is the cause if the error changes when its settings are reset to their defaults.
+        defaults = {name: scope[name] for name, source in files.items() if source == path}
+        if error_of(validate, values | defaults) != message:
+            raise ValueError(f"{path}: {message}")
+    if message:
         raise ValueError(message)
+
+
+def error_of(validate: Validate, values: dict[str, Any]) -> str | None:
+    """What is wrong with the values; None if they are valid."""
+    try:
+        validate(values)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     """Find the settings of the script at path, by name."""
-    with open(path, encoding="utf-8") as f:
-        source = f.read()
+    source = Path(path).read_text(encoding="utf-8")
     lines, settings, group = source.splitlines(), {}, ""
     for node in takewhile(lambda node: not isinstance(node, ast.FunctionDef), ast.parse(source).body):
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -135,7 +139,7 @@ def to_argument(name: str, setting: Setting) -> str:
 
 
 def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: Mapping[str, str]) -> tuple[str, Any]:
-    """Pop --key=value, --key value or a bare --key from the front of arguments; return the setting's name and value.
+    """Pop --key=value, --key value or a bare --key (for True) from the front of arguments; return the name and value.
 
     Raises ValueError if there is no such setting, or if the setting does not take the value.
     """
@@ -145,21 +149,13 @@ def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: 
         raise ValueError(f"unknown setting {key:.100}{suggest(name.removeprefix('_'), settings, aliases)}"
                          f"{'' if key.startswith('--') else '; settings begin with --'}; --help lists all settings")
     types = settings[name].types
-    if not equals:
-        text = take_value(key, types, arguments)
-    return name, parse(name, text, types)
-
-
-def take_value(key: str, types: list[str], arguments: list[str]) -> str:
-    """Pop the text of --key's value from the front of arguments. A bare --key of a bool setting means True.
-
-    Raises ValueError if the value is missing.
-    """
-    if types == ["bool"]:
-        return arguments.pop(0) if arguments and arguments[0].lower() in TRUE + FALSE else "True"
+    if equals:
+        return name, parse(name, text, types)
+    if types == ["bool"] and not (arguments and arguments[0].lower() in TRUE + FALSE):
+        return name, True
     if not arguments or arguments[0].startswith("--"):
         raise ValueError(f"{key} needs a value: {key}=...")
-    return arguments.pop(0)
+    return name, parse(name, arguments.pop(0), types)
 
 
 def parse(name: str, text: str, types: list[str]) -> Any:
@@ -168,7 +164,12 @@ def parse(name: str, text: str, types: list[str]) -> Any:
         return None
     if "bool" in types and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
-    value = parse_literal(text)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore") # about unknown escapes
+            value = ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # such as "{{}}" or very deep nesting
+        value = text # not a Python literal
     if "str" in types and type_name(value) not in types:
         return text
     return coerce(name, value, types, text)
@@ -182,30 +183,17 @@ def combine(earlier: Any, value: Any, types: list[str]) -> Any:
     return earlier + value
 
 
-def parse_literal(text: str) -> Any:
-    """Return the value of a Python literal, or the text itself if it is not a literal."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore") # about unknown escapes
-            return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # such as "{{}}" or very deep nesting
-        return text
-
-
 def coerce(name: str, value: Any, types: list[str], given: Any) -> Any:
-    """Return value if it has one of these types; an int becomes a float if only a float is allowed.
-
-    Raises ValueError, which shows given, if the value has another type.
-    """
+    """Return value if it has one of these types, or a float for an int. Raises ValueError, which shows given."""
     given_type = type_name(value)
     allowed = f"{name} takes {' or '.join(TYPE_NAMES[t] for t in types)}"
     if given_type == "int" and value.bit_length() > MAX_INT_BITS:
         raise ValueError(f"{allowed}, got an integer of {value.bit_length()} bits")
-    if given_type == "int" and "float" in types:
-        with suppress(OverflowError):
-            return float(value)
-    elif given_type in types:
+    if given_type in types:
         return value
+    with suppress(OverflowError):
+        if given_type == "int" and "float" in types:
+            return float(value)
     raise ValueError(f"{allowed}, got {given!r:.100}")
 
 
@@ -221,8 +209,7 @@ def read_file(path: str, script: str, hint: str) -> tuple[str, bytes]:
     """
     found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
-        with open(found, "rb") as f:
-            return found, f.read()
+        return found, Path(found).read_bytes()
     except (OSError, ValueError) as e: # ValueError: the path has a null byte
         why = e.strerror if isinstance(e, OSError) else e
         advice = hint if hint and not path.endswith(".py") else "give settings as --key=value"
@@ -243,27 +230,6 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     The file may define other names too, as training files do. Logs a warning for a name similar to a setting's, and for
     a file that sets nothing. Raises ValueError if the file raises an exception or assigns a value of a wrong type.
     """
-    names, mentioned = execute(path, source, scope)
-    others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
-    for name in sorted(others):
-        if type(names[name]).__name__ in TYPE_NAMES and (hint := suggest(name, settings, prefixes=False)):
-            log(f"warning: {path} sets {name}, which is not a setting{hint}")
-    changes = {name: names[name] for name in settings if name in names and differ(names[name], scope[name])}
-    if not (changes or others or mentioned & settings.keys()):
-        name, setting = next(iter(settings.items()))
-        log(f"warning: {path} sets nothing; a settings file is Python, such as: {name} = {setting.default!r}")
-    for name, why in ignore(others).items():
-        if name in changes:
-            del changes[name]
-            log(f"{path}: {name} is ignored, {why}")
-    try:
-        return {name: coerce(name, value, settings[name].types, value) for name, value in changes.items()}
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from None
-
-
-def execute(path: str, source: bytes, scope: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Run a file in a copy of scope. Return the copy, and the names that the file mentions."""
     names = dict(scope)
     try:
         code = compile(source, path, "exec")
@@ -275,24 +241,25 @@ def execute(path: str, source: bytes, scope: dict[str, Any]) -> tuple[dict[str, 
     except KeyboardInterrupt:
         raise
     except BaseException as e: # also SystemExit, which would end the script without a message
-        raise ValueError(f"{describe_error(path, e)}; a settings file is Python that assigns settings") from None
-    return names, set(code.co_names)
-
-
-def differ(value: Any, other: Any) -> bool:
-    """Whether two values differ in type or value: 1 == True, but as settings they differ."""
-    return type(value) is not type(other) or value != other
-
-
-def describe_error(path: str, error: BaseException) -> str:
-    """Return the file, the line that failed, and the error, as one line."""
-    line = error.lineno if isinstance(error, SyntaxError) else None
-    traceback = error.__traceback__
-    while traceback:
-        if traceback.tb_frame.f_code.co_filename == path:
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
-    return f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error!s:.300}"
+        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
+        line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
+        raise ValueError(f"{path}{f', line {line}' if line else ''}: {type(e).__name__}: {e!s:.300}; a settings file "
+                         "is Python that assigns settings") from None
+    others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
+    for name in sorted(others):
+        if type(names[name]).__name__ in TYPE_NAMES and (hint := suggest(name, settings, prefixes=False)):
+            log(f"warning: {path} sets {name}, which is not a setting{hint}")
+    # 1 == True, but as settings they differ.
+    changes = {name: names[name] for name in settings if name in names
+               and (type(names[name]), names[name]) != (type(scope[name]), scope[name])}
+    if not (changes or others or settings.keys() & set(code.co_names)):
+        name, setting = next(iter(settings.items()))
+        log(f"warning: {path} sets nothing; a settings file is Python, such as: {name} = {setting.default!r}")
+    for name, why in ignore(others).items():
+        if name in changes:
+            del changes[name]
+            log(f"{path}: {name} is ignored, {why}")
+    return {name: coerce(f"{path}: {name}", value, settings[name].types, value) for name, value in changes.items()}
 
 
 def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {}, prefixes: bool = True) -> str:

@@ -95,7 +95,7 @@ def run_script(tiktoken_cache):
 
 @pytest.fixture(scope="session")
 def char_checkpoint(tmp_path_factory):
-    """A folder with a small character-level checkpoint and its meta.pkl. Its optimizer has no state: it loads sooner."""
+    """A folder with a small character-level checkpoint and its meta.pkl. Its optimizer has no state."""
     from models import make_gpt, save_checkpoint
     folder = tmp_path_factory.mktemp("out-letters")
     save_checkpoint(folder, make_gpt(), optimizer={"state": {}})
@@ -113,7 +113,7 @@ def gpt2_folder(tmp_path_factory, needs_gpt2_encoding):
 
 @pytest.fixture(autouse=True)
 def matmul_settings():
-    """Restore the settings of torch that a backend changes on a GPU: with TF32, later tests would compute other logits."""
+    """Restore the settings of torch that a backend changes on a GPU: with TF32, later tests had other logits."""
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.set_float32_matmul_precision(precision)

@@ -6,7 +6,6 @@ This command tries other examples at every call, for about an hour:
 """
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 
 PERCENT = dict(quick=10, slow=100, hour=15_000) # how many of its examples each test tries
 
@@ -24,13 +23,3 @@ def fuzz(examples):
     def decorate(test):
         return pytest.mark.fuzz(settings(max_examples=-(-examples * settings.default.max_examples // 100))(test))
     return decorate
-
-
-numbers = st.none() | st.booleans() | st.integers()
-literals = st.recursive(
-    numbers | st.floats() | st.complex_numbers() | st.text(max_size=5) | st.binary(max_size=3),
-    lambda inner: (st.lists(inner, max_size=3) | st.tuples(inner, inner)
-                   | st.dictionaries(st.text(max_size=2), inner, max_size=2)), max_leaves=5).map(repr)
-ids = st.recursive(
-    numbers | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3), max_leaves=5)

@@ -2,6 +2,7 @@
 
     pip install -r requirements.txt -r tests/bench/requirements.txt
     python tests/bench/bench.py [--rounds=N] [--quick] [--only=TEXT] [--suffix=TEXT]
+    python tests/bench/bench.py --against=FOLDER    # sample.py alone, beside that of another commit, a checkout
 
 llama.cpp takes part if llama-cpp-python is installed (its compilation takes minutes) and LLAMA_CPP names the folder of
 llama.cpp's sources, which have the converter for models.
@@ -74,15 +75,15 @@ def character_cases(large, small):
         Case(row, "Hugging Face", other("transformers", large / "transformers", 10), (8, 248), 10),
         Case(row, "CTranslate2 float32", other("ctranslate2", large / "transformers", 10), (8, 248), 10),
         Case(row, "CTranslate2 int8", other("int8", large / "transformers", 10), (8, 248), 10),
-        Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 60, 10), (40, 248), 60, batch_size=10),
+        Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 60, 10), (40, 248), 60),
     ]
     row = "10.6M, 10 samples, past the window"
     found += [
         Case(row, "nanoGPT's loop", other("nanogpt", large, 1, FULL), (8, 72), 1),
-        Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 10, start=QUARTER), (196, 236), 10, prompt=64),
+        Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 10, start=QUARTER), (196, 236), 10),
         Case(row, "sample.py context_shift",
              sample_py(f"--out_dir={large}", 60, 10, start=FULL, more=["--context_shift"]),
-             (40, 244), 60, batch_size=10, prompt=256),
+             (40, 244), 60),
     ]
     row = "0.8M, the default run of 10 x 500"
     found += [
@@ -125,12 +126,16 @@ def main():
     parser.add_argument("--quick", action="store_true", help="one round, fewer rows, nothing is written")
     parser.add_argument("--only", default="", help="only rows with this text in their name, nothing is written")
     parser.add_argument("--suffix", default="", help="added to the names of the files, for another machine's results")
+    parser.add_argument("--against", type=Path, help="a checkout of another commit; nothing is written")
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         make_models(folder, ["124M", *([] if options.quick else ["774M"]), "10.6M", "0.8M"])
         cases, limits = [case for case in all_cases(folder, options.quick) if options.only in case.row], []
+        if options.against:
+            other_script = options.against.resolve() / "sample.py"
+            cases = [one for case in cases if "sample.py" in case.name for one in (case, case.of(other_script))]
         processes = [(row, name, command, []) for row, name, command in whole_processes(folder) if options.only in row]
         for i in range(rounds):
             print(f"round {i + 1} of {rounds}", file=sys.stderr, flush=True)
@@ -142,7 +147,7 @@ def main():
             limits.append([float(number) for number in printed.stdout.split()])
         table = report(cases, [(row, name, measured) for row, name, _, measured in processes], limits, rounds)
     print(table)
-    if not (options.quick or options.only):
+    if not (options.quick or options.only or options.against):
         (HERE / f"RESULTS{options.suffix}.md").write_text(table)
         draw_chart(cases, HERE / f"chart{options.suffix}.svg")
 

@@ -152,48 +152,16 @@ def save_transformers(folder, shape):
 
 
 def print_limits(folder):
-    """Print the memory bandwidth in bytes/s, and the rates of float32 and bfloat16 matrix products in FLOP/s.
-
-    The last rate is 0 if the processor has no bfloat16: the measurement would take minutes.
-    """
+    """Print the memory bandwidth in bytes/s, and the rate of float32 matrix products in FLOP/s: the best of five."""
     import torch
-    big = torch.ones(2**28) # much larger than the caches
-    bandwidth = best(big.sum, 4 * big.numel())
-    print(bandwidth, matrix_rate(torch.float32), matrix_rate(torch.bfloat16) if has_bfloat16() else 0)
-
-
-def has_bfloat16():
-    """Whether oneDNN has bfloat16 on this processor. It says so by an exception."""
-    import torch
-    try:
-        small = torch.ones(16, 16, dtype=torch.bfloat16).to_mkldnn()
-        torch.nn.functional.linear(small, small)
-        return True
-    except RuntimeError:
-        return False
-
-
-def matrix_rate(dtype):
-    """FLOP/s of matrix products, with the faster one of MKL and oneDNN."""
-    import torch
-    n = 2048
-    a, b = torch.randn(n, n, dtype=dtype), torch.randn(n, n, dtype=dtype)
-    rates = [best(lambda: torch.mm(a, b), 2 * n**3)]
-    if torch.backends.mkldnn.is_available():
-        a, b = a.to_mkldnn(), b.to_mkldnn()
-        rates.append(best(lambda: torch.nn.functional.linear(a, b), 2 * n**3))
-    return max(rates)
-
-
-def best(run, work):
-    """The highest rate of five runs, after a warm-up run. work is the amount of work of one run."""
-    run()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return work / min(times)
+    big, a, b = torch.ones(2**28), torch.randn(2048, 2048), torch.randn(2048, 2048)
+    for run, work in (big.sum, 4 * big.numel()), (partial(torch.mm, a, b), 2 * 2048**3):
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        print(work / min(times[1:]))
 
 
 CONTENDERS = {"nanogpt": run_nanogpt, "transformers": run_transformers, "ctranslate2": run_ctranslate2,

@@ -1,6 +1,7 @@
 """Times whole processes for the benchmarks."""
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from project import GPT2_FILES, PROJECT
 
-HERE = Path(__file__).resolve().parent
+HERE, SCRIPT = Path(__file__).resolve().parent, PROJECT / "sample.py"
 
 # Prompts: one letter; a quarter of the 10.6M model's window, which its tokens then fill; or enough to fill it at once.
 SHORT, QUARTER, FULL = "a", "a" * 64, "a" * 256
@@ -28,10 +29,16 @@ class Case:
     backends/prepare.py), so its shorter length must be long enough for them, if the longer one is.
     """
 
-    def __init__(self, row, name, command, lengths, samples, batch_size=None, prompt=1, busy=0):
+    def __init__(self, row, name, command, lengths, samples, busy=0):
         self.row, self.name, self.command, self.lengths, self.samples = row, name, command, lengths, samples
-        self.batch_size, self.prompt, self.busy = batch_size or samples, prompt, busy
+        self.busy = busy
         self.times = {length: [] for length in lengths}
+
+    def of(self, script):
+        """The same case, with another sample.py."""
+        def command(length):
+            return [script if part == SCRIPT else part for part in self.command(length)]
+        return Case(self.row, f"{self.name}, other", command, self.lengths, self.samples, busy=self.busy)
 
     def run(self):
         """Time both lengths once, after a run that reads the files into memory: the system may have dropped them."""
@@ -74,10 +81,10 @@ def busy_cores(count):
             other.wait()
 
 
-def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, more=(), script=PROJECT / "sample.py"):
+def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, more=()):
     """A function length -> command, which runs sample.py."""
     def command(length):
-        return [sys.executable, script, source, f"--num_samples={samples}", f"--max_new_tokens={length}",
+        return [sys.executable, SCRIPT, source, f"--num_samples={samples}", f"--max_new_tokens={length}",
                 f"--batch_size={batch_size or samples}", f"--dtype={dtype}", f"--start={start}", "--device=cpu", *more]
     return command
 
@@ -109,9 +116,6 @@ def count(samples):
 
 def machine():
     """The name of the processor, and its number of cores."""
-    cpu = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        cpu = names[0] if names else cpu
-    return f"{cpu}, {os.cpu_count()} cores"
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"{found[1] if found else platform.processor()}, {os.cpu_count()} cores"

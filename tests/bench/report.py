@@ -3,7 +3,6 @@ import statistics
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from contenders import SHAPES
 from measure import machine
 
 
@@ -13,14 +12,13 @@ def report(cases, processes, limits, rounds):
     modules = {"torch": "torch", "transformers": "transformers", "ctranslate2": "ctranslate2",
                "llama-cpp-python": "llama_cpp"}
     packages = ", ".join(f"{name} {version(name)}" for name, module in modules.items() if find_spec(module))
-    bfloat16 = f", {limits[2] / 1e9:,.0f} in bfloat16" if limits[2] else "; the processor has no bfloat16"
     lines = [f"{machine()}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; "
-             f"matrix products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32{bfloat16}.", "",
-             "| | | tokens/s | x nanoGPT's loop | of the limit |", "|---|---|---:|---:|---|"]
+             f"matrix products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32.", "",
+             "| | | tokens/s | x nanoGPT's loop |", "|---|---|---:|---:|"]
     nanogpt = {case.row: case.rate() for case in cases if case.name == "nanoGPT's loop"}
     for case in cases:
         ratio = f"{case.rate() / nanogpt[case.row]:.1f}" if case.row in nanogpt else ""
-        lines.append(f"| {case.row} | {case.name} | {shown_rate(case)} | {ratio} | {share_of_limit(case, *limits)} |")
+        lines.append(f"| {case.row} | {case.name} | {shown_rate(case)} | {ratio} |")
     if processes:
         lines += ["", "| whole process | | seconds | peak memory |", "|---|---|---:|---:|"]
     for row, name, measured in processes:
@@ -33,30 +31,6 @@ def shown_rate(case):
     """The rate, with a decimal if it is below ten."""
     rate = case.rate()
     return f"{rate:.1f}" if rate < 9.95 else f"{rate:,.0f}"
-
-
-def share_of_limit(case, bandwidth, float32, bfloat16):
-    """The rate of sample.py as a percentage of the machine's limit. At each step, memory or arithmetic is the limit."""
-    if not case.name.startswith("sample.py") or "=" in case.name or "context_shift" in case.name or case.busy:
-        return ""
-    bfloat16 = bfloat16 or float32 # without bfloat16, float32's rate is the limit
-    kinds = {"float32": (4, 4, float32), "bfloat16": (2, 2, bfloat16), "int8": (1, 4, float32)}
-    weight, cached, rate = kinds[case.name.split()[1]] # bytes of a weight, and of a number in the cache
-    shape = SHAPES[case.row.split(",")[0]]
-    layers, width, window = shape["n_layer"], shape["n_embd"], shape["block_size"]
-    block, head = 12 * width**2, shape["vocab_size"] * width # weights
-    reading = computing = 0 # seconds of the steps that memory limits, and of those that arithmetic limits
-    for length in range(case.prompt + case.lengths[0], case.prompt + case.lengths[1]):
-        if length <= window: # the weights and the cache are read once
-            cache = case.batch_size * 2 * layers * width * length
-            read = (weight * (layers * block + head) + cached * cache) / bandwidth
-            work = 2 * case.batch_size * (layers * block + head + 2 * layers * width * length) / rate
-        else: # the whole window; the last layer needs only queries, keys and values, and half of attention is masked
-            read = 0
-            work = 2 * case.batch_size * window * ((layers - 1) * (block + width * window) + 3 * width**2) / rate
-        reading, computing = (reading + read, computing) if read > work else (reading, computing + work)
-    least = (reading + computing) / (case.batch_size * (case.lengths[1] - case.lengths[0]))
-    return f"{case.rate() * least:.0%} of {'memory' if reading > computing else 'arithmetic'}"
 
 
 def draw_chart(cases, path):

@@ -51,7 +51,7 @@ def torchrun(folder, tiktoken_cache):
 @pytest.mark.parametrize("num_processes, arguments", [
     pytest.param(2, [*PROMPTS], id="many-prompts"),
     pytest.param(3, [*PROMPTS, "--stop=e", "--repetition_penalty=1.2"], id="stop", marks=slow),
-    pytest.param(3, ["--start=O", "--num_samples=1", "--max_new_tokens=5"], id="fewer-samples-than-processes", marks=slow),
+    pytest.param(3, ["--start=O", "--num_samples=1", "--max_new_tokens=5"], id="fewer-samples", marks=slow),
 ])
 def test_samples_and_files_are_the_same_as_with_one_process(torchrun, run_script, folder, num_processes, arguments):
     alone = run_script(*arguments, "--out_file=alone.jsonl", cwd=folder)
@@ -70,9 +70,10 @@ def test_a_random_seed_is_the_same_for_all_processes(torchrun, run_script, folde
     assert printed == run_script(*PROMPTS, f"--seed={drawn}", cwd=folder).stdout
 
 
+@slow # generation/test_workers.py has the same without torchrun
 @pytest.mark.parametrize("arguments, message", [
     (["--out_file=prompts.txt"], "prompts.txt, line 1: not"), # only rank 0 finds it
-    pytest.param(["--interactive"], "interactive=True", marks=slow),
+    (["--interactive"], "interactive=True"),
 ], ids=str)
 def test_an_error_is_reported_once(torchrun, folder, arguments, message):
     rank_0_is_last = "import os, time\ntime.sleep(os.environ.get('RANK') == '0')\n"
@@ -85,16 +86,22 @@ def test_an_error_is_reported_once(torchrun, folder, arguments, message):
 
 
 @slow
-def test_if_a_process_dies_the_run_ends_and_the_same_command_resumes_it(torchrun, run_script, folder):
+@pytest.mark.parametrize("rank, number", [
+    (1, signal.SIGKILL), (None, signal.SIGINT), (None, signal.SIGTERM)], ids=["a-process", "SIGINT", "SIGTERM"])
+def test_a_run_that_ends_early_can_be_resumed(torchrun, run_script, folder, rank, number):
+    """A signal kills one process, or interrupts torchrun. A single process can resume the run, too."""
     run = ("--start=LINES:prompts.txt", "--num_samples=20", "--max_new_tokens=60", "--batch_size=2", "--device=cpu")
     process = torchrun(3, *run, "--out_file=a.jsonl")
     while not (folder / "a.jsonl").exists() or (folder / "a.jsonl").stat().st_size == 0:
         time.sleep(0.01)
-    os.kill(process_of_rank(process.pid, 1), signal.SIGKILL)
+    os.kill(process.pid if rank is None else process_of_rank(process.pid, rank), number)
     _, messages = process.communicate(timeout=60)
-    # Either rank 0 or torchrun reports it first.
-    assert process.returncode != 0 and (f"error: {PROCESS_LOST}" in messages or f"error: {TERMINATED}" in messages)
-    assert torchrun(3, *run, "--out_file=a.jsonl").wait(120) == 0
+    assert process.returncode != 0
+    # Either rank 0 or torchrun reports a lost process first.
+    assert rank is None or f"error: {PROCESS_LOST}" in messages or f"error: {TERMINATED}" in messages
+    with pytest.raises(ProcessLookupError): # nothing of its session is left
+        os.killpg(process.pid, 0)
+    assert run_script(*run, "--out_file=a.jsonl", cwd=folder).returncode == 0
     assert run_script(*run, "--out_file=whole.jsonl", cwd=folder).returncode == 0
     assert (folder / "a.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
 

@@ -116,23 +116,6 @@ def test_the_table_of_settings_is_complete():
     assert rows == {name: repr(setting.default) for name, setting in find_settings(SCRIPT).items()}
 
 
-def test_the_summary_has_the_rates_of_the_benchmark_results():
-    inside = "10.6M, 10 samples, inside the window"
-    columns = [("124M, 1 sample", "float32"), ("124M, 1 sample", "int8"), ("124M, 10 samples", "float32"),
-               ("124M, 10 samples", "int8"), (inside, "float32")]
-    summary = (PROJECT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^\| \[.*/bench/(RESULTS.*)\) \| (.*) \|$", summary.replace("*", ""), re.MULTILINE)
-    assert len(lines) == 4
-    for name, line in lines:
-        results = (PROJECT / "tests" / "bench" / name).read_text(encoding="utf-8")
-        cells = re.findall(r"^\| (.*?) \| (.*?) \| ([\d.,]+) \|", results, re.MULTILINE)
-        rates = {(row, program): rate for row, program, rate in cells}
-        for (row, dtype), cell in zip(columns, line.split(" | "), strict=True):
-            own_rate, other_rate = re.fullmatch(r"([\d.,]+), .* ([\d.,]+)", cell).groups()
-            assert own_rate == rates[row, f"sample.py {dtype}"]
-            assert other_rate in [rate for (other_row, _), rate in rates.items() if other_row == row]
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_point_to_existing_files(path):
     links = [link for link in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")) if "://" not in link]

@@ -3,16 +3,12 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 
 import pytest
 
 from models import make_gpt, save_checkpoint
-from project import SCRIPT
 from script_process import start_script
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
@@ -52,21 +48,23 @@ def wait_for_samples(process, folder, num_saved):
         time.sleep(0.005)
 
 
-def finish(folder, saved):
-    """Run the same command without an interruption."""
-    process = start_script(*RESUMABLE, cwd=folder)
-    _, messages = process.communicate()
-    assert process.returncode == 0 and saved_in(folder) == saved, messages
+@pytest.fixture
+def finish(run_script, prepared, folder):
+    """finish() runs the same command without an interruption."""
+    def run():
+        done = run_script(*RESUMABLE, cwd=folder)
+        assert done.returncode == 0 and saved_in(folder) == prepared[2], done.stderr
+    return run
 
 
 @pytest.mark.parametrize("number, status, moments", [
-    (signal.SIGKILL, -9, [0.0, 0.05]),
+    (signal.SIGKILL, -9, [0.02]),
     (signal.SIGINT, 130, [0.02]),
     pytest.param(signal.SIGKILL, -9, [i / 40 for i in range(20)], marks=pytest.mark.slow, id="20-kills"),
     pytest.param(signal.SIGINT, 130, [i / 40 for i in range(10)], marks=pytest.mark.slow, id="10-interrupts"),
     pytest.param(signal.SIGTERM, -15, [0.1], marks=pytest.mark.slow),
 ], ids=str)
-def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(prepared, folder, number, status, moments):
+def test_a_signal_leaves_complete_samples(prepared, folder, finish, number, status, moments):
     """moments: seconds after the first new sample. Each run resumes the previous one."""
     _, samples, saved = prepared
     for moment in moments:
@@ -85,11 +83,11 @@ def test_a_signal_leaves_complete_samples_and_the_run_can_be_resumed(prepared, f
             assert found.endswith(b"\n") and (printed == b"" or printed.endswith(RULE))
         if process.returncode == 0:
             (folder / "a.jsonl").unlink()
-    finish(folder, saved)
+    finish()
 
 
 @pytest.mark.parametrize("share", [0.1, pytest.param(0.3, marks=pytest.mark.slow)])
-def test_stdout_may_be_closed_after_any_number_of_bytes(prepared, folder, share):
+def test_stdout_may_be_closed_after_any_number_of_bytes(prepared, folder, finish, share):
     """head closes it like this."""
     _, samples, saved = prepared
     wanted, read = int(share * len(b"".join(samples))), b""
@@ -103,12 +101,13 @@ def test_stdout_may_be_closed_after_any_number_of_bytes(prepared, folder, share)
     found = saved_in(folder)
     assert saved.startswith(found) and found.endswith(b"\n") and found.count(b"\n") >= read.count(RULE)
     process.stderr.close()
-    finish(folder, saved)
+    finish()
 
 
-@pytest.mark.parametrize("blocks", [3, pytest.param(0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("arguments", [RUN, RESUMABLE], ids=["stdout", "out_file"])
-def test_a_full_disk_is_one_error_line(prepared, folder, arguments, blocks):
+@pytest.mark.parametrize("arguments, blocks", [
+    (RESUMABLE, 3), pytest.param(RESUMABLE, 0, marks=pytest.mark.slow), pytest.param(RUN, 3, marks=pytest.mark.slow),
+], ids=["out_file", "out_file-at-once", "stdout"])
+def test_a_full_disk_is_one_error_line(prepared, folder, finish, arguments, blocks):
     """The disk is full after some kilobytes of out_file, or of the file that receives standard output."""
     _, samples, saved = prepared
     with open(folder / "printed", "wb") as file:
@@ -121,12 +120,13 @@ def test_a_full_disk_is_one_error_line(prepared, folder, arguments, blocks):
     printed = (folder / "printed").read_bytes()
     assert b"".join(samples).startswith(printed) and saved.startswith(saved_in(folder))
     if arguments == RESUMABLE:
-        finish(folder, saved)
+        finish()
     else:
         assert len(printed) == blocks * 1024
 
 
-@pytest.mark.parametrize("arguments, statuses", [(["--help"], (1, 2)), (RUN, (1,))], ids=["help", "samples"])
+@pytest.mark.parametrize("arguments, statuses", [
+    (["--help"], (1, 2)), pytest.param(RUN, (1,), marks=pytest.mark.slow)], ids=["help", "samples"])
 def test_stdout_may_be_full_or_closed_from_the_start(folder, arguments, statuses):
     with open("/dev/full", "wb") as full:
         process = start_script(*arguments, cwd=folder, stdout=full)
@@ -139,20 +139,3 @@ def test_stdout_may_be_full_or_closed_from_the_start(folder, arguments, statuses
     os.close(writer)
     _, messages = process.communicate()
     assert process.returncode == 141 and b"rror" not in messages, messages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
-def test_a_signal_to_torchrun_ends_all_its_processes(prepared, folder, number):
-    """A single process can resume the run."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--", str(SCRIPT)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen([*command, *RESUMABLE], cwd=folder, env=env, start_new_session=True, stdin=DEVNULL,
-                               stdout=PIPE, stderr=PIPE)
-    wait_for_samples(process, folder, 0)
-    process.send_signal(number)
-    process.communicate()
-    assert prepared[2].startswith(saved_in(folder))
-    with pytest.raises(ProcessLookupError): # nothing of its session is left
-        os.killpg(process.pid, 0)
-    finish(folder, prepared[2])

@@ -55,7 +55,8 @@ def test_the_script_runs_from_any_folder_and_through_a_symbolic_link(run_script,
     save_checkpoint(tmp_path / "out", make_gpt())
     # The script imports its own model.py, not the one in the working directory.
     (tmp_path / "model.py").write_text("raise SystemExit('a wrong model.py')")
-    assert run(sys.executable, "link", *FAST, cwd=tmp_path)[0] == run_script(f"--out_dir={char_checkpoint}", *FAST).stdout
+    expected = run_script(f"--out_dir={char_checkpoint}", *FAST).stdout
+    assert run(sys.executable, "link", *FAST, cwd=tmp_path)[0] == expected
 
 
 def test_an_interpreter_goes_on_after_a_run_and_after_an_error(char_checkpoint, tmp_path):
@@ -69,7 +70,7 @@ def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_
     venv.create(tmp_path / "venv", with_pip=True)
     python, = [path for path in (tmp_path / "venv").glob("*/python*") if path.stem == "python"]
     packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")[0].strip())
-    (packages / "packages.pth").write_text(sysconfig.get_path("purelib")) # torch and the others, as this Python has them
+    (packages / "packages.pth").write_text(sysconfig.get_path("purelib")) # this Python's torch and other packages
     run("git", "clone", "-q", PROJECT, tmp_path / "source")
     run(python, "-m", "pip", "install", "-q", "--no-deps", tmp_path / "source")
     installed = {path.stem for path in packages.iterdir()}

@@ -1,13 +1,26 @@
-"""A fixture for the tests of the configurator."""
+"""A script with settings, and a fixture that runs the configurator on it."""
 import pytest
 
 from configurator import override
-from example_script import DEFAULTS, SOURCE
+
+SOURCE = '''"""A script."""
+import math
+text = "\\n" # any text
+count = 10 # a whole number
+rate = 0.8 # how fast, # how far
+top: int | None = 200 # may be off
+flag = False # on or off
+ends: str | list | None = None # a text, or several
+pick: int | str = 7 # a number, or a word
+
+def main():
+    inner = 3 # not a setting
+'''
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """Runs override on a fresh script: script(*arguments, validate=..., log=...) -> the settings that differ from the defaults."""
+    """script(*arguments, validate=..., log=...) runs override on a fresh script -> the settings that it changes."""
     path = tmp_path / "project" / "script.py"
     path.parent.mkdir()
     path.write_text(SOURCE)
@@ -22,6 +35,6 @@ def script(tmp_path, monkeypatch):
         except ValueError:
             assert scope == before
             raise
-        assert settings.keys() == DEFAULTS.keys() and scope == before | settings
-        return {name: value for name, value in settings.items() if repr(value) != repr(DEFAULTS[name])}
+        assert list(settings) == ["text", "count", "rate", "top", "flag", "ends", "pick"] and scope == before | settings
+        return {name: value for name, value in settings.items() if repr(value) != repr(before[name])}
     return run

