@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 from sampling.checkpoints.checkpoint import first_sentence, read_json
-from sampling.inputs.tokenizer import REPLACEMENT, require_unicode
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
 from sampling.messages import Log, warn
 
 HOST = "https://openaipublic.blob.core.windows.net"

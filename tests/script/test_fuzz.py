@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from sampling.validation import check_settings
 
 from configurator import find_settings, override
 from fuzzing import fuzz
@@ -28,7 +27,7 @@ from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.prompts import PromptSource
-from sampling.params import Prompt, SampleRequest, SamplingParams
+from sampling.params import Prompt, SampleRequest, SamplingParams, check_settings
 
 
 @pytest.fixture(scope="module")

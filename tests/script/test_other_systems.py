@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from sampling.backends.memory import peak_memory
+
+from sampling.backends.process import peak_memory
 
 RUN = "--num_samples=2", "--max_new_tokens=20", "--start=The", "--device=cpu"
 MISSING = { # modules, and the error at glibc's functions; neither has /proc
