@@ -119,7 +119,7 @@ def test_rows_leave_a_batch_when_they_are_finished(tokenizer):
     assert len(set(lengths)) > 2 and backend.num_rows == [1, *left], "the prompt is read once"
 
 
-@pytest.mark.parametrize("num_rows, stops, num_left", [(32, CHARS[::8], 32), (36, CHARS[::8], 4), (36, "f", 36)])
+@pytest.mark.parametrize("num_rows, stops, num_left", [(32, CHARS[::8], 32), (33, CHARS[::8], 3), (33, "f", 33)])
 def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leave(tokenizer, num_rows, stops, num_left):
     backend, requests = on_fake_gpu(LeastBackend(make_gpt())), make_requests(tokenizer, ["O"], num_rows)
     found = run(Engine(load(tokenizer, backend), replace(PARAMS, max_new_tokens=24, stop=[*stops]), 36), requests)
