@@ -16,8 +16,7 @@ from sampling.log import Log, warn
 from sampling.sampler.row_streams import RowStreams
 from sampling.sampler.sampler import are_valid
 
-# The proposals that count before the first round, and those accepted. After a few rounds, the real ones outweigh them,
-# because the counts of earlier rounds are multiplied by DECAY after each round.
+# The counts of proposals begin with these. After each round, the counts of earlier rounds are multiplied by DECAY.
 NUM_CHECKED, NUM_ACCEPTED, DECAY = 8.0, 7.0, 0.95
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
 PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32; two Intel processors had a PASS_COST of 1.1, 1.5

@@ -19,7 +19,7 @@ from sampling.sampler.row_streams import draws_like_multinomial
 from streams import decode, normal, random_prompt
 
 PROMPTS = random_prompt(5, 3).tolist()
-STEPS = 30 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it, with another graph
+STEPS = 30 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it, with another
 OTHER_LOGITS = "the fast path for GPUs computes other logits than the plain model here (a difference of "
 
 
@@ -97,7 +97,7 @@ def replay_with_other_logits(recording, replay=Recording.replay):
     recording.logits.copy_(recording.logits.roll(1, dims=1))
 
 
-@pytest.mark.parametrize("before", [[], [3, 2]], ids=str) # the rows of batches that were right: then, the graphs are new
+@pytest.mark.parametrize("before", [[], [3, 2]], ids=str) # the rows of batches that were right; then, graphs are new
 @pytest.mark.parametrize("wrong_replay", [lambda recording: None, replay_with_other_logits], ids=["nothing", "other"])
 def test_a_wrong_replay_never_reaches_the_text(wrong_replay, before, recordings, monkeypatch):
     backend = make_backend()
