@@ -104,7 +104,7 @@ class Engine:
         rows = [IncrementalDetokenizer(sample, self.model.tokenizer, self.params, first_step=len(prompt) - shortest)
                 for sample, prompt in zip(samples, prompts, strict=True)]
         last_steps = {row.first_step + self.params.max_new_tokens for row in rows} # after which samples are finished
-        streams = RowStreams(self.run_stream, [self.run_stream.state_for_sample(sample.index) for sample in samples])
+        streams = RowStreams(self.run_stream, [sample.index for sample in samples])
         speculation = self.model.speculation
         if speculation and speculation.is_on(prompts, max(last_steps), self.params.context_shift):
             steps = speculation.decode(self.decoder, prompts[0], streams, max(last_steps))
