@@ -2,7 +2,7 @@
 import io
 import json
 import pickle
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fuzzing import fuzz, ids, literals
 from models import CHARS, make_gpt, save_meta
+from pages import SETTINGS, model_of
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend
@@ -21,7 +22,7 @@ from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.outputs.jsonl import JsonlWriter, LineFormat
+from sampling.outputs.outputs import Outputs
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token
 from sampling.sampler.sampler import Sampler
@@ -198,7 +199,6 @@ def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
 
 # ---- out_file
 
-CHECKPOINT_ID = {"path": "out/ckpt.pt", "crc32": "a9f1f540"}
 # Also undecodable bytes of a command line.
 some = st.text(st.characters(codec="utf-8") | st.characters(min_codepoint=0xdc80, max_codepoint=0xdcff), max_size=8)
 samples = st.lists(st.tuples(some, ids, some, st.integers(0, 5), st.sampled_from(["length", "stop"]),
@@ -213,15 +213,13 @@ def make_requests(parts):
 
 def write_run(path, parts, settings):
     """Write the samples that are not saved yet, and return the file's content."""
-    writer = JsonlWriter(path, LineFormat(CHECKPOINT_ID, settings))
-    try:
-        for request in writer.resume(make_requests(parts)):
+    with closing(Outputs(SETTINGS | settings | {"out_file": str(path)})) as outputs:
+        outputs.open(model_of())
+        for request in outputs.resume(make_requests(parts)):
             if not request.already_saved:
                 _, _, text, num_tokens, finish_reason, logprob = parts[request.index]
                 tokens = [Token(3, text, logprob), *[Token(3, "", 0.0)] * 4][:num_tokens]
-                writer.write(Sample(request, tokens, finish_reason))
-    finally:
-        writer.close()
+                outputs.write(Sample(request, tokens, finish_reason))
     return path.read_bytes()
 
 
