@@ -72,7 +72,10 @@ def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_
     packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")[0].strip())
     (packages / "packages.pth").write_text(sysconfig.get_path("purelib")) # this Python's torch and other packages
     run("git", "clone", "-q", PROJECT, tmp_path / "source")
-    run(python, "-m", "pip", "install", "-q", "--no-deps", tmp_path / "source")
+    pip = "-m", "pip", "-q"
+    run(sys.executable, *pip, "wheel", "--no-deps", "--no-build-isolation", tmp_path / "source", cwd=tmp_path)
+    wheel, = tmp_path.glob("*.whl")
+    run(python, *pip, "install", "--no-deps", "--no-index", wheel)
     installed = {path.stem for path in packages.iterdir()}
     assert installed >= {"nanogpt_sample", "sampling"}
     assert not installed & {"model", "sample", "configurator", "config", "tests"}
