@@ -155,10 +155,6 @@ class GPT(nn.Module):
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def num_params(self) -> int:
-        """The number of parameters. A shared weight counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def forward(self, idx, targets=None, cache: KVCache | None = None, num_positions: int = 1):
         """Run the model on token ids (B, T), which follow the tokens in the cache, if any. Returns (logits, loss).
 
@@ -208,7 +204,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, model_type: str, override_args: dict | None = None) -> "GPT":
         """GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", ...) or from a local folder: see load_gpt."""
-        from sampling.checkpoints.by_name import load_gpt  # imported here, so that this file can be used alone
+        from sampling.checkpoints.huggingface import load_gpt  # imported here, so that this file can be used alone
         return load_gpt(model_type, override_args)
 
 

@@ -7,6 +7,7 @@
 The samples go to standard output, everything else to standard error. Arguments apply from left to right:
 settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
 """
+import gc
 import inspect
 import os
 import sys
@@ -15,16 +16,15 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
-from sampling.backends.process import pause_garbage_collection, resume_garbage_collection, shorten_spinning
-from sampling.compatibility import ALIASES, training_settings
+from sampling.backends.process import max_batch_size, peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
-from sampling.inputs.prompts import PromptSource, log_cropped, log_trailing_space, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, warn_about_stop_texts
+from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
-from sampling.outputs.outputs import Outputs, num_logprobs, open_outputs
+from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.outputs.printer import Printer
 from sampling.outputs.progress import Progress
-from sampling.params import ModelOptions, SamplingParams, choose_seed
-from sampling.validation import check_settings
+from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -72,85 +72,92 @@ html_file: str | None = None # write a page that shows how likely each token was
 overwrite = False # replace out_file and html_file, instead of resuming the run
 show_probs = False # colour each token on the terminal by its probability
 interactive = False # ask for prompts and answer each with a sample
+watch = False # when the samples are done, wait until train.py saves a new ckpt.pt, and sample from it too; Ctrl-C ends
 
 
 def main(settings):
     """Load the model, then generate, save and show samples. settings: the values of the settings above, by name."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
-    from sampling.backends.memory import peak_memory
-    from sampling.generation.assembly import assemble
+    from sampling.backends.prepare import compile_steps
+    from sampling.checkpoints.nanogpt import saves
     from sampling.generation.engine import Engine
 
     workers = Workers().connect() # one process, unless torchrun started more
     settings.seed = workers.broadcast(choose_seed(settings.seed, log))
     params = SamplingParams.from_settings(vars(settings), num_logprobs(vars(settings)))
-    options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
     with workers.fail_together():
-        if settings.interactive and workers.world_size > 1:
-            raise ValueError("interactive=True needs a single process: run it without torchrun")
-        is_reader = workers.is_main and not settings.interactive
-        prompts = PromptSource(settings.start, vars(settings)) if is_reader else None
-        checkpoint, tokenizer, device, dtype = load(settings, workers.local_rank)
-        warn_about_stop_texts(params.stop_texts, tokenizer, log)
-        num_total = max_prompt_len = None # None for standard input
-        if prompts:
-            num_total, max_prompt_len = prompts.count_and_max_len(tokenizer, settings.num_samples)
-    num_total, max_prompt_len = workers.broadcast((num_total, max_prompt_len))
-    with workers.fail_together():
-        model = assemble(checkpoint, tokenizer, device, dtype, options, num_steps(settings, num_total), log)
-        log(f"{model.num_params / 1e6:.2f}M parameters on {device} in {model.dtype_name}")
-        requests, outputs = [], Outputs()
-        if prompts:
-            outputs = open_outputs(vars(settings), checkpoint, device.type, model.dtype_name)
-            requests = outputs.resume(prompts.requests(tokenizer, settings.num_samples))
-            requests = log_cropped(requests, tokenizer, model.backend.config.block_size, log)
-            requests = log_trailing_space(requests, tokenizer, log)
-    resume_garbage_collection()
-
-    with torch.no_grad(), model.autocast():
-        printer = Printer(tokenizer, settings.show_probs)
-        progress = Progress(None if num_total is None else num_total - outputs.num_saved, settings.max_new_tokens)
-        engine = Engine(model, params, stream=is_tty(sys.stdout) and settings.out_file != "-", log=log,
-                        on_tokens=progress.add_tokens)
-        if settings.interactive:
-            from sampling.repl import run_repl
-            run_repl(engine, printer, settings.start)
-        else:
-            workers.prepare_batches(engine, settings.batch_size, settings.compile, num_total, max_prompt_len)
+        if workers.world_size > 1 and (settings.interactive or settings.watch):
+            raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
+        prompts = PromptSource(settings.start, vars(settings)) if workers.is_main and not settings.interactive else None
+        if settings.watch and prompts.is_pipe:
+            raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
+    if settings.interactive:
+        from sampling.repl import run_repl
+        run_repl(lambda: load(settings, params, workers)[0], params, settings.show_probs, settings.start)
+        return
+    outputs = Outputs(vars(settings))
+    for _ in saves(settings.out_dir, log) if settings.watch else [None]:
+        model, num_total, max_prompt_len = load(settings, params, workers, prompts)
+        requests = []
+        with workers.fail_together():
+            if prompts:
+                outputs.open(model)
+                requests = outputs.resume(prompts.requests(model.tokenizer, settings.num_samples))
+                requests = log_notices(requests, model.tokenizer, model.backend.config.block_size, log)
+        with torch.no_grad(), model.autocast():
+            longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
+            batch_size = settings.batch_size or max_batch_size(model.backend, longest, workers.local_world_size)
+            if settings.compile:
+                compile_steps(model.backend, min(batch_size, num_total or batch_size), log)
+            printer = Printer(model.tokenizer, settings.show_probs)
+            progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
+            engine = Engine(model, params, batch_size, stream=is_tty(sys.stdout) and not outputs.uses_stdout, log=log,
+                            on_tokens=progress.add_tokens)
             for sample in workers.imap(engine, requests):
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                     progress.add_sample(sample)
                 if not outputs.uses_stdout:
                     printer.update(sample)
-    outputs.close()
-    progress.close(peak_memory(device))
-    if model.speculation:
-        log(model.speculation.summary())
+        outputs.finish()
+        progress.close(peak_memory(model.backend.device))
+        if model.speculation:
+            log(model.speculation.summary())
+        del model, engine, requests # before the next model is loaded
 
 
-def load(settings, local_rank):
-    """The checkpoint, its tokenizer, and the device and dtype to run it in."""
+def load(settings, params, workers, prompts=None):
+    """The model, ready to generate; for the prompts, the number of samples and the longest length, None if unknown."""
     from sampling.backends.devices import choose_device, choose_dtype
     from sampling.backends.prepare import converter
-    from sampling.checkpoints.by_name import load_pretrained
+    from sampling.checkpoints.huggingface import load_gpt2
     from sampling.checkpoints.nanogpt import load_checkpoint
+    from sampling.generation.assembly import assemble
     from sampling.inputs.tokenizer import load_tokenizer
-    device = choose_device(settings.device, local_rank, log)
-    dtype = choose_dtype(device, settings.dtype, settings.exact)
-    how = dict(convert=converter(dtype), with_crc32=bool(settings.out_file), log=log)
-    if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
-        checkpoint = load_checkpoint(settings.out_dir, **how)
-    else: # GPT-2
-        checkpoint = load_pretrained(settings.init_from, **how)
-    tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # its meta.pkl, or else tiktoken's encoding of GPT-2
-    return checkpoint, tokenizer, device, dtype
-
-
-def num_steps(settings, num_total):
-    """How many steps the run takes, if its batches are as large as possible; None: unknown, as in a session."""
-    return None if num_total is None else -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens
+    return_freed_memory() # of the model before this one
+    with workers.fail_together():
+        device = choose_device(settings.device, workers.local_rank, log)
+        dtype = choose_dtype(device, settings.dtype, settings.exact)
+        how = dict(convert=converter(dtype), with_crc32=bool(settings.out_file), log=log)
+        if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
+            checkpoint = load_checkpoint(settings.out_dir, **how)
+        else: # GPT-2
+            checkpoint = load_gpt2(settings.init_from, **how)
+        tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # its meta.pkl, or else GPT-2's encoding
+        warn_about_stop_texts(params.stop_texts, tokenizer, log)
+        lengths = prompts.count_and_max_len(tokenizer, settings.num_samples) if prompts else (None, None)
+    num_total, max_prompt_len = workers.broadcast(lengths)
+    # How many steps the run takes, if its batches are as large as possible; None: unknown, as in a session.
+    num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens
+    options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
+    with workers.fail_together():
+        model = assemble(checkpoint, tokenizer, device, dtype, options, num_steps, log)
+    log(f"{model.num_params / 1e6:.2f}M parameters on {device} in {model.dtype_name}")
+    if not gc.isenabled():
+        gc.freeze() # the collector need not look at what exists by now
+        gc.enable()
+    return model, num_total, max_prompt_len
 
 
 def command(owns_process=True):
@@ -160,8 +167,8 @@ def command(owns_process=True):
         settings = SimpleNamespace(**override(globals(), sys.argv[1:], validate=check_settings, log=log,
                                               aliases=ALIASES, ignore=training_settings))
     if owns_process:
-        shorten_spinning() # this and the next call must run before torch is imported
-        pause_garbage_collection()
+        shorten_spinning() # before torch is imported
+        gc.disable() # looking for garbage takes 0.15 s while torch and the model are loaded, and there is none
     with report_user_errors():
         main(settings)
     if owns_process:

@@ -1,19 +1,142 @@
-"""The types that the parts of the package exchange: parameters, prompts, requests and samples."""
+"""What is asked for and what came of it: settings with their rules, prompts, requests and samples. Imports no torch."""
+import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from sampling.log import Log
-from sampling.validation import as_list, check_model_options, check_sampling_params
+from sampling.messages import Log
+
+Settings = Mapping[str, Any]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is an int or a float. bool is a subclass of int, but True and False are refused."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and "\0" not in value
+
+
+def whole(lowest: int, highest: float = math.inf) -> Callable[[Any], bool]:
+    """The rule for whole numbers in this range."""
+    return lambda value: isinstance(value, int) and is_number(value) and lowest <= value <= highest
+
+
+def optional(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: value is None or rule(value)
+
+
+RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> which values it takes, and how to say so
+    "init_from": (lambda v: v not in ("", "scratch"), "must be 'resume' or a Hugging Face id or folder"),
+    "tokenizer": (optional(is_name), "must be an encoding of tiktoken such as gpt2 or cl100k_base, a tokenizer.json or "
+                                     "its folder, a meta.pkl, or None"),
+    "start": (bool, "is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'"),
+    "num_samples": (whole(1, 10**9), "must be from 1 to 10**9"),
+    "max_new_tokens": (whole(0, 10**9), "must be from 0 to 10**9"),
+    "temperature": (lambda v: is_number(v) and 0 <= v <= sys.float_info.max,
+                    "must be 0 (always the most likely token) or a larger finite number"),
+    "top_k": (optional(whole(0)), "must be at least 1, or None or 0 for every token"),
+    "top_p": (optional(lambda v: is_number(v) and 0 < v <= 1),
+              "must be above 0 and at most 1, or None for every token"),
+    "min_p": (optional(lambda v: is_number(v) and 0 <= v <= 1), "must be from 0 to 1, or None for every token"),
+    "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "must be from 0.01 to 100; 1 means no penalty"),
+    "stop": (lambda v: all(isinstance(text, str) and text for text in as_list(v)),
+             "must be a text or a list of texts, none of them empty, or None"),
+    "seed": (whole(-2**63, 2**64 - 1), "must be a whole number between -2**63 and 2**64 - 1, or random"),
+    "device": (lambda v: isinstance(v, str) and re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
+               "must be auto, cpu, cuda, cuda:N or mps"),
+    "dtype": (lambda v: v in ("auto", "float32", "bfloat16", "float16", "int8"),
+              "must be auto, float32, bfloat16, float16 or int8"),
+    **dict.fromkeys(["compile", "cuda_graphs", "exact", "context_shift"],
+                    (lambda v: isinstance(v, bool), "must be True or False")),
+    "draft": (optional(is_name), "must be int8, the name, folder or file of a model, or None"),
+    "batch_size": (optional(whole(1, 10**5)), "must be from 1 to 100000, or None"),
+    "out_file": (optional(is_name), "must be the path of a file, or None"),
+    "logprobs": (optional(whole(0, 1000)), "must be from 0 to 1000, or None to save none"),
+    "num_logprobs": (optional(whole(0)), "must be at least 0, or None for no log-probabilities"),
+    "html_file": (optional(lambda v: is_name(v) and v != "-"), "must be the path of a file, which - is not, or None"),
+}
+EXACT = { # what exact=True allows: only what nanoGPT does
+    "temperature": lambda v: v > 0, "top_p": lambda v: v in (None, 1), "min_p": lambda v: v in (None, 0),
+    "repetition_penalty": lambda v: v == 1, "context_shift": lambda v: v is False,
+    "batch_size": lambda v: v in (None, 1), "compile": lambda v: v is False, "draft": lambda v: v is None,
+}
+
+
+def check_values(values: Settings) -> None:
+    """Raise ValueError with the rule and the value, unless every value that has a rule keeps it."""
+    for name, (is_allowed, rule) in RULES.items():
+        if name in values and not is_allowed(values[name]):
+            raise ValueError(f"{name} {rule}; got {brief_repr(values[name])}")
+
+
+def check_settings(settings: Settings) -> None:
+    """Check all of sample.py's settings, by name. Raises ValueError, which says what is allowed and what was given."""
+    check_values({**settings, "seed": 0} if settings["seed"] == "random" else settings)
+    check_model_options(settings)
+    out_file, html_file = settings["out_file"], settings["html_file"]
+    if out_file and html_file and os.path.realpath(out_file) == os.path.realpath(html_file):
+        raise ValueError(f"out_file and html_file must be two files; got {out_file!r:.100} for both")
+    if settings["watch"] and settings["init_from"] != "resume":
+        raise ValueError("watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch")
+    if settings["watch"] and settings["interactive"]:
+        raise ValueError("watch=True does not work with interactive=True: in a session, type :reload")
+    if settings["interactive"] and (out_file or html_file):
+        raise ValueError("interactive=True saves no samples: leave out_file and html_file out")
+    if settings["logprobs"] is not None and not out_file:
+        raise ValueError("logprobs are saved in out_file: give out_file too, or leave logprobs out")
+
+
+def check_model_options(options: Settings) -> None:
+    """Raise ValueError if two of the options, which have allowed values, exclude each other."""
+    for name in "compile", "exact":
+        if options["dtype"] == "int8" and options[name]:
+            raise ValueError(f"dtype=int8 does not work with {name}=True: leave out one of them")
+    if options["dtype"] == options["draft"] == "int8":
+        raise ValueError("draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32")
+    if options["draft"] and options["compile"]:
+        raise ValueError("draft does not work with compile=True: leave out compile, or "
+                         f"draft={brief_repr(options['draft'])}")
+    if options["exact"]:
+        check_exact(options)
+
+
+def check_exact(settings: Settings) -> None:
+    """Check settings or fields of SamplingParams for exact=True. Raises ValueError for what nanoGPT cannot do."""
+    for name, is_allowed in EXACT.items():
+        if name in settings and not is_allowed(settings[name]):
+            raise ValueError("exact=True does only what nanoGPT does: leave out "
+                             f"{name}={brief_repr(settings[name])}, or exact")
+
+
+def brief_repr(value: Any) -> str:
+    """The beginning of a value's repr."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError: # Python refuses to print an int of more than 4300 digits, also inside a list
+        return f"a {type(value).__name__}"
+
+
+def as_list(value: Any) -> list:
+    """Return a list unchanged, any other value as a list of one element, and None as an empty list."""
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def choose_seed(seed: int | str, log: Log, flag: str = "--seed") -> int:
+    """Return the seed that the setting asks for. For "random", draw one and log it. flag: how a user sets the seed."""
+    if seed == "random":
+        seed = int.from_bytes(os.urandom(4), "big")
+        log(f"seed: {seed}, drawn at random; {flag}={seed} gives the same samples again")
+    return seed
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled. Fields mean the same as sample.py's settings of the same name.
-
-    Raises ValueError if a value is not allowed.
-    """
+    """How tokens are sampled: sample.py's settings of the same name. Raises ValueError if a value is not allowed."""
     max_new_tokens: int = 500
     temperature: float = 0.8
     top_k: int | None = 200
@@ -26,42 +149,27 @@ class SamplingParams:
     num_logprobs: int | None = None # 0: log-probabilities of the sampled tokens; n: also of the n most likely ones
 
     def __post_init__(self):
-        check_sampling_params(vars(self))
+        check_values(vars(self))
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any], num_logprobs: int | None) -> "SamplingParams":
-        """Take the parameters from sample.py's settings, which also have other names."""
-        shared = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
-        return cls(**shared, num_logprobs=num_logprobs)
+    def from_settings(cls, settings: Settings, num_logprobs: int | None) -> "SamplingParams":
+        """Take the parameters from sample.py's settings, which also have other names. check_settings has passed."""
+        params = object.__new__(cls) # without __post_init__: each setting is checked once
+        vars(params).update({f.name: settings.get(f.name) for f in fields(cls)}, num_logprobs=num_logprobs)
+        return params
 
     @property
     def stop_texts(self) -> list[str]:
-        """stop as a list of texts."""
-        return [] if self.stop is None else as_list(self.stop)
+        return as_list(self.stop)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model runs. Fields mean the same as sample.py's settings of the same name.
-
-    Raises ValueError if two of the options exclude each other.
-    """
+    """How a model runs. Fields mean the same as sample.py's settings of the same name."""
     compile: bool = False
     cuda_graphs: bool = True
     exact: bool = False
     draft: str | None = None
-
-    def __post_init__(self):
-        check_model_options(vars(self))
-
-
-def choose_seed(seed: int | str, log: Log) -> int:
-    """Return the seed that the setting asks for. For "random", draw one and log it."""
-    if seed != "random":
-        return seed
-    drawn = int.from_bytes(os.urandom(4), "big")
-    log(f"seed: {drawn}, drawn at random; --seed={drawn} gives the same samples again")
-    return drawn
 
 
 @dataclass(frozen=True)
@@ -101,12 +209,10 @@ class Sample:
 
     @property
     def index(self) -> int:
-        """The sample's number in the run, from 0."""
         return self.request.index
 
     @property
     def prompt(self) -> Prompt:
-        """The text that it continues."""
         return self.request.prompt
 
     @property
@@ -116,7 +222,6 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """The number of sampled tokens."""
         return len(self.tokens)
 
     @property

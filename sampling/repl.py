@@ -1,61 +1,57 @@
 """The interactive session: the model stays loaded, each line is a prompt, and its sample streams to the terminal."""
+import io
+import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import get_args
 
+import torch
+
 from configurator import parse, suggest
+from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
-from sampling.inputs.prompts import (
-    PromptSource,
-    log_cropped,
-    log_trailing_space,
-    parse_start,
-    warn_about_stop_texts,
-)
-from sampling.line_input import input_line, keep_invalid_bytes, line_editing
+from sampling.inputs.prompts import PromptSource, log_notices, parse_start, warn_about_stop_texts
 from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choose_seed
 
-
-def type_names(annotation: type) -> list[str]:
-    """The names that configurator gives to the types of a setting."""
-    return [t.__name__.removesuffix("Type") for t in get_args(annotation) or [annotation]]
-
-
-# The settings that a command may change, and the types of their values.
-REPL_TYPES = {f.name: type_names(f.type) for f in fields(SamplingParams) if f.name != "num_logprobs"}
-REPL_TYPES["show_probs"] = ["bool"]
-SETTING_FLAG = re.compile(rf"(?<!\S)--(?=({'|'.join(REPL_TYPES)})\b)") # in a session, settings begin with a colon
+# The settings that a command may change, and the names that configurator gives to the types of their values.
+TYPES = {f.name: [t.__name__.removesuffix("Type") for t in get_args(f.type) or [f.type]]
+         for f in fields(SamplingParams) if f.name != "num_logprobs"} | {"show_probs": ["bool"]}
 DEFAULT_START = "\n" # the default of the setting start
 QUIT = ":quit", ":q", ":exit", "exit"
-COMMANDS = "continue", "again", "settings", "help", "quit"
 GREETING = "type a prompt, or :help; Ctrl-D ends the session"
 HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
 Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
   :continue          continue the last sample
   :again             generate another sample for the last prompt
-  :temperature=0.5   change a setting: {', '.join(REPL_TYPES)}
+  :reload            load the model again, such as a newer ckpt.pt
+  :temperature=0.5   change a setting: {', '.join(TYPES)}
   :settings          show these settings
   :help              show this help
   :quit              end the session; :q, exit and Ctrl-D do the same
 Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
-def run_repl(engine: Engine, printer: Printer, start: str) -> None:
+def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs: bool, start: str) -> None:
     """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is DEFAULT_START.
 
-    engine has the initial settings. Raises ValueError if standard input or output is closed.
+    load: loads the model, at the start and for :reload. params, show_probs: the initial settings.
+    Raises ValueError if standard input or output is closed, and what load raises at the start.
     """
     if sys.stdin is None or sys.stdout is None:
         raise ValueError("interactive=True needs standard input and standard output, but one of them is closed")
-    keep_invalid_bytes()
+    if isinstance(sys.stdin, io.TextIOWrapper): # not in a notebook
+        sys.stdin.reconfigure(errors="surrogateescape") # so that only a line that is not UTF-8 is an error
     set_progress_bar(None) # a progress bar would mix with what the user types
-    session = Session(replace(engine, stream=True, on_tokens=lambda num_tokens: None), printer)
+    model = load()
+    session = Session(load, Engine(model, params, stream=True, log=log), Printer(model.tokenizer, show_probs))
+    del model # :reload needs its memory
     handler = signal.getsignal(signal.SIGINT)
     session.record_interrupts()
     if is_tty(sys.stdin):
@@ -68,12 +64,15 @@ def run_repl(engine: Engine, printer: Printer, start: str) -> None:
                 session.respond(line)
     finally:
         signal.signal(signal.SIGINT, handler) # a notebook goes on
+    if session.engine and session.engine.model.speculation:
+        log(session.engine.model.speculation.summary())
 
 
 @dataclass
 class Session:
     """The state of a session, which prompts and commands change."""
-    engine: Engine
+    load: Callable[[], LoadedModel]
+    engine: Engine | None # None while the model is loaded again, and after that has failed
     printer: Printer
     next_index: int = 0 # the index of the next sample
     last: Sample | None = None
@@ -120,8 +119,8 @@ class Session:
                 self.print_samples(parse("start", line, ["str"]))
         except KeyboardInterrupt: # while a prompt file was read
             end_line()
-        except ValueError as error:
-            log_for_session(f"error: {error}")
+        except (ValueError, OSError) as error:
+            log(f"error: {error}")
         self.printer.reset()
 
     def print_samples(self, start: str) -> None:
@@ -133,61 +132,70 @@ class Session:
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
         with self.interruptible(): # a file may be a pipe that nobody writes to
             source = PromptSource(start)
-        model = self.engine.model
+        model = self.loaded().model
         requests = source.requests(model.tokenizer, 1, self.next_index)
-        requests = log_trailing_space(requests, model.tokenizer, log)
-        for request in log_cropped(requests, model.tokenizer, model.backend.config.block_size, log):
+        for request in log_notices(requests, model.tokenizer, model.backend.config.block_size, log):
             self.print_sample(request)
             if self.is_interrupted:
                 return
 
     def print_sample(self, request: SampleRequest, shows_prompt: bool = True) -> None:
         """Generate a sample, and stream it to the terminal. Ctrl-C ends it."""
+        engine = self.loaded()
         self.next_index, self.shows_prompt = request.index + 1, shows_prompt
         # The same engine for every prompt: its CUDA graphs are kept, and the next sample follows in its random stream.
-        for sample in self.engine.generate([request]):
-            self.last = sample
-            self.printer.update(sample, shows_prompt)
-            if self.is_interrupted:
-                print(flush=True)
-                return
+        with torch.no_grad(), engine.model.autocast():
+            for sample in engine.generate([request]):
+                self.last = sample
+                self.printer.update(sample, shows_prompt)
+                if self.is_interrupted:
+                    print(flush=True)
+                    return
+
+    def loaded(self) -> Engine:
+        """The engine. Raises ValueError if there is none."""
+        if self.engine is None:
+            raise ValueError("no model is loaded: mend the checkpoint, then type :reload")
+        return self.engine
 
     def run_command(self, command: str) -> None:
         """Run the command that was typed after the colon. Raises ValueError if it is unknown or its value is wrong."""
-        commands = {"help": show_help, "h": show_help, "?": show_help, "settings": self.show_settings,
-                    "again": self.sample_again, "continue": self.continue_last}
         word, *rest = command.split() or [""]
-        if word in commands:
+        if word in COMMANDS:
             if rest:
                 raise ValueError(f":{word} takes no value")
-            commands[word]()
+            COMMANDS[word](self)
         else:
             name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
             self.change_setting(name.replace("-", "_"), text)
 
+    def show_help(self) -> None:
+        """Show the help."""
+        log(HELP)
+
     def show_settings(self) -> None:
         """List the settings that a command may change."""
-        values = {**vars(self.engine.params), "show_probs": self.printer.show_probs}
-        log("\n".join(f"  {name}={values[name]!r}" for name in REPL_TYPES))
+        values = {**vars(self.loaded().params), "show_probs": self.printer.show_probs}
+        log("\n".join(f"  {name}={values[name]!r}" for name in TYPES))
 
     def change_setting(self, name: str, text: str) -> None:
         """Change one setting. Raises ValueError if there is no such setting, or the value is not allowed."""
-        if name not in REPL_TYPES:
-            raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, *REPL_TYPES])}; :help lists "
+        if name not in TYPES:
+            raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, 'quit', *TYPES])}; :help lists "
                              "all commands; put a prompt that begins with a colon in quotes")
-        if not text and REPL_TYPES[name] != ["bool"]:
-            raise ValueError(f"--{name} needs a value: --{name}=...")
-        is_random = name == "seed" and text == "random"
-        value = choose_seed(text, log_for_session) if is_random else parse(name, text or "True", REPL_TYPES[name])
+        if not text and TYPES[name] != ["bool"]:
+            raise ValueError(f":{name} needs a value: :{name}=...")
+        engine, is_random = self.loaded(), name == "seed" and text == "random"
+        value = choose_seed(text, log, ":seed") if is_random else parse(name, text or "True", TYPES[name])
         changes = {name: value}
         if name == "show_probs":
             self.printer.set_show_probs(value)
             changes = {"num_logprobs": 0 if value else None}
-        self.engine = replace(self.engine, params=replace(self.engine.params, **changes))
+        self.engine = replace(engine, params=replace(engine.params, **changes))
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_about_stop_texts(self.engine.params.stop_texts, self.engine.model.tokenizer, log)
+            warn_about_stop_texts(self.engine.params.stop_texts, engine.model.tokenizer, log)
 
     def sample_again(self) -> None:
         """Print another sample for the last prompt. Raises ValueError if there is none."""
@@ -199,7 +207,7 @@ class Session:
         text = sample.prompt.text + sample.text[:sample.num_emittable_chars]
         # After a stop text or Ctrl-C, token_ids has tokens that the user did not see.
         shows_all = sample.finish_reason == "length"
-        ids = sample.request.prompt_ids + sample.token_ids if shows_all else self.engine.model.tokenizer.encode(text)
+        ids = sample.request.prompt_ids + sample.token_ids if shows_all else self.printer.tokenizer.encode(text)
         self.print_sample(SampleRequest(self.next_index, Prompt(text), ids), shows_prompt=False)
 
     def last_sample(self) -> Sample:
@@ -208,12 +216,62 @@ class Session:
             raise ValueError("there is no sample yet: type a prompt")
         return self.last
 
+    def reload(self) -> None:
+        """Load the model again, with the settings of the session. Raises ValueError or OSError if that fails."""
+        if self.engine is not None:
+            self.params, self.engine = self.engine.params, None
+        model = self.load()
+        before, self.printer.tokenizer = self.printer.tokenizer, model.tokenizer
+        if (before.source, before.size) != (model.tokenizer.source, model.tokenizer.size):
+            self.last = None # its ids are of another vocabulary
+        self.engine = Engine(model, self.params, stream=True, log=log)
 
-def log_for_session(text: str) -> None:
-    """Log a message that names settings as --seed=1: in a session, it is :seed=1."""
-    log(SETTING_FLAG.sub(":", text))
+
+COMMANDS = {"help": Session.show_help, "h": Session.show_help, "?": Session.show_help,
+            "settings": Session.show_settings, "again": Session.sample_again, "continue": Session.continue_last,
+            "reload": Session.reload}
 
 
-def show_help() -> None:
-    """Show the help."""
-    log(HELP)
+# ---- reading lines
+
+def input_line() -> str:
+    """Read a line. A user at a terminal sees "> " first, on standard error if standard output is not a terminal."""
+    sign = "> " if is_tty(sys.stdin) else ""
+    if sign and not is_tty(sys.stdout):
+        if is_tty(sys.stderr):
+            print(sign, end="", file=sys.stderr, flush=True)
+        sign = ""
+    line = input(sign)
+    line = line.removeprefix("\ufeff").removesuffix("\r") # a file may come from Windows
+    if line.count("\n") == 1: # a single line, pasted with its newline
+        line = line.removesuffix("\n")
+    if "\n" in line: # the history file, which the arrow keys recall, holds one entry per line
+        import readline
+        if length := readline.get_current_history_length():
+            readline.replace_history_item(length - 1, repr(line))
+    return line
+
+
+@contextmanager
+def line_editing() -> Iterator[None]:
+    """Give input() on a terminal line editing, the history of earlier sessions, and multi-line paste."""
+    try:
+        import readline
+    except ImportError: # on Windows the console itself edits lines
+        readline = None
+    if readline is None or not (is_tty(sys.stdin) and is_tty(sys.stdout)):
+        yield
+        return
+    if os.environ.get("TERM") != "dumb":
+        readline.parse_and_bind("set enable-bracketed-paste on") # Python disables it
+    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser() # the XDG base directories
+    path = Path(state) / "nanogpt-sample" / "history"
+    with suppress(OSError): # there may be no history yet
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        readline.set_history_length(1000)
+        with suppress(OSError): # without a home folder, the history ends with the session
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)

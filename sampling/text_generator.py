@@ -5,16 +5,24 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from sampling.backends.devices import choose_device, choose_dtype
-from sampling.backends.memory import max_batch_size
 from sampling.backends.prepare import converter
-from sampling.checkpoints.by_name import load_by_name
+from sampling.backends.process import max_batch_size
+from sampling.checkpoints.nanogpt import load_by_name
 from sampling.generation.assembly import LoadedModel, assemble
 from sampling.generation.engine import Engine
 from sampling.inputs.prompts import make_requests
 from sampling.inputs.tokenizer import load_tokenizer
-from sampling.log import info, warn
-from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, TextCursor
-from sampling.validation import check_counts, check_device, check_dtype, check_tokenizer
+from sampling.messages import info, warn
+from sampling.params import (
+    ModelOptions,
+    Prompt,
+    Sample,
+    SampleRequest,
+    SamplingParams,
+    TextCursor,
+    check_model_options,
+    check_values,
+)
 
 
 class TextGenerator:
@@ -27,9 +35,9 @@ class TextGenerator:
     def load(cls, name: str | os.PathLike, device: str, dtype: str, options: ModelOptions,
              tokenizer: str | None = None) -> "TextGenerator":
         """See sampling.load."""
-        check_device({"device": device})
-        check_tokenizer({"tokenizer": tokenizer})
-        check_dtype({**vars(options), "dtype": dtype})
+        settings = {**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer}
+        check_values(settings)
+        check_model_options(settings)
         torch_device = choose_device(device, log=warn)
         torch_dtype = choose_dtype(torch_device, dtype, options.exact)
         with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
@@ -44,7 +52,7 @@ class TextGenerator:
         Raises ValueError if a prompt is empty, if the tokenizer cannot encode it, or if a number is not allowed;
         TypeError if a prompt is not a str.
         """
-        check_counts({"num_samples": num_samples, "batch_size": batch_size})
+        check_values({"num_samples": num_samples, "batch_size": batch_size})
         params = params or SamplingParams()
         if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
             raise TypeError(f"prompts must be a str or a list of str; got {prompts!r:.100}")

@@ -23,14 +23,6 @@ from sampling.outputs.console import report_user_errors
 MAX_ADDRESS_SPACE = 2**33 # limits the damage that a failing test can do
 
 
-def load(init_from):
-    """Load a model and its tokenizer as sample.py does."""
-    load_from = load_checkpoint if init_from == "resume" else load_gpt2
-    checkpoint = load_from("out" if init_from == "resume" else init_from, log=lambda text: None)
-    build_gpt(checkpoint)
-    load_tokenizer(checkpoint, log=lambda text: None)
-
-
 def load_and_exit(folder, init_from, seconds):
     """Run the forked process. Exit status 99 means an exception that sample.py would show as a traceback."""
     os.chdir(folder)
@@ -40,7 +32,10 @@ def load_and_exit(folder, init_from, seconds):
     signal.alarm(10 * seconds) # also if it only waits
     try:
         with report_user_errors():
-            load(init_from)
+            quiet = {"log": lambda text: None}
+            checkpoint = load_checkpoint("out", **quiet) if init_from == "resume" else load_gpt2(init_from, **quiet)
+            build_gpt(checkpoint)
+            load_tokenizer(checkpoint, **quiet)
         os._exit(0)
     except SystemExit as e:
         os._exit(e.code)

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import struct
 import subprocess
 import sys
 import zipfile
@@ -20,7 +21,6 @@ from project import PROJECT
 
 MAX_MB, MAX_SECONDS = 600, 20
 CONTROL_CHARS = re.compile("[\x00-\x1f\x7f-\x9f]") # control characters, which can move the cursor
-OLD_FILE_START = b"".join(pickle.dumps(part, 2) for part in (0x1950a86a20f9469cfc6c, 1001, {}))
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and ru_maxrss in kB")
 
 
@@ -32,9 +32,9 @@ def write_settled(path, content):
 
 
 @pytest.fixture(scope="session")
-def load_in_subprocess(tiktoken_cache):
-    """load_in_subprocess(folder, init_from="resume") loads folder/out in a separate process -> exit status, stderr,
-    peak memory in MB."""
+def load_in_subprocess(tiktoken_cache, tmp_path_factory):
+    """load_in_subprocess(folder, init_from) loads folder/out in a separate process -> exit status, stderr, and how many
+    MB more it takes than to load a valid file."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "",
            "PYTHONPATH": str(PROJECT)}
     process = subprocess.Popen([sys.executable, Path(__file__).with_name("attack_loader.py")], cwd=PROJECT, env=env,
@@ -44,32 +44,27 @@ def load_in_subprocess(tiktoken_cache):
     def load(folder, init_from="resume"):
         print(json.dumps([str(folder), init_from, MAX_SECONDS]), file=process.stdin, flush=True)
         status, peak = json.loads(process.stdout.readline())
-        return status, (folder / "stderr").read_text(errors="replace"), peak
+        return status, (folder / "stderr").read_text(errors="replace"), peak - valid_peak
+
+    valid, valid_peak = tmp_path_factory.mktemp("baseline"), 0
+    save_checkpoint(valid / "out", make_gpt())
+    status, stderr, valid_peak = load(valid)
+    assert (status, stderr) == (0, "")
     yield load
     process.communicate()
 
 
-@pytest.fixture(scope="session")
-def baseline_peak(load_in_subprocess, tmp_path_factory):
-    """The peak memory of loading a valid file, in MB."""
-    folder = tmp_path_factory.mktemp("baseline")
-    save_checkpoint(folder / "out", make_gpt())
-    status, stderr, peak = load_in_subprocess(folder)
-    assert (status, stderr) == (0, "")
-    return peak
-
-
 @pytest.fixture
-def assert_refused(load_in_subprocess, baseline_peak, tmp_path):
-    """assert_refused(message, init_from="resume") asserts that loading tmp_path/out prints one error line with this
-    message, stays within the limits, and runs no code."""
+def assert_refused(load_in_subprocess, tmp_path):
+    """assert_refused(message, init_from) asserts that loading tmp_path/out prints one error line with this message,
+    stays within the limits, and runs no code."""
     def check(message, init_from="resume"):
         before = set(os.listdir(tmp_path))
-        status, stderr, peak = load_in_subprocess(tmp_path, init_from)
+        status, stderr, more_mb = load_in_subprocess(tmp_path, init_from)
         assert set(os.listdir(tmp_path)) - before <= {"stderr"}, "the attack has run its code"
         assert (status, stderr.count("\n"), stderr[:7]) == (1, 1, "error: "), (status, stderr[-2000:])
         assert message in stderr and len(stderr) < 3000 and not CONTROL_CHARS.search(stderr[:-1]), stderr
-        assert peak < baseline_peak + MAX_MB
+        assert more_mb < MAX_MB
     return check
 
 
@@ -91,10 +86,10 @@ def poison(valid_checkpoint, key="config", piece=b"N", **options):
     return out.getvalue()
 
 
-def write_attack(kind, payload, folder, valid_checkpoint, key="model"):
+def write_attack(kind, payload, folder, valid_checkpoint, key="model", records=()):
     """Write a file of this kind with the payload, a piece of pickle, to folder/out. Return the init_from for it.
 
-    key: which entry of a ckpt.pt the payload replaces.
+    key: which entry of a ckpt.pt the payload replaces. records: those of an old ckpt.pt, of float32.
     """
     out = folder / "out"
     save_meta(out / "meta.pkl")
@@ -105,23 +100,18 @@ def write_attack(kind, payload, folder, valid_checkpoint, key="model"):
         (out / "config.json").write_text('{"model_type": "gpt2"}')
         write_settled(out / "pytorch_model.bin", poison(valid_checkpoint, "x", payload))
         return "out"
+    elif kind == "old ckpt.pt":
+        start = b"".join(pickle.dumps(part, 2) for part in (0x1950a86a20f9469cfc6c, 1001, {}))
+        keys = pickle.dumps([str(i) for i in range(len(records))], 2)
+        stored = b"".join(struct.pack("<q", len(record) // 4) + record for record in records)
+        write_settled(out / "ckpt.pt", start + b"\x80\x02" + payload + b"." + keys + stored)
     else:
-        old = OLD_FILE_START + b"\x80\x02" + payload + b"." + pickle.dumps([], 2)
-        write_settled(out / "ckpt.pt", old if kind == "old ckpt.pt" else poison(valid_checkpoint, key, payload))
+        write_settled(out / "ckpt.pt", poison(valid_checkpoint, key, payload))
     return "resume"
 
 
-@pytest.fixture(scope="session")
-def hf_folder(tmp_path_factory):
-    """A folder with a small GPT-2 in Hugging Face's format."""
-    folder = tmp_path_factory.mktemp("hf")
-    make_transformers_gpt2(vocab_size=300, n_positions=20).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def hf_copy(hf_folder, tmp_path):
-    """A copy of hf_folder at tmp_path/out that a test may change."""
-    for file in hf_folder.iterdir():
-        write_settled(tmp_path / "out" / file.name, file.read_bytes())
+def hf_model(tmp_path):
+    """tmp_path/out with a small GPT-2 in Hugging Face's format."""
+    make_transformers_gpt2(vocab_size=300, n_positions=20).save_pretrained(tmp_path / "out")
     return tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Requests for an Engine, the model that it runs, and the samples that it must generate."""
+"""Backends for an Engine, the model that it runs, the samples that it must generate, and the text of the oracle."""
 from functools import cache
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import torch
 
 from models import make_gpt
 from oracles import reference_generate
+from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend
 from sampling.checkpoints.checkpoint import Checkpoint
@@ -29,35 +30,23 @@ def on_fake_gpu(backend):
 
 
 class LeastBackend(EagerBackend):
-    """Returns no logits but those that it must, and overwrites them at the next call.
+    """Returns no logits but those that it must, and overwrites them at the next call. Notes the calls.
 
-    Notes the number of rows and num_needed of each call.
+    Raises error for more than most_rows rows, and once in call fails_at.
     """
 
-    def __init__(self, gpt):
+    def __init__(self, gpt, error=MemoryError, most_rows=99, fails_at=None):
         super().__init__(gpt)
-        self.latest, self.num_rows, self.needed = torch.zeros(0), [], []
+        self.error, self.most_rows, self.fails_at = error, most_rows, fails_at
+        self.latest, self.num_rows, self.needed = torch.zeros(0), [], [] # of each call: its rows, and num_needed
 
     def logits(self, ids, cache, num_positions=1, num_needed=None):
         self.num_rows.append(len(ids))
         self.needed.append(num_needed)
         self.latest.fill_(torch.nan)
-        logits = super().logits(ids, cache, num_positions).clone()
+        logits = self.latest = super().logits(ids, cache, num_positions).clone()
         if num_needed is not None:
             logits[logits < logits.topk(min(num_needed, logits.size(1))).values[:, -1:]] = -torch.inf
-        self.latest = logits
-        return logits
-
-
-class FailingBackend(LeastBackend):
-    """Raises error for more than most_rows rows, and once in call fails_at."""
-
-    def __init__(self, gpt, error=MemoryError, most_rows=99, fails_at=None):
-        super().__init__(gpt)
-        self.error, self.most_rows, self.fails_at = error, most_rows, fails_at
-
-    def logits(self, ids, *arguments, **settings):
-        logits = super().logits(ids, *arguments, **settings)
         if len(ids) > self.most_rows or len(self.num_rows) == self.fails_at:
             raise self.error
         return logits
@@ -68,9 +57,19 @@ def static_steps(gpt):
     return CUDABackend(gpt, log=pytest.fail)
 
 
-def fake_gpu_steps(gpt):
-    """The same on a FakeGPU."""
+def static_steps_on_fake_gpu(gpt):
     return on_fake_gpu(static_steps(gpt))
+
+
+def recorded_graphs(gpt):
+    """The same with graphs, for tests with the fixture recordings."""
+    backend = static_steps(gpt)
+    backend.checks.use_graphs = True
+    return backend
+
+
+BACKENDS = {"eager": EagerBackend, "least": LeastBackend, "cpu": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
+            "static steps": static_steps, "recorded graphs": recorded_graphs, "cuda": lambda gpt: static_steps(gpt.cuda())}
 
 
 def load(tokenizer, backend=None, **fields):
@@ -80,7 +79,7 @@ def load(tokenizer, backend=None, **fields):
 
 
 def make_requests(tokenizer, texts, samples_per_prompt=1):
-    """One request for each of these prompts, or several consecutive ones for each."""
+    """Consecutive requests for each of these prompts."""
     texts = [text for text in texts for _ in range(samples_per_prompt)]
     return [SampleRequest(i, Prompt(text), tokenizer.encode(text)) for i, text in enumerate(texts)]
 
@@ -106,7 +105,6 @@ def expected_ids(prompts, num_tokens=20, seed=3, block_size=16, device="cpu", **
 
 @cache # several tests expect the same
 def continue_each(prompts, num_tokens, seed, block_size, device, **settings):
-    """See expected_ids."""
     model = make_gpt(block_size=block_size).to(device)
     torch.manual_seed(seed)
     samples = [reference_generate(model, torch.tensor([ids], device=device), num_tokens, **settings) for ids in prompts]
@@ -121,5 +119,4 @@ def expected_texts(requests, tokenizer, num_tokens=PARAMS.max_new_tokens, stops=
 
 
 def truncate_at_stop(text, stops):
-    """The text up to the first stop text."""
     return text[:min([start for stop in stops if (start := text.find(stop)) >= 0], default=len(text))]

@@ -1,6 +1,7 @@
 """Small tokenizers of every kind, trained on a few lines and saved by transformers, and random texts for them."""
 import json
 import random
+from functools import partial
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -48,16 +49,15 @@ def unigram_bytes():
     content = json.loads(unigram().to_str())
     pieces = [piece for piece in content["model"]["vocab"] if piece[0].isascii() or SPACE in piece[0]]
     content["model"] |= {"vocab": pieces + [[byte, -20.0] for byte in BYTES], "byte_fallback": True}
-    tokenizer = Tokenizer.from_str(json.dumps(content))
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-    return tokenizer
+    content["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, content["decoder"]]}
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def byte_fallback():
     """As Llama's: it replaces spaces itself, and its decoder strips the first one."""
     tokenizer = make(
         models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True),
-        lambda **options: trainers.BpeTrainer(limit_alphabet=40, max_token_length=12, **options), "<unk> <s> </s>", 450,
+        partial(trainers.BpeTrainer, limit_alphabet=40, max_token_length=12), "<unk> <s> </s>", 450,
         normalizer=normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]),
         decoder=decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
                                    decoders.Strip(" ", 1, 0)]))
@@ -70,7 +70,7 @@ def byte_fallback():
 def suffix():
     """As CLIP's: a suffix ends a word."""
     return make(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
-                lambda **options: trainers.BpeTrainer(end_of_word_suffix="</w>", **options), "<unk> </s>",
+                partial(trainers.BpeTrainer, end_of_word_suffix="</w>"), "<unk> </s>",
                 normalizer=normalizers.Lowercase(), pre_tokenizer=pre_tokenizers.WhitespaceSplit(),
                 decoder=decoders.BPEDecoder())
 

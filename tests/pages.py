@@ -1,13 +1,17 @@
-"""HTML pages of samples, for the tests of the file and of its display in a browser."""
+"""Samples, their lines and their pages, for the tests of the files and of their display in a browser."""
 import math
+from contextlib import ExitStack
 
-from sampling.outputs.html import HtmlWriter
+from sampling.outputs import html
+from sampling.outputs.jsonl import LineFormat
 from sampling.params import Prompt, Sample, SampleRequest, Token
 
-RUN_INFO = {"model": "out-letters", "start": "ROMEO:\n", "top_k": None}
+CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num": 100}
+RUN = {"seed": 1, "temperature": 0.8, "stop": []}
 PROBABILITIES = [0.9, 0.3, 0.15, 0.07, 0.03, 0.015, 0.002] # one for each background colour
-HOSTILE = "</script><script>hacked=1</script><!--<script> ]]>'\"></p></article><img src=//evil.test/x onerror=hacked=1>" \
-    "<svg onload=hacked=1>&lt;{{text}} <!-- split here -->\n\r\n\t\x00\x01\x1b\x85\u2028\u202e\u05d0\ud800😀"
+HOSTILE = ("</script><script>hacked=1</script><!--<script> ]]>'\"></p></article>"
+           "<img src=//evil.test/x onerror=hacked=1><svg onload=hacked=1>&lt;{{text}} <!-- split here -->"
+           "\n\r\n\t\x00\x01\x1b\x85\u2028\u202e\u05d0\ud800😀")
 SHOWN = HOSTILE.replace("\0", "\ufffd").replace("\ud800", "?")
 
 
@@ -19,27 +23,29 @@ def make_token(text, probability, **alternatives):
 def make_tokens(count, seed=0):
     """count tokens with five alternatives each. The probability changes from token to token."""
     return [make_token(f" w{i}", PROBABILITIES[(seed + i) % 7], **{f" w{i}": PROBABILITIES[(seed + i) % 7]},
-                  **{f" other{k}": 0.5 / (k + seed + 2) for k in range(4)}) for i in range(count)]
+                       **{f" other{k}": 0.5 / (k + seed + 2) for k in range(4)}) for i in range(count)]
 
 
-def finished_sample(index, prompt, tokens, finish_reason="length"):
+def finished_sample(index, prompt, tokens, finish_reason="length", id=None):
     """A finished sample with these tokens."""
-    return Sample(SampleRequest(index, Prompt(prompt), []), tokens, finish_reason)
+    return Sample(SampleRequest(index, Prompt(prompt, id), []), tokens, finish_reason)
 
 
-def write_page(path, samples, num_saved=0, run_info=RUN_INFO, close=True):
-    """Write a page of these samples, each a list of tokens. close=False leaves the page as a killed run does.
-
-    num_saved: how many of them out_file holds; None without an out_file.
-    """
-    writer = HtmlWriter(path, run_info, num_saved)
-    for index, tokens in enumerate(samples[num_saved or 0:], num_saved or 0):
-        writer.write(finished_sample(index, "ROMEO:\n", tokens))
-    if close:
-        writer.close()
-    else:
-        writer.file.close()
+def write_lines(path, samples, logprobs=5, prompt="ROMEO:\n", id=None, checkpoint=None, **settings):
+    """Write the lines of these samples, each a list of tokens, as a run with these settings does. Returns path."""
+    line_format = LineFormat(CHECKPOINT_ID | (checkpoint or {}), RUN | settings, logprobs)
+    lines = [line_format.line(finished_sample(index, prompt, tokens, id=id)) for index, tokens in enumerate(samples)]
+    path.write_bytes(b"".join(lines))
     return path
 
 
-SAMPLES = [make_tokens(5), [make_token(HOSTILE, 0.5, **{HOSTILE: 0.5})], make_tokens(3, 1), make_tokens(2, 2)]
+def make_page(path, *files):
+    """Make a page of these files of lines. Returns path."""
+    with ExitStack() as stack:
+        html.write_page(path, {file.name: [stack.enter_context(open(file, "rb"))] for file in files})
+    return path
+
+
+def write_page(path, samples, **run):
+    """Write a page of these samples, each a list of tokens, of a run with these settings. Returns path."""
+    return make_page(path, write_lines(path.with_suffix(".jsonl"), samples, **run))

@@ -3,7 +3,7 @@ import torch
 
 from models import SHAPE
 from sampling.generation.decode import Decoder
-from sampling.sampler.row_streams import RunStream
+from sampling.sampler.row_streams import RowStreams, RunStream
 from sampling.sampler.sampler import Sampler
 
 
@@ -25,7 +25,7 @@ def decode(backend, prompts, num_tokens, seed=3, context_shift=False, **settings
     for start in range(0, len(prompts), backend.max_rows):
         rows = visible[start:start + backend.max_rows]
         shortest, longest = min(map(len, rows)), max(map(len, rows))
-        streams = run.rows([run.state_for_sample(start + i) for i in range(len(rows))])
+        streams = RowStreams(run, [run.state_for_sample(start + i) for i in range(len(rows))])
         steps = list(decoder.decode(rows, streams, num_tokens + longest - shortest))
         assert all(step.is_valid for step in steps)
         tokens = torch.cat([step.ids for step in steps], dim=1).tolist()

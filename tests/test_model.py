@@ -25,7 +25,7 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     assert (found.stdout, found.stderr) == ("torch.Size([1, 7])\n", "")
 
 
-@pytest.mark.parametrize("length", [1, 5, 15, 16, 17, 40]) # block_size is 16
+@pytest.mark.parametrize("length", [1, 15, 16, 40]) # block_size is 16
 @pytest.mark.parametrize("temperature, top_k, bias", [(0.8, 20, True), (1.0, None, False), (2.0, 99, True)])
 def test_text_is_nanogpts_inside_and_past_block_size(length, temperature, top_k, bias):
     gpt, idx = make_gpt(bias=bias), random_prompt(length, rows=3)
@@ -67,24 +67,22 @@ def test_targets_give_the_logits_of_all_positions_and_the_loss():
     torch.testing.assert_close(last, logits[:, -1:])
 
 
-@pytest.mark.parametrize("num_cached, num_tokens", [(0, 17), (16, 1)])
-def test_more_than_block_size_tokens_raise(num_cached, num_tokens):
+def test_more_than_block_size_tokens_raise():
     gpt = make_gpt()
     cache = gpt.new_cache(1, 16)
-    cache.seq_len = num_cached
-    with pytest.raises(ValueError, match="cannot process 17 tokens: block_size is 16"):
-        gpt(random_prompt(num_tokens), cache=cache)
+    cache.seq_len = 16
+    for idx, past in (random_prompt(17), None), (random_prompt(1), cache):
+        with pytest.raises(ValueError, match="cannot process 17 tokens: block_size is 16"):
+            gpt(idx, cache=past)
 
 
 @pytest.mark.parametrize("field, value, message", [
     ("n_head", 5, "n_embd must be a multiple of n_head; got 24 and 5"),
     ("n_layer", 0, "n_layer must be a whole number, at least 1 and below 2**31; got 0"),
     ("n_embd", 2.5, "n_embd must be a whole number, at least 1 and below 2**31; got 2.5"),
-    ("vocab_size", "65", "vocab_size must be a whole number, at least 1 and below 2**31; got '65'"),
     ("block_size", True, "block_size must be a whole number, at least 1 and below 2**31; got True"),
     ("n_inner", 2**31, "n_inner must be a whole number, at least 1 and below 2**31; got 2147483648"),
     ("dropout", float("nan"), "dropout must be a number between 0 and 1; got nan"),
-    ("layer_norm_epsilon", None, "layer_norm_epsilon must be a number between 0 and 1; got None"),
     ("bias", "no", "bias must be True or False; got 'no'"),
     ("gelu", "relu", "gelu must be 'none' or 'tanh'; got 'relu'"),
 ])

@@ -1,8 +1,7 @@
 """The interactive session, on a terminal and with lines from a pipe."""
-import io
 import os
 import re
-import signal
+import shutil
 import sys
 import time
 from subprocess import DEVNULL
@@ -10,10 +9,8 @@ from subprocess import DEVNULL
 import pytest
 
 import terminal
-from sampling import line_input
-from sampling.generation.engine import Engine
-from sampling.outputs.printer import Printer
-from sampling.repl import run_repl
+from models import make_gpt, save_checkpoint, save_meta
+from sampling import repl
 from script_process import CLOSED, start_script
 from terminal import Terminal
 
@@ -28,6 +25,12 @@ class SessionTerminal(Terminal):
         has_more = super().read_some(seconds)
         self.bytes = re.sub(rb"\x1b\[\?2004[hl]|\r", b"", self.bytes)
         return has_more
+
+    def answer(self, typed, *texts):
+        """Type a line, and wait until the terminal shows it, then these texts."""
+        self.type(typed + "\n")
+        for text in typed + "\n", *texts:
+            self.wait_for(text)
 
 
 @pytest.fixture
@@ -55,66 +58,59 @@ def session(start):
     return start()
 
 
-def test_a_session_generates_the_same_samples_as_a_normal_run(session, run_script, char_checkpoint):
-    run = f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=2", "--max_new_tokens=30"
-    samples = run_script(*run).stdout.split(RULE)
-    session.type("The \n")
-    session.wait_for("The \n") # the terminal shows the typed text
-    session.wait_for(samples[0] + RULE)
-    session.type("The \n") # the same prompt again gets the next sample
-    session.wait_for("The \n")
-    session.wait_for(samples[1] + RULE)
-    session.type(":seed=1337\n") # a new seed restarts the random stream
-    session.wait_for("> ")
-    session.type("The \n")
-    session.wait_for(samples[0] + RULE)
+@pytest.fixture
+def run(run_script, char_checkpoint):
+    """The output of a normal run: run(*arguments)."""
+    return lambda *arguments: run_script(f"--out_dir={char_checkpoint}", "--max_new_tokens=30", *arguments).stdout
 
 
-def test_commands_change_the_settings(session, run_script, char_checkpoint):
+@pytest.fixture
+def reply(run_script, char_checkpoint):
+    """A session that reads lines from a pipe: reply(typed, *arguments)."""
+    return lambda typed, *arguments, **environment: run_script(
+        f"--out_dir={char_checkpoint}", *SESSION, *arguments, stdin=typed, **environment)
+
+
+def test_a_session_generates_the_same_samples_as_a_normal_run(session, run):
+    samples = run("--start=The ", "--num_samples=2").split(RULE)
+    session.answer("The ", samples[0] + RULE)
+    session.answer("The ", samples[1] + RULE) # the same prompt again gets the next sample
+    session.answer(":seed=1337", "> ") # a new seed restarts the random stream
+    session.answer("The ", samples[0] + RULE)
+
+
+def test_commands_change_the_settings(session, run):
     for command in ":temperature=0.5", ":top_k 3", ":max-new-tokens=12", ":stop=e":
-        session.type(command + "\n")
-        session.wait_for(command + "\n> ")
-    session.type("O\n")
-    session.wait_for(run_script(f"--out_dir={char_checkpoint}", "--start=O", "--num_samples=1", "--max_new_tokens=12",
-                                "--temperature=0.5", "--top_k=3", "--stop=e").stdout)
-    session.type(":settings\n")
-    session.wait_for("max_new_tokens=12")
-    session.wait_for("temperature=0.5")
-    session.wait_for("top_k=3")
-    session.type(":stop=a = b\n:settings\n")
-    session.wait_for("stop='a = b'")
-
-
-def test_the_session_continues_after_an_error(session):
-    session.type(":temprature=1\n")
-    session.wait_for("error: unknown command ':temprature'; did you mean temperature?")
-    session.wait_for("> ")
-    session.type("The \n")
-    session.wait_for(RULE)
+        session.answer(command, "> ")
+    session.answer("O", run("--start=O", "--num_samples=1", "--max_new_tokens=12", "--temperature=0.5", "--top_k=3",
+                            "--stop=e"))
+    session.answer(":settings", "max_new_tokens=12", "temperature=0.5", "top_k=3")
+    session.answer(":stop=a = b", "> ")
+    session.answer(":settings", "stop='a = b'")
 
 
 ANSWERS = { # what a user types, and a part of the message
+    ":temprature=1": "error: unknown command ':temprature'; did you mean temperature?",
     ":temperature=cold": "error: temperature takes a number",
     ":temperature=-1": "error: temperature must be 0",
     ":out_dir=x": "error: unknown command ':out_dir'",
     ":": "error: unknown command ':'; :help lists all commands",
-    ":stop": "error: :stop needs a value",
+    ":stop": "error: :stop needs a value: :stop=...",
     ":x": "put a prompt that begins with a colon in quotes",
     ":again 3": "error: :again takes no value",
     ":help": "Ctrl-D ends the session",
     ":seed=random": "drawn at random; :seed=",
+    ":stop=¡": "warning: the stop text '¡' cannot end a sample",
     '""': "error: the prompt is empty, but a sample needs something to continue, such as a newline",
     "¡": "error: the prompt has characters",
     "FILE:-": "error: this session reads standard input itself",
-    "FILE:nowhere.txt": "error: cannot read the prompt file 'nowhere.txt'",
-    "FILE:a--b.txt": "error: cannot read the prompt file 'a--b.txt'",
     "FILE:--seed.txt": "error: cannot read the prompt file '--seed.txt'",
 }
 
 
-def test_every_line_gets_its_message_and_the_session_continues(run_script, char_checkpoint):
+def test_every_line_gets_its_message_and_the_session_continues(reply):
     typed = ":continue\n:again\n" + "".join(f"{typed}\nThe \n" for typed in ANSWERS)
-    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=typed.encode())
+    done = reply(typed.encode())
     assert done.returncode == 0 and done.stdout.count(RULE) == len(ANSWERS)
     position = 0
     for message in "error: there is no sample yet", "error: there is no sample yet", *ANSWERS.values():
@@ -122,7 +118,7 @@ def test_every_line_gets_its_message_and_the_session_continues(run_script, char_
         position = done.stderr.index(message, position) + len(message)
 
 
-def test_ctrl_c_stops_the_sample_but_not_the_session(session):
+def test_ctrl_c_stops_the_sample_but_not_the_session(session, tmp_path):
     session.type(":max_new_tokens=1000000\n:context_shift\nO\n")
     session.wait_for("context_shift\n> O\n")
     session.wait_for("O")
@@ -134,52 +130,48 @@ def test_ctrl_c_stops_the_sample_but_not_the_session(session):
     time.sleep(0.3) # within microseconds after a key, Python's readline delays a signal until the next one
     session.type("\x03")
     session.wait_for("\n> ")
+    os.mkfifo(tmp_path / "pipe")
+    session.type(f"FILE:{tmp_path / 'pipe'}\n") # which nobody writes to
+    session.wait_for("pipe\n")
+    time.sleep(0.3)
+    session.type("\x03")
+    session.wait_for("\n> ")
     session.type(":max_new_tokens=3\nO\n")
-    session.wait_for(RULE)
-    session.wait_for("> ")
-    session.type("\x04")
-    session.read_to_end()
-    assert session.process.returncode == 0
+    session.wait_for(RULE + "> ")
 
 
-def test_lines_can_be_edited_and_recalled(session):
+@pytest.mark.parametrize("typed", ["\x04", ":quit\n", ":q\n", "exit\n"])
+def test_ctrl_d_and_words_end_the_session_and_the_line(session, typed):
+    session.type(typed)
+    assert session.read_to_end() == typed.replace("\x04", "\n") and session.process.returncode == 0
+
+
+def test_lines_can_be_edited_and_recalled_also_in_a_later_session(session, start):
     session.type("Thx\x7fe \n") # a backspace
-    session.wait_for(RULE)
+    session.wait_for(RULE + "> ")
     session.type("\x1b[A") # up
     session.wait_for("The ")
-    session.type("\x04\n")
-    session.wait_for(RULE)
-
-
-def test_ctrl_d_ends_the_session_and_the_line(start):
-    session = start()
+    session.type("\n")
+    session.wait_for(RULE + "> ")
     session.type("\x04")
-    assert session.read_to_end() == "\n"
-    assert session.process.returncode == 0
+    session.read_to_end()
+    second = start()
+    second.type("\x1b[A")
+    second.wait_for("The ")
 
 
-@pytest.mark.parametrize("typed", [":quit", pytest.param(":q", marks=pytest.mark.slow), "exit"])
-def test_words_end_the_session(session, typed):
-    session.type(f"{typed}\n")
-    assert session.read_to_end() == f"{typed}\n"
-    assert session.process.returncode == 0
-
-
-def test_a_sample_can_be_continued(session, run_script, char_checkpoint):
-    whole = run_script(f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=1", "--max_new_tokens=16",
-                       "--temperature=0", "--context_shift").stdout
+def test_a_sample_can_be_continued(session, run):
+    whole = run("--start=The ", "--num_samples=1", "--max_new_tokens=16", "--temperature=0", "--context_shift")
     session.type(":temperature=0\n:context_shift\n:max_new_tokens=8\nThe \n")
     session.wait_for(f"\n{whole[:12]}{RULE}> ")
-    session.type(":continue\n")
-    session.wait_for(f":continue\n{whole[12:]}> ")
-    session.type(":again\n")
-    session.wait_for(f":again\n{whole[12:]}> ")
+    session.answer(":continue", f"{whole[12:]}> ")
+    session.answer(":again", f"{whole[12:]}> ")
 
 
-def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run_script, char_checkpoint):
-    run = (f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=30", "--temperature=0")
-    first = run_script(*run, "--start=The ", "--stop=e").stdout.removesuffix(RULE)
-    second = run_script(*run, f"--start={first}").stdout.removeprefix(first)
+def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run):
+    greedy = ("--num_samples=1", "--temperature=0")
+    first = run(*greedy, "--start=The ", "--stop=e").removesuffix(RULE)
+    second = run(*greedy, f"--start={first}").removeprefix(first)
     session.type(":temperature=0\n:stop=e\nThe \n")
     session.wait_for(first + RULE)
     session.type(":stop=None\n:continue\n")
@@ -194,19 +186,37 @@ def test_probabilities_can_be_switched_on(session):
     session.wait_for("The \n")
     session.wait_for(RULE)
     assert "\x1b[38" not in session.text
-    session.type(":settings\n")
-    session.wait_for("show_probs=False")
+    session.answer(":settings", "show_probs=False")
 
 
-def test_history_is_kept_between_sessions(session, start):
-    session.type("The \n")
-    session.wait_for(RULE)
-    session.wait_for("> ")
-    session.type("\x04")
-    session.read_to_end()
-    second = start()
-    second.type("\x1b[A") # up
-    second.wait_for("The ")
+def test_reload_loads_a_newer_checkpoint_and_keeps_the_settings(start, run, char_checkpoint, tmp_path):
+    folder = shutil.copytree(char_checkpoint, tmp_path / "out")
+    session = start(f"--out_dir={folder}")
+    greedy = (f"--out_dir={folder}", "--start=The ", "--num_samples=1", "--max_new_tokens=9", "--temperature=0")
+    session.type(":temperature=0\n:max_new_tokens=9\nThe \n")
+    session.wait_for(run(*greedy) + "> ")
+    save_checkpoint(folder, make_gpt(seed=9), iter_num=200)
+    newer = run(*greedy)
+    session.answer(":reload", f"{folder}/ckpt.pt: iteration 200, validation loss 1.5000\n", "> ")
+    session.answer(":again", newer + "> ")
+    whole = (folder / "ckpt.pt").read_bytes()
+    (folder / "ckpt.pt").write_bytes(b"not a checkpoint")
+    os.utime(folder / "ckpt.pt", (1, 1)) # the loader waits for a file that has just changed
+    session.answer(":reload", "error: cannot read ", "> ")
+    session.answer(":again", "error: no model is loaded: mend the checkpoint, then type :reload\n> ")
+    (folder / "ckpt.pt").write_bytes(whole)
+    session.answer(":reload", "> ")
+    session.answer("The ", newer + "> ")
+
+
+def test_reload_forgets_a_sample_of_another_vocabulary(start, char_checkpoint, tmp_path):
+    folder = shutil.copytree(char_checkpoint, tmp_path / "out")
+    session = start(f"--out_dir={folder}")
+    session.answer("The ", RULE + "> ")
+    save_checkpoint(folder, make_gpt(vocab_size=3))
+    save_meta(folder / "meta.pkl", "abc")
+    session.answer(":reload", "> ")
+    session.answer(":again", "error: there is no sample yet: type a prompt\n> ")
 
 
 def test_pasted_lines_are_one_prompt(start, monkeypatch):
@@ -217,10 +227,15 @@ def test_pasted_lines_are_one_prompt(start, monkeypatch):
     session.type("\x1b[200~The\n:O\x1b[201~\n")
     session.wait_for("The\n:O") # what was pasted
     session.wait_for("The\n:O")
-    session.wait_for(RULE)
-    session.wait_for("> ")
+    session.wait_for(RULE + "> ")
     session.type("\x1b[A") # up
     session.wait_for(r"'The\n:O'")
+
+
+@pytest.mark.parametrize("pasted, line", [("The\n", "The"), ("The\nO\n", "The\nO\n"), ("\n", "")], ids=repr)
+def test_a_pasted_line_may_have_its_newline(pasted, line, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda prompt: pasted)
+    assert repl.input_line() == line
 
 
 def test_with_samples_in_a_pipe_the_session_asks_on_the_terminal(start):
@@ -231,33 +246,21 @@ def test_with_samples_in_a_pipe_the_session_asks_on_the_terminal(start):
     assert session.read_to_end() == "\n"
 
 
-def test_the_setting_start_is_the_first_prompt(capsys, monkeypatch, char_checkpoint):
-    import sampling
-    generator = sampling.load(str(char_checkpoint))
-    engine = Engine(generator.model, sampling.SamplingParams(max_new_tokens=5, temperature=0))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    for start, prompts in (":The ", [":The ", "O"]), ("\n", ["O"]):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("O\n"))
-        run_repl(engine, Printer(generator.model.tokenizer), start)
-        assert [text[:-5] for text in capsys.readouterr().out.split(RULE)[:-1]] == prompts
-
-
-def test_a_session_reads_lines_from_a_pipe(run_script, char_checkpoint):
-    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=b'The \n\n:top_k=5\n"\\n"\n:nothing\n":O"\n')
-    assert done.returncode == 0 and done.stdout.count(RULE) == 3
-    assert done.stdout.startswith("The ") and f"{RULE}:O" in done.stdout
-    assert "> " not in done.stdout and "error: unknown command ':nothing'" in done.stderr
+@pytest.mark.parametrize("start, prompts", [(":The ", [":The ", "O"]), ('"\\n"', ["O"])], ids=repr)
+def test_the_setting_start_is_the_first_prompt(reply, start, prompts):
+    texts = reply(b"O\n", f"--start={start}", "--temperature=0").stdout.split(RULE)[:-1]
+    assert len(texts) == len(prompts) and all(map(str.startswith, texts, prompts))
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte-order-mark"])
-def test_a_session_reads_windows_lines_from_a_pipe(run_script, char_checkpoint, mark):
-    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=mark + b"The \r\n:quit\r\nO\r\n")
-    assert done.stdout.count(RULE) == 1 and done.stdout.startswith("The ") and "error" not in done.stderr
+def test_a_session_reads_lines_from_a_pipe(reply, mark):
+    done = reply(mark + b'The \r\n\n:top_k=5\n"\\n"\n":O"\r\n:quit\r\nO\n')
+    assert done.returncode == 0 and done.stdout.count(RULE) == 3 and "error" not in done.stderr
+    assert done.stdout.startswith("The ") and f"{RULE}:O" in done.stdout and "> " not in done.stdout
 
 
-def test_a_line_that_is_not_utf8_is_an_error_of_its_own(run_script, char_checkpoint):
-    lines, encoding = b"The \nb\xffd\nO\n", "utf-8:strict" # as in most locales
-    done = run_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=lines, PYTHONIOENCODING=encoding)
+def test_a_line_that_is_not_utf8_is_an_error_of_its_own(reply):
+    done = reply(b"The \nb\xffd\nO\n", PYTHONIOENCODING="utf-8:strict") # as in most locales
     assert done.returncode == 0 and done.stdout.count(RULE) == 2 and "lacks: '\\udcff' at 2" in done.stderr
 
 
@@ -269,28 +272,8 @@ def test_a_session_needs_both_streams(char_checkpoint, stream):
     assert b"Traceback" not in messages
 
 
-def test_ctrl_c_ends_the_wait_for_a_pipe_of_prompts(session, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    session.type(f"FILE:{tmp_path / 'pipe'}\n")
-    session.wait_for("pipe\n")
-    time.sleep(0.3)
-    session.type("\x03")
-    session.wait_for("\n> ")
-    session.type("O\n")
-    session.wait_for(RULE)
-
-
-@pytest.mark.parametrize("pasted, line", [("The\n", "The"), ("The\nO\n", "The\nO\n"), ("\n", "")], ids=repr)
-def test_a_pasted_line_may_have_its_newline(pasted, line, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda prompt: pasted)
-    monkeypatch.setattr(line_input, "replace_last_history_item", lambda line: None)
-    assert line_input.input_line() == line
-
-
-def test_samples_of_a_failed_prompt_file_count(run_script, char_checkpoint, tmp_path):
+def test_samples_of_a_failed_prompt_file_count(reply, tmp_path):
     """The samples before the error used their places in the random stream."""
     (tmp_path / "prompts.txt").write_text("The \nO\n¡\n")
-    arguments = f"--out_dir={char_checkpoint}", "--max_new_tokens=20", "--device=cpu", "--interactive"
-    done = run_script(*arguments, stdin=f"LINES:{tmp_path / 'prompts.txt'}\nThe \n".encode())
-    expected = run_script(*arguments, stdin=b"The \nO\nThe \n")
-    assert "error: " in done.stderr and done.stdout == expected.stdout
+    done = reply(f"LINES:{tmp_path / 'prompts.txt'}\nThe \n".encode())
+    assert "error: " in done.stderr and done.stdout == reply(b"The \nO\nThe \n").stdout

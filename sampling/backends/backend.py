@@ -22,11 +22,13 @@ class Backend(Protocol):
     """
     config: GPTConfig
     device: torch.device
-    keeps_graphs: bool = False # whether a cache has CUDA graphs, num_rows and capacity: the next batch may use it again
     max_rows: int # how many samples to generate at once, at most, unless the user asks for more
 
     def new_cache(self, num_rows: int, capacity: int) -> Cache:
         """An empty cache with room for capacity positions in each row."""
+
+    def release(self, cache: Cache) -> None:
+        """Take back a cache that the caller needs no more."""
 
     def logits(self, ids: Tensor, cache: Cache | None, num_positions: int = 1, num_needed: int | None = None) -> Tensor:
         """Token ids (B, T), which follow those in the cache -> the logits (B * num_positions, V) after each of the last

@@ -14,7 +14,7 @@ from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend, estimate_bytes_per_row
 from sampling.backends.cpu_runtime import compile_kernels, run
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 NO_VECTOR, NO_MATRIX = np.empty(0, np.float32), np.empty((1, 0), np.float32)
 GELU = {"none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
@@ -50,14 +50,15 @@ class CPUCache:
     """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
 
     def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
-        shape = config.n_layer, num_rows, config.n_head, capacity, config.n_embd // config.n_head
-        self.keys, self.values = torch.empty(shape), torch.empty(shape) # (layers, B, H, capacity, D)
+        shape = config.n_layer, num_rows, config.n_head, config.n_embd // config.n_head, capacity
+        # Positions are the last axis, (layers, B, H, D, C), so that the inner loops of attention are over them.
+        self.keys, self.values = torch.empty(shape), torch.empty(shape)
         self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. They move to the front of the same memory, because a second cache might not fit."""
         for tensor in self.keys, self.values:
-            for layer in tensor[..., :self.seq_len, :]: # the rest is unused, and may not be in memory yet
+            for layer in tensor[..., :self.seq_len]: # the rest is unused, and may not be in memory yet
                 layer[:len(rows)] = layer[rows]
         self.keys, self.values = self.keys[:, :len(rows)], self.values[:, :len(rows)]
 
@@ -237,7 +238,7 @@ class CPUBackend(Backend):
             return y
         q, k, v = torch.from_numpy(qkv).view(B, T, 3, H, E // H).permute(2, 0, 3, 1, 4) # (B, H, T, D) each
         if cache is not None:
-            keys, values = cache.keys[layer, :, :, :start + T], cache.values[layer, :, :, :start + T]
+            keys, values = (t[layer, ..., :start + T].transpose(2, 3) for t in (cache.keys, cache.values))
             keys[:, :, start:], values[:, :, start:] = k, v # if there is one row, all rows of the cache get it
             k, v = (keys[:B], values[:B]) if start else (k, v) # (B, H, S, D) each
         q, S = q[:, :, -num_last:], start + T

@@ -44,42 +44,29 @@ def dot(w, x):
     return total
 
 
-@body
-def erf(x):
-    """The error function, to float32 accuracy. LLVM vectorises a rational function, but not calls of math.erf."""
-    x = min(max(x, np.float32(-4)), np.float32(4))
-    z = x * x
-    p = np.float32(-2.72614225801306e-10)
-    p = p * z + np.float32(2.77068142495902e-08)
-    p = p * z + np.float32(-2.10102402082508e-06)
-    p = p * z + np.float32(-5.69250639462346e-05)
-    p = p * z + np.float32(-7.34990630326855e-04)
-    p = p * z + np.float32(-2.95459980854025e-03)
-    p = p * z + np.float32(-1.60960333262415e-02)
-    q = np.float32(-1.45660718464996e-05)
-    q = q * z + np.float32(-2.13374055278905e-04)
-    q = q * z + np.float32(-1.68282697438203e-03)
-    q = q * z + np.float32(-7.37332916720468e-03)
-    q = q * z + np.float32(-1.42647390514189e-02)
-    return x * p / q
+# The error function and the hyperbolic tangent, to float32 accuracy: x * P(x * x) / Q(x * x) for |x| up to a limit.
+# These are the limit, and the coefficients of P and Q. LLVM vectorises such a function, but no call of math.erf.
+ERF = (4.0,
+       (-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
+        -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02),
+       (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03,
+        -1.42647390514189e-02))
+TANH = (7.9,
+        (-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,
+         1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03),
+        (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03))
 
 
 @body
-def tanh(x):
-    """The hyperbolic tangent, likewise."""
-    x = min(max(x, np.float32(-7.9)), np.float32(7.9))
-    z = x * x
-    p = np.float32(-2.76076847742355e-16)
-    p = p * z + np.float32(2.00018790482477e-13)
-    p = p * z + np.float32(-8.60467152213735e-11)
-    p = p * z + np.float32(5.12229709037114e-08)
-    p = p * z + np.float32(1.48572235717979e-05)
-    p = p * z + np.float32(6.37261928875436e-04)
-    p = p * z + np.float32(4.89352455891786e-03)
-    q = np.float32(1.19825839466702e-06)
-    q = q * z + np.float32(1.18534705686654e-04)
-    q = q * z + np.float32(2.26843463243900e-03)
-    q = q * z + np.float32(4.89352518554385e-03)
+def rational(x, function):
+    """ERF or TANH of x."""
+    limit, numerator, denominator = function
+    x = min(max(x, np.float32(-limit)), np.float32(limit))
+    z, p, q = x * x, ZERO, ZERO
+    for coefficient in numerator:
+        p = p * z + np.float32(coefficient)
+    for coefficient in denominator:
+        q = q * z + np.float32(coefficient)
     return x * p / q
 
 
@@ -100,11 +87,11 @@ def finish(y, first, last, scales, bias, gelu, residual):
                 yr[o] += bias[o]
         if gelu == 1:
             for o in range(len(yr)):
-                yr[o] = np.float32(0.5) * yr[o] * (np.float32(1) + erf(yr[o] * np.float32(math.sqrt(0.5))))
+                yr[o] = np.float32(0.5) * yr[o] * (np.float32(1) + rational(yr[o] * np.float32(math.sqrt(0.5)), ERF))
         elif gelu == 2:
             for o in range(len(yr)):
                 u = np.float32(math.sqrt(2 / math.pi)) * (yr[o] + np.float32(0.044715) * yr[o] * yr[o] * yr[o])
-                yr[o] = np.float32(0.5) * yr[o] * (np.float32(1) + tanh(u))
+                yr[o] = np.float32(0.5) * yr[o] * (np.float32(1) + rational(u, TANH))
         if len(residual_r):
             for o in range(len(yr)):
                 yr[o] += residual_r[o]
@@ -130,40 +117,46 @@ def row_block(x, weight, y, first, last, half):
 def rows_block(x, weight, y, first, last, quarter):
     """Outputs first to last of several rows, and those of the other quarters: y[r, o] = weight[o] @ x[r].
 
-    Four outputs of three rows at once: twelve sums in registers, for which seven numbers are read. The four rows of the
-    weight lie far apart for the same reason as in row_block. After the first three rows, they are in the L1 cache.
+    Four outputs of five rows at once: twenty sums in registers, for which nine numbers are read. The four rows of the
+    weight lie far apart for the same reason as in row_block. After the first five rows, they are in the L2 cache.
     """
-    last3 = len(x) - len(x) % 3
-    for r in range(0, last3, 3):
-        x0, x1, x2 = x[r], x[r + 1], x[r + 2]
+    end = len(x) - 1
+    for r in range(0, len(x), 5): # beyond the last row, the last one again
+        r1, r2, r3, r4 = min(r + 1, end), min(r + 2, end), min(r + 3, end), min(r + 4, end)
+        x0, x1, x2, x3, x4 = x[r], x[r1], x[r2], x[r3], x[r4]
         for o in range(first, last):
             w0, w1, w2, w3 = weight[o], weight[o + quarter], weight[o + 2 * quarter], weight[o + 3 * quarter]
-            a0 = a1 = a2 = b0 = b1 = b2 = c0 = c1 = c2 = d0 = d1 = d2 = ZERO
+            a0 = a1 = a2 = a3 = a4 = b0 = b1 = b2 = b3 = b4 = ZERO
+            c0 = c1 = c2 = c3 = c4 = d0 = d1 = d2 = d3 = d4 = ZERO
             for i in range(len(x0)):
                 a, b, c, d = np.float32(w0[i]), np.float32(w1[i]), np.float32(w2[i]), np.float32(w3[i])
                 a0 += a * x0[i]
                 a1 += a * x1[i]
                 a2 += a * x2[i]
+                a3 += a * x3[i]
+                a4 += a * x4[i]
                 b0 += b * x0[i]
                 b1 += b * x1[i]
                 b2 += b * x2[i]
+                b3 += b * x3[i]
+                b4 += b * x4[i]
                 c0 += c * x0[i]
                 c1 += c * x1[i]
                 c2 += c * x2[i]
+                c3 += c * x3[i]
+                c4 += c * x4[i]
                 d0 += d * x0[i]
                 d1 += d * x1[i]
                 d2 += d * x2[i]
-            y[r, o], y[r + 1, o], y[r + 2, o] = a0, a1, a2
+                d3 += d * x3[i]
+                d4 += d * x4[i]
+            y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = a0, a1, a2, a3, a4
             o += quarter
-            y[r, o], y[r + 1, o], y[r + 2, o] = b0, b1, b2
+            y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = b0, b1, b2, b3, b4
             o += quarter
-            y[r, o], y[r + 1, o], y[r + 2, o] = c0, c1, c2
+            y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = c0, c1, c2, c3, c4
             o += quarter
-            y[r, o], y[r + 1, o], y[r + 2, o] = d0, d1, d2
-    for r in range(last3, len(x)):
-        for part in range(4):
-            for o in range(part * quarter + first, part * quarter + last):
-                y[r, o] = dot(weight[o], x[r])
+            y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = d0, d1, d2, d3, d4
 
 
 def linear_row(x, weight, scales, bias, gelu, residual, y):
@@ -212,12 +205,15 @@ def layer_norm(x, weight, bias, epsilon, y):
 
 
 @body
-def softmax(scores, largest, powers):
-    """Softmax in place, of scores of which this is the largest. powers, int32, is memory for as many numbers.
+def softmax(scores, powers):
+    """Softmax in place. powers, int32, is memory for as many numbers as there are scores.
 
     exp(x) = 2**n * exp(rest), where n is a whole number, whose bits make the float32 2**n, and |rest| is at most
     log(2) / 2. LLVM vectorises this, but not calls of math.exp.
     """
+    largest = np.float32(-np.inf)
+    for s in range(len(scores)):
+        largest = max(largest, scores[s])
     for s in range(len(scores)):
         x = scores[s] - largest
         if x < np.float32(-87): # not max(): it might drop NaN
@@ -242,43 +238,34 @@ def softmax(scores, largest, powers):
 
 @body
 def attend_head(q, k, v, new_k, new_v, start, y):
-    """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (C, D)."""
+    """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (D, C)."""
     num_tokens, width = q.shape
-    scores, powers = np.empty(start + num_tokens + 3, np.float32), np.empty(start + num_tokens, np.int32)
+    scores, powers = np.empty(start + num_tokens, np.float32), np.empty(start + num_tokens, np.int32)
     for t in range(num_tokens):
-        last, scale, largest = start + t, np.float32(1 / math.sqrt(width)), np.float32(-np.inf)
-        qt, yt, kt, vt = q[t], y[t], k[last], v[last]
+        last, scale = start + t, np.float32(1 / math.sqrt(width))
+        scores_t = scores[:last + 1]
+        scores_t[:] = ZERO
         for d in range(width):
-            kt[d], vt[d], yt[d] = new_k[t, d], new_v[t, d], ZERO
-        for s in range(0, last + 1, 4): # four positions at once; beyond the last one, the last one again
-            k0, k1, k2, k3 = k[s], k[min(s + 1, last)], k[min(s + 2, last)], k[min(s + 3, last)]
-            sum0 = sum1 = sum2 = sum3 = ZERO
-            for d in range(width):
-                sum0 += qt[d] * k0[d]
-                sum1 += qt[d] * k1[d]
-                sum2 += qt[d] * k2[d]
-                sum3 += qt[d] * k3[d]
-            scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = sum0 * scale, sum1 * scale, sum2 * scale, \
-                sum3 * scale
-            for score in scores[s:s + 4]:
-                if score > largest:
-                    largest = score
-        softmax(scores[:last + 1], largest, powers)
-        scores[last + 1:] = ZERO
-        for s in range(0, last + 1, 4): # likewise, times zero
-            v0, v1, v2, v3 = v[s], v[min(s + 1, last)], v[min(s + 2, last)], v[min(s + 3, last)]
-            p0, p1, p2, p3 = scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
-            for d in range(width):
-                yt[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
+            kd, qd = k[d], q[t, d] * scale
+            kd[last] = new_k[t, d]
+            for s in range(len(scores_t)):
+                scores_t[s] += qd * kd[s]
+        softmax(scores_t, powers)
+        for d in range(width):
+            vd, total = v[d], ZERO
+            vd[last] = new_v[t, d]
+            for s in range(len(scores_t)):
+                total += scores_t[s] * vd[s]
+            y[t, d] = total
 
 
 def attention(qkv, keys, values, start, y):
     """T new tokens of each sample attend to the tokens up to themselves.
 
     qkv (B * T, 3 * E): their queries, keys and values. The keys and values are stored in the cache, keys and values
-    (B, H, C, D), from position start on. y (B * T, E) gets the results.
+    (B, H, D, C), from position start on. y (B * T, E) gets the results.
     """
-    num_samples, num_heads, _, width = keys.shape
+    num_samples, num_heads, width, _ = keys.shape
     num_tokens = len(qkv) // num_samples
     for i in prange(num_samples * num_heads):
         b, h = i // num_heads, i % num_heads

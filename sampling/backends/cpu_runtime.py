@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sampling.backends import cpu_kernels as kernels
-from sampling.log import Log
+from sampling.messages import Log
 
 WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
 

@@ -3,63 +3,45 @@
 A step of a small model is a hundred kernels of a few microseconds each, and launching them one by one takes longer
 than running them. A CUDA graph launches all of them at once, but needs tensors that stay in place. So a StaticCache
 holds the tensors that a step reads and writes, and attention covers a bucket of positions, of which a mask hides those
-that are not filled. GraphSet has the graphs, and compares the first step of each kind with the plain model. Tests on a
-CPU run the same steps without graphs.
+that are not filled. Tests on a CPU run the same steps without graphs.
 """
 import threading
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn import functional as F
 
 from model import GPT, Block, KVCache, linear_dtype
 from sampling.backends.backend import Backend, estimate_bytes_per_row
 from sampling.backends.cuda_graphs import GraphSet, SelfCheck
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
-HEAD_MULTIPLE = 64 # GPUs multiply half-precision matrices of other sizes more slowly; GPT-2's vocabulary is 50257
 
 
 class StaticCache:
     """A KV cache, the inputs of a decode step, and the graphs that hold both in place."""
 
-    def __init__(self, model: GPT, num_rows: int, capacity: int, checks: SelfCheck):
-        self.kv, self.checks = model.new_cache(num_rows, capacity), checks
-        self.capacity, self.seq_len = capacity, 0
-        device = self.kv.layers[0].device
+    def __init__(self, kv: KVCache, num_rows: int, capacity: int, checks: SelfCheck, device: torch.device):
+        self.kv, self.capacity, self.seq_len = kv, capacity, 0
         self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=device) # that the step processes
         self.position = torch.zeros(1, dtype=torch.long, device=device) # of this token
         self.graphs = GraphSet(checks, device)
 
-    @property
-    def num_rows(self) -> int:
-        """The number of rows."""
-        return len(self.token)
-
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. The steps then need new graphs."""
-        self.graphs = GraphSet(self.checks, self.token.device) # first, because the old ones hold memory
+        self.graphs = GraphSet(self.graphs.checks, self.graphs.device) # first, because the old ones hold memory
         self.kv.select_rows(rows)
         self.token = self.token[rows]
-
-
-class Window:
-    """A full window (B, block_size) of ids, and the graph of its forward pass."""
-
-    def __init__(self, ids: Tensor, checks: SelfCheck):
-        self.ids, self.graphs = ids.clone(), GraphSet(checks, ids.device)
 
 
 class CUDABackend(Backend):
     """Computes the logits of a GPT, whose Linears must be cast already: a graph cannot keep cast copies of weights.
 
     compile: torch.compile fuses the kernels of the steps before they are captured. cuda_graphs=False launches the
-    kernels one by one. log gets messages for the user. Changes the precision of matrix products and the choice of
-    attention kernels for the whole process. Several threads may use it, one at a time.
+    kernels one by one. Changes the precision of matrix products and the choice of attention kernels for the whole
+    process. Several threads may use it, one at a time.
     """
-    keeps_graphs = True
     max_rows = 128 # a guess: the random numbers of each row need a kernel
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True, log: Log = warn):
@@ -68,12 +50,10 @@ class CUDABackend(Backend):
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
         self.checks = SelfCheck(log, use_graphs=cuda_graphs and self.device.type == "cuda")
-        self.is_compiled, self.window, self.lock = compile, None, threading.Lock()
-        self.head = model.lm_head.weight # (V, E), or with rows of zeros that fill its size
-        if self.head.dtype != torch.float32:
-            padded = F.pad(self.head.detach(), (0, 0, 0, -len(self.head) % HEAD_MULTIPLE))
-            self.head = Parameter(padded, requires_grad=False)
-            model.lm_head.weight = Parameter(padded[:self.config.vocab_size], requires_grad=False) # no second copy
+        self.window: tuple[Tensor, GraphSet] | None = None # ids (B, block_size), and the graph that reads them
+        self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
+        self.lock = threading.Lock()
+        self.min_capacity = self.config.block_size if compile else 1 # each capacity would need another compilation
         # The blocks are compiled one by one, because all blocks share the compiled code of the first one.
         self.block_step, self.forward = block_step, model.forward
         if compile:
@@ -82,10 +62,18 @@ class CUDABackend(Backend):
             self.forward = torch.compile(model.forward, dynamic=False)
 
     def new_cache(self, num_rows: int, capacity: int) -> StaticCache:
-        if self.is_compiled: # another capacity would need another compilation
-            capacity = self.config.block_size
-        most = round_up(self.config.block_size, 8) # attention with a mask needs multiples of 8
-        return StaticCache(self.model, num_rows, min(round_up(capacity, BUCKET), most), self.checks)
+        capacity = round_up(max(capacity, self.min_capacity), BUCKET)
+        capacity = min(capacity, round_up(self.config.block_size, 8)) # attention with a mask needs multiples of 8
+        with self.lock:
+            cache, self.idle = self.idle, None
+        if cache is not None and len(cache.token) == num_rows and cache.capacity >= capacity:
+            cache.seq_len = 0
+            return cache
+        cache = None # frees its memory before the new one takes more
+        return StaticCache(self.model.new_cache(num_rows, capacity), num_rows, capacity, self.checks, self.device)
+
+    def release(self, cache: StaticCache) -> None:
+        self.idle = cache
 
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1,
@@ -122,26 +110,23 @@ class CUDABackend(Backend):
         mask = mask.masked_fill(is_future, -torch.inf)[None] # (1, S)
         for block, layer in zip(transformer.h, cache.kv.layers, strict=True):
             x = self.block_step(block, x, layer, cache.position, mask, num_keys)
-        return F.linear(transformer.ln_f(x)[:, 0], self.head)[:, :self.config.vocab_size] # (B, E) -> (B, V)
+        return self.model.lm_head(transformer.ln_f(x))[:, 0] # (B, 1, E) -> (B, V)
 
     def window_logits(self, ids: Tensor) -> Tensor:
         """The logits (B, V) after a full window (B, block_size)."""
-        if self.window is None or self.window.ids.shape != ids.shape:
-            self.window = None # frees its memory before the new one takes more
-            self.window = Window(ids, self.checks)
-        window = self.window
-        window.ids.copy_(ids)
-        try:
-            return window.graphs.run("window", lambda: self.forward(window.ids)[0][:, -1],
-                                     lambda: self.model(window.ids)[0][:, -1])
-        except BaseException: # such as out of memory: then the engine goes on with fewer rows
-            self.window = None
-            raise
+        window, self.window = self.window, None # so that a failure, such as out of memory, frees it
+        if window is None or window[0].shape != ids.shape:
+            window = None # frees its memory before the new one takes more
+            window = ids.clone(), GraphSet(self.checks, self.device)
+        window_ids, graphs = window
+        window_ids.copy_(ids)
+        logits = graphs.run("window", lambda: self.forward(window_ids)[0][:, -1],
+                            lambda: self.model(window_ids)[0][:, -1])
+        self.window = window
+        return logits
 
     def bytes_per_row(self, length: int) -> int:
-        if self.is_compiled:
-            length = max(length, self.config.block_size) # as in new_cache
-        return estimate_bytes_per_row(self.config, length, linear_dtype(self.model).itemsize)
+        return estimate_bytes_per_row(self.config, max(length, self.min_capacity), linear_dtype(self.model).itemsize)
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:

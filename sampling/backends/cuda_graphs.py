@@ -8,19 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sampling.log import Log
-from sampling.out_of_memory import is_out_of_memory
+from sampling.messages import Log, is_out_of_memory
 
-# The largest logits_error that rounding explains; a wrong key, mask or position gives more.
-TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05
+TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # see compare_logits; a wrong key, mask or position gives more
 
 
 @dataclass
 class SelfCheck:
-    """What this GPU may use, as far as the checks have shown.
-
-    use_graphs: run steps as CUDA graphs. use_steps: run static steps; otherwise the plain model, which graphs cannot
-    hold.
+    """What this GPU may use, as far as the checks have shown: static steps, otherwise the plain model; and CUDA graphs
+    of the steps. log gets a line when that changes.
     """
     log: Log
     use_graphs: bool = True
@@ -29,14 +25,14 @@ class SelfCheck:
 
     def agree(self, found: Tensor, expected: Tensor) -> bool:
         """Whether the logits (B, V) of a step agree with those of the plain model. If not, use no steps any more."""
-        error, limit = logits_error(found, expected), tolerance(expected) # (B,) each
+        error, limit = compare_logits(found, expected) # (B,) each
         if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
             return True
         worst = (error - limit).argmax()
-        error, limit = error[worst].item(), limit[worst].item()
         self.use_graphs = self.use_steps = False
-        self.log(f"the fast path for GPUs computes other logits than the plain model here (a difference of {error:.3g} "
-                 f"standard deviations; {limit:.3g} is allowed): continuing with the plain model, which is slower")
+        self.log(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
+                 f"{error[worst]:.3g} standard deviations; {limit[worst]:.3g} is allowed): continuing with the plain "
+                 "model, which is slower")
         return False
 
     def graphs_failed(self, error: Exception, device: torch.device) -> None:
@@ -71,37 +67,37 @@ class GraphSet:
         plain computes the same with the plain model, and may be called instead of step or after it. Raises what means
         out of memory; the next call captures again.
         """
+        if not self.checks.use_steps:
+            return plain()
         if key in self.graphs and self.checks.use_graphs:
             graph, logits = self.graphs[key]
             graph.replay()
             return logits
-        self.graphs.pop(key, None)
-        if not self.checks.use_steps:
-            return plain()
-        logits = self.capture(key, step) if self.checks.use_graphs else step()
+        graph, logits = self.capture(step) if self.checks.use_graphs else (None, step())
         shape = *logits.shape, key
-        if shape not in self.checks.checked or key in self.graphs: # each graph is new, and is checked
+        if graph or shape not in self.checks.checked: # each graph is checked
             self.checks.checked.add(shape)
             expected = plain()
             if not self.checks.agree(logits, expected):
                 return expected
+        if graph:
+            self.graphs[key] = graph, logits
         return logits
 
-    def capture(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
+    def capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph | None, Tensor]:
         """Capture the step, and run it once: from its graph, or directly if graphs do not work."""
         try:
             if self.stream is None:
                 self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
-            self.graphs[key] = graph, logits = capture_graph(step, self.stream, self.pool, self.device)
+            graph, logits = capture_graph(step, self.stream, self.pool, self.device)
             graph.replay()
             torch.cuda.synchronize(self.device) # raises the errors of the replay
-            return logits
+            return graph, logits
         except Exception as error: # a driver, an operator or too little memory: each has its own
-            self.graphs.pop(key, None)
             if is_out_of_memory(error):
                 raise
             self.checks.graphs_failed(error, self.device)
-        return step()
+        return None, step()
 
 
 def capture_graph(step: Callable[[], Tensor], stream: torch.cuda.Stream, pool: tuple[int, int],
@@ -112,38 +108,26 @@ def capture_graph(step: Callable[[], Tensor], stream: torch.cuda.Stream, pool: t
     keeps a workspace for each stream. stream and pool belong to one GraphSet, so that nothing dangles when it is gone.
     """
     graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    try:
-        with torch.cuda.device(device):
-            stream.wait_stream(caller)
-            with torch.cuda.stream(stream):
-                step()
-            caller.wait_stream(stream)
-            # thread_local: what another thread allocates meanwhile does not end the capture.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                logits = step()
-    except BaseException: # after a failed capture, torch.cuda.graph leaves its own stream current
-        torch.cuda.set_stream(caller)
-        raise
+    stream.wait_stream(caller)
+    # torch.cuda.graph may leave its own stream current when it fails: the outer block then returns to the caller's.
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        step()
+        # thread_local: what another thread allocates meanwhile does not end the capture.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            logits = step()
+    caller.wait_stream(stream)
     return graph, logits
 
 
-def logits_error(found: Tensor, expected: Tensor) -> Tensor:
-    """The difference of each row of logits (B, V): (B,). It is the root mean square, without the mean, relative to the
-    standard deviation of expected.
+def compare_logits(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """The difference of each row of logits (B, V), and the largest that rounding explains: (B,) each, in standard
+    deviations of expected.
 
-    The mean is left out because a constant added to all logits does not change their probabilities.
+    The mean of the difference is left out, because a constant added to all logits does not change their probabilities.
+    GPT-2's logits lie around -60 to -115, where neighbouring bfloat16 numbers are 0.5 apart: half of that is allowed.
     """
-    difference = (found.float() - expected.float()).std(dim=-1, correction=0)
-    return difference / expected.float().std(dim=-1, correction=0).clamp(min=1e-30)
-
-
-def tolerance(expected: Tensor) -> Tensor:
-    """The largest logits_error that rounding explains, for each row: (B,).
-
-    GPT-2's logits lie around -60 to -115, where neighbouring bfloat16 numbers are 0.5 apart: half of that is added, in
-    standard deviations.
-    """
-    base = TOLERANCE_FLOAT32 if expected.dtype == torch.float32 else TOLERANCE_HALF
-    logits = expected.float()
+    logits, difference = expected.float(), found.float() - expected.float()
+    std = logits.std(dim=-1, correction=0).clamp(min=1e-30)
     rounding = torch.finfo(expected.dtype).eps / 2 * logits.mean(dim=-1).abs()
-    return base + rounding / logits.std(dim=-1, correction=0).clamp(min=1e-30)
+    base = TOLERANCE_FLOAT32 if expected.dtype == torch.float32 else TOLERANCE_HALF
+    return difference.std(dim=-1, correction=0) / std, base + rounding / std

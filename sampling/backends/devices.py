@@ -1,8 +1,7 @@
 """Chooses the device and the dtype."""
 import torch
 
-from sampling.log import Log, warn
-from sampling.out_of_memory import is_out_of_memory
+from sampling.messages import Log, is_out_of_memory, warn
 
 
 def choose_device(name: str, local_rank: int | None = None, log: Log = warn) -> torch.device:

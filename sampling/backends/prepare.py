@@ -1,6 +1,6 @@
 """Chooses the backend for a checkpoint, and prepares it."""
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from model import GPT, GPTConfig
 from sampling.backends.backend import Backend, num_step_weights
-from sampling.backends.eager import EagerBackend
-from sampling.backends.memory import disable_malloc_trim
+from sampling.backends.eager import EagerBackend, ExactBackend
+from sampling.backends.process import disable_malloc_trim
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.log import Log, warn
-from sampling.out_of_memory import is_out_of_memory
-from sampling.params import ModelOptions, SamplingParams
+from sampling.messages import Log, is_out_of_memory, warn
+from sampling.params import ModelOptions
 
 DEFAULT_OPTIONS = ModelOptions()
 MIN_PLAIN_SECONDS = 1.0 # of a run that uses the loops: loading them takes half a second
@@ -98,7 +97,6 @@ def plain_seconds(config: GPTConfig, num_steps: int) -> float:
 def choose_backend(device: torch.device, options: ModelOptions, log: Log) -> Callable[[GPT], Backend]:
     """The function that makes the backend of a GPT."""
     if options.exact:
-        from sampling.backends.exact import ExactBackend
         return ExactBackend
     if device.type == "cuda":
         from sampling.backends.cuda import CUDABackend
@@ -115,42 +113,19 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
     return model
 
 
-def warm_up_compile(backend: Backend, prompt_length: int | None, batch_sizes: Iterable[int], params: SamplingParams,
-                    log: Log) -> None:
-    """Compile the steps of generation for these batch sizes. prompt_length is None if unknown.
+def compile_steps(backend: Backend, num_rows: int, log: Log) -> None:
+    """Run a prefill and a decode step of num_rows, which compiles them if the backend was made with compile=True.
 
     Raises ValueError if torch.compile does not work here. Errors that mean out of memory are raised unchanged.
     """
     log("compiling ...")
     start = time.perf_counter()
+    ids, cache = torch.zeros(num_rows, 1, dtype=torch.long, device=backend.device), backend.new_cache(num_rows, 2)
     try:
-        for batch_size in batch_sizes:
-            run_each_step(backend, batch_size, prompt_length or 1, params)
+        backend.logits(ids[:1], cache)
+        backend.logits(ids, cache)
     except Exception as e: # a missing compiler or driver shows in many ways
         if is_out_of_memory(e):
             raise
         raise ValueError(f"compile=True does not work here ({type(e).__name__}: {e!s:.300}): leave it out") from None
     log(f"compiled in {time.perf_counter() - start:.1f} s")
-
-
-def run_each_step(backend: Backend, batch_size: int, prompt_length: int, params: SamplingParams) -> None:
-    """Run each kind of step that the engine would run with these arguments, on tokens that mean nothing."""
-    block_size = backend.config.block_size
-    prompt_length, length = min(prompt_length, block_size), prompt_length + params.max_new_tokens
-    ids = torch.zeros(batch_size, block_size, dtype=torch.long, device=backend.device)
-    cache = backend.new_cache(batch_size, min(length, block_size))
-    backend.logits(ids[:1, :prompt_length], cache)
-    first = prompt_length
-    if length > block_size and params.context_shift: # then the cache also has fewer positions
-        first = min(first, block_size - block_size // 2)
-    # The first two steps, the one that fills the cache, and those that begin a bucket on CUDA.
-    positions = {first, first + 1, prompt_length, min(length, block_size) - 1, *range(0, block_size, 128)}
-    for position in sorted(positions & set(range(first, min(length, block_size)))):
-        cache.seq_len = position
-        backend.logits(ids[:, :1], cache)
-    if length > block_size:
-        if params.context_shift:
-            cache.seq_len = 0
-            backend.logits(ids[:, block_size // 2:], cache)
-        else:
-            backend.logits(ids, None)

@@ -1,20 +1,28 @@
-"""Settings of the whole process that make it faster.
-
-shorten_spinning and pause_garbage_collection must run before torch is imported.
-"""
-import gc
+"""What concerns the whole process: how its threads wait, and its memory. sample.py imports this file before torch."""
+import ctypes
 import os
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING: # the imports would load torch
+    import torch
+
+    from sampling.backends.backend import Backend
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.h numbers them
 
 
 def shorten_spinning() -> None:
-    """Make OpenMP's threads sleep soon while they wait for each other. Keeps the user's own settings.
+    """Make OpenMP's threads sleep soon while they wait for each other. Call this before torch is imported.
 
     By default they spin for up to 20 ms. If another program uses one of the cores, the spinning threads occupy the
-    others, while the thread that they wait for has no core. On two cores of an Intel Emerald Rapids, such a run takes
+    others, while the thread that they wait for has no core: on two cores of an Intel Emerald Rapids, such a run takes
     twice as long as with threads that sleep at once. While the cores are free, sleeping at once makes a run about a
     fifth slower, because waking a thread takes time. So the threads spin then, but for less than a millisecond.
+    The user's own settings are kept.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "10000"
@@ -34,13 +42,50 @@ def cores_are_busy() -> bool:
     return num_others >= (os.cpu_count() or 1) / 2
 
 
-def pause_garbage_collection() -> None:
-    """Disable Python's garbage collector: it takes 0.15 s while torch and the model are loaded, and frees nothing."""
-    gc.disable()
+def max_batch_size(backend: "Backend", length: int, num_processes: int = 1) -> int:
+    """How many samples of length tokens to generate at once: as many as half of the free memory holds, at most
+    backend.max_rows.
+
+    num_processes is the number of processes that share the machine's memory. GPU memory is not divided: if processes
+    share a GPU and it runs out of memory, the engine halves its batches.
+    """
+    if backend.device.type == "cuda":
+        import torch
+        free = torch.cuda.mem_get_info(backend.device)[0]
+    else:
+        import psutil
+        free = psutil.virtual_memory().available // num_processes
+    return max(1, min(backend.max_rows, free // 2 // backend.bytes_per_row(length)))
 
 
-def resume_garbage_collection() -> None:
-    """Enable the garbage collector again, if it was paused. It skips all objects that exist now (gc.freeze)."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
+def peak_memory(device: "torch.device") -> int | None:
+    """The peak memory of this process in bytes: of the GPU if device is one, otherwise RAM. None if unknown."""
+    if device.type == "cuda":
+        import torch
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError: # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def disable_malloc_trim() -> None:
+    """Make the C library keep freed memory instead of returning it to the system. Has an effect only with glibc.
+
+    Every step allocates and frees the same megabytes. If the memory were returned, each page would cost a page fault at
+    the next step. docs/benchmarks.md has the gain.
+    """
+    with suppress(AttributeError, OSError, TypeError): # another system, or another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_TRIM_THRESHOLD, -1) # the largest threshold: the heap never shrinks
+        libc.mallopt(M_MMAP_MAX, 0) # all allocations are on the heap
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the GPU and the system: after disable_malloc_trim, the C library keeps it."""
+    import torch
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

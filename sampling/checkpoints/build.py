@@ -1,31 +1,146 @@
-"""Checks that the tensors of a checkpoint fit its model, and builds a GPT from them."""
-from collections.abc import Mapping
-from typing import Any
+"""From stored tensors to a GPT: reads the tensors, checks that they fit the model, and builds it."""
+import math
+import re
+import zlib
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from model import GPT, GPTConfig
-from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.checkpoint import Checkpoint, Convert, require
+from sampling.checkpoints.pickles import StoredTensor
+from sampling.checkpoints.tensor_files import TensorFile
 
+StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
+
+HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "transformer.wte.weight", "transformer.wpe.weight"
+MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold the causal mask; the model needs none
+MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a millisecond
+VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
-def require_fit(model_args: dict, tensors: Mapping[str, Any]) -> GPTConfig:
-    """The configuration of a model with these tensors, of which only the shapes matter.
-
-    Raises ValueError if model_args, or the names and shapes of the tensors, do not fit.
+def plain_name(name: str) -> str:
+    """nanoGPT's name of a tensor: without the prefixes of torch.compile and DDP, which may be in either order, and with
+    the prefix that is missing where only the model's transformer was saved.
     """
-    if unknown := set(model_args) - set(GPTConfig.__dataclass_fields__):
-        raise ValueError(f"model_args has fields that GPT does not have: {', '.join(sorted(map(str, unknown)))}")
-    config = GPTConfig(**model_args)
-    require_same_tensors(empty_gpt(config).state_dict(), tensors)
-    return config
+    name = name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
+    return f"transformer.{name}" if name.split(".")[0] in ("wte", "wpe", "h", "ln_f") else name
+
+
+def require_tensors(tensors: object, file: TensorFile) -> StoredTensors:
+    """The tensors of a file by nanoGPT's names, without mask buffers.
+
+    Raises ValueError unless they are floating point tensors by name, which lie in the file. Views made by expand, or
+    one record under many names, can claim far more bytes than the file has. Twice its bytes are allowed, because a tied
+    head is stored once and named twice.
+    """
+    require(isinstance(tensors, dict) and tensors,
+            f"it must hold tensors by name, but holds {repr_or_type(tensors or None)}")
+    stored = {}
+    for name, tensor in tensors.items():
+        require(isinstance(name, str) and isinstance(tensor, StoredTensor),
+                f"it must hold tensors by name, but holds {repr_or_type(name)}: {type(tensor).__name__}")
+        if not MASK_BUFFER.search(name):
+            require(tensor.dtype.is_floating_point,
+                    f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
+            file.check(tensor)
+            stored[plain_name(name)] = file, tensor
+    size, claimed = sum(file.sizes.values()), sum(tensor.nbytes for _, tensor in stored.values())
+    require(claimed <= 2 * size, f"it has {size} bytes of tensors, but claims tensors of {claimed} bytes")
+    return stored
+
+
+def read_model(model_args: dict, stored: StoredTensors, convert: Convert | None, with_crc32: bool,
+               adjust: Callable[[str, Tensor], Tensor] | None = None) -> dict:
+    """Read the tensors in float32. Returns the fields model_args, state_dict, vocab_size and crc32 of a Checkpoint.
+
+    convert: called with each weight of a Linear and of the token embedding as soon as it is read; its result is in the
+    state_dict instead, so that one such weight is in memory at a time. adjust: called before, with name and tensor.
+    The head is tied if it and the embedding hold the same numbers, even as two tensors or in two precisions. Then one
+    object is in the state_dict under both names. The checksum is a CRC-32 over the tensors in the order of their names,
+    a tied head once. Raises ValueError unless model_args and the tensors fit; RejectedFileError as TensorFile.read.
+    """
+    def read(name: str) -> Tensor:
+        file, tensor = stored[name]
+        tensor = file.read(tensor).float().contiguous() # mostly copies nothing
+        tensor = adjust(name, tensor) if adjust else tensor
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+    require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
+    state_dict, crc, is_tied = {}, 0, stored[HEAD] == stored[EMBEDDING]
+    for name in sorted(stored): # so the head is before the embedding
+        if name == EMBEDDING and is_tied:
+            continue
+        tensor = read(name)
+        if name == EMBEDDING:
+            is_tied = torch.equal(tensor, state_dict[HEAD] if convert is None else read(HEAD))
+            if is_tied:
+                continue
+        if with_crc32:
+            crc = zlib.crc32(tensor.view(-1).numpy(), crc)
+        state_dict[name] = convert(tensor) if convert and tensor.dim() == 2 and name != POSITIONS else tensor
+    if is_tied:
+        state_dict[EMBEDDING] = state_dict[HEAD]
+    return {"model_args": {**model_args, "tie_word_embeddings": is_tied},
+            "state_dict": {name: state_dict[name] for name in stored},
+            "vocab_size": stored[EMBEDDING][1].shape[0], "crc32": f"{crc:08x}" if with_crc32 else None}
+
+
+def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises ValueError unless the tensors have the names and shapes of a model with these fields of GPTConfig."""
+    num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
+    require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
+    require(model_args.get("n_layer") == num_layers, # a model of 10**9 layers would never be built
+            f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
+    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(model_args).state_dict().items()}
+    problems = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shapes],
+        "misshapen": [f"{name} {tensor.shape} instead of {shapes[name]}" for name, tensor in tensors.items()
+                      if tensor.shape != shapes.get(name, tensor.shape)]}
+    parts = [f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+             for kind, names in problems.items() if names]
+    if parts:
+        raise ValueError(f"the tensors do not fit the model; {'; '.join(parts)}")
+
+
+def repr_or_type(value: object) -> str:
+    """A text or number for a message; for other values only the type, as nested values could print forever."""
+    is_short = isinstance(value, str | int | float | None)
+    return f"{value!r:.60}" if is_short else type(value).__name__.removeprefix("Stored") # a StoredTensor is a Tensor
+
+
+def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
+    """How many 32-bit random numbers nanoGPT's GPT(config) draws on the CPU for a model with these tensors.
+
+    nanoGPT sets the seed and builds the model, which draws initial weights. Then it loads the checkpoint and samples.
+    PyTorch first initialises every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then
+    initialises the weights of both with normal_, and every c_proj.weight once more. The tensors have nanoGPT's names,
+    a tied lm_head both of its names, and both count.
+    """
+    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
+    draws = few = 0
+    for name, tensor in tensors.items():
+        if not (name.endswith(".weight") and len(tensor.shape) == 2):
+            continue
+        is_embedding = name.endswith(("wte.weight", "wpe.weight"))
+        if not is_embedding:
+            draws += sizes[name] + sizes.get(name.removesuffix("weight") + "bias", 0)
+        num_normal = 2 if is_embedding or name.endswith("c_proj.weight") else 1
+        if sizes[name] < VECTOR_SIZE:
+            few += num_normal * sizes[name]
+        else: # one draw for each entry, and 16 more to redo a partial last vector
+            draws += num_normal * (sizes[name] + (VECTOR_SIZE if sizes[name] % VECTOR_SIZE else 0))
+    # For small tensors, normal_ makes two numbers from four draws, and keeps the second number for its next call.
+    return draws + 4 * -(-few // 2)
 
 
 def build_gpt(checkpoint: Checkpoint) -> GPT:
     """A model in eval mode that holds the tensors of a Checkpoint, not copies. Takes them out of the Checkpoint."""
-    model = empty_gpt(GPTConfig(**checkpoint.model_args))
+    model = empty_gpt(checkpoint.model_args)
     model.load_state_dict(checkpoint.state_dict, assign=True)
     if model.config.tie_word_embeddings:
         model.transformer.wte.weight = model.lm_head.weight
@@ -33,10 +148,10 @@ def build_gpt(checkpoint: Checkpoint) -> GPT:
     return model.eval()
 
 
-def empty_gpt(config: GPTConfig) -> GPT:
+def empty_gpt(model_args: dict) -> GPT:
     """A model whose tensors have shapes, but no memory. It takes no time and no random numbers."""
     with torch.device("meta"), SkipInit():
-        return GPT(config)
+        return GPT(GPTConfig(**model_args))
 
 
 class SkipInit(TorchFunctionMode):
@@ -50,17 +165,3 @@ class SkipInit(TorchFunctionMode):
         if func.__name__ in INIT_FUNCTIONS:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
-
-
-def require_same_tensors(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Raises ValueError if tensors are missing, unexpected or misshapen. It names the first three of each kind."""
-    problems = {
-        "missing": [name for name in expected if name not in found],
-        "unexpected": [name for name in found if name not in expected],
-        "misshapen": [f"{name} {tuple(found[name].shape)} instead of {tuple(expected[name].shape)}"
-                      for name in expected if name in found and found[name].shape != expected[name].shape],
-    }
-    parts = [f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-             for kind, names in problems.items() if names]
-    if parts:
-        raise ValueError(f"the tensors do not fit the model; {'; '.join(parts)}")

@@ -1,21 +1,20 @@
-"""Checkpoint, and what everything that reads files shares: errors, JSON, and files that a training overwrites."""
+"""Checkpoint, and what all that reads files shares: errors, text and JSON, and files that a training overwrites."""
 import json
 import os
-import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from sampling.log import Log
-from sampling.out_of_memory import is_out_of_memory
+from sampling.messages import Log, is_out_of_memory
 
 Convert = Callable[[Any], Any] # from a float32 tensor; this module must not import torch, which takes a second
 MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds
 POLL = 0.01 # seconds between two attempts: a quick writer leaves little time between two saves
-MAX_JSON_BYTES = 2**21 # a config.json has about 1,000 bytes, the index of a large model has 100,000
+MAX_TEXT_BYTES = 2**24 # a tokenizer.json of 250,000 tokens has 12 million
+MAX_VALUES = 2**20 # of a JSON file, or lines of another one: an empty list takes 2 bytes in a file, and 60 in memory
 
 
 @dataclass
@@ -28,7 +27,7 @@ class Checkpoint:
     path: str # the file, or the folder or Hugging Face id as it was given; for messages and JSONL
     model_args: dict # GPTConfig's fields
     state_dict: dict
-    vocab_size: int # rows of the token embedding; 0 if it is no matrix
+    vocab_size: int # rows of the token embedding
     folder: Path # of the file or the model; it may hold the tokenizer
     dataset: object = None # train.py's setting, of any type; data/<dataset> may hold the tokenizer
     crc32: str | None = None # of all tensors in float32, 8 hexadecimal digits, if with_crc32 asked for it
@@ -46,36 +45,29 @@ class Checkpoint:
 
 
 def snapshots_in(folder: str | Path) -> list[Path]:
-    """The .pt files in a folder, the newest first: forks save ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt.
-
-    Files of the same second, as in a copied folder, are in the order of the numbers in their names.
-    """
-    def age(path: Path) -> tuple:
-        return int(path.stat().st_mtime), [int(digits) for digits in re.findall(r"\d{1,18}", path.name)], path.name
-    return sorted(filter(Path.is_file, Path(folder).glob("*.pt")), key=age, reverse=True)
+    """The .pt files in a folder, the newest first: forks save ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt."""
+    files = filter(Path.is_file, Path(folder).glob("*.pt"))
+    return sorted(files, key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
 
 
 # ---- errors
 
 class RejectedFileError(ValueError):
-    """Why a file cannot be read, without its name, which open_unchanged adds. The file may be undamaged."""
+    """Why a file cannot be read, without its name, which named_errors adds. The file may be undamaged."""
 
 
 class DamagedFileError(RejectedFileError):
-    """The file is damaged. Only within a second of its last change, it may be one that changes now."""
-    max_age = 1 # seconds
+    """The file is damaged or incomplete. If it was changed lately, it may still be written."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"it is damaged or incomplete ({reason}); copy it again, or use another one")
 
 
-class IncompleteFileError(DamagedFileError):
-    """The end of the file is missing. If it was changed lately, it may still be written."""
-    max_age = MAX_WAIT
+class BeingWrittenError(Exception):
+    """A file changed while it was read, or it is damaged and was changed lately."""
 
 
-class BeingWrittenError(ValueError):
-    """The file changes, or it is damaged and has just changed."""
-
-
-def require(condition: bool, reason: str) -> None:
+def require(condition: object, reason: str) -> None:
     """Raises RejectedFileError with this reason unless the condition holds."""
     if not condition:
         raise RejectedFileError(reason)
@@ -91,73 +83,82 @@ def named_errors(source: object) -> Iterator[None]:
     """Turn an exception inside the block into a ValueError that names the source. OSError and lack of memory pass."""
     try:
         yield
-    except (OSError, MemoryError):
+    except (OSError, MemoryError, BeingWrittenError):
         raise
-    except Exception as e:
-        if is_out_of_memory(e):
+    except Exception as e: # a file that holds no model can make torch raise any exception
+        is_named = isinstance(e, ValueError) and str(e).startswith(("cannot read ", "cannot load ", str(source)))
+        if is_named or is_out_of_memory(e):
             raise
-        # A file that holds no model can make torch raise any exception.
-        is_named = isinstance(e, ValueError) and str(source) in str(e)
-        raise ValueError(f"{e!s:.2000}" if is_named else f"cannot load {source}: {e!s:.1000}") from None
+        verb = "read" if isinstance(e, RejectedFileError) else "load"
+        raise ValueError(f"cannot {verb} {source}: {e!s:.1000}") from None
 
 
-# ---- files that a training overwrites
+# ---- files
 
-def read_complete(read: Callable[[], Any], log: Log) -> Any:
-    """The result of read, which is called again while it raises BeingWrittenError, for up to MAX_WAIT seconds."""
+def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any], log: Log) -> Any:
+    """The result of read, which gets the open files at these paths. Raises ValueError, which names the source.
+
+    While a training writes the files, they are read again, for up to MAX_WAIT seconds.
+    """
     end, is_waiting = time.monotonic() + MAX_WAIT, False
     while True:
         try:
-            return read()
-        except BeingWrittenError as e:
+            with named_errors(source):
+                return read_unchanged(paths, read)
+        except BeingWrittenError:
             if time.monotonic() > end:
-                raise ValueError(f"{e}, and was never complete for {MAX_WAIT} seconds: try again between two saves, or "
-                                 "copy the file when it is complete") from None
+                raise ValueError(f"{source} is being written, and was never complete for {MAX_WAIT} seconds: try again "
+                                 "between two saves, or copy the file when it is complete") from None
             if not is_waiting:
-                log(f"{e}: waiting")
+                log(f"{source} is being written: waiting")
             is_waiting = True
         time.sleep(POLL)
 
 
-@contextmanager
-def open_unchanged(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to read it inside the block. It must never be mapped: a training may truncate it at any time, and a
-    process that then touches a mapped page dies. It is open only here: Windows lets nobody write an open file.
+def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
+    """The result of read, which gets the open files. Raises BeingWrittenError if a training may be writing them.
 
-    Raises BeingWrittenError if the file changed, or if the block raised DamagedFileError and the last change was less
-    than its max_age ago; otherwise a ValueError that names the file, for a RejectedFileError of the block.
+    The files must never be mapped: a training may truncate them at any time, and a process that then touches a mapped
+    page dies. They are open only here: Windows lets nobody write an open file.
     """
-    def state() -> tuple[int, int, int]:
-        status = os.fstat(file.fileno())
-        return status.st_size, status.st_mtime_ns, status.st_ino
+    def states() -> list[tuple[int, float]]:
+        return [(status.st_size, status.st_mtime) for status in (os.fstat(file.fileno()) for file in files)]
 
-    with open(path, "rb") as file:
-        before = state()
+    with ExitStack() as stack:
+        files = [stack.enter_context(open(path, "rb")) for path in paths]
+        before = states()
         try:
-            yield file
-        except ValueError as e:
-            is_damaged, age = isinstance(e, DamagedFileError), time.time() - os.fstat(file.fileno()).st_mtime
-            if state() != before or (is_damaged and abs(age) < e.max_age):
-                raise BeingWrittenError(f"{path} is being written") from None
-            if isinstance(e, RejectedFileError):
-                reason = f"it is damaged or incomplete ({e}); copy it again, or use another one" if is_damaged else (
-                    f"{e}; only tensors, numbers and text are allowed")
-                raise ValueError(f"cannot read {path}: {reason}") from None
+            result = read(*files)
+        except Exception as e:
+            is_recent = any(abs(time.time() - changed) < MAX_WAIT for _, changed in before)
+            if states() != before or (isinstance(e, DamagedFileError) and is_recent):
+                raise BeingWrittenError from None
             raise
-        if state() != before:
-            raise BeingWrittenError(f"{path} is being written")
+        if states() != before:
+            raise BeingWrittenError
+        return result
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises ValueError if the file holds anything else, or more than MAX_JSON_BYTES."""
+    """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
+    text = read_text(path)
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
-        raise ValueError(f"cannot read {path}: it is damaged, or not JSON ({e}); copy it again") from None
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"cannot read {path}: {first_sentence(e)}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold an object, got {type(content).__name__}")
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {path}: it is damaged, or not JSON ({error}); copy it again") from None
+    require(isinstance(content, dict), f"{path} must hold an object, got {type(content).__name__}")
     return content
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
+    require(path.is_file(), f"{path} is missing, or not a regular file") # a device or a pipe may never end
+    require(path.stat().st_size <= MAX_TEXT_BYTES, f"cannot read {path}: it has more than {MAX_TEXT_BYTES >> 20} MiB; "
+            "without indentation it may be small enough: load it with Python's json, and save it with indent=None")
+    try:
+        text = path.read_text("utf-8")
+    except ValueError as error:
+        raise ValueError(f"cannot read {path}: it is not UTF-8 ({first_sentence(error)})") from None
+    num_values = max(text.count("\n" if path.suffix == ".txt" else ","), 2 * (text.count("[") + text.count("{")))
+    require(num_values <= MAX_VALUES, f"cannot read {path}: it has more than {MAX_VALUES} values or lines")
+    return text

@@ -1,35 +1,36 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
-import json
-import math
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 from torch import Tensor
 
+from model import GPT
 from sampling.checkpoints import checkpoint as files
-from sampling.checkpoints.checkpoint import Checkpoint, Convert, IncompleteFileError, require
-from sampling.checkpoints.other_programs import identify_state_dict, refuse_other_programs
-from sampling.checkpoints.state_dict import EMBEDDING, HEAD, read_model, require_tensors
-from sampling.checkpoints.torch_file import StoredTensor, TensorFile, as_damage, raw_tensor_file, read_torch_file
-from sampling.log import Log, warn
+from sampling.checkpoints.build import EMBEDDING, HEAD, build_gpt, read_model, require_tensors
+from sampling.checkpoints.checkpoint import Checkpoint, Convert
+from sampling.checkpoints.other_programs import read_own_file, refuse_own_tensors
+from sampling.checkpoints.tensor_files import read_tensor_file
+from sampling.messages import Log, warn
 
-SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors"]
 TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
               "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
-PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
-MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-          "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin"]
 # activation_function in config.json -> approximate in F.gelu
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 GPT2_FIELDS = [("n_layer", "n_layer", 12), ("n_head", "n_head", 12), ("n_embd", "n_embd", 768),
                ("vocab_size", "vocab_size", 50257), ("n_inner", "n_inner", None), ("block_size", "n_positions", 1024),
                ("layer_norm_epsilon", "layer_norm_epsilon", 1e-5)] # GPTConfig's, config.json's, GPT2Config's default
 CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
+
+
+def load_gpt(name_or_folder: str, override_args: dict | None = None) -> GPT:
+    """The GPT of load_gpt2. override_args replaces GPTConfig fields that no tensor depends on, such as dropout."""
+    checkpoint = load_gpt2(name_or_folder)
+    checkpoint.model_args |= override_args or {}
+    return build_gpt(checkpoint)
 
 
 def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: bool = False,
@@ -40,43 +41,40 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
     safetensors. The other arguments are those of nanogpt.load_checkpoint.
     Raises ValueError or OSError if these files are not available, are damaged or hold another model.
     """
-    with files.named_errors(name_or_folder):
-        folder = find_folder(name_or_folder)
-        checkpoint = files.read_complete(lambda: read_folder(name_or_folder, folder, convert, with_crc32), log)
+    folder, config = find_model(name_or_folder, log)
+    model_args, paths = gpt2_model_args(config, folder), weight_files(folder)
+
+    def read(*weights: BinaryIO) -> dict:
+        stored = {}
+        for file in weights:
+            tensor_file = read_tensor_file(file)
+            stored |= require_tensors(tensor_file.content, tensor_file)
+        refuse_own_tensors(paths[0], {name: tensor for name, (_, tensor) in stored.items()})
+        for name, (file, tensor) in stored.items():
+            if name.endswith(CONV1D_WEIGHTS): # Conv1D stores a Linear's weight transposed
+                stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
+        if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
+            stored[HEAD] = stored[EMBEDDING]
+        return read_model(model_args, stored, convert, with_crc32, scaler(config, model_args))
+
+    model = files.read_complete(paths[0] if len(paths) == 1 else folder, paths, read, log)
+    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, meta=config, **model)
     log(checkpoint.describe())
     return checkpoint
 
 
-def read_folder(name: str, folder: Path, convert: Convert | None, with_crc32: bool) -> Checkpoint:
-    """Read the files of a model once."""
-    config = files.read_json(folder / "config.json")
-    if "model_type" not in config:
-        refuse_safetensors(*sorted(folder.glob("*.safetensors")))
-    model_args, stored = gpt2_model_args(config, folder), {}
-    with ExitStack() as stack:
-        for path in weight_files(folder):
-            file = stack.enter_context(files.open_unchanged(path))
-            tensor_file = read_safetensors(file) if is_safetensors(path, file) else read_torch_file(file)
-            stored |= require_tensors(tensor_file.content, tensor_file, path)
-        if message := identify_state_dict(path, {key: tensor for key, (_, tensor) in stored.items()}, is_hf=True):
-            raise ValueError(message)
-        if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
-            stored[HEAD] = stored[EMBEDDING]
+def scaler(config: dict, model_args: dict) -> Callable[[str, Tensor], Tensor]:
+    """A function (name, tensor) -> tensor. GPT's attention scale is 1/sqrt(D): other ones go into the queries."""
+    by_layer, is_scaled = config.get("scale_attn_by_inverse_layer_idx", False), config.get("scale_attn_weights", True)
 
-        def adjust(key: str, tensor: Tensor) -> Tensor:
-            """Conv1D stores a Linear's weight transposed. GPT's attention scale is 1/sqrt(D): fold in other ones."""
-            tensor = tensor.t() if key.endswith(CONV1D_WEIGHTS) and tensor.dim() == 2 else tensor
-            if ".attn.c_attn." in key:
-                layer, by_layer = int(key.split(".")[2]), config.get("scale_attn_by_inverse_layer_idx", False)
-                scale = 1 / (layer + 1) if by_layer else 1.0
-                if not config.get("scale_attn_weights", True):
-                    scale *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
-                if scale != 1:
-                    tensor = tensor.float().clone()
-                    tensor[:len(tensor) // 3] *= scale # the queries
-            return tensor
-        return Checkpoint(path=name, folder=folder, is_huggingface=True, meta=config,
-                          **read_model(model_args, stored, folder, convert, with_crc32, adjust))
+    def scale(name: str, tensor: Tensor) -> Tensor:
+        if ".attn.c_attn." in name and (by_layer or not is_scaled):
+            factor = 1 / (int(name.split(".")[2]) + 1) if by_layer else 1.0
+            if not is_scaled:
+                factor *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
+            tensor[:len(tensor) // 3] *= factor # the queries
+        return tensor
+    return scale
 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
@@ -92,20 +90,31 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 
 # ---- files
 
-def find_folder(name_or_folder: str) -> Path:
-    """The folder with the files of the model. Raises ValueError if there is no such folder."""
-    if name_or_folder.endswith(".safetensors"):
-        refuse_safetensors(Path(name_or_folder))
-    if os.path.isfile(name_or_folder) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt")):
-        raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model")
+def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
+    """The folder with the files of the model, and its config.json. Raises ValueError if there is no such folder."""
+    is_file, is_safetensors = os.path.isfile(name_or_folder), name_or_folder.endswith(".safetensors")
+    is_checkpoint = (is_file and not is_safetensors) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt"))
+    files.require(not is_checkpoint, f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
+                                     f"--out_dir={name_or_folder}")
+    if is_file:
+        refuse_tensors(Path(name_or_folder), log)
     folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
-    if not (folder / "config.json").is_file():
-        refuse_safetensors(*sorted(folder.glob("*.safetensors")))
-        if snapshots := files.snapshots_in(folder):
-            raise ValueError(f"{folder} has neither config.json nor ckpt.pt, but {snapshots[0].name}: give its path, "
-                             f"--out_dir={snapshots[0]}")
-        raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json")
-    return folder
+    path = folder / "config.json"
+    config = files.read_json(path) if path.is_file() else {}
+    if "model_type" in config:
+        return folder, config
+    if weights := sorted(filter(Path.is_file, folder.glob("*.safetensors"))):
+        refuse_tensors(weights[0], log)
+    if snapshots := files.snapshots_in(folder):
+        raise ValueError(f"{folder} has neither config.json nor ckpt.pt, but {snapshots[0].name}: give its path, "
+                         f"--out_dir={snapshots[0]}")
+    raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json with a model_type")
+
+
+def refuse_tensors(path: Path, log: Log) -> None:
+    """Raises ValueError, which says what to do, for a file of tensors that is not of a Hugging Face model."""
+    files.read_complete(path, [path], lambda file: read_own_file(file, path), log)
+    raise ValueError(f"{path} holds no tensors")
 
 
 def download(name: str) -> Path:
@@ -117,82 +126,28 @@ def download(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=PICKLES))
         return folder
     except errors.HFValidationError:
-        raise ValueError(f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or "
-                         "user/model") from None
+        message = f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or user/model"
     except errors.GatedRepoError:
-        raise ValueError(f"access to {name!r} is on request: ask for it at https://huggingface.co/{name}, then set "
-                         "HF_TOKEN, or run 'hf auth login'") from None
+        message = (f"access to {name!r} is on request: ask for it at https://huggingface.co/{name}, then set HF_TOKEN, "
+                   "or run 'hf auth login'")
     except errors.RepositoryNotFoundError:
-        raise ValueError(f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have "
-                         "no access to it (set HF_TOKEN, or run 'hf auth login')") from None
+        message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
+                   "access to it (set HF_TOKEN, or run 'hf auth login')")
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
-        raise ValueError(f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, "
-                         f"and the hub did not answer ({files.first_sentence(e)}); set HF_ENDPOINT for a mirror, or on "
-                         f"a machine that reaches the hub, run 'hf download {name} --local-dir DIR', then give DIR "
-                         "instead of the name") from None
+        message = (f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, and the "
+                   f"hub did not answer ({files.first_sentence(e)}); set HF_ENDPOINT for a mirror, or on a machine "
+                   f"that reaches the hub, run 'hf download {name} --local-dir DIR', then give DIR instead of the name")
+    raise ValueError(message)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files: one file, or the shards that an index names. Prefers safetensors.
-
-    Raises ValueError if there are none, or if a shard is not in the folder: an index from a stranger must not name
-    other files on this machine.
-    """
-    for name in "model.safetensors", "pytorch_model.bin":
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            break
-    else:
-        raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, and no index of either")
-    weight_map = files.read_json(index).get("weight_map")
-    shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not shards:
-        raise ValueError(f"weight_map in {index} must name files in its own folder, but names none")
-    for shard in shards:
-        is_plain = isinstance(shard, str) and shard == Path(shard).name[:250]
-        if not (is_plain and (folder / shard).is_file()):
-            raise ValueError(f"weight_map in {index} must name files in its own folder, but {shard!r:.100} is not one: "
-                             "download the model again")
-    return [folder / shard for shard in sorted(set(shards))]
-
-
-def is_safetensors(path: Path, file: BinaryIO) -> bool:
-    """Whether an open file is of safetensors: by its name, or as it begins with the length of a header and a header."""
-    file.seek(0)
-    start = file.read(9)
-    file.seek(0)
-    header_fits = int.from_bytes(start[:8], "little") < os.fstat(file.fileno()).st_size
-    return path.suffix == ".safetensors" or (header_fits and start[8:] == b"{")
-
-
-@as_damage()
-def read_safetensors(file: BinaryIO) -> TensorFile:
-    """The tensors of an open safetensors file, which is the length of its header, the header in JSON, and the bytes.
-
-    It has no checksums. Raises RejectedFileError if the file is cut or its header is not consistent.
-    """
-    file_size, header_bytes = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-    require(header_bytes <= MAX_HEADER_BYTES,
-            f"it claims a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")
-    header, start = json.loads(file.read(header_bytes)), 8 + header_bytes
-    header.pop("__metadata__", None)
-    content, places = {}, {}
-    for key, entry in header.items():
-        shape, (begin, end) = entry["shape"], entry["data_offsets"]
-        strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
-        content[key] = StoredTensor(key, DTYPES[entry["dtype"]], tuple(shape), strides, 0)
-        places[key] = start + begin, end - begin
-        require(0 <= begin <= end and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
-    if start + max((entry["data_offsets"][1] for entry in header.values()), default=0) != file_size:
-        raise IncompleteFileError("it is cut short, or longer than its header says")
-    return raw_tensor_file(file, content, places)
-
-
-def refuse_safetensors(*paths: Path) -> None:
-    """Raises ValueError, which says what to do, for the first of these files: none is of a Hugging Face model."""
-    for path in filter(Path.is_file, paths):
-        with files.open_unchanged(path) as file:
-            refuse_other_programs(path, content=read_safetensors(file).content)
-        raise ValueError(f"{path} holds no tensors")
+    """The weight files: one file, or all its shards. Prefers safetensors. Raises ValueError if there are none."""
+    for stem, suffix in ("model", "safetensors"), ("pytorch_model", "bin"):
+        if (folder / f"{stem}.{suffix}").is_file():
+            return [folder / f"{stem}.{suffix}"]
+        if shards := sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*.{suffix}"))): # -00001-of-00003
+            total = shards[-1].stem.rpartition("-")[2]
+            files.require(total == f"{len(shards):05}",
+                          f"{folder} has only {len(shards)} of {total} shards: download the model again")
+            return shards
+    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor the shards of either")

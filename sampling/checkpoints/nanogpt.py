@@ -1,23 +1,37 @@
 """Loads the ckpt.pt that nanoGPT's train.py wrote, the files of its forks, and the model_*.pt of build-nanogpt."""
 import math
+import os
 import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from model import GPTConfig
 from sampling.checkpoints import checkpoint as files
-from sampling.checkpoints.checkpoint import Checkpoint, Convert
-from sampling.checkpoints.huggingface import is_safetensors, read_safetensors
-from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, refuse_other_programs
-from sampling.checkpoints.state_dict import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, require_tensors
-from sampling.checkpoints.torch_file import ForbiddenNameError, StoredTensor, TensorFile, fields_of, read_torch_file
-from sampling.log import Log, warn
+from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, require_tensors
+from sampling.checkpoints.checkpoint import Checkpoint, Convert, require
+from sampling.checkpoints.huggingface import load_gpt2
+from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, read_own_file
+from sampling.checkpoints.pickles import StoredTensor, fields_of
+from sampling.checkpoints.tensor_files import TensorFile
+from sampling.messages import Log, warn
 
+WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
 PROJECT = Path(__file__).resolve().parents[2]
 MODEL_KEYS = "model", "model_state_dict"
 BUILD_NANOGPT_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # of its GPTConfig
 KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
 # Fields of forks that may be on and change nothing when a trained model samples.
 HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|label_smoothing|\w*(dropout|pdrop|drop_prob)\w*")
+
+
+def load_by_name(name: str | os.PathLike, convert: Convert | None = None, with_crc32: bool = False,
+                 log: Log = warn) -> Checkpoint:
+    """load_checkpoint if there is a ckpt.pt at this path or in this folder, otherwise load_gpt2."""
+    is_checkpoint = os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt"))
+    return (load_checkpoint if is_checkpoint else load_gpt2)(os.fspath(name), convert, with_crc32, log)
 
 
 def load_checkpoint(out_dir: str | Path, convert: Convert | None = None, with_crc32: bool = False,
@@ -31,43 +45,37 @@ def load_checkpoint(out_dir: str | Path, convert: Convert | None = None, with_cr
     still being written after ten seconds, is not a checkpoint, or holds anything but data.
     """
     path = find_checkpoint(out_dir)
-    with files.named_errors(path):
-        checkpoint, harmless = files.read_complete(lambda: read_checkpoint(path, convert, with_crc32), log)
+    checkpoint, harmless = files.read_complete(
+        path, [path], lambda file: read_checkpoint(file, path, convert, with_crc32), log)
     if harmless:
         log(f"{path} has settings that change nothing here: {', '.join(harmless):.200}")
     log(checkpoint.describe())
     return checkpoint
 
 
-def read_checkpoint(path: Path, convert: Convert | None, with_crc32: bool) -> tuple[Checkpoint, list[str]]:
-    """Read the file once. Also returns the fields of its model_args that change nothing."""
-    with files.open_unchanged(path) as file:
-        refuse_other_programs(path, start=file.read(9))
-        try:
-            torch_file = read_safetensors(file) if is_safetensors(path, file) else read_torch_file(file)
-        except ForbiddenNameError as e:
-            refuse_other_programs(path, pickled=e.pickled)
-            raise
-        refuse_other_programs(path, content=torch_file.content)
-        tensors, model_args, harmless = model_entries(torch_file.content, path)
-        stored = require_tensors(tensors, torch_file, path)
-        for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
-            if missing not in stored and present in stored:
-                stored[missing] = stored[present]
-        # Older checkpoints have no bias in model_args: the tensors show it.
-        model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
-        config = fields_of(torch_file.content.get("config")) # nanoGPT: train.py's; build-nanogpt: the sizes
-        meta, iter_num = config if isinstance(config, dict) else {}, read_number(torch_file, "iter_num", "step")
-        return Checkpoint(
-            path=str(path), folder=path.parent, dataset=meta.get("dataset"), meta=meta,
-            iter_num=None if iter_num is None else int(iter_num),
-            val_loss=read_number(torch_file, "best_val_loss", "val_loss"),
-            # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
-            num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
-            **read_model(model_args, stored, path, convert, with_crc32)), harmless
+def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None,
+                    with_crc32: bool) -> tuple[Checkpoint, list[str]]:
+    """Read an open file once. Also returns the fields of its model_args that change nothing."""
+    tensor_file = read_own_file(file, path)
+    tensors, model_args, harmless = model_entries(tensor_file.content)
+    stored = require_tensors(tensors, tensor_file)
+    for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
+        if missing not in stored and present in stored:
+            stored[missing] = stored[present]
+    # Older checkpoints have no bias in model_args: the tensors show it.
+    model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
+    config = fields_of(tensor_file.content.get("config")) # nanoGPT: train.py's; build-nanogpt: the sizes
+    meta, iter_num = config if isinstance(config, dict) else {}, read_number(tensor_file, "iter_num", "step")
+    return Checkpoint(
+        path=str(path), folder=path.parent, dataset=meta.get("dataset"), meta=meta,
+        iter_num=None if iter_num is None else int(iter_num),
+        val_loss=read_number(tensor_file, "best_val_loss", "val_loss"),
+        # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
+        num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
+        **read_model(model_args, stored, convert, with_crc32)), harmless
 
 
-def model_entries(content: object, path: Path) -> tuple[object, dict, list[str]]:
+def model_entries(content: object) -> tuple[object, dict, list[str]]:
     """The entry with the tensors, the fields of GPTConfig, and the names of other fields that change nothing.
 
     nanoGPT saves the entries model and model_args; build-nanogpt saves model and config. Raises ValueError if the file
@@ -78,28 +86,25 @@ def model_entries(content: object, path: Path) -> tuple[object, dict, list[str]]
     config = fields_of(entries.get("config"))
     has_sizes = isinstance(config, dict) and config.keys() >= BUILD_NANOGPT_FIELDS # else they are train.py's settings
     args_key = "model_args" if "model_args" in entries else "config" if has_sizes else None
-    if model_key is None or args_key is None:
-        found = ", ".join(map(repr_or_type, list(entries)[:5])) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{path} is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, "
-                         f"or model and config, but holds {found:.200}; save both: {SAVE_MODEL}")
+    found = ", ".join(map(repr_or_type, list(entries)[:5])) or type(content).__name__
+    require(model_key and args_key,
+            "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
+            f"config, but holds {found:.200}; save both: {SAVE_MODEL}")
     fields = fields_of(entries[args_key])
-    if not isinstance(fields, dict):
-        raise ValueError(f"{args_key} in {path} must be a dict, got {type(fields).__name__}")
+    require(isinstance(fields, dict), f"its {args_key} must be a dict, got {type(fields).__name__}")
     for name, value in fields.items():
-        if not (isinstance(name, str) and isinstance(value, str | int | float | None)):
-            raise ValueError(f"{args_key} in {path} must hold numbers and text, "
-                             f"got {repr_or_type(name)}: {repr_or_type(value)}")
-    others = fields.keys() - KNOWN_FIELDS
-    if active := sorted(name for name in others if fields[name] and not HARMLESS_FIELD.fullmatch(name)):
-        known = sorted(fields.keys() & KNOWN_FIELDS)
-        raise ValueError(f"{args_key} in {path} has fields that a GPT does not have: {', '.join(active):.200}; if the "
-                         "model is a GPT, save only a GPT's fields: "
-                         f'torch.save({{"model": model.state_dict(), "{args_key}": '
-                         f'{{name: getattr(model.config, name) for name in {known}}}}}, "ckpt.pt")')
+        require(isinstance(name, str) and isinstance(value, str | int | float | None),
+                f"its {args_key} must hold numbers and text, got {repr_or_type(name)}: {repr_or_type(value)}")
+    known, others = fields.keys() & KNOWN_FIELDS, fields.keys() - KNOWN_FIELDS
+    active = sorted(name for name in others if fields[name] and not HARMLESS_FIELD.fullmatch(name))
+    require(not active,
+            f"its {args_key} has fields that a GPT does not have: {', '.join(active):.200}; if the model is a GPT, "
+            f'save only a GPT\'s fields: torch.save({{"model": model.state_dict(), "{args_key}": '
+            f'{{name: getattr(model.config, name) for name in {sorted(known)}}}}}, "ckpt.pt")')
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
     is_record = args_key == "config" or fields is not entries[args_key]
-    gelu = {"gelu": "tanh"} if is_record and fields.keys() - others == BUILD_NANOGPT_FIELDS else {}
-    model_args = {name: value for name, value in fields.items() if name in KNOWN_FIELDS and value is not None}
+    gelu = {"gelu": "tanh"} if is_record and known == BUILD_NANOGPT_FIELDS else {}
+    model_args = {name: fields[name] for name in known if fields[name] is not None}
     return entries[model_key], gelu | model_args, sorted(others)
 
 
@@ -116,8 +121,7 @@ def read_number(file: TensorFile, *names: str) -> float | None:
 def find_checkpoint(out_dir: str | Path) -> Path:
     """The path of ckpt.pt in out_dir, or out_dir if it is a file.
 
-    Raises FileNotFoundError if there is none; the message names what is there or nearby. Raises ValueError if there is
-    only a file of another kind.
+    Raises FileNotFoundError if there is none; the message names what is there or nearby.
     """
     folder, path = Path(out_dir), Path(out_dir)
     if path.is_dir():
@@ -129,11 +133,37 @@ def find_checkpoint(out_dir: str | Path) -> Path:
     if snapshots := files.snapshots_in(folder):
         names = ", ".join(snapshot.name for snapshot in snapshots[:5]) + (", ..." if len(snapshots) > 5 else "")
         raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
-    if weights := next(filter(Path.is_file, sorted(folder.glob("*.safetensors"))), None):
-        return weights # read_checkpoint says what to do with it
+    if weights := sorted(filter(Path.is_file, folder.glob("*.safetensors"))):
+        return weights[0] # read_own_file says what to do with it
     found = [path for base in (PROJECT, Path(), folder.parent, folder) for path in sorted(base.glob("*/*.pt"))
              if re.search("ckpt|checkpoint|model", path.name)]
     nearby = {path.resolve(): str(path.parent if path.name == "ckpt.pt" else path) for path in found}
     hint = f"; checkpoints nearby: {', '.join(sorted(nearby.values())[:5])}" if nearby else ""
     raise FileNotFoundError(f"there is no checkpoint at {path}{hint}; pass --out_dir=FOLDER_OR_FILE, or "
                             "--init_from=gpt2 for GPT-2")
+
+
+# ---- waiting for the next save
+
+def saves(out_dir: str | Path, log: Log = warn) -> Iterator[None]:
+    """Yield at once, and again whenever the checkpoint in out_dir has been saved anew. Never ends.
+
+    Raises what find_checkpoint raises.
+    """
+    path = find_checkpoint(out_dir)
+    while True:
+        state = loaded = file_state(path) # before it is loaded: a save during the run counts
+        yield
+        log(f"waiting for the next save of {path}")
+        before = None
+        while state in (loaded, None) or state != before: # it must stay the same for a while: then the save is over
+            time.sleep(WATCH_POLL)
+            before, state = state, file_state(path)
+
+
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written; None if there is no such file now."""
+    with suppress(OSError):
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns, status.st_ino
+    return None

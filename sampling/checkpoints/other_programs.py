@@ -2,92 +2,105 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
-from sampling.checkpoints.checkpoint import read_json
-from sampling.checkpoints.state_dict import EMBEDDING, HEAD, POSITIONS, plain_name
-from sampling.checkpoints.torch_file import StoredTensor
+from sampling.checkpoints.build import EMBEDDING, HEAD, POSITIONS, plain_name
+from sampling.checkpoints.checkpoint import RejectedFileError, read_json
+from sampling.checkpoints.pickles import StoredTensor
+from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
 
 SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'
 LLM_C_MAGIC = {20240326, 20240327, 20240328, 20240520, 20240527} # in its files of models, states, tokenizers and data
 LIGHTNING_KEY = "pytorch-lightning_version"
 QKV = "transformer.h.0.attn.c_attn.weight" # in nanoGPT, build-nanogpt, minGPT and Hugging Face
 
-# A pattern of tensor names, and what the model is and can be sampled with. {path} and {folder} are those of the file.
+# A pattern of tensor names, and what such a model can be sampled with. {path} and {folder} are those of the file.
 ARCHITECTURES = {
     r"layers\.\d+\.attention\.wq\.weight":
-        "holds a model of llama2.c, whose architecture is Llama's; sample from it with llama2.c itself: "
+        "it holds a model of llama2.c, whose architecture is Llama's; sample from it with llama2.c itself: "
         "'python sample.py --checkpoint={path}'",
     r"transformer\.h\.\d+\.(norm_1|attn\.(attn|qkv))\.weight":
-        "holds a model of litgpt, whose architectures have other layers than GPT-2's; sample from it with litgpt "
+        "it holds a model of litgpt, whose architectures have other layers than GPT-2's; sample from it with litgpt "
         "itself: 'litgpt generate {folder}'",
     r"transformer\.h\.\d+\.attn\.c_[qkv]\.weight":
-        "holds a nanochat model, whose architecture is not GPT-2's; sample from it with nanochat itself: "
+        "it holds a nanochat model, whose architecture is not GPT-2's; sample from it with nanochat itself: "
         "'python -m scripts.base_eval --eval sample' for a base model, 'python -m scripts.chat_cli' for a chat model",
     r"(tok_emb|pos_emb|blocks\.\d+\.attn\.(key|query|value))(\.weight)?":
-        "holds a model of an early minGPT, whose attention layers have other tensors than nanoGPT's; sample from it "
+        "it holds a model of an early minGPT, whose attention layers have other tensors than nanoGPT's; sample from it "
         "with minGPT itself: 'from mingpt.utils import sample'",
 }
 
 
-def refuse_other_programs(path: Path, **found: object) -> None:
-    """Raises ValueError if identify knows the program that wrote the file."""
-    if message := identify(path, **found):
-        raise ValueError(message)
+def read_own_file(file: BinaryIO, path: Path) -> TensorFile:
+    """read_tensor_file, but raises ValueError, which says what to do, for a file of another program."""
+    start, found, error = file.read(4), None, None
+    try:
+        found = read_tensor_file(file)
+    except RejectedFileError as e:
+        error = e
+    entries = found.content if found and isinstance(found.content, dict) else {}
+    if message := identify(path, start, getattr(error, "pickled", b""), entries):
+        raise ValueError(message.replace("{path}", str(path)).replace("{folder}", str(path.parent)))
+    if error:
+        raise error
+    return found
 
 
-def identify(path: Path, start: bytes = b"", pickled: bytes = b"", content: object = None) -> str | None:
+def identify(path: Path, start: bytes, pickled: bytes, entries: dict) -> str | None:
     """What a file of another program is, and what to do with it; None for nanoGPT's and unknown files.
 
-    start: the first bytes of the file. pickled: a pickle that names something forbidden. content: what was read, with
-    a StoredTensor in place of each tensor. Each may be missing.
+    start: its first bytes. pickled: a pickle in it that names something forbidden, else empty. entries: its content.
     """
     if int.from_bytes(start[:4], "little") in LLM_C_MAGIC:
-        return (f"{path} is a file of llm.c; export the model with llm.c's own script, "
+        return ("it is a file of llm.c; export the model with llm.c's own script, "
                 "'python dev/eval/export_hf.py --input MODEL.bin --output DIR', then pass --init_from=DIR")
     if start[:4] == b"GGUF":
-        return f"{path} is a GGUF file; sample from it with llama.cpp: 'llama-cli -m {path} -p PROMPT'"
-    entries = content if isinstance(content, dict) else {}
+        return "it is a GGUF file; sample from it with llama.cpp: 'llama-cli -m {path} -p PROMPT'"
     if LIGHTNING_KEY.encode() in pickled or LIGHTNING_KEY in entries:
-        return (f"{path} is a Lightning checkpoint; load it with the program that trained it, and save the GPT that it "
+        return ("it is a Lightning checkpoint; load it with the program that trained it, and save the GPT that it "
                 f"contains: {SAVE_MODEL}")
     if b"_parameters" in pickled and b"_modules" in pickled:
-        return (f"{path} holds a whole pickled module, and loading it could run code; if you trust the file, load it "
-                f"in a program that defines its class, and save only its tensors and sizes: {SAVE_MODEL}")
+        return ("it holds a whole pickled module, and loading it could run code; if you trust the file, load it in a "
+                f"program that defines its class, and save only its tensors and sizes: {SAVE_MODEL}")
     if {"code", "model"} <= entries.keys() and "model_args" not in entries:
-        return (f"{path} holds a model of modded-nanogpt, whose architecture changes from run to run; its own code is "
-                f"in the file, and defines the model: python -c \"import torch; print(torch.load('{path}', "
+        return ("it holds a model of modded-nanogpt, whose architecture changes from run to run; its own code is in "
+                "the file, and defines the model: python -c \"import torch; print(torch.load('{path}', "
                 "weights_only=True)['code'])\"")
     is_bare = bool(entries) and all(isinstance(value, StoredTensor) for value in entries.values())
     tensors = entries if is_bare else entries.get("model", entries.get("model_state_dict"))
-    plain = {plain_name(name): tensor for name, tensor in tensors.items() if isinstance(name, str)} if isinstance(
-        tensors, dict) else {}
+    tensors = tensors if isinstance(tensors, dict) else {}
+    plain = {plain_name(name): tensor for name, tensor in tensors.items() if isinstance(name, str)}
     for pattern, message in ARCHITECTURES.items():
         if any(re.fullmatch(pattern, name) for name in plain):
-            return f"{path} " + message.replace("{path}", str(path)).replace("{folder}", str(path.parent))
-    return identify_state_dict(path, plain) if is_bare else None
+            return message
+    return describe_bare_tensors(path, plain) if is_bare else None
 
 
-def identify_state_dict(path: Path, tensors: Mapping[str, StoredTensor], is_hf: bool = False) -> str | None:
-    """What to do with a file that holds only tensors, given with nanoGPT's names: it lacks the sizes of the model.
-
-    is_hf: whether it is the weights of a Hugging Face folder, where only nanoGPT's own tensors are wrong.
-    """
-    shape = tensors[QKV].shape if QKV in tensors else ()
-    is_conv1d = len(shape) == 2 and shape[0] < shape[1] # as in Hugging Face's GPT-2: (E, 3E) instead of (3E, E)
-    if is_hf:
-        what = None if is_conv1d or not shape else "nanoGPT's tensors, which are not transposed like Hugging Face's"
-        return what and f"{path} holds {what}; {saving_advice(path, tensors)}"
+def describe_bare_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> str:
+    """What to do with a file that holds only tensors, given with nanoGPT's names: it lacks the sizes of the model."""
     if has_model_type(path.parent):
-        return f"{path} belongs to a Hugging Face model; pass --init_from={path.parent}"
-    if not shape:
+        return "it belongs to a Hugging Face model; pass --init_from={folder}"
+    if QKV not in tensors:
         some = ", ".join(repr(name[:60]) for name in list(tensors)[:3])
-        return (f"{path} holds only tensors, named {some}; the tensor names of a nanoGPT model begin with "
-                "transformer.wte and transformer.h")
-    if is_conv1d:
-        return (f"{path} holds the tensors of a Hugging Face GPT-2, but its folder has no config.json; save the model "
-                "with model.save_pretrained(DIR), then pass --init_from=DIR")
-    return (f"{path} holds only a state_dict, and n_head cannot be inferred from its tensors; "
+        return (f"it holds only tensors, named {some}; the tensor names of a nanoGPT model begin with transformer.wte "
+                "and transformer.h")
+    if is_conv1d(tensors[QKV]):
+        return ("it holds the tensors of a Hugging Face GPT-2, but its folder has no config.json; save the model with "
+                "model.save_pretrained(DIR), then pass --init_from=DIR")
+    return ("it holds only a state_dict, and n_head cannot be inferred from its tensors; "
             f"{saving_advice(path, tensors)}")
+
+
+def refuse_own_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises ValueError if the weights of a Hugging Face model are nanoGPT's tensors."""
+    if QKV in tensors and not is_conv1d(tensors[QKV]):
+        raise ValueError("it holds nanoGPT's tensors, which are not transposed like Hugging Face's; "
+                         f"{saving_advice(path, tensors)}")
+
+
+def is_conv1d(qkv: StoredTensor) -> bool:
+    """Whether the weight is (E, 3E), as in Hugging Face's GPT-2, instead of (3E, E)."""
+    return len(qkv.shape) == 2 and qkv.shape[0] < qkv.shape[1]
 
 
 def saving_advice(path: Path, tensors: Mapping[str, StoredTensor]) -> str:

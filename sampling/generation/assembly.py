@@ -1,17 +1,17 @@
 """Assembles what a model needs to generate. sample.py and sampling.load both go through assemble."""
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from sampling.backends.backend import Backend, Cache
+from sampling.backends.backend import Backend
 from sampling.backends.devices import autocast
 from sampling.backends.draft import prepare_draft
 from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.speculation import Speculation
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 from sampling.params import ModelOptions
 from sampling.sampler.row_streams import draws_like_multinomial
 
@@ -22,7 +22,6 @@ class LoadedModel:
 
     checkpoint: where the model is from, without its weights.
     is_exact: whether backend is an ExactBackend. speculation: decodes with a draft, if there is one.
-    idle_caches: see Decoder.
     """
     backend: Backend
     tokenizer: Tokenizer
@@ -31,7 +30,6 @@ class LoadedModel:
     num_params: int
     is_exact: bool = False
     speculation: Speculation | None = None
-    idle_caches: list[Cache] = field(default_factory=list, repr=False)
 
     @property
     def dtype_name(self) -> str:
@@ -53,13 +51,11 @@ def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device,
     if options.draft and device.type != "cpu":
         raise ValueError(f"draft works only on a CPU, because no gain was measured on other devices; got {device}: "
                          "leave out draft, or use device=cpu")
-    weights = {id(weight): weight for weight in checkpoint.state_dict.values()} # a tied head once
-    num_params = sum(math.prod(weight.shape) for weight in weights.values())
-    del weights
-    draft = prepare_draft(checkpoint, dtype, options, log) if options.draft else None # before the weights are taken
+    shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
+    draft = prepare_draft(options.draft, checkpoint, dtype, log) if options.draft else None # while it has its weights
     backend = prepare_backend(checkpoint, device, dtype, options, num_steps, log)
     if device.type == "cuda" and not draws_like_multinomial(device, backend.config.vocab_size):
         log("the random numbers are not those of torch.multinomial here: the samples are good, but not the ones that "
             "nanoGPT generates with this seed")
-    speculation = Speculation(backend, draft, log) if draft else None
-    return LoadedModel(backend, tokenizer, checkpoint, dtype, num_params, options.exact, speculation)
+    return LoadedModel(backend, tokenizer, checkpoint, dtype, sum(map(math.prod, shapes.values())), options.exact,
+                       Speculation(backend, draft, log) if draft else None)

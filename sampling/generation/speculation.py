@@ -5,7 +5,6 @@ target's own tokens, and one pass of the target computes the logits of several p
 why the text stays the same.
 """
 from collections.abc import Generator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,50 +12,42 @@ from torch import Tensor
 from sampling.backends.backend import Backend, Cache
 from sampling.backends.draft import Draft
 from sampling.generation.decode import Decoder, Step, crop
-from sampling.log import Log, warn
+from sampling.messages import Log, warn
 from sampling.sampler.row_streams import RowStreams
-from sampling.sampler.sampler import Sampler, are_valid
+from sampling.sampler.sampler import are_valid
 
-MIN_PROPOSALS, MAX_PROPOSALS = 2, 8 # of a round
-# The initial counts, as if 7 of 8 proposals had been accepted. After a few rounds, the real counts outweigh them.
-PRIOR_CHECKED, PRIOR_ACCEPTED = 8.0, 7.0
+LENGTHS = range(2, 9) # how many tokens a draft may propose in a round
 DECAY = 0.95 # the counts of earlier rounds are multiplied by this after each round
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
 PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32; two Intel processors had a PASS_COST of 1.1, 1.5
 
 
-@dataclass
 class DraftLength:
     """Chooses how many tokens the draft proposes in a round. It depends on counts only, and never on measured times.
 
     relative_cost is the time of a step of the draft, in steps of the target.
     """
-    relative_cost: float
-    num_checked: float = PRIOR_CHECKED # proposals up to the first that was rejected in each round
-    num_accepted: float = PRIOR_ACCEPTED
+
+    def __init__(self, relative_cost: float):
+        self.relative_cost = relative_cost
+        self.num_checked, self.num_accepted = 8.0, 7.0 # proposals; after a few rounds, the real counts outweigh these
 
     def record(self, num_proposed: int, num_accepted: int) -> None:
-        """Count a round. Earlier rounds lose weight."""
+        """Count a round: its proposals up to the first that was rejected. Earlier rounds lose weight."""
         if num_proposed:
             self.num_checked = DECAY * self.num_checked + min(num_accepted + 1, num_proposed)
             self.num_accepted = DECAY * self.num_accepted + num_accepted
 
     def best(self) -> int:
-        """How many tokens to propose: from 2 to 8, whichever has the largest speedup; 0 if no draft is faster.
+        """How many tokens to propose: whichever of LENGTHS has the largest speedup; 0 if no draft is faster.
 
-        After a 0, nothing more is recorded, so the draft stays off.
+        A round of k proposals gives 1 + a + ... + a**k tokens, with the acceptance rate a (Leviathan et al., 2023).
         """
-        k = max(range(MIN_PROPOSALS, MAX_PROPOSALS + 1), key=self.speedup)
-        return k if self.speedup(k) > 1 else 0
-
-    def speedup(self, k: int) -> float:
-        """The expected number of tokens of a round with k proposals, divided by its cost in steps of the target.
-
-        The expectation is that of Leviathan et al. (2023): 1 + a + ... + a**k, with the acceptance rate a.
-        """
-        rate = self.num_accepted / self.num_checked
-        num_tokens = (1 - rate**(k + 1)) / (1 - rate) # rate is below 1, because the prior is
-        return num_tokens / (PASS_COST + k * (PASS_COST_PER_PROPOSAL + self.relative_cost))
+        rate = self.num_accepted / self.num_checked # below 1, as at the beginning
+        cost = PASS_COST_PER_PROPOSAL + self.relative_cost # of a proposal
+        speedups = {k: (1 - rate**(k + 1)) / (1 - rate) / (PASS_COST + k * cost) for k in LENGTHS}
+        best = max(LENGTHS, key=speedups.get)
+        return best if speedups[best] > 1 else 0
 
 
 class Speculation:
@@ -93,58 +84,50 @@ class Speculation:
     def decode(self, decoder: Decoder, prompt: list[int], streams: RowStreams,
                num_steps: int) -> Generator[Step, None, None]:
         """Continue a prompt, of at most block_size tokens, by num_steps: the steps of Decoder.decode."""
-        block_size, draft_length = self.target.config.block_size, DraftLength(self.draft.relative_cost)
-        ids = torch.tensor([prompt])
-        while num_steps:
-            num_tokens = min(num_steps, block_size + 1 - ids.size(1)) # the last one is sampled from a full window
-            ids = yield from self.decode_window(decoder, ids, num_tokens, streams, draft_length)
-            num_steps -= num_tokens
-            ids = crop(ids, block_size, decoder.context_shift)
-            if num_steps and not decoder.context_shift: # the target recomputes the whole window for every token
-                yield from decoder.decode(ids.tolist(), streams, num_steps)
-                return
-
-    def decode_window(self, decoder: Decoder, ids: Tensor, num_tokens: int, streams: RowStreams,
-                      draft_length: DraftLength) -> Generator[Step, None, Tensor]:
-        """Continue ids (1, T) by num_tokens, at most block_size + 1 - T. Yields the steps, and returns all ids."""
-        target, draft, end = self.target, self.draft.backend, ids.size(1) + num_tokens
-        cache = target.new_cache(1, min(end, target.config.block_size))
-        draft_cache = cache if self.shares_cache else draft.new_cache(1, min(end, draft.config.block_size))
-        num_wanted = draft_length.best() # how many tokens the draft should propose; 0: the draft is off
+        target, draft, draft_length = self.target, self.draft.backend, DraftLength(self.draft.relative_cost)
+        block_size, capacity = target.config.block_size, len(prompt) + num_steps
+        cache = target.new_cache(1, min(capacity, block_size))
+        draft_cache = cache if self.shares_cache else draft.new_cache(1, min(capacity, draft.config.block_size))
+        ids = torch.tensor([prompt]) # (1, S)
         proposals = ids[:, :0] # none: the first pass is the prefill, as without a draft
+        num_wanted = draft_length.best() # how many tokens the draft should propose; 0: the draft is off
         while True:
-            k = proposals.size(1)
-            unread = torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
+            k, unread = proposals.size(1), torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
             # While the draft is on, passes without proposals are too rare to prepare the LM head's shortlist for.
-            logits = target.logits(unread, cache, k + 1, None if num_wanted else decoder.num_needed)
+            all_logits = target.logits(unread, cache, k + 1, None if num_wanted else decoder.num_needed)
             num_accepted, self.num_proposed = 0, self.num_proposed + k
-            for row in logits.split(1):
-                step = decoder.sample(row, ids, streams)
+            for logits in all_logits.split(1):
+                step = decoder.sample(logits, ids, streams)
                 is_accepted = num_accepted < k and bool(step.ids == proposals[:, num_accepted])
                 self.num_accepted += is_accepted
                 yield step
-                ids = torch.cat([ids, step.ids], dim=1)
+                ids, num_steps = torch.cat([ids, step.ids], dim=1), num_steps - 1
                 if not is_accepted: # later logits, if any, follow a wrong token
                     break
                 num_accepted += 1
-            cache.seq_len = ids.size(1) - 1 # the keys and values of all tokens but the last one are right
-            draft_cache.seq_len = min(draft_cache.seq_len, cache.seq_len)
+            if num_steps == 0:
+                return
             draft_length.record(k, num_accepted)
-            if ids.size(1) == end:
-                return ids
+            num_right = ids.size(1) - 1 # the keys and values of all tokens but the last one are right
+            if num_right == block_size: # the window moves
+                ids, num_right = crop(ids, block_size, decoder.context_shift), 0
+                if not decoder.context_shift: # the target recomputes the whole window for every token
+                    yield from decoder.decode(ids.tolist(), streams, num_steps)
+                    return
+            draft_cache.seq_len = min(draft_cache.seq_len, num_right)
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
             draft_room = draft.config.block_size + 1 - ids.size(1)
             num_wanted = 0 if self.is_broken or draft_room <= 0 else draft_length.best()
-            num_proposals = min(num_wanted, draft_room, end - ids.size(1) - 1)
-            proposals = self.propose(ids, num_proposals, draft_cache, decoder.sampler, streams)
-            cache.seq_len = ids.size(1) - 1 # forget what the draft wrote, if it shares the cache
+            room = min(draft_room, block_size - ids.size(1), num_steps - 1) if num_right else 0
+            proposals = self.propose(ids, min(num_wanted, room), draft_cache, decoder, streams)
+            cache.seq_len = num_right # the draft has written more if it shares the cache
 
-    def propose(self, ids: Tensor, num_proposals: int, cache: Cache, sampler: Sampler, streams: RowStreams) -> Tensor:
+    def propose(self, ids: Tensor, num_proposals: int, cache: Cache, decoder: Decoder, streams: RowStreams) -> Tensor:
         """The tokens (1, num_proposals) that the draft samples after ids (1, T), of which cache may lack some.
 
         Returns (1, 0), and turns the draft off, if logits are NaN or infinite: the text does not depend on the draft.
         """
-        extended = ids
+        sampler, extended = decoder.sampler, ids
         for ahead in range(num_proposals):
             logits = self.draft.backend.logits(extended[:, cache.seq_len:], cache, num_needed=sampler.num_needed)
             if not are_valid(logits):

@@ -5,12 +5,11 @@ in order. Each sample has its own offset in the random stream, so the samples ar
 """
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from sampling.generation.batching import next_batch, partition
 from sampling.params import Sample, SampleRequest
 
 if TYPE_CHECKING: # the import would load torch
@@ -43,107 +42,64 @@ class Workers:
                 signal.signal(signal.SIGTERM, end_on_sigterm)
         return self
 
+    def all_gather(self, value: T) -> list[T]:
+        """The values that all processes call this with, by rank. Raises ValueError if a process has ended."""
+        if self.world_size == 1:
+            return [value]
+        import torch.distributed as dist
+        values = [None] * self.world_size
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error: # torch's own message is long
+            raise ValueError(PROCESS_LOST) from error
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank."""
+        return self.all_gather(value)[0]
+
     @contextmanager
     def fail_together(self) -> Iterator[None]:
         """If any process fails inside this block, all stop and rank 0 raises the error, as ValueError."""
         if self.world_size == 1:
             yield
             return
-        error = None
+        mine = None
         try:
             yield
-        except (ValueError, OSError, MemoryError, RuntimeError) as e:
-            error = f"{e}" or "out of memory"
-        import torch.distributed as dist
-        errors = [None] * self.world_size
-        with lost_process_is_error():
-            dist.all_gather_object(errors, error)
-        self.raise_first(errors)
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            mine = f"{error}" or "out of memory"
+        errors = {rank: error for rank, error in enumerate(self.all_gather(mine)) if error is not None}
+        if errors and not self.is_main: # wait until rank 0 has shown it: torchrun kills rank 0 when another ends
+            with suppress(ValueError):
+                self.all_gather(None)
+            os._exit(1)
+        if errors:
+            rank, error = min(errors.items())
+            raise ValueError(f"process {rank}: {error}" if rank else error)
 
-    def raise_first(self, errors: list[str | None]) -> None:
-        """End all processes if one of them has an error. errors: that of each rank."""
-        import torch.distributed as dist
-        for rank, error in enumerate(errors):
-            if error is not None:
-                if not self.is_main: # wait until rank 0 has shown the error: torchrun kills rank 0 when another ends
-                    with suppress(RuntimeError):
-                        dist.barrier()
-                    os._exit(1)
-                raise ValueError(f"process {rank}: {error}" if rank else error)
-
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank."""
-        if self.world_size == 1:
-            return value
-        import torch.distributed as dist
-        values = [value]
-        with lost_process_is_error():
-            dist.broadcast_object_list(values)
-        return values[0]
-
-    def scatter(self, shares: list[T] | None) -> T:
-        """Return this rank's item of rank 0's list."""
-        import torch.distributed as dist
-        mine = [None]
-        with lost_process_is_error():
-            dist.scatter_object_list(mine, shares)
-        return mine[0]
-
-    def gather(self, mine: T) -> list[T] | None:
-        """Return the list of every rank's object on rank 0; None elsewhere."""
-        import torch.distributed as dist
-        gathered = [None] * self.world_size if self.is_main else None
-        with lost_process_is_error():
-            dist.gather_object(mine, gathered)
-        return gathered
-
-    def prepare_batches(self, engine: "Engine", batch_size: int | None, compile: bool, num_total: int | None,
-                        max_prompt_len: int | None) -> None:
-        """Set the batch size of the engine; None: as many samples as memory allows. With compile, also compile the
-        model for batches of the sizes that this rank will have.
-
-        num_total, max_prompt_len: of the run, in samples and in tokens; None if they are unknown.
-        """
-        from sampling.backends.memory import max_batch_size
-        from sampling.backends.prepare import warm_up_compile
-        backend, params = engine.model.backend, engine.params
-        length = (max_prompt_len or backend.config.block_size) + params.max_new_tokens
-        engine.batch_size = batch_size or max_batch_size(backend, length, self.local_world_size)
-        if compile:
-            warm_up_compile(backend, max_prompt_len, self.batch_sizes(num_total, engine.batch_size), params, engine.log)
-
-    def batch_sizes(self, num_samples: int | None, batch_size: int) -> set[int]:
-        """The sizes of this rank's batches in a run of num_samples; None: the number is unknown."""
-        if num_samples is None:
-            return {batch_size}
-        global_batch_size = self.world_size * batch_size
-        num_full_batches, num_left = divmod(num_samples, global_batch_size)
-        share = partition(range(num_left), self.world_size)[self.rank]
-        return {batch_size if num_full_batches else 0, len(share)} - {0}
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This rank's part of the items. The parts are consecutive, and their sizes differ by at most one."""
+        start, end = (len(items) * rank // self.world_size for rank in (self.rank, self.rank + 1))
+        return items[start:end]
 
     def imap(self, engine: "Engine", requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Generate all requests. Rank 0 yields the samples in order; other ranks yield nothing."""
         if self.world_size == 1:
             yield from engine.generate(requests)
             return
+        from sampling.generation.engine import next_batch
         requests = iter(requests)
-        while True:
-            shares = None
-            if self.is_main:
-                batch = next_batch(requests, self.world_size * engine.batch_size)
-                shares = partition(batch, self.world_size) if batch else [None] * self.world_size
-            share = self.scatter(shares)
-            if share is None: # no requests are left
-                return
+        while batch := self.broadcast(next_batch(requests, self.world_size * engine.batch_size)):
             samples = []
             with self.fail_together():
-                for sample in engine.generate(share):
+                for sample in engine.generate(self.share(batch)):
                     if self.is_main:
                         yield sample
                     elif sample.finish_reason:
                         samples.append(sample)
-            for part in self.gather(samples) or []: # None on the other ranks
-                for sample in part:
+            for part in self.all_gather(samples):
+                for sample in part if self.is_main else []:
                     engine.on_tokens(sample.num_tokens)
                     yield sample
 
@@ -162,15 +118,6 @@ def stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
-
-
-@contextmanager
-def lost_process_is_error() -> Iterator[None]:
-    """Raise ValueError with one line if another process has ended: torch's own message is long."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ValueError(PROCESS_LOST) from error
 
 
 def end_on_sigterm(*_) -> None:

@@ -1,20 +1,12 @@
 """The meta.pkl of a nanoGPT data set: a vocabulary of characters or of bytes, or the name of a tokenizer."""
-import codecs
-import io
 import os
-import pickle
-import pickletools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Collection
 
-from sampling.checkpoints.checkpoint import require
-from sampling.inputs.gpt2_tokenizer import SIZES
-from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
+from sampling.checkpoints.checkpoint import named_errors, require
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, as_damage
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
 
-MAX_PICKLE_BYTES, MAX_OPCODES = 2**23, 2**20 # a vocabulary of all characters takes 800,000 opcodes
-CODE = {"GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"} # opcodes that name a class or a function
-HASHABLE = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"}
 # The fields in which prepare scripts name a tokenizer, and names for what stoi and itos describe.
 NAME_FIELDS = ("tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type", "tokenizer_file", "tokenizer_path",
                "tokenizer_model", "sentencepiece_model")
@@ -24,7 +16,7 @@ ADVICE = ("pass --tokenizer=NAME|FILE, an encoding of tiktoken or a tokenizer.js
           "SentencePiece model to one)")
 
 
-class CharTokenizer:
+class CharTokenizer(TokenizerOfBytes):
     """One token for each character, or for each byte of the text in UTF-8.
 
     meta: the content of the meta.pkl at path, if it was read already. Raises ValueError if it is no vocabulary, OSError
@@ -34,52 +26,44 @@ class CharTokenizer:
 
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
         self.source = str(path)
-        self.stoi, self.itos = vocabulary(self.source, read_meta(path) if meta is None else meta)
-        self.size = 1 + max([*self.stoi.values(), *self.itos])
+        self.stoi, itos = vocabulary(self.source, read_meta(path) if meta is None else meta)
+        self.size = 1 + max([*self.stoi.values(), *itos])
         self.is_bytes = any(isinstance(symbol, int) for symbol in self.stoi)
+        self.pieces = {i: bytes([symbol]) if self.is_bytes else symbol.encode("utf-8", "replace")
+                       for i, symbol in itos.items()}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if it has characters that are not in the vocabulary."""
         if self.is_bytes:
             require_unicode(text)
-        symbols = text.encode("utf-8") if self.is_bytes else text
-        if not set(symbols) <= self.stoi.keys():
-            raise ValueError(self._describe_unknown(symbols))
+        symbols = text.encode() if self.is_bytes else text
+        if unknown := set(symbols) - self.stoi.keys():
+            raise ValueError(self._describe(unknown, symbols))
         return [self.stoi[symbol] for symbol in symbols]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids. Unknown ids, and bytes that form no character, become U+FFFD."""
-        if not self.is_bytes:
-            return "".join(self.itos.get(i, REPLACEMENT) for i in id_list(ids))
-        return b"".join(map(self._bytes, id_list(ids))).decode("utf-8", errors="replace")
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token in UTF-8; U+FFFD if it is unknown."""
+        return self.pieces.get(token_id, REPLACEMENT.encode())
 
-    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for one sequence. A character comes with the last of its bytes."""
-        if not self.is_bytes:
-            return lambda token_id, last=False: self.itos.get(token_id, REPLACEMENT)
-        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        return lambda token_id, last=False: decode(self._bytes(token_id), last)
-
-    def _bytes(self, token_id: int) -> bytes:
-        return bytes([self.itos[token_id]]) if token_id in self.itos else REPLACEMENT.encode()
-
-    def _describe_unknown(self, symbols: str | bytes) -> str:
-        positions = {} # of each unknown character: the first three, and a fourth if there are more
+    def _describe(self, unknown: Collection, symbols: str | bytes) -> str:
+        """The message for a prompt with unknown characters or bytes: which, where, and what to do."""
+        positions = {} # of each unknown symbol
         for i, symbol in enumerate(symbols, 1):
-            if symbol not in self.stoi and len(positions.setdefault(symbol, [])) < 4:
-                positions[symbol].append(str(i))
-        unknown = [f"{bytes([symbol]) if self.is_bytes else symbol!r} at {', '.join(at[:3])}"
-                   f"{' ...' if len(at) > 3 else ''}" for symbol, at in positions.items()]
-        swapped = [] if self.is_bytes else [char.swapcase() for char in positions if char.swapcase() in self.stoi]
-        characters = "" if self.is_bytes else "".join(sorted(self.stoi))
-        advice = f"; it has {', '.join(map(repr, swapped[:5])) or repr(characters)[:200]}" if characters else ""
-        if "\\" in positions and "\n" in self.stoi:
-            advice = r"""; for a newline pass --start='"\n"', or --start=$'\n' in bash"""
-        elif "\r" in positions and "\n" in self.stoi:
-            advice = "; save the prompt with plain newlines"
-        more = f"; {len(unknown) - 5} more" if len(unknown) > 5 else ""
+            if symbol in unknown:
+                positions.setdefault(symbol, []).append(i)
+        listed = [f"{bytes([symbol]) if self.is_bytes else symbol!r} at {', '.join(map(str, at[:3]))}"
+                  f"{' ...' if len(at) > 3 else ''}" for symbol, at in positions.items()]
+        more = f"; {len(listed) - 5} more" if len(listed) > 5 else ""
         return (f"the prompt has {'bytes' if self.is_bytes else 'characters'} that {self.source} lacks: "
-                f"{'; '.join(unknown[:5])}{more} (counted from 1){advice}")
+                f"{'; '.join(listed[:5])}{more} (counted from 1){'' if self.is_bytes else self._advice(positions)}")
+
+    def _advice(self, unknown: Collection[str]) -> str:
+        if "\\" in unknown and "\n" in self.stoi:
+            return r"""; for a newline pass --start='"\n"', or --start=$'\n' in bash"""
+        if "\r" in unknown and "\n" in self.stoi:
+            return "; save the prompt with plain newlines"
+        swapped = [char.swapcase() for char in unknown if char.swapcase() in self.stoi]
+        return f"; it has {', '.join(map(repr, swapped[:5])) or repr(''.join(sorted(self.stoi)))[:200]}"
 
 
 def vocabulary(source: str, meta: dict) -> tuple[dict, dict]:
@@ -110,12 +94,6 @@ def plain(symbol: object) -> object:
     return symbol[0] if isinstance(symbol, bytes) and len(symbol) == 1 else symbol
 
 
-def find_meta(folder: str | os.PathLike) -> Path | None:
-    """The meta.pkl in a folder, if there is one."""
-    path = os.path.join(folder, "meta.pkl")
-    return Path(path) if os.path.isfile(path) else None
-
-
 def named_encoding(meta: dict, source: object) -> str | None:
     """The encoding of tiktoken that a meta.pkl, or a checkpoint's settings, name; None if they name no tokenizer.
 
@@ -124,49 +102,18 @@ def named_encoding(meta: dict, source: object) -> str | None:
     for field in NAME_FIELDS:
         value = meta.get(field)
         name = value.lower().replace("gpt-2", "gpt2") if isinstance(value, str) else f"a {type(value).__name__}"
-        if name in SIZES and not meta.get("has_additional_tokens"):
+        if name in ENCODINGS and not meta.get("has_additional_tokens"):
             return name
         if value and name != "tiktoken" and not CHAR_NAMES.fullmatch(name):
-            field = f"{field}, with has_additional_tokens" if name in SIZES else field
+            field = f"{field}, with has_additional_tokens" if name in ENCODINGS else field
             raise ValueError(f"{source} names a tokenizer that cannot be read, {name!r:.60} in {field}; {ADVICE}")
     return None
 
 
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
-    try:
-        with open(path, "rb") as file:
-            pickled = file.read(MAX_PICKLE_BYTES)
-        check_pickle(pickled)
-        meta = DataOnlyUnpickler(io.BytesIO(pickled)).load()
-        require(isinstance(meta, dict), f"it holds a {type(meta).__name__}")
-    except OSError:
-        raise
-    except Exception as error: # a damaged pickle can raise anything
-        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"cannot read {path}: {why:.200}; it must hold the dicts stoi and itos of a vocabulary of "
-                         "characters, and nothing but data") from None
+    with open(path, "rb") as file, named_errors(path), as_damage():
+        meta = DataUnpickler(file.read(MAX_PICKLE_BYTES)).load()
+        require(isinstance(meta, dict), f"it holds a {type(meta).__name__}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most
     return {"stoi": {byte: byte for byte in range(256)}, **meta} if is_named else meta
-
-
-def check_pickle(pickled: bytes) -> None:
-    """Raise ValueError if loading this pickle could run code, or take far more time or memory than a vocabulary."""
-    texts = ["", ""] # the last two, which are what a STACK_GLOBAL names
-    for number, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
-        texts = [texts[1], argument] if isinstance(argument, str) else texts
-        if opcode.name in CODE: # an EXT would not ask the unpickler
-            name = ".".join(texts) if opcode.name == "STACK_GLOBAL" else str(argument).replace(" ", ".")
-            raise ValueError(f"it names {name:.80}, which could run code")
-        is_far = "PUT" in opcode.name and argument > number # the reader makes a memo as long as its last index
-        require(number < MAX_OPCODES and not is_far, "it would take far more memory than a vocabulary")
-        # Hashing a tuple that holds another one twice, and so on, never ends.
-        require(opcode.name not in HASHABLE, "it has a tuple or a frozenset, which a vocabulary does not need")
-
-
-class DataOnlyUnpickler(pickle.Unpickler):
-    """Reads pickles of plain data. A pickle runs code by naming classes and functions: this class refuses all names."""
-
-    def find_class(self, module, name):
-        """Raise UnpicklingError for every name."""
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which could run code")

@@ -1,26 +1,22 @@
 """GPT-2's byte-pair encoding and tiktoken's others, and where their vocabularies come from."""
-import codecs
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from sampling.checkpoints.checkpoint import first_sentence
-from sampling.inputs.hf_files import read_json
-from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
-from sampling.log import Log, warn
+from sampling.checkpoints.checkpoint import first_sentence, read_json
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
+from sampling.messages import Log, warn
 
-SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 HOST = "https://openaipublic.blob.core.windows.net"
 GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 GPT2_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2" # of the vocabulary in a tokenizer.json
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(TokenizerOfBytes):
     """GPT-2's byte-pair encoding, or tiktoken's of this name. <|endoftext|> in a text becomes the special token.
 
     Logs why a source of the vocabulary failed. Raises ValueError, which says which files to get, if all of them do.
@@ -28,7 +24,7 @@ class GPT2Tokenizer:
     joins_spaces = True
 
     def __init__(self, name: str = "gpt2", log: Log = warn):
-        self.source, self.size = source_of(name), SIZES[name]
+        self.source, self.size = source_of(name), ENCODINGS[name]
         self.encoding = load_encoding(name, log)
 
     def encode(self, text: str) -> list[int]:
@@ -36,20 +32,8 @@ class GPT2Tokenizer:
         require_unicode(text)
         return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; bytes that form no character decode to U+FFFD."""
-        ids = id_list(ids)
-        try:
-            return self.encoding.decode(ids, errors="replace") # one call of tiktoken, for prompts of megabytes
-        except KeyError: # an unknown id
-            return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
-
-    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for one sequence. A character comes with the last of its tokens."""
-        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        return lambda token_id, last=False: decode(self._bytes(token_id), last)
-
-    def _bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; U+FFFD if it is unknown."""
         try:
             return self.encoding.decode_single_token_bytes(token_id)
         except KeyError:
@@ -63,19 +47,20 @@ def source_of(name: str) -> str:
 
 def load_encoding(name: str, log: Log):
     """tiktoken's encoding of this name. Raises ValueError if its vocabulary is not here and cannot be downloaded."""
+    from tiktoken import get_encoding
     is_gpt2 = name in ("gpt2", "r50k_base") # two names of one encoding
     urls = GPT2_URLS if is_gpt2 else [f"{HOST}/encodings/{name}.tiktoken"]
     files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
     cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR")) # as tiktoken chooses it
     cache = os.path.join(tempfile.gettempdir(), "data-gym-cache") if cache is None else cache
-    sources = [("tiktoken's download", from_tiktoken)]
+    sources = [("tiktoken's download", lambda: get_encoding("gpt2" if is_gpt2 else name))] # or its cache
     if is_gpt2:
         is_cached = all(os.path.isfile(os.path.join(cache, file)) for file in files)
         sources.insert(is_cached, ("tokenizer.json in Hugging Face's cache", from_hub_cache))
         sources.append(("the download from Hugging Face's hub", from_hub))
     for source, load in sources:
         try:
-            if encoding := load("gpt2" if is_gpt2 else name):
+            if encoding := load():
                 return encoding
         except Exception as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else first_sentence(error)
@@ -86,13 +71,7 @@ def load_encoding(name: str, log: Log):
         f"as {cache or 'tiktoken-cache'}, and set TIKTOKEN_CACHE_DIR to that folder")
 
 
-def from_tiktoken(name: str):
-    """An encoding from tiktoken's cache. What is not there is downloaded and saved."""
-    import tiktoken
-    return tiktoken.get_encoding(name)
-
-
-def from_hub_cache(_name: str):
+def from_hub_cache():
     """GPT-2's encoding from Hugging Face's cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     for repository in "openai-community/gpt2", "gpt2": # its name, and its older one
@@ -101,7 +80,7 @@ def from_hub_cache(_name: str):
     return None
 
 
-def from_hub(_name: str):
+def from_hub():
     """GPT-2's encoding from Hugging Face's hub, or from the mirror that HF_ENDPOINT names."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url
     file = "openai-community/gpt2", "tokenizer.json"

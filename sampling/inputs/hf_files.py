@@ -2,15 +2,12 @@
 
 They may be a stranger's: their size and the number of their values are checked before they are parsed.
 """
-import json
 import os
 from itertools import chain
 from pathlib import Path
 
-from sampling.checkpoints.checkpoint import first_sentence, require
+from sampling.checkpoints.checkpoint import read_json, read_text, require
 
-MAX_FILE_BYTES = 2**24 # a tokenizer.json of 250,000 tokens has 12 million
-MAX_VALUES = 2**20 # of a JSON file, or lines of another one: an empty list takes 2 bytes in a file, and 60 in memory
 NAMED_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 TOKEN_LISTS = "extra_special_tokens", "additional_special_tokens"
 FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special" # of an added token
@@ -56,27 +53,11 @@ def read_tokenizer(path: Path) -> dict:
     require(path.name not in CLASSES or name in CLASSES[path.name],
             f"a tokenizer of the class {name!r:.60} needs a tokenizer.json, not {path.name}")
     if path.name == "vocab.txt":
-        from tokenizers.models import WordPiece
-        read_text(path) # checks it
         settings = BERT_TOKENS | settings
-        unknown = settings["unk_token"]
-        content = {
-            "normalizer": {"type": "BertNormalizer", "clean_text": True, "strip_accents": settings.get("strip_accents"),
-                           "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
-                           "lowercase": settings.get("do_lower_case", True)},
-            "pre_tokenizer": {"type": "BertPreTokenizer"},
-            "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-            "model": {"type": "WordPiece", "vocab": WordPiece.read_file(str(path)), "max_input_chars_per_word": 100,
-                      "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown,
-                      "continuing_subword_prefix": "##"}}
+        content = wordpiece(path, settings)
     elif path.name == "vocab.json":
-        # Not by the library's BPE.read_file: it skips ids that are no numbers, and takes large ones modulo 2**32.
         settings = GPT2_TOKENS | settings
-        merges = read_text(path.with_name("merges.txt")).removesuffix("\n").split("\n")
-        byte_level = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True} | options
-        content = {"pre_tokenizer": byte_level, "decoder": byte_level, "model": {
-            "type": "BPE", "vocab": read_json(path),
-            "merges": [pair for pair in merges if not pair.startswith("#version")]}}
+        content = byte_level(path, options)
     else:
         content, config = read_json(path), {} if name else read_optional(path.with_name("config.json"))
         parts = [part for part in map(content.get, ("model", "pre_tokenizer")) if isinstance(part, dict)]
@@ -86,12 +67,40 @@ def read_tokenizer(path: Path) -> dict:
     return add_special_tokens(content, settings)
 
 
+def wordpiece(path: Path, settings: dict) -> dict:
+    """A tokenizer.json for the vocab.txt of a BERT, with these settings."""
+    from tokenizers.models import WordPiece
+    read_text(path) # checks it
+    unknown = settings["unk_token"]
+    return {
+        "normalizer": {"type": "BertNormalizer", "clean_text": True, "strip_accents": settings.get("strip_accents"),
+                       "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
+                       "lowercase": settings.get("do_lower_case", True)},
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {"type": "WordPiece", "vocab": WordPiece.read_file(str(path)), "max_input_chars_per_word": 100,
+                  "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown,
+                  "continuing_subword_prefix": "##"}}
+
+
+def byte_level(path: Path, options: dict) -> dict:
+    """A tokenizer.json for the vocab.json of a GPT-2, and the merges.txt beside it.
+
+    The library's BPE.read_file is not used: it skips ids that are no numbers, and takes large ones modulo 2**32.
+    """
+    merges = read_text(path.with_name("merges.txt")).removesuffix("\n").split("\n")
+    step = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True} | options
+    model = {"type": "BPE", "vocab": read_json(path), "merges": [m for m in merges if not m.startswith("#version")]}
+    return {"pre_tokenizer": step, "decoder": step, "model": model}
+
+
 def read_settings(folder: Path) -> dict:
     """The settings in tokenizer_config.json.
 
     If it lists no added tokens, they come from the older special_tokens_map.json and added_tokens.json.
     """
-    settings, added_path = read_optional(folder / "tokenizer_config.json"), folder / "added_tokens.json"
+    path, added_path = folder / "tokenizer_config.json", folder / "added_tokens.json"
+    settings = read_optional(path)
     if "added_tokens_decoder" not in settings:
         settings |= read_optional(folder / "special_tokens_map.json")
         named, added = {token["content"] for token in named_tokens(settings)}, read_optional(added_path)
@@ -103,7 +112,7 @@ def read_settings(folder: Path) -> dict:
     listed = settings["added_tokens_decoder"]
     require(isinstance(listed, dict) and all(isinstance(token, dict) for token in listed.values())
             and all(token_id.isdecimal() and len(token_id) <= 10 for token_id in listed),
-            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} must hold objects by their ids")
+            f"added_tokens_decoder in {path} must hold objects by their ids")
     return settings
 
 
@@ -156,28 +165,3 @@ def class_name(settings: dict) -> str:
 def read_optional(path: Path) -> dict:
     """The object in a JSON file; empty if there is no such file."""
     return read_json(path) if os.path.lexists(path) else {}
-
-
-def read_json(path: Path) -> dict:
-    """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
-    text = read_text(path)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read {path}: it is damaged, or not JSON ({error}); copy it again") from None
-    require(isinstance(content, dict), f"{path} must hold an object, got {type(content).__name__}")
-    return content
-
-
-def read_text(path: Path) -> str:
-    """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
-    require(path.is_file(), f"{path} is missing, or not a regular file") # a device or a pipe may never end
-    require(path.stat().st_size <= MAX_FILE_BYTES, f"cannot read {path}: it has more than {MAX_FILE_BYTES >> 20} MiB; "
-            "without indentation it may be small enough: load it with Python's json, and save it with indent=None")
-    try:
-        text = path.read_text("utf-8")
-    except ValueError as error:
-        raise ValueError(f"cannot read {path}: it is not UTF-8 ({first_sentence(error)})") from None
-    num_values = max(text.count("\n" if path.suffix == ".txt" else ","), 2 * (text.count("[") + text.count("{")))
-    require(num_values <= MAX_VALUES, f"cannot read {path}: it has more than {MAX_VALUES} values or lines")
-    return text

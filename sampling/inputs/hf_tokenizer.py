@@ -5,11 +5,11 @@ replacements that each double the text never finish, and some merges abort the p
 and steps that are known to be harmless. Each limit here is one check.
 """
 import json
-import os
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from sampling.checkpoints.checkpoint import first_sentence, require
+from sampling.checkpoints.checkpoint import first_sentence, named_errors, require
 from sampling.inputs.hf_files import read_tokenizer, vocab_of
 from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
 
@@ -43,14 +43,13 @@ class HFTokenizer:
     """The tokenizer whose main file is at path: a tokenizer.json, vocab.json or vocab.txt.
 
     Ids and texts are the same as in transformers with add_special_tokens=False and clean_up_tokenization_spaces=False.
-    An added token that a model of vocab_size tokens lacks is plain text. Raises ValueError, which names the file, if
-    the tokenizer cannot be read.
+    An added token that a model of vocab_size tokens lacks is plain text. Raises ValueError if it cannot be read.
     """
 
     def __init__(self, path: Path, vocab_size: int):
         from tokenizers import Tokenizer
         self.source = str(path)
-        try:
+        with named_errors(path):
             content = checked(read_tokenizer(path))
             vocab = vocab_of(content["model"])
             max_id = max(vocab.values())
@@ -62,12 +61,6 @@ class HFTokenizer:
                 require(self.tokenizer.token_to_id(token["content"]) == token["id"],
                         f"the id {token['id']!s:.20} of its added token {token['content']!r:.60} is another token's, "
                         "or does not follow the ids of the vocabulary")
-        except (OSError, MemoryError):
-            raise
-        except Exception as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_sentence(error)}"
-            is_named = reason.startswith("cannot read ") or os.path.join(path.parent, "") in reason
-            raise ValueError(f"{reason:.500}" if is_named else f"cannot read {path}: {reason:.500}") from None
         self.joins_spaces = "'ByteLevel'" in str(content["pre_tokenizer"])
         # Where ByteFallback joins bytes, <0xE2> and the like are no text before their run ends.
         self.byte_ids = {i for token, i in vocab.items() if token.startswith("<0x") and len(token) == 6}
@@ -75,10 +68,7 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text is not valid Unicode, or cannot be encoded."""
         require_unicode(text)
-        try:
-            ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
-        except ValueError as error:
-            raise ValueError(f"{self.source} cannot encode the prompt: {error}") from None
+        ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
         require(ids, f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least one; pass "
                      "another --start")
         return ids
@@ -126,10 +116,7 @@ class HFTokenizer:
 
 
 def call_library(function: Callable):
-    """Call a function that uses the library. Raises ValueError if the function fails.
-
-    A panic in the library's Rust code raises a BaseException that is not an Exception.
-    """
+    """The result of a function that uses the library. Raises ValueError if it fails: a panic is no Exception."""
     try:
         return function()
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -139,23 +126,12 @@ def call_library(function: Callable):
 
 
 def checked(content: dict) -> dict:
-    """The harmless part of a tokenizer.json.
+    """The harmless part of a tokenizer.json. Raises ValueError if it needs anything that is not known to be harmless.
 
-    Drops padding, truncation and the post-processor, which would add tokens to a prompt or remove some. Raises
-    ValueError if the rest has anything that is not known to be harmless.
+    Padding, truncation and the post-processor, which would add tokens to a prompt or remove some, are left out.
     """
-    parts, total_growth = {}, 1
-    for part, (sequence, allowed) in STEPS.items():
-        parts[part] = flatten(content.get(part), part, sequence)
-        require(len(parts[part]) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
-        for step in parts[part]:
-            kind = step.get("type")
-            require(kind in allowed.split(), f"its {part} has the type {kind!r:.60}; supported types: {allowed}")
-            for name, value in step.items():
-                require(is_harmless(value) or (name == "content" and value == ""),
-                        f"{kind} in its {part} has {name!r:.60} {value!r:.100}, which is not supported")
-            total_growth *= GROWTH.get(kind, 1) if kind != "Replace" else max(
-                1, len(step["content"].encode()) / len(step["pattern"].get("String", " ")))
+    parts = {part: checked_steps(content.get(part), part) for part in STEPS}
+    total_growth = math.prod(growth(step) for steps in parts.values() for step in steps)
     require(total_growth <= MAX_GROWTH, f"its steps could make a text more than {MAX_GROWTH} times longer")
     is_fused = False # the next decoders see the whole text as one token: later text must not change what they did
     for step in parts["decoder"]:
@@ -166,10 +142,30 @@ def checked(content: dict) -> dict:
     added = sorted(content["added_tokens"], key=lambda token: token["id"])
     require(len(added) <= MAX_ADDED_TOKENS and all(map(is_text, (token["content"] for token in added))),
             f"it has more than {MAX_ADDED_TOKENS} added tokens, or one without 1 to {MAX_TEXT} characters")
-    steps = {part: {"type": "Sequence", sequence: parts[part]} if parts[part] else None
-             for part, (sequence, _) in STEPS.items()}
+    sequences = {part: {"type": "Sequence", STEPS[part][0]: steps} if steps else None for part, steps in parts.items()}
     return {"version": "1.0", "model": checked_model(content.get("model")), "added_tokens": added,
-            "post_processor": None, **steps}
+            "post_processor": None, **sequences}
+
+
+def checked_steps(content: object, part: str) -> list[dict]:
+    """The steps of a part of a tokenizer.json. Raises ValueError if one is not known to be harmless."""
+    sequence, allowed = STEPS[part]
+    steps = flatten(content, part, sequence)
+    require(len(steps) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
+    for step in steps:
+        kind = step.get("type")
+        require(kind in allowed.split(), f"its {part} has the type {kind!r:.60}; supported types: {allowed}")
+        for name, value in step.items():
+            require(is_harmless(value) or (name == "content" and value == ""),
+                    f"{kind} in its {part} has {name!r:.60} {value!r:.100}, which is not supported")
+    return steps
+
+
+def growth(step: dict) -> float:
+    """How many times more bytes a step can make of a text."""
+    if step["type"] == "Replace":
+        return max(1, len(step["content"].encode()) / len(step["pattern"].get("String", " ")))
+    return GROWTH.get(step["type"], 1)
 
 
 def flatten(step: object, part: str, sequence: str) -> list[dict]:

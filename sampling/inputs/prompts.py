@@ -6,14 +6,15 @@ each line that is not empty is a prompt. With JSONL:path, each line is a JSON ob
 """
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
 from functools import reduce
 from itertools import chain, count
 
+from sampling.checkpoints.checkpoint import require
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.log import Log
+from sampling.messages import Log
 from sampling.params import Prompt, SampleRequest, SamplingParams
 
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
@@ -34,8 +35,7 @@ class PromptSource:
     """An iterable of the prompts that start names. A pipe can be iterated once, anything else many times.
 
     setting_names: names that a JSON field may not have, because settings apply to the whole run. Raises ValueError if
-    there is no prompt, or if the file cannot be read. An error in a later line of the file is raised when the iteration
-    reaches that line.
+    there is no prompt, or if the file cannot be read; for a later line, when the iteration reaches it.
     """
 
     def __init__(self, start: str, setting_names: Collection[str] = PARAM_NAMES):
@@ -55,16 +55,15 @@ class PromptSource:
         """Yield all prompts, from the first one on. Raises ValueError if a prompt has a field that is not allowed."""
         for prompt in read_prompts(self.start):
             for name in prompt.other_fields:
-                if name in self.setting_names:
-                    raise ValueError(f"{prompt.location}: {name} is a setting of the whole run, not of one prompt: "
-                                     f"pass --{name}=... to sample.py, or rename the field")
-                if name in RESULT_FIELDS:
-                    raise ValueError(f"{prompt.location}: out_file already has a field {name}: rename the field "
-                                     "in the prompt file")
+                require(name not in self.setting_names,
+                        f"{prompt.location}: {name} is a setting of the whole run, not of one prompt: pass "
+                        f"--{name}=... to sample.py, or rename the field")
+                require(name not in RESULT_FIELDS, f"{prompt.location}: out_file already has a field {name}: rename "
+                                                   "the field in the prompt file")
             yield prompt
 
     def requests(self, tokenizer: Tokenizer, num_samples: int, first_index: int = 0) -> Iterator[SampleRequest]:
-        """Yield num_samples requests for each prompt, as make_requests does."""
+        """make_requests of these prompts."""
         return make_requests(self, tokenizer, num_samples, first_index)
 
     def count_and_max_len(self, tokenizer: Tokenizer, num_samples: int) -> tuple[int, int] | tuple[None, None]:
@@ -74,18 +73,13 @@ class PromptSource:
         """
         if self.is_pipe:
             return None, None
-        num_prompts = max_len = 0
-        for prompt in self:
-            num_prompts, max_len = num_prompts + 1, max(max_len, len(encode_prompt(prompt, tokenizer)))
-        return num_prompts * num_samples, max_len
+        lengths = [len(encode_prompt(prompt, tokenizer)) for prompt in self]
+        return len(lengths) * num_samples, max(lengths)
 
 
 def make_requests(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int,
                   first_index: int = 0) -> Iterator[SampleRequest]:
-    """Yield num_samples requests for each prompt. Their indices count up from first_index.
-
-    Raises ValueError if the tokenizer cannot encode a prompt.
-    """
+    """Yield num_samples requests for each prompt, with indices from first_index on. ValueError as encode_prompt."""
     indices = count(first_index)
     for prompt in prompts:
         prompt_ids = encode_prompt(prompt, tokenizer)
@@ -110,10 +104,8 @@ def read_prompts(start: str) -> Iterator[Prompt]:
     if kind == "TEXT":
         yield Prompt(start)
         return
-    if not path:
-        raise ValueError(f"{kind}: needs the path of a file after the colon, or - for standard input")
-    if "\0" in path:
-        raise ValueError(f"cannot read the prompt file {path!r:.200}: the path has a null byte")
+    require(path, f"{kind}: needs the path of a file after the colon, or - for standard input")
+    require("\0" not in path, f"cannot read the prompt file {path!r:.200}: the path has a null byte")
     name, number, is_empty = "standard input" if path == "-" else f"the prompt file {path}", 0, True
     try:
         # utf-8-sig skips a byte-order mark.
@@ -128,8 +120,7 @@ def read_prompts(start: str) -> Iterator[Prompt]:
         raise ValueError(f"{name} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}") from None
-    if is_empty:
-        raise ValueError(f"{name} is empty, but a sample needs a prompt")
+    require(not is_empty, f"{name} is empty, but a sample needs a prompt")
 
 
 def parse_json_line(line: str, location: str) -> Prompt:
@@ -171,21 +162,24 @@ def can_produce(tokenizer: Tokenizer, text: str) -> bool:
     return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
 
 
+def log_notices(requests: Iterable[SampleRequest], tokenizer: Tokenizer, block_size: int,
+                log: Log) -> Iterator[SampleRequest]:
+    """Yield the requests. Log what a user should know about the first prompt that is cropped or ends in a space."""
+    return log_trailing_space(log_cropped(requests, tokenizer, block_size, log), tokenizer, log)
+
+
 def log_cropped(requests: Iterable[SampleRequest], tokenizer: Tokenizer, block_size: int,
                 log: Log) -> Iterator[SampleRequest]:
     """Yield the requests. For the first prompt longer than block_size tokens, log which part the model sees."""
-    is_logged = False
-    for request in requests:
+    def message(request: SampleRequest) -> str | None:
         num_tokens = len(request.prompt_ids)
-        if num_tokens > block_size and not (is_logged or request.already_saved):
-            is_logged = True
-            visible = tokenizer.decode(request.prompt_ids[-block_size:])
-            location, others = request.prompt.location, "" # empty for the only prompt
-            if location:
-                location, others = f"{location}: ", f"; of later prompts too, it sees at most {block_size}"
-            log(f"{location}the prompt has {num_tokens} tokens, but the model sees only the last {block_size}, which "
-                f"begin with {visible[:40]!r}{others}")
-        yield request
+        if num_tokens <= block_size:
+            return None
+        visible = tokenizer.decode(request.prompt_ids[-block_size:])
+        others = f"; of later prompts too, it sees at most {block_size}" if request.prompt.location else ""
+        return (f"the prompt has {num_tokens} tokens, but the model sees only the last {block_size}, which begin with "
+                f"{visible[:40]!r}{others}")
+    return log_first(requests, message, log)
 
 
 def log_trailing_space(requests: Iterable[SampleRequest], tokenizer: Tokenizer, log: Log) -> Iterator[SampleRequest]:
@@ -193,11 +187,18 @@ def log_trailing_space(requests: Iterable[SampleRequest], tokenizer: Tokenizer, 
 
     The model has hardly seen such a space alone: in its training, it belonged to the token of the next word.
     """
-    is_logged = not tokenizer.joins_spaces
+    def message(request: SampleRequest) -> str | None:
+        return ("the prompt ends in a space: a trailing space mostly gives worse text, because in "
+                f"{tokenizer.source} a word begins with its space") if request.prompt.text.endswith(" ") else None
+    return log_first(requests, message, log) if tokenizer.joins_spaces else iter(requests)
+
+
+def log_first(requests: Iterable[SampleRequest], message: Callable[[SampleRequest], str | None],
+              log: Log) -> Iterator[SampleRequest]:
+    """Yield the requests. Log the message of the first new one that has a message, with the prompt's location."""
+    is_logged = False
     for request in requests:
-        if request.prompt.text.endswith(" ") and not (is_logged or request.already_saved):
+        if not (is_logged or request.already_saved) and (text := message(request)):
             is_logged = True
-            location = f"{request.prompt.location}: " if request.prompt.location else ""
-            log(f"{location}the prompt ends in a space: a trailing space mostly gives worse text, because in "
-                f"{tokenizer.source} a word begins with its space")
+            log(f"{request.prompt.location}: {text}" if request.prompt.location else text)
         yield request

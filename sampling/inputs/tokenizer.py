@@ -1,14 +1,17 @@
 """Tokenizer, the protocol of all tokenizers, and the choice of the tokenizer for a checkpoint."""
+import codecs
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sampling.log import Log
+from sampling.messages import Log
 
 if TYPE_CHECKING: # it imports torch, which takes a second
     from sampling.checkpoints.checkpoint import Checkpoint
 
+# The encodings of tiktoken, and how many tokens each has.
+ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of unknown ids, and of bytes that form no character
 
 
@@ -31,6 +34,19 @@ class Tokenizer(Protocol):
         the text of the prompt. A character that spans several tokens comes with the last of them. last=True: no token
         follows, so an incomplete character becomes U+FFFD.
         """
+
+
+class TokenizerOfBytes:
+    """Decodes tokens that are bytes of a text in UTF-8. A subclass has token_bytes(token_id)."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; bytes that form no character become U+FFFD."""
+        return b"".join(map(self.token_bytes, id_list(ids))).decode(errors="replace")
+
+    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
+        """A function (id, last=False) -> text for one sequence. A character comes with the last of its bytes."""
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        return lambda token_id, last=False: decode(self.token_bytes(token_id), last)
 
 
 def id_list(ids: Iterable[int]) -> list[int]:
@@ -61,32 +77,32 @@ def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = N
     the encoding that the training's settings in the checkpoint name, or else GPT-2's if the vocabulary has its size.
     Raises ValueError if no tokenizer is surely the model's, or if it cannot be loaded.
     """
-    from sampling.inputs.gpt2_tokenizer import SIZES
     for name in candidates(checkpoint) if tokenizer is None else [resolve(tokenizer)]:
         if found := load_from(name, checkpoint, log):
             return found
     if tokenizer is not None:
         raise ValueError(f"{name} has no stoi, and names no tokenizer")
-    folders = ", ".join(os.path.join(folder, "") for folder in (checkpoint.folder, *data_folders(checkpoint)))
-    where = "has no tokenizer of its own" if checkpoint.is_huggingface else ""
-    check_size(checkpoint, "GPT-2's encoding", SIZES["gpt2"], prefix=f"{checkpoint.folder} {where}; " if where else
-               f"neither meta.pkl nor tokenizer.json is in {folders}; ")
-    if where:
-        log(f"{checkpoint.path} {where}: using GPT-2's encoding")
+    searched = ", ".join(os.path.join(folder, "") for folder in folders_of(checkpoint))
+    lacks = (f"{checkpoint.folder} has no tokenizer of its own" if checkpoint.is_huggingface else
+             f"neither meta.pkl nor tokenizer.json is in {searched}")
+    check_size(checkpoint, "GPT-2's encoding", ENCODINGS["gpt2"], prefix=f"{lacks}; ")
+    if checkpoint.is_huggingface:
+        log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     return load_from("gpt2", checkpoint, log)
 
 
 def resolve(name: str) -> str | Path:
     """The encoding, or the file, that the setting names. Raises ValueError if there is none."""
-    from sampling.inputs.gpt2_tokenizer import SIZES
     from sampling.inputs.hf_files import find_tokenizer
+    if name in ENCODINGS:
+        return name
     path = Path(name)
-    if path.is_dir() and name not in SIZES:
+    if path.is_dir():
         path = find_tokenizer(path) or path / "meta.pkl"
-    if name not in SIZES and not path.is_file():
-        raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(SIZES)}), a tokenizer.json or its "
+    if not path.is_file():
+        raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(ENCODINGS)}), a tokenizer.json or its "
                          f"folder, or a meta.pkl; got {name!r:.200}")
-    return name if name in SIZES else path
+    return path
 
 
 def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
@@ -94,14 +110,14 @@ def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
 
     Raises ValueError for a file in the folder of a data set that is outside of data/.
     """
-    from sampling.inputs.char_tokenizer import find_meta, named_encoding
+    from sampling.inputs.char_tokenizer import named_encoding
     from sampling.inputs.hf_files import find_tokenizer
-    dataset = str(checkpoint.dataset)
+    folders, dataset = folders_of(checkpoint), str(checkpoint.dataset)
     is_outside = os.path.isabs(dataset) or ".." in dataset.replace("\\", "/").split("/")
     for find in [find_tokenizer] if checkpoint.is_huggingface else [find_meta, find_tokenizer]:
-        for folder in [checkpoint.folder, *data_folders(checkpoint)]:
+        for folder in folders:
             if path := find(folder):
-                if is_outside and folder is not checkpoint.folder: # a stranger's checkpoint could name any file
+                if is_outside and folder is not folders[0]: # a stranger's checkpoint could name any file
                     raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of "
                                      "data/; if it is the right file, copy it to the folder of ckpt.pt")
                 yield path
@@ -109,18 +125,23 @@ def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
         yield encoding
 
 
-def data_folders(checkpoint: "Checkpoint") -> list[str]:
-    """The folders that may hold the data set: in the working directory, and beside the folder of the checkpoint.
+def find_meta(folder: Path) -> Path | None:
+    """The meta.pkl in a folder, if there is one."""
+    return folder / "meta.pkl" if os.path.isfile(folder / "meta.pkl") else None # Path.is_file fails for long names
 
-    Empty if dataset is not a name. A checkpoint from a stranger may hold any object.
+
+def folders_of(checkpoint: "Checkpoint") -> list[Path]:
+    """The folder of the checkpoint, and those that may hold its data set: in the working directory, and beside it.
+
+    dataset may be any object, since a checkpoint may be a stranger's.
     """
-    dataset = checkpoint.dataset
+    folder, dataset = Path(checkpoint.folder), checkpoint.dataset
     if not isinstance(dataset, str) or len(dataset) >= 1000 or "\0" in dataset:
-        return []
-    folders, project = [os.path.join("data", dataset)], os.path.dirname(os.path.abspath(checkpoint.folder))
-    if not (os.path.isdir(project) and os.path.samefile(project, os.curdir)):
-        folders.append(os.path.join(project, "data", dataset))
-    return list(dict.fromkeys(folders)) # an absolute dataset gives the same one twice
+        return [folder]
+    project = Path(os.path.abspath(folder)).parent
+    here, beside = Path("data", dataset), project / "data" / dataset # an absolute dataset gives the same folder twice
+    is_here = here == beside or (project.is_dir() and project.samefile(os.curdir))
+    return [folder, here] if is_here else [folder, here, beside]
 
 
 def load_from(name: str | Path, checkpoint: "Checkpoint", log: Log) -> Tokenizer | None:
@@ -129,17 +150,20 @@ def load_from(name: str | Path, checkpoint: "Checkpoint", log: Log) -> Tokenizer
     Raises ValueError if it does not fit the checkpoint, or cannot be loaded.
     """
     from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
-    from sampling.inputs.gpt2_tokenizer import SIZES, GPT2Tokenizer, source_of
+    from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer, source_of
     from sampling.inputs.hf_tokenizer import HFTokenizer
     if isinstance(name, str):
-        check_size(checkpoint, source_of(name), SIZES[name]) # first, because loading may download files
+        check_size(checkpoint, source_of(name), ENCODINGS[name]) # first, because loading may download files
         return GPT2Tokenizer(name, log)
-    meta = read_meta(name) if name.suffix == ".pkl" else None
-    if meta is not None and (encoding := named_encoding(meta, name)):
-        return load_from(encoding, checkpoint, log)
-    if meta is not None and "stoi" not in meta: # there may be only a vocab_size, for GPT-2's tokens
-        return None
-    found = HFTokenizer(name, checkpoint.vocab_size) if meta is None else CharTokenizer(name, meta)
+    if name.suffix != ".pkl":
+        found = HFTokenizer(name, checkpoint.vocab_size)
+    else:
+        meta = read_meta(name)
+        if encoding := named_encoding(meta, name):
+            return load_from(encoding, checkpoint, log)
+        if "stoi" not in meta: # there may be only a vocab_size, for GPT-2's tokens
+            return None
+        found = CharTokenizer(name, meta)
     check_size(checkpoint, found.source, found.size)
     return found
 

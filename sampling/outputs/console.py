@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from sampling.out_of_memory import is_out_of_memory
+from sampling.messages import is_out_of_memory
 
 if TYPE_CHECKING:
     from tqdm import tqdm

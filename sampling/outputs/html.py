@@ -1,7 +1,9 @@
-"""Writes a run's samples as an HTML page, which shows how likely each token was and which other tokens were likely.
+"""Makes the page of samples from lines of JSON. It shows how likely each token was, and which others were likely.
 
-The template page.html has three parts: the beginning, one sample, the end. Each sample is one line of the page, so
-that a resumed run can truncate the page after any sample.
+    python -m sampling.outputs.html samples.jsonl [more.jsonl ...] page.html
+
+Samples of the same prompt and index stand side by side if they are from several runs: other settings, or another
+checkpoint. The template page.html has three parts: the beginning, one sample, the end.
 """
 import base64
 import hashlib
@@ -9,103 +11,141 @@ import html
 import json
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from sampling.outputs.console import plural
-from sampling.outputs.output_file import append, open_output
-from sampling.params import Sample, Token
+from sampling.outputs.console import log, plural, report_user_errors, setup_console
+from sampling.outputs.jsonl import is_json, parse_record
+from sampling.outputs.output_file import PAGE, name_write_errors
 
 NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
 
 
-class HtmlWriter:
-    """Appends samples to an HTML page. A browser can show the page after each sample.
+class Runs:
+    """Where the samples of some files are: for each prompt and index, the lines of the runs that have it.
 
-    run_info: what the page shows about the run, by name.
-    num_saved: the number of samples in out_file; None without an out_file. The page must begin with these samples. The
-    first write truncates the page after them, so a run that fails earlier does not change it.
-    Raises ValueError if the file holds anything else, unless overwrite is True.
+    files: by the name that the page shows, the open files of it. A line in a later file of the same name replaces that
+    of the same sample. Raises ValueError, which names the line, for a line that sample.py did not write.
     """
 
-    def __init__(self, path: str | os.PathLike, run_info: Mapping[str, Any], num_saved: int | None = None,
-                 overwrite: bool = False):
-        template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-        head, self.sample_template, self.tail = template.split("<!-- split here -->\n")
-        # The browser applies the style and runs the script with these hashes, and no others.
-        hashes = {element: content_hash(head, element) for element in ("style", "script")}
-        self.head = fill(head, title=escape(title(run_info)), run_info=definition_list(run_info), **hashes)
-        self.path = path
-        if num_saved and not os.path.exists(path):
-            raise self.resume_error(num_saved, 0)
-        self.file = open_output(path)
+    def __init__(self, files: Mapping[str, list[BinaryIO]]):
+        self.rows: dict[tuple[str, int], dict[int, tuple[BinaryIO, int]]] = {} # prompt, index -> run -> where it is
+        infos: dict[str, dict[str, Any]] = {} # what the page shows about each run
+        for name, parts in files.items():
+            for file, start, record in (found for part in parts for found in read_records(part, name)):
+                info = run_info(record, name if len(files) > 1 else None)
+                key = json.dumps([name, record["checkpoint"].get("crc32"), info])
+                infos.setdefault(key, info)
+                row = self.rows.setdefault((record["prompt"], record["index"]), {})
+                row[list(infos).index(key)] = file, start
+        self.infos = list(infos.values())
+        self.shared = {name: value for name, value in (self.infos[0] if infos else {}).items()
+                       if all(name in info and info[name] == value for info in self.infos)}
+        self.differing = [{name: value for name, value in info.items() if name not in self.shared}
+                          for info in self.infos]
+
+    def records(self) -> Iterator[dict[int, dict[str, Any]]]:
+        """Yield the samples of each prompt and index, by the number of their run."""
+        for places in self.rows.values():
+            records = {}
+            for run, (file, start) in sorted(places.items()):
+                file.seek(start)
+                records[run] = json.loads(file.readline())
+            yield records
+
+
+def read_records(file: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, int, dict[str, Any]]]:
+    """Yield the file, the position and the record of each line, except a truncated last line."""
+    end = 0
+    file.seek(0)
+    for number, line in enumerate(file, 1):
+        if line.endswith(b"\n") or is_json(line):
+            where = f"{name or getattr(file, 'name', '')}, line {number}"
+            record = parse_record(line, where)
+            if not (isinstance(record.get("prompt"), str) and type(record.get("index")) is int):
+                raise ValueError(f"{where}: it has no prompt and index")
+            yield file, end, record
+        end += len(line)
+
+
+def run_info(record: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+    """What the page shows about the run of a sample, by name."""
+    settings = {setting: value for setting, value in record["settings"].items() if setting != "logprobs"}
+    return {**({"file": name} if name else {}), "checkpoint": record["checkpoint"].get("path"),
+            "iteration": record["checkpoint"].get("iter_num"), **settings}
+
+
+def write_page(path: str | os.PathLike, files: Mapping[str, list[BinaryIO]]) -> int:
+    """Write the page of these files, which Runs describes, in place of the page at path. Returns the number of samples.
+
+    Raises OSError, which names the page, if it cannot be written, and what Runs raises.
+    """
+    runs = Runs(files)
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    head, article, tail = template.split("<!-- split here -->\n")
+    # The browser applies the style and runs the script with these hashes, and no others.
+    hashes = {element: content_hash(head, element) for element in ("style", "script")}
+    path = os.path.realpath(path) # a link stays
+    part = f"{path}.part"
+    with name_write_errors(path):
         try:
-            # Where the first write truncates the file; None after that.
-            self.end: int | None = 0 if overwrite else self.find_end(num_saved)
-        except BaseException:
-            self.file.close()
-            raise
-
-    def write(self, sample: Sample) -> None:
-        """Append a finished sample, whose tokens have log-probabilities."""
-        self.append(fill(self.sample_template, number=str(sample.index), id=escape(shown_id(sample.prompt.id)),
-                         prompt=escape(sample.prompt.text), text=escape(sample.text),
-                         num_tokens=plural(sample.num_tokens, "token"),
-                         finish_reason=FINISH_REASONS[sample.finish_reason], data=token_data(sample.tokens)))
-
-    def close(self) -> None:
-        """Write the end of the page."""
-        self.append(self.tail)
-        self.file.close()
-
-    def append(self, text: str) -> None:
-        """Append to the page. The first call truncates it, and writes the head of a page without samples.
-
-        A run that ends earlier leaves the file as it was, and can start again.
-        """
-        if self.end is not None:
-            self.file.truncate(self.end)
-            text = text if self.end else self.head + text
-            self.end = None
-        append(self.file, text.encode())
-
-    def find_end(self, num_saved: int | None) -> int:
-        """The position after the first num_saved samples of the file; 0 if the page begins anew.
-
-        Raises ValueError unless the file is a page of this run with at least num_saved samples, or is empty. With an
-        out_file that has no samples, the page may have one: a run that died had not saved it in out_file yet.
-        """
-        head = self.head.encode()
-        begin = self.file.read(len(head))
-        if not num_saved:
-            can_restart = num_saved == 0 and head.startswith(begin) and self.has_one_sample()
-            if begin and not can_restart:
-                raise ValueError(f"{self.path} exists already, and nothing is overwritten: give html_file another "
-                                 "name, or replace it with --overwrite")
-            return 0
-        num_found = 0
-        for line in self.file if begin == head else (): # line by line, because a page can be large
-            num_found += line.startswith(sample_start(num_found)) and line.endswith(b"</article>\n")
-            if num_found == num_saved:
-                return self.file.tell()
-        raise self.resume_error(num_saved, num_found)
-
-    def has_one_sample(self) -> bool:
-        """Whether the rest of the file is the first sample, or the beginning of it."""
-        line, start = self.file.readline(), sample_start(0)
-        return line[:len(start)] == start[:len(line)] and not self.file.read(1)
-
-    def resume_error(self, num_saved: int, found: int) -> ValueError:
-        """The error for a page that does not hold the samples that out_file holds."""
-        return ValueError(f"{self.path} must be the page of this run. out_file holds {plural(num_saved, 'sample')}, "
-                          f"but the page holds {found}: leave html_file out, or give both files other names")
+            with open(part, "w", encoding="utf-8", newline="\n") as page:
+                page.write(fill(head, title=escape(title(runs.infos)), settings=definition_list(runs),
+                                layout="side-by-side" if len(runs.infos) > 1 else "", **hashes))
+                page.writelines(row(article, records, runs.differing) for records in runs.records())
+                page.write(tail)
+            os.replace(part, path)
+        finally:
+            with suppress(OSError): # after an error, it is still there
+                os.unlink(part)
+    return sum(map(len, runs.rows.values()))
 
 
-def sample_start(index: int) -> bytes:
-    """How the line of a sample begins in a page."""
-    return b'<article id="sample-%d"' % index
+def row(article: str, records: Mapping[int, Mapping[str, Any]], differing: list[dict[str, Any]]) -> str:
+    """HTML for the samples of one prompt and index. If there is only one run, it is one article."""
+    first = next(iter(records.values()))
+    index, heading = first["index"], escape(f"Sample {first['index']}{shown_id(first.get('id'))}")
+    prompt = f"<b>{escape(first['prompt'])}</b>"
+    if len(differing) == 1:
+        return fill(article, number=str(index), heading=f'<h2 id="title-{index}">{heading}</h2>', prompt=prompt,
+                    label=f"sample {index}", **parts_of(first))
+    articles = []
+    for run, record in records.items():
+        label = escape(", ".join(map(shown, differing[run].items())) or f"run {run}")
+        articles.append(fill(article, number=f"{index}-{run}", heading=f'<h3 id="title-{index}-{run}">{label}</h3>',
+                             prompt="", label=f"sample {index}, {label}", **parts_of(record)))
+    return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
+            f'<div class="runs">\n{"".join(articles)}</div></section>\n')
+
+
+def parts_of(record: Mapping[str, Any]) -> dict[str, str]:
+    """The parts of an article that come from a record. Raises ValueError if a field is missing or of another type."""
+    try:
+        tokens, reason = record.get("logprobs", {"content": []})["content"], record["finish_reason"]
+        return {"text": escape(record["text"]), "num_tokens": escape(plural(record["num_tokens"], "token")),
+                "finish_reason": FINISH_REASONS[reason], "data": token_data(tokens) if tokens else ""}
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"sample {record['index']} lacks a field, or has a wrong one ({error!r:.100}): "
+                         "sample.py did not write it") from None
+
+
+def token_data(tokens: list[Mapping[str, Any]]) -> str:
+    """JSON for the page's script: [length, surprisal, text, surprisal, text, surprisal ...] for each token.
+
+    The first surprisal is that of the token, the others are those of the most likely tokens. A surprisal is a
+    neg_millilogprob. A token that ends inside a character has length 0; the token that completes it has all of it.
+    """
+    data = []
+    for token in tokens:
+        entry = [utf16_length(token["token"]), neg_millilogprob(token["logprob"])]
+        for top in token["top_logprobs"][:NUM_ALTERNATIVES]:
+            entry += [clean(top["token"]), neg_millilogprob(top["logprob"])]
+        data.append(entry)
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
 
 
 def fill(template: str, **values: str) -> str:
@@ -119,10 +159,14 @@ def content_hash(page: str, element: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def title(run_info: Mapping[str, Any]) -> str:
-    """The page's title, which names the model. Of an absolute path it shows only the last part."""
-    model = str(run_info.get("model", ""))
-    return f"Samples from {(Path(model).name if os.path.isabs(model) else model) or 'a model'}"
+def title(infos: list[dict[str, Any]]) -> str:
+    """The page's title, which names the models. Of an absolute path it shows only the last part."""
+    names = []
+    for info in infos:
+        path = Path(str(info["checkpoint"] or ""))
+        folder = path.parent if path.name == "ckpt.pt" else path
+        names.append((folder.name if folder.is_absolute() else str(folder)).removeprefix(".") or "a model")
+    return f"Samples from {', '.join(dict.fromkeys(names)) or 'a model':.200}"
 
 
 def shown_id(prompt_id: Any) -> str:
@@ -132,24 +176,18 @@ def shown_id(prompt_id: Any) -> str:
     return f", id {prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)}"
 
 
-def definition_list(run_info: Mapping[str, Any]) -> str:
-    """HTML for the terms and values of a <dl>. Values are shown as their repr."""
-    return "\n".join(f"<dt>{escape(str(name))}</dt><dd>{escape(repr(value))}</dd>" for name, value in run_info.items())
+def shown(item: tuple[str, Any]) -> str:
+    """The name and the value of a setting, as the heading of a run shows it."""
+    name, value = item
+    return str(value) if name in ("file", "checkpoint") else f"{name} {value}"
 
 
-def token_data(tokens: list[Token]) -> str:
-    """JSON for the page's script: [length, surprisal, text, surprisal, text, surprisal ...] for each token.
-
-    The first surprisal is that of the token, the others are those of the most likely tokens. A surprisal is a
-    neg_millilogprob. A token that ends inside a character has length 0; the token that completes it has all of it.
-    """
-    data = []
-    for token in tokens:
-        entry = [utf16_length(token.text), neg_millilogprob(token.logprob)]
-        for text, logprob in token.top_logprobs[:NUM_ALTERNATIVES]:
-            entry += [clean(text), neg_millilogprob(logprob)]
-        data.append(entry)
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
+def definition_list(runs: Runs) -> str:
+    """HTML for the terms and values of a <dl>: one value if all runs have it, otherwise that of each run."""
+    values = {name: repr(value) for name, value in runs.shared.items()}
+    for name in dict.fromkeys(name for info in runs.differing for name in info):
+        values[name] = " · ".join(repr(info.get(name)) for info in runs.differing)
+    return "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in values.items())
 
 
 def clean(text: str) -> str:
@@ -170,3 +208,22 @@ def utf16_length(text: str) -> int:
 def neg_millilogprob(logprob: float) -> int:
     """A negated log-probability in whole thousandths, which is short and keeps three digits of the probability."""
     return round(min(99999, -1000 * logprob)) # min in this order also handles NaN
+
+
+def main() -> None:
+    """Make a page of files of samples, as the command line says."""
+    *paths, page = sys.argv[1:] or [""]
+    if not paths:
+        raise ValueError("give one or more files of samples, and the page: "
+                         "python -m sampling.outputs.html samples.jsonl page.html")
+    if os.path.exists(page) and not PAGE.match(Path(page).read_bytes()[:200]):
+        raise ValueError(f"{page} is not a page of samples, so it is not replaced: give another name")
+    with ExitStack() as stack:
+        files = {path: [stack.enter_context(open(path, "rb"))] for path in paths}
+        log(f"{page}: {plural(write_page(page, files), 'sample')}")
+
+
+if __name__ == "__main__":
+    setup_console()
+    with report_user_errors():
+        main()

@@ -7,9 +7,9 @@ from typing import BinaryIO
 
 from sampling.inputs.prompts import FILE_KINDS, parse_start
 
-# How the files of samples begin: lines of JSON, or a page.
-BEGINNING = re.compile(rb'\{"version": \d+, "index": |<!DOCTYPE html>.*<meta name="generator" content="sample.py">',
-                       re.DOTALL)
+# How the files of samples begin.
+LINES = re.compile(rb'\{"version": \d+, "index": ')
+PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py">', re.DOTALL)
 
 
 def open_output(path: str | os.PathLike) -> BinaryIO:
@@ -42,7 +42,7 @@ def check_replaceable(path: str | os.PathLike, start: str) -> None:
         if kind in FILE_KINDS and is_same_file(file, 0 if prompt_path == "-" else prompt_path):
             raise ValueError(f"{path} is also the file of prompts: give the file of samples another name")
         begin = file.read(200)
-    if begin and not BEGINNING.match(begin):
+    if begin and not (LINES.match(begin) or PAGE.match(begin)):
         raise ValueError(f"{path} was not written by sample.py, so --overwrite does not replace it: move it, or give "
                          "the file another name")
 
@@ -69,6 +69,7 @@ def is_same_file(file: BinaryIO, other: str | int) -> bool:
 def append(file: BinaryIO, data: bytes) -> None:
     """Write to the end of the file, and flush. Raises OSError, which names the file, if that fails."""
     with name_write_errors(file.name):
+        file.seek(0, os.SEEK_END) # the page reads the lines of the same file
         file.write(data)
         file.flush()
 

@@ -1,97 +1,181 @@
-"""Saves the samples of a run to out_file, html_file, both or neither."""
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+"""Saves the samples of a run: lines in out_file, which a later run resumes, and the page that is made from them."""
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from sampling.outputs.console import log, plural
+from sampling.outputs.console import is_tty, log, log_replacements, plural, sanitize
+from sampling.outputs.html import NUM_ALTERNATIVES, write_page
+from sampling.outputs.jsonl import LineFormat, is_beginning, is_json, parse_record, reproducibility_settings
+from sampling.outputs.output_file import PAGE, append, check_not_removed, check_replaceable, open_output
 from sampling.params import Sample, SampleRequest
 
-if TYPE_CHECKING: # most runs need none of these
-    from sampling.checkpoints.checkpoint import Checkpoint
-    from sampling.outputs.html import HtmlWriter
-    from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter
+if TYPE_CHECKING: # the import would load torch
+    from sampling.generation.assembly import LoadedModel
+
+PAGE_INTERVAL = 2 # seconds between two pages, and at least 20 times as long as writing one takes
 
 
 class Outputs:
-    """The files of a run. Without files, nothing is saved. jsonl_printer prints lines of JSON on standard output."""
+    """Where a run saves its samples: out_file or standard output, html_file, several or none of them.
 
-    def __init__(self, jsonl: "JsonlWriter | None" = None, html: "HtmlWriter | None" = None,
-                 jsonl_printer: "JsonlPrinter | None" = None):
-        self.jsonl = jsonl
-        self.uses_stdout = jsonl_printer is not None # then nothing else may be printed there
-        # The page comes first: a resumed run can remove a sample from it that out_file lacks, but cannot add one.
-        self.writers = [writer for writer in (html, jsonl, jsonl_printer) if writer is not None]
+    Lines that out_file already holds stay, and resume checks them. With overwrite, the first write removes them: a run
+    that fails earlier changes no file. The page is made from the lines of out_file. If these lack the log-probabilities
+    that it shows, the lines of another file have them: html_file.jsonl, which a later run needs, or a temporary file.
+    """
 
-    @property
-    def num_saved(self) -> int:
-        """How many samples out_file held when it was opened."""
-        return 0 if self.jsonl is None else self.jsonl.num_saved
+    def __init__(self, settings: Mapping[str, Any]):
+        self.settings, self.overwrite = settings, settings["overwrite"]
+        self.out_file, self.html_file = settings["out_file"], settings["html_file"]
+        self.uses_stdout = self.out_file == "-" # then nothing else may be printed there
+        self.lines: BinaryIO | None = None # out_file
+        self.page_lines: BinaryIO | None = None # the other file
+        self.is_open = self.has_written = False
+        self.is_resumed = False # out_file had lines when it was opened
+        # Of the samples that the current model is to generate: where their lines begin in out_file, how many lines are
+        # before them, and how many of them were saved already. Only with watch, out_file has lines of earlier models.
+        self.start = self.num_before = self.num_saved = 0
+        self.page_time = 0.0 # when to write the page again
+
+    def open(self, model: "LoadedModel") -> None:
+        """Open the files for the samples of a model. With watch, another model may follow.
+
+        Raises OSError or ValueError if one of the files cannot be used.
+        """
+        checkpoint, settings = model.checkpoint, self.settings
+        checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32, "iter_num": checkpoint.iter_num}
+        run = reproducibility_settings(settings, model.backend.device.type, model.dtype_name)
+        self.format = LineFormat(checkpoint_id, run, settings["logprobs"])
+        self.page_format = LineFormat(checkpoint_id, run, NUM_ALTERNATIVES)
+        paths = [path for path in (self.out_file, self.html_file) if path not in (None, "-")]
+        if not self.is_open and self.overwrite:
+            for path in paths:
+                check_replaceable(path, settings["start"])
+        if not self.is_open and self.out_file in paths:
+            self.lines = open_output(self.out_file)
+        if self.lines is not None and not self.overwrite:
+            self.find_start()
+        if not self.is_open and self.html_file:
+            self.open_page()
+        self.is_open = True
+
+    def find_start(self) -> None:
+        """Find the lines of this model in out_file. Raises ValueError if, with watch, they are from another run."""
+        self.start = self.num_before = end = number = 0
+        record = last = None
+        self.lines.seek(0)
+        for line in self.lines:
+            if not (line.endswith(b"\n") or is_json(line)): # half a line
+                break
+            number += 1
+            if self.settings["watch"]:
+                record, last = parse_record(line, f"{self.out_file}, line {number}"), line
+                if record.get("index") == 0:
+                    self.start, self.num_before = end, number - 1
+            end += len(line)
+        if record and record["checkpoint"].get("crc32") != self.format.checkpoint_id["crc32"]:
+            self.format.check_settings(record, f"{self.out_file}, line {number}")
+            self.lines.truncate(end)
+            if not last.endswith(b"\n"):
+                end += self.lines.write(b"\n")
+            self.start, self.num_before = end, number
+        self.num_saved, self.is_resumed = number - self.num_before, number > 0
+
+    def open_page(self) -> None:
+        """Open the files of the page. Raises ValueError if there is a page of another run."""
+        with open_output(self.html_file) as page:
+            begin = page.read(200)
+        if begin and not self.overwrite and not (self.is_resumed and PAGE.match(begin)):
+            raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file another "
+                             "name, or replace it with --overwrite")
+        if self.lines is None:
+            from tempfile import TemporaryFile
+            self.page_lines = TemporaryFile(dir=os.path.dirname(os.path.realpath(self.html_file))) # noqa: SIM115
+        elif (self.settings["logprobs"] or 0) < NUM_ALTERNATIVES:
+            check_replaceable(f"{self.html_file}.jsonl", self.settings["start"])
+            self.page_lines = open_output(f"{self.html_file}.jsonl")
 
     def resume(self, requests: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
         """Yield all requests. Those with samples in out_file are marked as already saved.
 
-        Raises ValueError if out_file is from another run.
+        Removes a truncated last line, and continues after the line before it. Raises ValueError, without changing the
+        file, if out_file is from another run.
         """
-        if self.jsonl is None:
+        requests = iter(requests)
+        if self.lines is None or self.overwrite:
             yield from requests
             return
-        num_saved, is_complete = 0, True
-        for request in self.jsonl.resume(requests): # this checks the lines of the file
-            if is_complete and not request.already_saved:
-                is_complete = False
-                if num_saved:
-                    log(f"{self.jsonl.path} holds {plural(num_saved, 'sample')} already: resuming after them")
-            num_saved += request.already_saved
-            yield request
-        if is_complete:
-            log(f"{self.jsonl.path} is complete, with {plural(num_saved, 'sample')}: nothing to sample")
+        end, num_saved = self.start, 0
+        self.lines.seek(end)
+        while line := self.lines.readline():
+            request = next(requests, None)
+            if request is None:
+                raise ValueError(f"{self.out_file} holds {self.num_saved} samples, more than this run generates: give "
+                                 "out_file another name, or replace it with --overwrite")
+            if not line.endswith(b"\n") and is_beginning(line, request):
+                self.lines.truncate(end)
+                requests = chain([request], requests)
+                break
+            self.format.check(line, request, f"{self.out_file}, line {self.num_before + request.index + 1}")
+            if not line.endswith(b"\n"):
+                self.lines.write(b"\n")
+            end, num_saved = end + len(line), num_saved + 1
+            yield replace(request, already_saved=True)
+        request = next(requests, None)
+        if request is None:
+            log(f"{self.out_file} is complete, with {plural(num_saved, 'sample')}: nothing to sample")
+            return
+        if num_saved:
+            log(f"{self.out_file} holds {plural(num_saved, 'sample')} already: resuming after them")
+        yield from chain([request], requests)
 
     def write(self, sample: Sample) -> None:
         """Save a finished sample. Raises OSError if it cannot be written."""
-        for writer in self.writers:
-            writer.write(sample)
+        if not self.has_written:
+            self.remove_old_lines()
+        if self.page_lines is not None: # first, so that it never lacks a sample of out_file
+            append(self.page_lines, self.page_format.line(sample))
+        if self.uses_stdout:
+            line = self.format.line(sample).decode()
+            print(sanitize(line) if is_tty(sys.stdout) else line, end="", flush=True)
+            log_replacements()
+        elif self.lines is not None:
+            check_not_removed(self.lines)
+            append(self.lines, self.format.line(sample))
+        if self.html_file and time.monotonic() >= self.page_time:
+            self.finish()
+
+    def remove_old_lines(self) -> None:
+        """Before the first sample: remove the lines that it replaces, and half a line of a run that was killed."""
+        if self.overwrite and self.lines is not None:
+            self.lines.truncate(0)
+        if self.page_lines is not None:
+            self.page_lines.seek(0)
+            end = sum(len(line) for line in self.page_lines if line.endswith(b"\n"))
+            self.page_lines.truncate(end if self.is_resumed else 0)
+        self.has_written, self.overwrite = True, False
+
+    def finish(self) -> None:
+        """Make the page of all samples so far."""
+        if self.html_file and self.is_open:
+            begin = time.monotonic()
+            write_page(self.html_file, {"": [file for file in (self.lines, self.page_lines) if file is not None]})
+            end = time.monotonic()
+            self.page_time = end + max(PAGE_INTERVAL, 20 * (end - begin))
 
     def close(self) -> None:
-        """Finish the files."""
-        for writer in self.writers:
-            writer.close()
+        """Close the files."""
+        for file in self.lines, self.page_lines:
+            if file is not None:
+                file.close()
 
 
-def num_logprobs(settings: dict[str, Any]) -> int | None:
+def num_logprobs(settings: Mapping[str, Any]) -> int | None:
     """How many top log-probabilities the outputs need: out_file, the page or the terminal. None if none needs any."""
     in_file = settings["logprobs"] or 0
     if settings["html_file"]:
-        from sampling.outputs.html import NUM_ALTERNATIVES
         return max(NUM_ALTERNATIVES, in_file)
-    if settings["out_file"] or settings["show_probs"]:
-        return in_file
-    return None
-
-
-def open_outputs(settings: dict[str, Any], checkpoint: "Checkpoint", device_type: str, dtype_name: str) -> Outputs:
-    """Open the files that the settings name. device_type ("cuda") and dtype_name ("float32") are those of the model.
-
-    Raises OSError or ValueError if one of the files cannot be used.
-    """
-    if not (settings["out_file"] or settings["html_file"]):
-        return Outputs()
-    from sampling.outputs.html import HtmlWriter
-    from sampling.outputs.jsonl import JsonlPrinter, JsonlWriter, LineFormat, reproducibility_settings
-    from sampling.outputs.output_file import check_replaceable
-    overwrite = settings["overwrite"]
-    for path in (settings["out_file"], settings["html_file"]) if overwrite else ():
-        if path not in (None, "-"):
-            check_replaceable(path, settings["start"])
-    jsonl = html = jsonl_printer = None
-    run_settings = reproducibility_settings(settings, device_type, dtype_name)
-    checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32, "iter_num": checkpoint.iter_num}
-    line_format = LineFormat(checkpoint_id, run_settings, settings["logprobs"])
-    if settings["out_file"] == "-":
-        jsonl_printer = JsonlPrinter(line_format)
-    elif settings["out_file"]:
-        jsonl = JsonlWriter(settings["out_file"], line_format, overwrite)
-    num_saved = jsonl.num_saved if jsonl else None
-    if settings["html_file"]:
-        model = settings["out_dir"] if settings["init_from"] == "resume" else settings["init_from"]
-        run_info = {"model": model, "start": settings["start"], **run_settings}
-        html = HtmlWriter(settings["html_file"], run_info, num_saved, overwrite)
-    return Outputs(jsonl, html, jsonl_printer)
+    return in_file if settings["out_file"] or settings["show_probs"] else None

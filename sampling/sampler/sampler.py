@@ -25,36 +25,28 @@ class Sampler:
     all_columns: top_k keeps all V columns, as in nanoGPT, and does not wait for a GPU; otherwise only its K candidates.
     in_logits_dtype: apply temperature and top_k in the dtype of the logits, as nanoGPT does under autocast; otherwise,
     and in all other steps, compute in float32.
-    Raises ValueError if top_k is negative.
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
                  min_p: float | None = None, repetition_penalty: float = 1.0, *, all_columns: bool = False,
                  in_logits_dtype: bool = False):
-        if top_k is not None and top_k < 0:
-            raise ValueError(f"top_k must be at least 1, or None or 0 for every token; got {top_k}")
+        self.penalty, self.temperature, self.top_k = repetition_penalty, float(temperature), top_k
         self.is_greedy = temperature == 0
         self.dtype = None if in_logits_dtype else torch.float32 # None: that of the logits
-        self.penalty, self.temperature, self.top_k = repetition_penalty, float(temperature), top_k
         self.select_top_k = mask_top_k if all_columns else top_k_candidates
         self.filters = [] # of unlikely tokens
         if top_p is not None and top_p < 1:
             self.filters.append(partial(mask_top_p, top_p=top_p))
         if min_p:
             self.filters.append(partial(mask_min_p, min_p=min_p))
-
-    @property
-    def num_needed(self) -> int | None:
-        """How many of the largest logits of a row must be exact; None: all."""
+        self.num_needed = 1 if self.is_greedy else top_k or None # of the largest logits must be exact; None: all
         if self.penalty != 1: # it may make a small logit the largest
-            return None
-        return 1 if self.is_greedy else self.top_k or None
+            self.num_needed = None
 
     def __call__(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> Tensor:
-        """Logits (B, V) and the ids (B, S) that the model saw -> the next ids (B, 1). Does not change its arguments.
+        """Logits (B, V), which are_valid, and the ids (B, S) that the model saw -> the next ids (B, 1).
 
-        noise (B, V): see exponentials; None if is_greedy. If the largest logit of a row is not finite, its token means
-        nothing: the caller checks.
+        noise (B, V): see exponentials; None if is_greedy.
         """
         logits = logits.to(self.dtype or logits.dtype)
         if self.penalty != 1:
@@ -74,30 +66,23 @@ class Sampler:
 def are_valid(logits: Tensor) -> Tensor:
     """Whether tokens can be sampled from logits (B, V): one bool, on their device.
 
-    softmax needs a finite largest logit in each row. NaN counts as the largest one. A logit of -inf is allowed: its
-    token is never sampled.
+    The largest logit of each row must be finite, and NaN counts as the largest.
     """
     return logits.amax(dim=-1).isfinite().all()
 
 
 def apply_repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """Make the tokens ids (B, S) of the text so far less likely: logits (B, V) -> (B, V).
-
-    Positive logits are divided by the penalty, negative ones multiplied (CTRL, Keskar et al., 2019).
-    """
+    """Make the tokens ids (B, S) of the text less likely (CTRL, Keskar et al., 2019): logits (B, V) -> (B, V)."""
     seen = logits.gather(1, ids) # (B, S)
     return logits.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Divide logits (B, V) by a temperature above 0.
-
-    If the largest logit of a row overflows, nanoGPT fails. Here, only the largest logits of the row are kept, as in the
-    limit of low temperatures.
-    """
+    """Divide logits (B, V) by a temperature above 0. nanoGPT fails if the largest logit of a row overflows."""
     scaled = logits / temperature
     if temperature >= 1: # nothing can overflow
         return scaled
+    # What the probabilities are in the limit of low temperatures: only the largest logits are left.
     limit = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
     return torch.where(scaled.amax(dim=-1, keepdim=True).isfinite(), scaled, limit)
 
@@ -109,10 +94,9 @@ def mask_top_k(logits: Tensor, k: int) -> tuple[Tensor, None]:
 
 
 def top_k_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each row and all that tie with the k-th: logits (B, V) -> values and ids, (B, K) each.
+    """The same logits as mask_top_k, without the others: logits (B, V) -> values and ids, (B, K) each.
 
-    This keeps the same logits as mask_top_k, but later steps have K columns instead of V. It synchronises a GPU. Rows
-    with fewer ties than others are padded with -inf.
+    It synchronises a GPU. Rows with fewer ties than others are padded with -inf.
     """
     values, ids = logits.topk(min(k + NUM_EXTRA_FOR_TIES, logits.size(-1)))
     if (values[:, -1] == values[:, k - 1]).any(): # there may be more ties than topk returned
@@ -124,10 +108,7 @@ def top_k_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def mask_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest logits (B, V) whose probabilities add up to top_p, and set the others to -inf.
-
-    This is nucleus sampling (Holtzman et al., 2019).
-    """
+    """Keep the fewest logits (B, V) whose probabilities add up to top_p (nucleus sampling, Holtzman et al., 2019)."""
     ascending, order = logits.sort(dim=-1, stable=True)
     removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
     removed[:, -1] = False # the most likely token always stays

@@ -1,4 +1,4 @@
-"""prepare_backend chooses the backend for a checkpoint, and warm_up_compile compiles it."""
+"""prepare_backend chooses the backend for a checkpoint, and compile_steps compiles it."""
 import os
 import subprocess
 import sys
@@ -13,11 +13,10 @@ from project import PROJECT
 from sampling.backends import prepare
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.eager import EagerBackend
-from sampling.backends.exact import ExactBackend
-from sampling.backends.prepare import cast_linears, converter, has_loops, prepare_backend, warm_up_compile
+from sampling.backends.eager import EagerBackend, ExactBackend
+from sampling.backends.prepare import cast_linears, compile_steps, converter, has_loops, prepare_backend
 from sampling.checkpoints.nanogpt import load_checkpoint
-from sampling.params import ModelOptions, SamplingParams
+from sampling.params import ModelOptions
 from streams import decode, random_prompt
 
 CPU = torch.device("cpu")
@@ -140,15 +139,6 @@ def test_in_float32_the_head_stays_tied():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@pytest.mark.parametrize("prompt_length, expected", [(None, 1), (5, 5), (99, 16)]) # block_size is 16
-def test_the_warm_up_is_for_each_batch_size_and_for_the_prompt_length(prompt_length, expected):
-    backend, shapes, messages = EagerBackend(make_gpt()), [], []
-    backend.model.register_forward_pre_hook(lambda model, args: shapes.append(tuple(args[0].shape)))
-    warm_up_compile(backend, prompt_length, [4, 3], SamplingParams(20), messages.append)
-    assert shapes.count((1, expected)) >= 2 and {(4, 16), (3, 16)} < set(shapes)
-    assert messages[0] == "compiling ..." and messages[1].startswith("compiled in ")
-
-
 @pytest.mark.parametrize("error, message", [
     (RuntimeError("no C++ compiler"), "compile=True does not work here (RuntimeError: no C++ compiler): leave it out"),
     (MemoryError("full"), "full"), (RuntimeError("CUDA out of memory"), "CUDA out of memory")], ids=repr)
@@ -158,5 +148,5 @@ def test_a_failing_compiler_is_an_error_that_says_what_to_do_but_out_of_memory_i
     backend = EagerBackend(make_gpt())
     monkeypatch.setattr(backend.model, "forward", fail)
     with pytest.raises(ValueError if message.startswith("compile") else type(error)) as raised:
-        warm_up_compile(backend, 5, [1], SamplingParams(), lambda message: None)
+        compile_steps(backend, 1, lambda message: None)
     assert str(raised.value) == message

@@ -44,7 +44,7 @@ def run_nanogpt(folder, samples, length, prompt):
     import torch
 
     from sampling.checkpoints.build import build_gpt
-    from sampling.checkpoints.by_name import load_by_name
+    from sampling.checkpoints.nanogpt import load_by_name
     model = build_gpt(load_by_name(str(folder)))
     for _ in range(samples):
         nanogpt_loop(model, torch.zeros(1, prompt, dtype=torch.long), length)

@@ -2,7 +2,6 @@
 
 Each is loaded in a process of its own, and must be refused in one line.
 """
-import io
 import json
 import os
 import pickle
@@ -13,7 +12,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from attacks import OLD_FILE_START, needs_linux, poison, write_attack, write_settled
+from attacks import needs_linux, poison, write_attack, write_settled
 from models import SHAPE, make_gpt, save_checkpoint
 from pickle_code import RAN, TUPLES, as_key, call, nested, repeat, tensor, value
 
@@ -43,23 +42,19 @@ CODE = {
     "NEXT_BUFFER": b"\x97",
     "READONLY_BUFFER": RAN + b"\x98",
     "eval": call("builtins eval", value("__import__('os').mkdir('ran')")),
-    "import": call("builtins __import__", value("antigravity")),
     "getattr": call("builtins getattr", b"cos\npath\n", value("os")),
-    "apply-of-Python-2": call("__builtin__ apply", b"cos\nmkdir\n", b"(" + RAN + b"t"),
-    "a-module": b"cos\n\n",
     "torch.hub": call("torch.hub load", value("a/b"), value("c")),
     "torch.load": call("torch load", RAN, b"N", b"N", value(False)),
-    "rebuild-by-anything": call("torch._tensor _rebuild_from_type_v2", b"cos\nmkdir\n", b"ctorch\nTensor\n", RAN, b"}"),
     "escape-codes": b"cx\x1b[31mred\x07\nmk\x1b]0;title\x07dir\n(" + RAN + b"tR",
     "a-long-name": b"c" + b"x" * 10**6 + b"\nmkdir\n(" + RAN + b"tR",
 }
 
 
-@pytest.mark.parametrize("name, kind", [
-    *((name, "ckpt.pt") for name in CODE), ("GLOBAL-REDUCE", "old ckpt.pt"), ("BUILD", "old ckpt.pt"),
-    ("EXT1", "old ckpt.pt"), ("GLOBAL-REDUCE", "pytorch_model.bin"), ("STACK_GLOBAL", "pytorch_model.bin"),
+@pytest.mark.parametrize("kind, name", [
+    *(("ckpt.pt", name) for name in CODE), ("old ckpt.pt", "GLOBAL-REDUCE"), ("old ckpt.pt", "BUILD"),
+    ("pytorch_model.bin", "STACK_GLOBAL"), ("meta.pkl", "NEWOBJ"), ("meta.pkl", "EXT1"),
 ])
-def test_no_code_is_run(name, kind, assert_refused, valid_checkpoint, tmp_path):
+def test_no_code_is_run(kind, name, assert_refused, valid_checkpoint, tmp_path):
     assert_refused("", write_attack(kind, CODE[name], tmp_path, valid_checkpoint))
 
 
@@ -76,9 +71,8 @@ def test_the_attacks_work_with_pickle_loads(name, tmp_path, monkeypatch):
 
 LARGE = struct.pack("<Q", 2**40)
 BOMBS = {
-    "memo-LONG_BINPUT": (b"]r\x00\x00\x00\x10", "memo indices"), "memo-PUT": (b"]p400000000\n", "memo indices"),
-    "BINBYTES8": (b"\x8e" + LARGE, "damaged"), "BINUNICODE8": (b"\x8d" + LARGE, "damaged"),
-    "BYTEARRAY8": (b"\x96" + LARGE, "damaged"), "LONG4": (b"\x8b\xff\xff\xff\x7f", "damaged"),
+    "memo": (b"]r\x00\x00\x00\x10", "memo indices"), "memo-as-text": (b"]p400000000\n", "memo indices"),
+    "bytes": (b"\x8e" + LARGE, "damaged"), "bytearray": (b"\x96" + LARGE, "damaged"),
     "deep-tuples-as-a-key": (b"})" + b"\x85" * 400_000 + b"Ns", "keys that are neither"),
     "wide-tuples-as-a-key": (as_key(nested(TUPLES)), "keys that are neither"),
     "tuples-as-a-key-of-DICT": (b"(" + nested(TUPLES)[2:-1] + b"Nd", "keys that are neither"),
@@ -86,28 +80,21 @@ BOMBS = {
     "tuples-in-a-frozenset": (b"(" + nested(TUPLES)[2:-1] + b"\x91", "keys that are neither"),
     "tuples-in-a-set-by-a-call": (call("builtins set", nested(TUPLES)), "keys that are neither"),
     "deep-lists": (b"]" * 200_000 + b"a" * 199_999, "must hold tensors by name"),
-    "bytearray": (call("builtins bytearray", value(2**31)), "names builtins.bytearray"),
-    "a-storage-by-its-size": (call("torch FloatStorage", value(2**31)), "damaged"),
     "bytes-of-one-text": (repeat(value("x" * 2**20), b"c_codecs\nencode\nh\x01" + value("latin1") + b"\x86R"),
                           "copies more"),
-    "paths-of-one-text": (repeat(value("x" * 2**20), b"cpathlib\nPosixPath\nh\x01\x85R"), "copies more"),
     "copies-of-a-set": (repeat(value(list(range(300_000))), b"c__builtin__\nset\nh\x01\x85R"), "copies more"),
-    "copies-of-a-dict": (repeat(value(dict.fromkeys(range(9999))), b"ccollections\nCounter\nh\x01\x85R"), "copies"),
-    "copies-of-a-size": (repeat(value(tuple(range(300_000))), b"ctorch\nSize\nh\x01\x85R"), "copies more"),
     "many-values": (b"N" * 2**22 + b"]", "opcodes"),
     "long": (value("x" * 9_000_000), "its pickle"),
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_pickle_takes_bounded_memory(name, assert_refused, valid_checkpoint, tmp_path):
+@pytest.mark.parametrize("kind, name", [
+    *(("ckpt.pt", name) for name in BOMBS), ("old ckpt.pt", "memo"), ("old ckpt.pt", "deep-tuples-as-a-key"),
+    ("meta.pkl", "memo"), ("meta.pkl", "wide-tuples-as-a-key"), ("meta.pkl", "bytearray"), ("meta.pkl", "many-values"),
+])
+def test_a_pickle_takes_bounded_memory(kind, name, assert_refused, valid_checkpoint, tmp_path):
     piece, message = BOMBS[name]
-    assert_refused(message, write_attack("ckpt.pt", piece, tmp_path, valid_checkpoint))
-
-
-@pytest.mark.parametrize("name", ["memo-LONG_BINPUT", "BINUNICODE8", "deep-tuples-as-a-key", "copies-of-a-set"])
-def test_a_pickle_of_an_old_file_takes_bounded_memory(name, assert_refused, valid_checkpoint, tmp_path):
-    assert_refused("cannot read", write_attack("old ckpt.pt", BOMBS[name][0], tmp_path, valid_checkpoint))
+    assert_refused(message, write_attack(kind, piece, tmp_path, valid_checkpoint))
 
 
 # ---- the settings of a model as an object
@@ -115,15 +102,12 @@ def test_a_pickle_of_an_old_file_takes_bounded_memory(name, assert_refused, vali
 CONFIG = b"ctrain_gpt2\nGPTConfig\n"
 MAKE = CONFIG + b")\x81"
 CONFIGS = {
-    "with-arguments": CONFIG + value((1,)) + b"\x81", "called": CONFIG + value((1,)) + b"R",
     "a-class-of-python": b"cbuiltins\nobject\n)\x81", "an-attribute-of-it": b"ctrain_gpt2\nGPTConfig.x\n)\x81",
     "a-method-called": call("train_gpt2 GPTConfig.__setstate__", value({})), "no-module": b"c\nGPTConfig\n)\x81",
-    "module-of-no-identifiers": b"c../x\nGPTConfig\n)\x81", "escape-codes": b"cx\x1b[31m\nGPTConfig\n)\x81",
-    "long-module": b"c" + b"x" * 10**6 + b"\nGPTConfig\n)\x81", "state-of-text": MAKE + value("abc") + b"b",
+    "module-of-no-identifiers": b"c../x\nGPTConfig\n)\x81", "state-of-text": MAKE + value("abc") + b"b",
     "keys-of-numbers": MAKE + value({1: 1}) + b"b", "a-record-in-a-record": MAKE + b"}" + value("a") + MAKE + b"sb",
     "wide-integer": MAKE + value({"n_layer": 10**600}) + b"b", "an-item-set": MAKE + value("a") + b"K\1s",
-    "attributes-of-the-class": CONFIG + b"N" + value({"__init__": 1}) + b"\x86b", "no-fields": MAKE,
-    "the-class": CONFIG,
+    "attributes-of-the-class": CONFIG + b"N" + value({"__init__": 1}) + b"\x86b", "the-class": CONFIG,
     "attributes-of-a-function": b"ctorch\nSize\nN" + value({"__code__": 1}) + b"\x86b",
     "methods-of-a-dict": b"ccollections\nOrderedDict\n)R" + value({"items": 1}) + b"b",
 }
@@ -136,52 +120,43 @@ def test_a_gptconfig_holds_plain_fields(name, assert_refused, valid_checkpoint, 
 
 # ---- tensors
 
-def typed(dtype, count, kind=b"ctorch.storage\nUntypedStorage\n"):
+def typed(dtype, count):
     """A tensor whose dtype has no storage class."""
-    return call("torch._utils _rebuild_tensor_v3", b"(" + value("storage") + kind + value("0") + value("cpu")
-                + value(count) + b"tQ", b"K\x00", value((count,)), value((1,)), value(False), b"N", dtype)
+    storage = b"(" + value("storage") + b"ctorch.storage\nUntypedStorage\n" + value("0") + value("cpu")
+    return call("torch._utils _rebuild_tensor_v3", storage + value(count) + b"tQ", b"K\x00", value((count,)),
+                value((1,)), value(False), b"N", dtype)
 
 
-WIDE = (2**25, 24) # of float32: 3.2 gigabytes
 TENSORS = {
-    "beyond-its-record": tensor((99, 99), (99, 1)), "beyond-by-one": tensor((61 * 24 + 1,)),
-    "beyond-by-an-offset": tensor((1,), (1,), 61 * 24), "beyond-by-a-stride": tensor((2,), (2**40,)),
-    "of-terabytes": tensor((2**40,), count=2**40), "of-all": tensor((2**62, 2), count=2**63),
+    "beyond-by-one": tensor((61 * 24 + 1,)), "beyond-by-an-offset": tensor((1,), (1,), 61 * 24),
+    "beyond-by-a-stride": tensor((2,), (2**40,)), "of-all": tensor((2**62, 2), count=2**63),
     "negative-offset": tensor((1,), (1,), -1), "negative-stride": tensor((2,), (-1,), 1),
     "negative-size": tensor((-1,)), "overflowing-size": tensor((2**62, 4), (0, 0)),
     "overflowing-stride": tensor((2, 2), (2**63, 2**63)), "overflowing-offset": tensor((1,), (1,), 2**64),
-    "expanded": tensor(WIDE, (0, 0)), "expanded-to-terabytes": tensor((2**31 - 1, 2**20), (0, 0)),
+    "expanded": tensor((2**25, 24), (0, 0)), "expanded-to-terabytes": tensor((2**31 - 1, 2**20), (0, 0)),
     "empty-of-terabytes": tensor((0, 2**62, 2**62), (1, 1, 1)), "no-strides": tensor((1, 1), (1,)),
     "many-dimensions": tensor((1,) * 10**5), "text-as-size": tensor(value("abc"), (1,)),
-    "floats-as-size": tensor(value((1.0,)), (1,)), "no-such-record": tensor((1,), key="nowhere"),
-    "a-record-outside": tensor((1,), key="../../../etc/passwd"),
-    "the-pickle-as-record": tensor((9,), key="../data.pkl"),
-    "escape-codes-as-record": tensor((1,), key="\x1b[31m\n\r"), "a-number-as-record": tensor((1,), key=0),
+    "floats-as-size": tensor(value((1.0,)), (1,)), "a-record-outside": tensor((1,), key="../../../etc/passwd"),
+    "the-pickle-as-record": tensor((9,), key="../data.pkl"), "a-number-as-record": tensor((1,), key=0),
     "no-storage-type": tensor((1,), kind="torch Size"), "wider-type": typed(b"ctorch\nfloat64\n", 10**6),
     "no-such-type": typed(value("float32"), 1), "complex": tensor((1,), kind="torch ComplexFloatStorage"),
-    "sparse": call("torch._utils _rebuild_sparse_tensor", b"N", b"(" + tensor((1, 1)) + tensor((1,)) + b"t"),
     "on-no-device": call("torch._utils _rebuild_meta_tensor_no_storage", b"ctorch\nfloat32\n", value((2**40,))),
-    "quantized": call("torch._utils _rebuild_qtensor", tensor((1,)), value(0), value((2**31,)), value((1,))),
-    "called": tensor((7,) * 12, (0,) * 12) + b")R", "itself": b"]q\0(h\0e", "text": value("tensor"),
+    "called": tensor((7,) * 12, (0,) * 12) + b")R", "itself": b"]q\0(h\0e",
     "made-longer": tensor((1,)) + b"(" + value("0") + b"ctorch\nfloat32\n" + value((2**30,)) + b"tb",
 }
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_impossible_tensors_are_refused(name, assert_refused, valid_checkpoint, tmp_path):
+@pytest.mark.parametrize("kind, name", [*(("ckpt.pt", name) for name in TENSORS), ("old ckpt.pt", "expanded"),
+                                        ("old ckpt.pt", "beyond-by-a-stride"), ("old ckpt.pt", "negative-offset")])
+def test_impossible_tensors_are_refused(kind, name, assert_refused, valid_checkpoint, tmp_path):
     model = b"}" + value("transformer.wpe.weight") + TENSORS[name] + b"s"
-    poisoned = poison(valid_checkpoint, "model", model + value("model_args") + value(SHAPE | {"block_size": 2**25}))
-    write_settled(tmp_path / "out" / "ckpt.pt", poisoned)
+    if kind == "ckpt.pt":
+        model_args = value("model_args") + value(SHAPE | {"block_size": 2**25})
+        write_settled(tmp_path / "out" / "ckpt.pt", poison(valid_checkpoint, "model", model + model_args))
+    else:
+        content = b"}(" + value("model") + model + value("model_args") + value(SHAPE) + b"u"
+        write_attack(kind, content, tmp_path, valid_checkpoint, records=[b"0000"])
     assert_refused("claims tensors of" if name.startswith("expanded") else "out/ckpt.pt")
-
-
-@pytest.mark.parametrize("name", ["of-terabytes", "expanded", "beyond-by-a-stride", "negative-offset"])
-def test_impossible_tensors_in_an_old_file_are_refused(name, assert_refused, tmp_path):
-    model = b"}" + value("transformer.wpe.weight") + TENSORS[name] + b"s"
-    content = b"\x80\x02}(" + value("model") + model + value("model_args") + value(SHAPE) + b"u."
-    old = OLD_FILE_START + content + pickle.dumps(["0"], 2) + struct.pack("<qf", 1, 1.0)
-    write_settled(tmp_path / "out" / "ckpt.pt", old)
-    assert_refused("out/ckpt.pt")
 
 
 @pytest.mark.parametrize("change, message", [
@@ -196,117 +171,91 @@ def test_odd_models_are_refused(change, message, assert_refused, tmp_path):
     assert_refused(message)
 
 
+@pytest.mark.parametrize("name, absurd", [
+    ("block_size", 10**30), ("vocab_size", 2**31 - 1), ("n_head", -1), ("n_embd", "9" * 10**6),
+    ("n_embd", float("nan")), ("bias", "\x1b[31m\n\x07"), ("rope", "\ud800"),
+])
+def test_absurd_settings_are_refused(name, absurd, assert_refused, tmp_path):
+    save_checkpoint(tmp_path / "out", make_gpt(), model_args=SHAPE | {name: absurd})
+    assert_refused("out/ckpt.pt")
+
+
 # ---- zip files
 
-def set_field(index, number, only="/data/0"):
-    """A change of the zip directory: this field of this record's entry becomes number, or number(old value)."""
-    def change(name, entry):
-        if name.endswith(only):
-            entry[index] = number(entry[index]) if callable(number) else number
-    return change
+ENTRY = "<IHHHHHHIIIHHHHHII" # of a record in the directory of a zip
+ZIPS = [ # a record, the index of a field of its entry, the field's new value
+    ("ckpt/data/0", 3, 1), # encrypted
+    ("ckpt/data/0", 4, 8), # compressed
+    ("ckpt/data/0", 7, 5), # another checksum
+    ("ckpt/data/0", 8, 2**31), # another length in the file
+    ("ckpt/data/0", 9, 2**31), # another length
+    ("ckpt/data/0", 16, 0), # another record's place
+    ("ckpt/data/0", 16, 2**32 - 2),
+    ("ckpt/data.pkl", 9, 2**31),
+    ("ckpt/data.pkl", 9, 0),
+    ("ckpt/data/0", 10, 2**16 - 1), # a long name
+]
 
 
-ZIPS = {
-    "encrypted": set_field(3, 1), "compressed": set_field(4, 8), "2-gigabytes": set_field(9, 2**31),
-    "2-gigabytes-twice": lambda name, entry: (set_field(8, 2**31)(name, entry), set_field(9, 2**31)(name, entry)),
-    "a-byte-longer": set_field(9, lambda n: n + 1), "cut": set_field(9, lambda n: n // 2),
-    "checksum": set_field(7, lambda n: n ^ 1), "far-offset": set_field(16, 2**32 - 2),
-    "next-offset": set_field(16, lambda n: n + 1), "first-offset": set_field(16, 0),
-    "long-pickle": set_field(9, 2**31, "data.pkl"), "no-pickle": set_field(9, 0, "data.pkl"),
-    "long-name": set_field(10, 2**16 - 1), "long-extra": set_field(11, 2**16 - 1),
-}
-
-
-@pytest.mark.parametrize("name", ZIPS)
-def test_a_wrong_zip_directory_is_refused(name, assert_refused, valid_checkpoint, tmp_path):
-    content, at = bytearray(valid_checkpoint), valid_checkpoint.index(b"PK\1\2")
-    while at >= 0:
-        entry = list(struct.unpack_from("<IHHHHHHIIIHHHHHII", content, at))
-        record, at_entry = bytes(content[at + 46:at + 46 + entry[10]]).decode(), at
-        at = content.find(b"PK\1\2", at + 46)
-        ZIPS[name](record, entry)
-        struct.pack_into("<IHHHHHHIIIHHHHHII", content, at_entry, *entry)
+@pytest.mark.parametrize("name, field, number", ZIPS)
+def test_a_wrong_zip_directory_is_refused(name, field, number, assert_refused, valid_checkpoint, tmp_path):
+    content = bytearray(valid_checkpoint)
+    at = content.rindex(name.encode() + b"PK") - struct.calcsize(ENTRY)
+    entry = list(struct.unpack_from(ENTRY, content, at))
+    entry[field] = number
+    struct.pack_into(ENTRY, content, at, *entry)
     write_settled(tmp_path / "out" / "ckpt.pt", content)
     assert_refused("out/ckpt.pt")
 
 
-@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
 def test_a_zip_bomb_is_refused(compression, assert_refused, valid_checkpoint, tmp_path):
     write_settled(tmp_path / "out" / "ckpt.pt", poison(valid_checkpoint, piece=b"N" * 2**24, compression=compression))
     assert_refused("one of its records is compressed")
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_torchscript_file_is_refused(assert_refused, tmp_path):
-    saved = io.BytesIO()
-    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), saved)
-    write_settled(tmp_path / "out" / "ckpt.pt", saved.getvalue())
-    assert_refused("out/ckpt.pt")
-
-
 # ---- Hugging Face's files
 
-def safetensors_file(data=b"", length=None, **changes):
+def safetensors_file(length=None, data=bytes(4), **changes):
     """A safetensors file with one tensor. length replaces the header length that the file states."""
     header = json.dumps({"transformer.wpe.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes})
     return struct.pack("<Q", len(header) if length is None else length) + header.encode() + data
 
 
 SAFETENSORS = {
-    "header-of-all": safetensors_file(bytes(4), 2**63), "header-of-terabytes": safetensors_file(bytes(4), 2**40),
-    "short-header": safetensors_file(bytes(4), 5), "no-header": struct.pack("<Q", 0), "empty": b"",
-    "terabytes": safetensors_file(bytes(4), shape=[2**40], data_offsets=[0, 2**42]),
-    "overflowing": safetensors_file(bytes(4), shape=[2**62, 4]), "too-large": safetensors_file(bytes(4), shape=[2]),
-    "backwards": safetensors_file(bytes(4), data_offsets=[4, 0]),
-    "negative-size": safetensors_file(bytes(4), shape=[-1]),
-    "negative-offset": safetensors_file(bytes(4), data_offsets=[-4, 0]), "cut": safetensors_file(),
-    "no-type": safetensors_file(bytes(4), dtype="F31"), "integers": safetensors_file(bytes(4), dtype="I32"),
-    "empty-of-terabytes": safetensors_file(shape=[0, 2**62], data_offsets=[0, 0]), "longer": safetensors_file(bytes(5)),
-    "deep": struct.pack("<Q", 10**6) + b"[" * 10**6, "text-for-a-shape": safetensors_file(bytes(4), shape="1"),
+    "header-of-all": safetensors_file(2**63), "short-header": safetensors_file(5), "no-header": bytes(8), "empty": b"",
+    "terabytes": safetensors_file(shape=[2**40], data_offsets=[0, 2**42]),
+    "overflowing": safetensors_file(shape=[2**62, 4]), "backwards": safetensors_file(data_offsets=[4, 0]),
+    "negative-size": safetensors_file(shape=[-1]), "negative-offset": safetensors_file(data_offsets=[-4, 0]),
+    "cut": safetensors_file(data=b""), "longer": safetensors_file(data=bytes(5)),
+    "no-type": safetensors_file(dtype="F31"), "integers": safetensors_file(dtype="I32"),
+    "deep": struct.pack("<Q", 10**6) + b"{" * 10**6, "text-for-a-shape": safetensors_file(shape="1"),
 }
 
 
 @pytest.mark.parametrize("name", SAFETENSORS)
-def test_hostile_safetensors_are_refused(name, assert_refused, hf_copy):
-    write_settled(hf_copy / "model.safetensors", SAFETENSORS[name])
+def test_hostile_safetensors_are_refused(name, assert_refused, hf_model):
+    write_settled(hf_model / "model.safetensors", SAFETENSORS[name])
     assert_refused("out", "out")
 
 
 @pytest.mark.parametrize("content", [
-    b"[" * 10**6, b'{"a":' * 10**6, b'{"n_layer": ' + b"9" * 10**6 + b"}", b'{"model_type": "gpt2", "n_layer": 1e999}',
-    b"null", b"\0", b'"\xed\xa0\x80"', b"{" + b" " * 2**22 + b"}", b'{"model_type": "\\u001b[31m\\u0007"}',
-], ids=["deep-lists", "deep-dicts", "a-million-digits", "infinite", "null", "nul", "surrogate", "long", "escape-codes"])
-def test_hostile_json_is_refused(content, assert_refused, hf_copy):
-    write_settled(hf_copy / "config.json", content)
+    b'{"a":' * 10**6, b'{"n_layer": ' + b"9" * 10**6 + b"}", b'{"model_type": "gpt2", "n_layer": 1e999}', b"null",
+    b"{" + b" " * 2**25 + b"}", b'{"model_type": "\\u001b[31m\\u0007"}',
+], ids=["deep", "a-million-digits", "infinite", "null", "long", "escape-codes"])
+def test_hostile_json_is_refused(content, assert_refused, hf_model):
+    write_settled(hf_model / "config.json", content)
     assert_refused("out", "out")
-
-
-@pytest.mark.parametrize("name", ["../x.safetensors", "sub/x.safetensors", "/etc/passwd", "..", "", 5])
-def test_an_index_may_only_name_files_in_its_folder(name, assert_refused, hf_copy):
-    for copy in hf_copy / "sub" / "x.safetensors", hf_copy.parent / "x.safetensors":
-        write_settled(copy, (hf_copy / "model.safetensors").read_bytes())
-    (hf_copy / "model.safetensors").unlink()
-    (hf_copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    assert_refused("must name files in its own folder", "out")
 
 
 @pytest.mark.parametrize("name, target", [
     ("config.json", "/dev/zero"), ("config.json", "/etc/passwd"), ("model.safetensors", "fifo"), ("ckpt.pt", "folder"),
-    ("model.safetensors", "/etc/passwd"), ("ckpt.pt", "/dev/zero"), ("ckpt.pt", "nowhere"), ("ckpt.pt", "/etc/passwd"),
+    ("model.safetensors", "/etc/passwd"), ("ckpt.pt", "/dev/zero"), ("ckpt.pt", "/etc/passwd"),
 ])
-def test_links_to_other_files_are_refused_and_their_content_is_not_printed(name, target, assert_refused, hf_copy):
-    os.mkfifo(hf_copy / "fifo")
-    (hf_copy / "folder").mkdir()
-    (hf_copy / name).unlink(missing_ok=True)
-    (hf_copy / name).symlink_to(target)
+def test_links_to_other_files_are_refused_and_their_content_is_not_printed(name, target, assert_refused, hf_model):
+    os.mkfifo(hf_model / "fifo")
+    (hf_model / "folder").mkdir()
+    (hf_model / name).unlink(missing_ok=True)
+    (hf_model / name).symlink_to(target)
     assert_refused("", "resume" if name == "ckpt.pt" else "out")
-    assert "root" not in (hf_copy.parent / "stderr").read_text()
-
-
-@pytest.mark.parametrize("name, absurd", [
-    ("block_size", 10**30), ("vocab_size", 2**31 - 1), ("n_layer", 10**600), ("n_head", -1), ("n_embd", "9" * 10**6),
-    ("n_embd", float("nan")), ("dropout", float("inf")), ("bias", "\x1b[31m\n\x07"), ("rope", "\ud800"), ("gelu", [12]),
-])
-def test_absurd_settings_are_refused(name, absurd, assert_refused, tmp_path):
-    save_checkpoint(tmp_path / "out", make_gpt(), model_args=SHAPE | {name: absurd})
-    assert_refused("out/ckpt.pt")
+    assert "root" not in (hf_model.parent / "stderr").read_text()

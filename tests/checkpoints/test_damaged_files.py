@@ -11,15 +11,14 @@ import torch
 from attacks import write_settled
 from models import make_gpt, make_transformers_gpt2, save_checkpoint
 from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.by_name import load_by_name
+from sampling.checkpoints.nanogpt import load_by_name
 
 SMALL = dict(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5, bias=False)
-KINDS = ["ckpt.pt", "old ckpt.pt", "model.safetensors", "pytorch_model.bin", "config.json"]
-NUM_POSITIONS = 200 # in each kind of file, for each kind of damage
-each_step = pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["every-fifth", "all"])
+CHECKED = "ckpt.pt", "pytorch_model.bin" # they have checksums
+each_count = pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["ckpt.pt", "old ckpt.pt", "model.safetensors", "pytorch_model.bin", "config.json"])
 def file(request, tmp_path):
     """(kind of the file, its path) in the folder of a small model."""
     kind = request.param
@@ -36,10 +35,9 @@ def file(request, tmp_path):
     return kind, tmp_path / kind
 
 
-def load(path, content=None):
+def load(path, content):
     """The loaded settings and tensors after content was written to path; None if loading raises a short error."""
-    if content is not None:
-        write_settled(path, content)
+    write_settled(path, content)
     try:
         model = build_gpt(load_by_name(path.parent, log=lambda text: None))
     except (ValueError, OSError) as e:
@@ -52,34 +50,28 @@ def same(one, other):
     return one[0] == other[0] and all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
 
 
-def positions(kind, size, step):
-    """Positions in a file of this size, at both ends and at random. A step above 1 selects fewer of them."""
-    rng = random.Random(kind)
-    ends = [*range(min(60, size)), *range(max(0, size - 60), size)]
-    return (ends + [rng.randrange(size) for _ in range(NUM_POSITIONS - len(ends))])[::step]
+def positions(size, count):
+    """Positions in a file of this size: half of them near its ends."""
+    rng = random.Random(size)
+    return [rng.choice([rng.randrange(size), rng.randrange(60), size - 1 - rng.randrange(60)]) for _ in range(count)]
 
 
-@each_step
-def test_a_cut_file_is_refused(file, step):
+@each_count
+def test_a_cut_file_is_refused(file, count):
     """Only an old file may still load, because the optimizer's tensors are at its end."""
-    kind, path = file
-    good, content = load(path), path.read_bytes()
-    found = [load(path, content[:at]) for at in positions(kind, len(content), step)]
+    (kind, path), content = file, file[1].read_bytes()
+    good = load(path, content)
+    found = [load(path, content[:at]) for at in positions(len(content), count)]
     assert all(model is None or (same(model, good) and kind in ("old ckpt.pt", "config.json")) for model in found)
 
 
-@each_step
-def test_a_changed_byte_is_detected_if_there_are_checksums(file, step):
-    """Without checksums, a file that loads still gives a model that fits together."""
-    kind, path = file
-    good, content, rng, refused = load(path), path.read_bytes(), random.Random(kind), 0
-    for at in positions(kind, len(content), step):
-        damaged = bytearray(content)
-        damaged[at] ^= rng.randrange(1, 256)
-        found = load(path, damaged)
-        refused += found is None
-        assert found is None or same(found, good) or kind not in ("ckpt.pt", "pytorch_model.bin"), at
-    assert refused > 3
+@each_count
+def test_a_changed_byte_is_detected_if_there_are_checksums(file, count):
+    (kind, path), content = file, file[1].read_bytes()
+    good, found = load(path, content), []
+    for at in positions(len(content), count):
+        found.append(load(path, content[:at] + bytes([content[at] ^ (1 + at % 255)]) + content[at + 1:]))
+    assert None in found and all(model is None or kind not in CHECKED or same(model, good) for model in found)
 
 
 def test_a_changed_bit_is_detected_in_every_record_that_is_used(tmp_path):
@@ -97,35 +89,22 @@ def test_a_changed_bit_is_detected_in_every_record_that_is_used(tmp_path):
     assert refused == len({tensor.data_ptr() for tensor in used}) + 1 < len(records)
 
 
-def swaps(path, content):
-    """Changes (position, num_bytes, number), each of which points to another record of the same length."""
-    records = [info for info in zipfile.ZipFile(path).infolist() if "/data/" in info.filename]
-    for one in records:
-        for other in records:
-            if one.file_size != other.file_size or one.CRC == other.CRC:
-                continue
-            entry, between = content.rindex(one.filename.encode() + b"PK") - 46, other.header_offset - one.header_offset
-            yield entry + 42, 4, other.header_offset
-            for at in (26, 28) if between > 0 else (): # or the header claims a longer name or extra field
-                number = int.from_bytes(content[one.header_offset + at:][:2], "little") + between
-                yield from [(one.header_offset + at, 2, number)] if number < 2**16 else []
-
-
 def test_no_record_is_read_instead_of_another(tmp_path):
+    """Each change of the zip's directory points to another record of the same length."""
     path = save_checkpoint(tmp_path, make_gpt(**SMALL), meta=False)
-    content, good = path.read_bytes(), load(path)
-    found = [load(path, content[:at] + number.to_bytes(size, "little") + content[at + size:])
-             for at, size, number in swaps(path, content)]
-    assert len(found) > 100 and all(model is None or same(model, good) for model in found)
-    assert sum(model is None for model in found) > 50
+    content, found = path.read_bytes(), []
+    good, records = load(path, content), [info for info in zipfile.ZipFile(path).infolist() if "/data/" in info.filename]
+    for one in records:
+        at = content.rindex(one.filename.encode() + b"PK") - 4 # of the record's place
+        for other in records:
+            if one.file_size == other.file_size and one.CRC != other.CRC:
+                found.append(load(path, content[:at] + other.header_offset.to_bytes(4, "little") + content[at + 4:]))
+    assert len(found) > 50 and all(model is None or same(model, good) for model in found) and None in found
 
 
 def test_a_good_file_is_not_called_damaged_if_memory_runs_out(file, monkeypatch):
     def fail(*arguments, **settings):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-    _, path = file
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.empty", fail)
-        with pytest.raises(MemoryError):
-            load(path)
-    assert load(path)
+    monkeypatch.setattr("torch.empty", fail)
+    with pytest.raises((MemoryError, RuntimeError), match="allocate memory"):
+        load(file[1], file[1].read_bytes())

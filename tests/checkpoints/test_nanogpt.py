@@ -2,9 +2,9 @@
 import dataclasses
 import os
 import pathlib
-import pickle
 import sys
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +12,8 @@ import torch
 
 from model import GPT, GPTConfig
 from models import SHAPE, make_gpt, nanogpt_args, same_model, save_checkpoint
-from pickled_call import CreatesFile
-from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.by_name import load_by_name, load_pretrained
-from sampling.checkpoints.nanogpt import find_checkpoint, load_checkpoint
-from sampling.checkpoints.state_dict import count_init_draws
+from sampling.checkpoints.build import build_gpt, count_init_draws
+from sampling.checkpoints.nanogpt import find_checkpoint, load_by_name, load_checkpoint
 from sampling.sampler.mt19937 import advance_mt19937
 
 SIZES = {name: SHAPE[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
@@ -63,23 +60,18 @@ def test_the_error_for_a_missing_checkpoint_lists_others_nearby(tmp_path):
     assert all(name in str(error.value) for name in ("out-a", "out-shakespeare-char", "model_00001.pt"))
 
 
-@pytest.mark.parametrize("names, listed", [
-    (["ckpt-1000-1.3-1.5.pt", "ckpt-2000-1.2-1.4.pt"], "ckpt-2000-1.2-1.4.pt, ckpt-1000-1.3-1.5.pt"),
-    (["2000_ckpt.pt", "best_model.pt"], "best_model.pt, 2000_ckpt.pt"), (["model_00001.pt"], "model_00001.pt"),
-    ([f"{i}.pt" for i in range(7)], "6.pt, 5.pt, 4.pt, 3.pt, 2.pt, ..."),
-])
-def test_a_folder_of_snapshots_names_them_with_the_newest_first(names, listed, tmp_path):
+def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
+    names = ["ckpt-1000-1.3-1.5.pt", "2000_ckpt.pt", "best_model.pt", "a.pt", "b.pt", "model_00001.pt"]
     for i, name in enumerate(names):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (i * 100,) * 2)
     newest = tmp_path / names[-1]
     with pytest.raises(FileNotFoundError) as error:
         load_checkpoint(tmp_path)
+    listed = "model_00001.pt, b.pt, a.pt, best_model.pt, 2000_ckpt.pt, ..."
     assert f"{tmp_path} holds {listed}, but no ckpt.pt; pass --out_dir={newest}" in str(error.value)
-    for load in load_pretrained, load_by_name:
-        with pytest.raises(ValueError, match="neither config") as error:
-            load(str(tmp_path))
-        assert f"--out_dir={newest}" in str(error.value)
+    with pytest.raises(ValueError, match=f"neither config.json nor ckpt.pt, but .*--out_dir={newest}"):
+        load_by_name(tmp_path)
 
 
 # ---- what a Checkpoint holds
@@ -174,7 +166,7 @@ FORMS = {
     "numpy-numbers": lambda model: {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0)}},
     "numpy-and-paths": lambda model: {"config": {"lr": np.dtype(">f4").type(0.1), "out": pathlib.Path("a/b")}},
     "parameters": lambda model: {"model": dict(model.named_parameters())}, "no-config": lambda model: {"config": None},
-    "many-losses": lambda model: {"losses": [i / 7 for i in range(100_000)]}, "a-set": lambda model: {"x": {1, 2}},
+    "losses-and-sets": lambda model: {"losses": [i / 7 for i in range(100_000)], "x": {1, 2}},
 }
 
 
@@ -183,8 +175,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
     model = make_gpt(tie_word_embeddings=form != "head-untied")
-    save = torch.save
-    monkeypatch.setattr(torch, "save", lambda content, path: save(content, path, **options))
+    monkeypatch.setattr(torch, "save", partial(torch.save, **options))
     assert same_model(save_checkpoint(tmp_path, model, **FORMS[form](model)), model)
 
 
@@ -206,17 +197,16 @@ def test_a_file_without_checksums_loads(tmp_path):
 @pytest.mark.parametrize("change", [
     lambda model, config: {}, lambda model, config: {"config": dict(SIZES)},
     lambda model, config: {"model": None, "model_state_dict": model.state_dict()},
-    lambda model, config: {"optimizer": torch.optim.AdamW(model.parameters()).state_dict()},
     lambda model, config: {"config": None, "model_args": config},
-], ids=["object", "dict", "model_state_dict", "optimizer", "as-model_args"])
+], ids=["object", "dict", "model_state_dict", "as-model_args"])
 def test_build_nanogpts_files_load_with_the_tanh_gelu(change, gptconfig, tmp_path):
     model, config = make_gpt(gelu="tanh"), lesson_config(gptconfig)
     assert same_model(save_lesson(tmp_path, model, config, **change(model, config)), model)
 
 
-@pytest.mark.parametrize("as_dict", [True, False], ids=["dict", "GPTConfig"])
-def test_nanogpts_own_gptconfig_keeps_the_exact_gelu(as_dict, gptconfig, tmp_path):
-    assert same_model(save_lesson(tmp_path, make_gpt(), SHAPE if as_dict else gptconfig(**SHAPE)), make_gpt())
+def test_nanogpts_own_gptconfig_keeps_the_exact_gelu(gptconfig, tmp_path):
+    for config in SHAPE, gptconfig(**SHAPE):
+        assert same_model(save_lesson(tmp_path, make_gpt(), config), make_gpt())
 
 
 # ---- fields of forks
@@ -236,7 +226,7 @@ def test_a_field_that_changes_no_arithmetic_gets_a_line(field, tmp_path):
 def test_a_field_that_is_on_is_named_and_the_advice_works(key, field, tmp_path):
     model, name = make_gpt(gelu="tanh"), next(iter(field))
     path = save_lesson(tmp_path, model, None, **{key: SIZES | field | {"gelu": "tanh"}})
-    with pytest.raises(ValueError, match=f"{key} in .* has fields that a GPT does not have: {name};") as error:
+    with pytest.raises(ValueError, match=f"its {key} has fields that a GPT does not have: {name};") as error:
         load_checkpoint(path)
     command = str(error.value).split("fields: ")[1].replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
     exec(command, {"torch": torch, "model": model})
@@ -254,7 +244,6 @@ def test_a_field_that_is_on_is_named_and_the_advice_works(key, field, tmp_path):
     ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict, got int"),
     ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": 10**12}}, "n_layer=1000000000000 but holds"),
     ({"model": {"a": torch.ones(2)}, "model_args": {"x": [1, 2]}}, "must hold numbers and text, got 'x': list"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"x": pickle.PickleError()}}, "names pickle.PickleError"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
@@ -262,15 +251,3 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
     with pytest.raises(ValueError) as error:
         load_checkpoint(tmp_path / "ckpt.pt")
     assert message in str(error.value) and str(tmp_path / "ckpt.pt") in str(error.value)
-
-
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
-def test_a_hostile_checkpoint_runs_no_code(zipped, tmp_path):
-    path = save_checkpoint(tmp_path, make_gpt())
-    content = torch.load(path, weights_only=True) | {"config": {"x": CreatesFile(tmp_path / "ran")}}
-    torch.save(content, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ValueError, match=r"names (posix|nt)\.system, which could run code"):
-        load_checkpoint(path)
-    assert not (tmp_path / "ran").exists()
-    torch.load(path, weights_only=False) # the attack itself works
-    assert (tmp_path / "ran").exists()

@@ -1,7 +1,10 @@
 """Fixtures for the tests of generation."""
 import pytest
 
+from engines import BACKENDS
 from models import save_meta
+from recorded_graphs import NEEDS_GPU, record_graphs
+from sampling.backends import cuda
 from sampling.inputs.char_tokenizer import CharTokenizer
 
 
@@ -10,3 +13,12 @@ def tokenizer(tmp_path_factory):
     """A tokenizer with one token per character."""
     save_meta(path := tmp_path_factory.mktemp("vocabulary") / "meta.pkl")
     return CharTokenizer(path)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=NEEDS_GPU if name == "cuda" else []) for name in BACKENDS])
+def make_backend(request, monkeypatch):
+    """make_backend(gpt): each kind of backend. Static steps attend to 4, 8, 12 or 16 positions."""
+    monkeypatch.setattr(cuda, "BUCKET", 4)
+    if request.param == "recorded graphs":
+        record_graphs(monkeypatch)
+    return BACKENDS[request.param]

@@ -17,6 +17,7 @@ from sampling.inputs.tokenizer import load_tokenizer
 from sampling.params import ModelOptions, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=28, temperature=0.9, top_k=30, seed=3) # with "The ", they fill the window
+DRAFTS = dict(good={}, imperfect={"noise": 0.5}, bad={"seed": 2}, broken={"noise": torch.nan}, short={"block_size": 20})
 
 
 class SometimesWrongBackend(LeastBackend):
@@ -33,9 +34,6 @@ def make_model(seed=1, noise=0.0, block_size=32):
     weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:block_size]
     model.load_state_dict(weights)
     return add_noise(model, noise)
-
-
-DRAFTS = dict(good={}, imperfect={"noise": 0.5}, bad={"seed": 2}, broken={"noise": torch.nan}, short={"block_size": 20})
 
 
 def speculate(draft="good", cost=0.05, log=lambda line: None, is_copy=False, draft_backend=LeastBackend):
@@ -73,10 +71,10 @@ def test_text_is_that_of_a_run_without_a_draft(tokenizer, draft, lowest_rate, hi
     assert draft != "broken" or len(speculation.draft.backend.needed) < 2, "it is not asked again"
 
 
-@pytest.mark.parametrize("context_shift", [False, True])
-def test_a_copy_of_the_model_shares_its_cache_and_changes_no_text(tokenizer, context_shift):
+def test_a_copy_of_the_model_shares_its_cache_and_changes_no_text(tokenizer):
     speculation = speculate("imperfect", is_copy=True)
-    check_text(tokenizer, speculation, replace(PARAMS, max_new_tokens=80, context_shift=context_shift))
+    for context_shift in False, True:
+        check_text(tokenizer, speculation, replace(PARAMS, max_new_tokens=80, context_shift=context_shift))
     assert speculation.shares_cache and speculation.num_accepted
 
 
@@ -91,6 +89,14 @@ def test_a_bad_draft_is_turned_off_and_then_the_model_computes_only_the_logits_t
     check_text(tokenizer, speculation := speculate("bad", cost=0.4), replace(PARAMS, temperature=1.5))
     assert 0 < speculation.num_proposed <= 20 and len(speculation.draft.backend.needed) <= 20
     assert speculation.target.needed[0] is None and speculation.target.needed[-1] == PARAMS.top_k
+
+
+def test_a_good_draft_saves_passes_and_the_summary_counts_its_proposals(tokenizer):
+    speculation = speculate()
+    assert speculation.summary() == "the draft proposed no tokens"
+    check_text(tokenizer, speculation)
+    assert speculation.target.needed == 4 * [None], "28 tokens: 1, and then 9 in each pass"
+    assert speculation.summary() == "acceptance rate of the draft: 100 % (24 of 24 tokens)"
 
 
 SEVERAL = "the draft is off: several samples at once are faster without it; batch_size=1 turns it on"
@@ -112,15 +118,16 @@ def test_one_line_says_where_the_draft_is_off(tokenizer, draft, cost, batch_size
     assert logged == lines and (speculation.num_proposed == 0) == ("is off" in str(lines))
 
 
-def test_a_good_draft_saves_passes_and_the_summary_counts_its_proposals(tokenizer):
-    speculation = speculate()
-    assert speculation.summary() == "the draft proposed no tokens"
-    check_text(tokenizer, speculation)
-    assert speculation.target.needed == 4 * [None], "28 tokens: 1, and then 9 in each pass"
-    assert speculation.summary() == "acceptance rate of the draft: 100 % (24 of 24 tokens)"
+@pytest.mark.parametrize("cost, share, expected", [(0.05, 1, 8), (0.35, 1, 8), (0.05, 0.5, 6), (0.02, 0, 0)])
+def test_the_number_of_proposals_follows_the_share_that_is_accepted(cost, share, expected):
+    length = DraftLength(cost)
+    for _ in range(40):
+        k = length.best()
+        length.record(k, int(k * share))
+    assert length.best() == expected
 
 
-def test_a_model_in_8_bits_is_a_good_draft_of_itself():
+def test_the_demo_in_8_bits_is_a_good_draft_of_itself():
     samples = []
     for draft in None, "int8":
         checkpoint = load_checkpoint(PROJECT / "out-shakespeare-char")
@@ -131,12 +138,3 @@ def test_a_model_in_8_bits_is_a_good_draft_of_itself():
         samples += run(Engine(model, SamplingParams(max_new_tokens=120)), make_requests(tokenizer, ["The "]))
     assert samples[0].text == samples[1].text
     assert model.speculation.num_accepted > 0.7 * model.speculation.num_proposed > 60
-
-
-@pytest.mark.parametrize("cost, share, expected", [(0.05, 1, 8), (0.35, 1, 8), (0.05, 0.5, 6), (0.02, 0, 0)])
-def test_the_number_of_proposals_follows_the_share_that_is_accepted(cost, share, expected):
-    length = DraftLength(cost)
-    for _ in range(40):
-        k = length.best()
-        length.record(k, int(k * share))
-    assert length.best() == expected

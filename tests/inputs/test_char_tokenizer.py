@@ -1,12 +1,9 @@
 """CharTokenizer, which reads its vocabulary of characters or bytes from meta.pkl."""
 import pickle
-import sys
 
 import pytest
 
 from models import CHARS, save_meta
-from pickle_code import value
-from pickled_call import CreatesFile
 from sampling.inputs.char_tokenizer import CharTokenizer, read_meta
 
 
@@ -68,56 +65,39 @@ def test_the_error_names_unknown_characters(tokenizer, tmp_path, text, message):
         load(tmp_path, {"stoi": {97: 0}}).encode("aé")
 
 
+@pytest.mark.parametrize("stoi, itos", [
+    ({"a": 0, "b": 0}, {0: "a"}), # two characters share an id
+    ({"a": 0}, {0: "a", 1: "a"}), # two ids share a character
+    ({"a": 0, "b": 1}, ["a", "b"]),
+    ({"a": 0, "<|endoftext|>": 1, "[PAD]": 2}, {0: "a"}),
+], ids=str)
+def test_vocabularies_that_are_odd_but_clear_are_used(stoi, itos, tmp_path):
+    assert load(tmp_path, {"stoi": stoi, "itos": itos}).encode("a") == [0]
+
+
 @pytest.mark.parametrize("stoi, itos, message", [
-    ({"a": 0, "b": 0}, {0: "a"}, None), # two characters share an id
-    ({"a": 0}, {0: "a", 1: "a"}, None), # two ids share a character
-    ({"a": 0, "b": 1}, ["a", "b"], None),
-    ({"a": 0, "<|endoftext|>": 1, "[PAD]": 2}, {0: "a"}, None),
     ({"a": 0, "b": 1}, {0: "b", 1: "a"}, "damaged: stoi and itos disagree about '[ab]'"),
     ({"a": 0}, {0: "b"}, "damaged: stoi and itos disagree about 'b'"),
     ({"a": 0, "▁the": 1}, {0: "a", 1: "▁the"}, "'▁the' of several characters.*--tokenizer=NAME"),
-    ({"a": 0, "b": 1, "ab": 2}, {0: "a", 1: "b", 2: "ab"}, "'ab' of several characters"),
     ({"a": 0, b"a": 1}, {0: "a", 1: b"a"}, "must map characters or bytes"),
-    ({256: 0}, {0: 256}, "must map characters or bytes"),
-    ({"a": "b"}, {0: "a"}, "must map characters or bytes"),
-    ({"a": -1}, {0: "a"}, "must map characters or bytes"),
-    ({"a": True}, {0: "a"}, "must map characters or bytes"),
-    ({}, {}, "must map characters or bytes"),
-    (3, {}, "stoi or itos is not a dict"),
+    ({256: 0}, {0: 256}, "must map characters or bytes"), ({"a": "b"}, {0: "a"}, "must map characters or bytes"),
+    ({"a": -1}, {0: "a"}, "must map characters or bytes"), ({"a": True}, {0: "a"}, "must map characters or bytes"),
+    ({}, {}, "must map characters or bytes"), (3, {}, "stoi or itos is not a dict"),
 ], ids=str)
-def test_stoi_and_itos_must_be_a_vocabulary_and_agree(tmp_path, stoi, itos, message):
-    if message is None:
-        assert load(tmp_path, {"stoi": stoi, "itos": itos}).encode("a") == [0]
-    else:
-        with pytest.raises(ValueError, match=message) as error:
-            load(tmp_path, {"stoi": stoi, "itos": itos})
-        assert str(tmp_path / "meta.pkl") in str(error.value)
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_hostile_meta_pkl_runs_no_code(protocol, tmp_path):
-    content = pickle.dumps({"stoi": {"a": 0}, "itos": {0: CreatesFile(tmp_path / "ran")}}, protocol=protocol)
-    with pytest.raises(ValueError, match=r"\.system, which could run code"):
-        load(tmp_path, content)
-    assert not (tmp_path / "ran").exists()
-    pickle.loads(content) # the attack itself works
-    assert (tmp_path / "ran").exists()
+def test_stoi_and_itos_must_be_a_vocabulary_and_agree(stoi, itos, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as error:
+        load(tmp_path, {"stoi": stoi, "itos": itos})
+    assert str(tmp_path / "meta.pkl") in str(error.value)
 
 
 @pytest.mark.parametrize("content, message", [
-    (b"", "pickle exhausted"), (b"hello", "cannot read"), (pickle.dumps([1]), "it holds a list"),
-    (b"\x80\x04}r\xff\xff\xff\x7f.", "far more memory"), # a memo of 2**31 entries
-    (b"\x80\x04" + b"\x8f" * 2**21 + b".", "far more memory"), # two million sets
-    (b"\x80\x04\x96" + (2**40).to_bytes(8, "little") + b".", "expected 1099511627776 bytes"),
-    (b"\x80\x04})" + b"".join(b"\x94h%c\x86" % i for i in range(60)) + b"Ns.", "a tuple or"), # 2**60 steps to hash
-    (b"\x80\x04" + value("a" * 2**23) + b".", "only 838860. remain"), (b"\x80\x04\x82\x12.", "could run code"),
-], ids=["empty", "text", "list", "memo", "sets", "bytearray", "tuples", "long", "extension"])
-def test_a_meta_pkl_that_wastes_memory_or_time_is_refused(content, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+    (b"", "damaged or incomplete"), (b"hello", "damaged or incomplete"), (pickle.dumps([1]), "it holds a list")])
+def test_a_file_that_is_no_vocabulary_is_refused(content, message, tmp_path): # checkpoints/test_attacks.py has more
+    with pytest.raises(ValueError, match=f"cannot read .*meta.pkl: .*{message}"):
         load(tmp_path, content)
 
 
 def test_a_vocabulary_of_all_characters_loads(tmp_path):
     """It is the largest vocabulary that a real data set can have."""
-    save_meta(tmp_path / "meta.pkl", "".join(map(chr, range(min(sys.maxunicode, 160_000)))))
+    save_meta(tmp_path / "meta.pkl", "".join(map(chr, range(160_000))))
     assert len(read_meta(tmp_path / "meta.pkl")["stoi"]) == 160_000

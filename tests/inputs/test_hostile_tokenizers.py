@@ -11,32 +11,19 @@ from sampling.inputs.hf_tokenizer import LLAMA3, HFTokenizer
 
 SIZE = 290
 VOCAB = {"ab": 0} | {chr(96 + i): i for i in range(1, SIZE)}
-FILE = {"model": {"type": "BPE", "vocab": VOCAB, "merges": [["a", "b"]]}}
+BPE = {"type": "BPE", "vocab": VOCAB, "merges": [["a", "b"]]}
 UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0]] + [[chr(96 + i), -1.0] for i in range(1, SIZE)]}
 WORD_PIECE = {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "vocab": VOCAB,
               "max_input_chars_per_word": 100}
-DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-
-
-def model(**changes):
-    return {"model": FILE["model"] | changes}
-
-
-def normalizer(*steps):
-    return {"normalizer": {"type": "Sequence", "normalizers": list(steps)}}
-
-
-def pre_tokenizer(*steps):
-    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": list(steps)}}
-
-
-def decoder(*steps):
-    return {"decoder": {"type": "Sequence", "decoders": list(steps)}}
 
 
 def replace(pattern, content):
     return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def steps(part, *steps):
+    """A part of a tokenizer.json."""
+    return {part: {"type": "Sequence", f"{part.replace('_', '')}s": list(steps)}}
 
 
 def added(*tokens):
@@ -45,40 +32,39 @@ def added(*tokens):
 
 HOSTILE = {
     # what a text could become
-    "doubling-replaces": normalizer(*[DOUBLE] * 16),
-    "long-replacement": normalizer(replace({"String": "a"}, "a" * 1000)),
-    "many-replaces": normalizer(*[replace({"String": "a"}, "b")] * 100), "bytes-of-bytes": pre_tokenizer(*[BYTES] * 16),
-    "empty-pattern": normalizer(replace({"String": ""}, "a")), "doubling-decoders": decoder(*[DOUBLE] * 16),
-    "many-ligatures": normalizer(*[replace({"String": "a"}, "ﷺ"), {"type": "NFKC"}] * 8),
-    "long-prepend": normalizer({"type": "Prepend", "prepend": "a" * 10**6}),
-    "strip-both-ends": decoder({"type": "Strip", "content": "a", "start": 2, "stop": 2}),
-    "long-strip": decoder({"type": "Strip", "content": "a", "start": 2**63, "stop": 0}),
-    "across-tokens": decoder({"type": "Fuse"}, replace({"String": "ab"}, "c")),
-    "no-suffix": decoder({"type": "BPEDecoder", "suffix": ""}), "fixed-length": pre_tokenizer({"type": "FixedLength"}),
-    "endless-expression": pre_tokenizer({"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}),
-    "expression-decoder": decoder(replace({"Regex": "(a|a)*"}, "")),
-    "precompiled-terabytes": normalizer({"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
+    "doubling-replaces": steps("normalizer", *[replace({"String": "a"}, "aa")] * 16),
+    "long-replacement": steps("normalizer", replace({"String": "a"}, "a" * 1000)),
+    "many-steps": steps("normalizer", *[replace({"String": "a"}, "b")] * 100),
+    "bytes-of-bytes": steps("pre_tokenizer", *[{"type": "ByteLevel", "use_regex": False}] * 16),
+    "empty-pattern": steps("normalizer", replace({"String": ""}, "a")),
+    "many-ligatures": steps("normalizer", *[replace({"String": "a"}, "ﷺ"), {"type": "NFKC"}] * 8),
+    "long-prepend": steps("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}),
+    "strip-both-ends": steps("decoder", {"type": "Strip", "content": "a", "start": 2, "stop": 2}),
+    "long-strip": steps("decoder", {"type": "Strip", "content": "a", "start": 2**63, "stop": 0}),
+    "across-tokens": steps("decoder", {"type": "Fuse"}, replace({"String": "ab"}, "c")),
+    "fixed-length": steps("pre_tokenizer", {"type": "FixedLength"}),
+    "endless-expression": steps("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}}),
+    "precompiled-terabytes": steps("normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
     # models
-    "merge-inside-a-character": model(continuing_subword_prefix="#", merges=[["a", "é"]]), "no-model": {"model": None},
-    "merge-of-nothing": model(merges=[["a", "b"], ["ab", "a"]]), "merges-of-three": model(merges=["a b c"]),
-    "one-id-twice": model(vocab=VOCAB | {"xy": 0}), "far-id": model(vocab=VOCAB | {"xy": 2**40}),
-    "no-vocabulary": model(vocab={}), "long-token": model(vocab=VOCAB | {"a" * 10**6: SIZE}),
+    "merge-inside-a-character": {"model": BPE | {"continuing_subword_prefix": "#", "merges": [["a", "é"]]}},
+    "no-model": {"model": None}, "merge-of-nothing": {"model": BPE | {"merges": [["a", "b"], ["ab", "a"]]}},
+    "merges-of-three": {"model": BPE | {"merges": ["a b c"]}}, "one-id-twice": {"model": BPE | {"vocab": {"a": 0, "b": 0}}},
+    "far-id": {"model": BPE | {"vocab": VOCAB | {"xy": 2**40}}}, "no-vocabulary": {"model": BPE | {"vocab": {}}},
+    "long-token": {"model": BPE | {"vocab": VOCAB | {"a" * 10**6: SIZE}}},
     "wide-tree": {"model": UNIGRAM | {"vocab": [[f"{i:0999}", -1.0] for i in range(2000)]}},
     "infinite-score": {"model": UNIGRAM | {"vocab": [["a", float("inf")]]}},
     "long-words": {"model": WORD_PIECE | {"max_input_chars_per_word": 2**62}},
     # added tokens and JSON
     "many-added-tokens": added(*[(i + SIZE, f"<{i}>") for i in range(20_000)]), "added-text-id": added(("5", "<a>")),
     "added-over-another": added((3, "<a>")), "added-after-a-gap": added((SIZE + 5, "<a>")),
-    "long-added": added((SIZE, "a" * 10**6)), "escape-codes": model(type="\x1b[31m\n\r"), "deep": '{"a":' * 10**5,
-    "many-lists": '{"a": [' + "[]," * 5 * 10**6 + "1]}", "many-numbers": '{"a": [' + "1.0," * 4 * 10**6 + "1]}",
-    "list": "[]", "utf-16": "\ufeff{}",
+    "long-added": added((SIZE, "a" * 10**6)), "escape-codes": {"model": {"type": "\x1b[31m\n\r"}},
+    "deep": '{"a":' * 10**5, "many-lists": '{"a": [' + "[]," * 5 * 10**6 + "1]}", "list": "[]", "utf-16": "\ufeff{}",
 }
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_tokenizers_are_refused(content, tmp_path, capfd):
-    content = content if isinstance(content, str) else json.dumps(FILE | content)
-    (tmp_path / "tokenizer.json").write_text(content)
+    (tmp_path / "tokenizer.json").write_text(content if isinstance(content, str) else json.dumps({"model": BPE} | content))
     begin = time.process_time()
     tracemalloc.start()
     with pytest.raises(ValueError) as error:
@@ -88,24 +74,22 @@ def test_hostile_tokenizers_are_refused(content, tmp_path, capfd):
     assert str(error.value).isprintable() and str(tmp_path) in str(error.value) and capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("change", [
-    pre_tokenizer({"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}),
-    {"model": UNIGRAM}, {"model": WORD_PIECE}, {"model": FILE["model"] | {"dropout": 0.9}},
-    {"truncation": {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 2**40}},
-    {"padding": {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": 2**40, "pad_id": 0,
-                 "pad_type_id": 0, "pad_token": "a"}},
-    {"post_processor": {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}},
-], ids=lambda change: next(iter(change)))
-def test_the_unchanged_tokenizers_load_without_what_changes_a_prompt(change, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(FILE | change))
-    ids = {"Unigram": [1, 2, 3], "WordPiece": [1], "BPE": [0, 3]}[(FILE | change)["model"]["type"]]
+@pytest.mark.parametrize("change, ids", [
+    (steps("pre_tokenizer", {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}), [0, 3]),
+    ({"model": UNIGRAM}, [1, 2, 3]), ({"model": WORD_PIECE}, [1]), ({"model": BPE | {"dropout": 0.9}}, [0, 3]),
+    ({"truncation": {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 2**40}}, [0, 3]),
+    ({"padding": {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": 2**40, "pad_id": 0,
+                  "pad_type_id": 0, "pad_token": "a"}}, [0, 3]),
+    ({"post_processor": {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}}, [0, 3]),
+], ids=["split", "unigram", "wordpiece", "dropout", "truncation", "padding", "post-processor"])
+def test_the_unchanged_tokenizers_load_without_what_changes_a_prompt(change, ids, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": BPE} | change))
     assert all(HFTokenizer(tmp_path / "tokenizer.json", 300).encode("abc") == ids for _ in range(5))
 
 
 @pytest.mark.parametrize("name, content", [
-    ("merges.txt", b"a\n"), ("merges.txt", b"\xff\xfe"), ("merges.txt", b"a b\n" * (2**20 + 1)), ("vocab.json", b"[]"),
-    ("vocab.json", b'{"a": "b"}'), ("vocab.json", b'{"a": 4294967296, "b": 1, "ab": 2}'),
-    ("added_tokens.json", b'{"<a>": 290, "<b>": 290}'), ("special_tokens_map.json", b"[" * 10**6),
+    ("merges.txt", b"a\n"), ("merges.txt", b"\xff\xfe"), ("merges.txt", b"a b\n" * (2**20 + 1)),
+    ("vocab.json", b'{"a": 4294967296, "b": 1, "ab": 2}'), ("added_tokens.json", b'{"<a>": 290, "<b>": 290}'),
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"a": 5}}'),
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"' + b"9" * 5000 + b'": {"content": "<a>"}}}'),
     ("tokenizer_config.json", b'{"add_prefix_space": {"a": 1}}'),
@@ -119,7 +103,7 @@ def test_hostile_older_files_are_refused(name, content, tmp_path):
     assert len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("target", ["/dev/zero", "fifo", "nowhere", "folder"])
+@pytest.mark.parametrize("target", ["/dev/zero", "fifo", "folder"])
 def test_links_to_anything_but_a_file_are_not_read(target, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hf_tokenizers import KINDS, LINES, save_tokenizer
+from hf_tokenizers import LINES, save_tokenizer
 from models import CHARS, save_meta
 from project import RULE
 from sampling.inputs import prompts
@@ -30,8 +30,7 @@ def test_text_without_a_prefix_is_a_prompt(start):
 
 
 @pytest.mark.parametrize("content, lines", [
-    ("a\n\n\nb", ["a", "b"]), ("a\r\nb\r\n", ["a", "b"]), (" a \n\tb\n", [" a ", "\tb"]),
-    ("\ufeffé\r\n🙂", ["é", "🙂"])])
+    ("a\n\n\nb", ["a", "b"]), (" a \n\tb\n", [" a ", "\tb"]), ("\ufeffé\r\n🙂", ["é", "🙂"])])
 def test_every_nonempty_line_is_a_prompt(tmp_path, content, lines):
     path = tmp_path / "a:b" # only the first colon counts
     path.write_bytes(content.encode())
@@ -52,9 +51,10 @@ def test_jsonl_prompts_have_ids(tmp_path):
 @pytest.mark.parametrize("line, message", [
     ('{"prompt": "b", "temperature": 1}', "temperature is a setting of the whole run, not of one prompt"),
     ('{"prompt": "b", "text": 1}', "out_file already has a field text"),
-    *[(line, "every line must be an object") for line in ("[]", '"a"', "{}", '{"prompt": 5}', '{"prompt": ""}', "{")],
+    ("[]", "every line must be an object"), ('{"prompt": 5}', "every line must be an object"),
+    ('{"prompt": ""}', "every line must be an object"), ("[" * 10**5, "every line must be an object"),
     ('{"prompt": "a", "id": 1e999}', r".*; got '{\"prompt\".* \(Out of range float"),
-    ('{"prompt": "a", "id": ' + "9" * 5000 + "}", r".*\(Exceeds the limit"), ("[" * 10**5, "every line must be"),
+    ('{"prompt": "a", "id": ' + "9" * 5000 + "}", r".*\(Exceeds the limit"),
     ('{"prompt": "', r".*\(Unterminated string"),
 ], ids=lambda text: text[:30])
 def test_the_error_names_a_line_that_is_not_a_prompt(tmp_path, line, message):
@@ -78,12 +78,10 @@ def test_the_error_names_a_file_without_prompts(tmp_path, monkeypatch, start, me
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("content, message", [
-    (b"", "standard input is empty"), (b"\xe9\n", "standard input is not UTF-8"),
-    (b"[]\n", "standard input, line 1: every line must be an object")], ids=repr)
-def test_the_error_names_standard_input(content, message, run_script, char_checkpoint):
-    done = run_script(f"--out_dir={char_checkpoint}", "--start=JSONL:-", stdin=content)
-    assert done.returncode == 1 and f"error: {message}" in done.stderr
+def test_the_error_names_standard_input(run_script, char_checkpoint):
+    for content, message in (b"", "standard input is empty"), (b"[]\n", "standard input, line 1: every line must be"):
+        done = run_script(f"--out_dir={char_checkpoint}", "--start=JSONL:-", stdin=content)
+        assert done.returncode == 1 and f"error: {message}" in done.stderr
 
 
 def test_prompts_are_counted_and_checked_before_sampling(tmp_path, chars):
@@ -149,14 +147,15 @@ def test_a_stop_text_that_cannot_end_a_sample_gets_a_warning(chars, gpt2_encodin
     assert len(warnings_of(["a\udcff"], GPT2Tokenizer())) == 1 # no valid Unicode
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_part_of_a_text_may_be_a_stop_text(tmp_path, kind):
+@pytest.mark.parametrize("kind, never", [
+    ("byte-level", None), ("byte-fallback", None), ("unigram-bytes", None), ("wordpiece", "KING"), ("suffix", "The"),
+    ("words", "\n"), ("unigram", "<|endoftext|>")])
+def test_any_part_of_a_text_may_be_a_stop_text(kind, never, tmp_path):
     save_tokenizer(kind, tmp_path)
     tokenizer = HFTokenizer(find_tokenizer(tmp_path), 10**6)
     text = tokenizer.decode(tokenizer.encode(LINES[4]))
     assert warnings_of([text[i:i + 5] for i in range(len(text) - 4) if "\\" not in text[i:i + 5]], tokenizer) == []
-    unknown = {"wordpiece": "KING", "vocab-txt": "\n\n", "suffix": "The", "words": "\n", "unigram": "<|endoftext|>"}
-    assert kind not in unknown or len(warnings_of([unknown[kind]], tokenizer)) == 1
+    assert never is None or len(warnings_of([never], tokenizer)) == 1
 
 
 def request(index, text, tokenizer, location="", **more):

@@ -1,54 +1,66 @@
-"""The HTML page of samples in Chromium: its look, its safety and its size. Another file tests the tooltips."""
-import re
+"""The page of samples in Chromium: its look, its safety, its size, and its tooltips."""
 from itertools import pairwise
 
 import pytest
 
-from pages import HOSTILE, PROBABILITIES, SHOWN, finished_sample, make_token, make_tokens, write_page
-from sampling.outputs.html import HtmlWriter
+from pages import HOSTILE, PROBABILITIES, SHOWN, make_page, make_token, make_tokens, write_lines, write_page
 
 LUMINANCE_JS = """
-const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1}).getContext('2d', {willReadFrequently: true})
+const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1})
+const context = canvas.getContext('2d', {willReadFrequently: true})
+const linear = value => value / 255 <= .04045 ? value / 255 / 12.92 : ((value / 255 + .055) / 1.055) ** 2.4
 const luminanceOf = color => { // WCAG's relative luminance
-  canvas.fillStyle = color
-  canvas.fillRect(0, 0, 1, 1)
-  const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map(v => v / 255 <= .04045 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4)
+  context.fillStyle = color
+  context.fillRect(0, 0, 1, 1)
+  const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map(linear)
   return .2126 * r + .7152 * g + .0722 * b
 }
-const isTransparent = color => /^rgba.*, 0\\)$/.test(color)
-const backgroundOf = element => isTransparent(getComputedStyle(element).backgroundColor) ? backgroundOf(element.parentElement) : getComputedStyle(element).backgroundColor
+const backgroundOf = element => {
+  const color = getComputedStyle(element).backgroundColor
+  return /^rgba.*, 0\\)$/.test(color) ? backgroundOf(element.parentElement) : color
+}
 """
+slow = pytest.mark.slow
+both_schemes = pytest.mark.parametrize("scheme", ["light", "dark"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+def evaluate(page, script):
+    """Evaluate JavaScript that may use LUMINANCE_JS."""
+    return page.evaluate(f"() => {{ {LUMINANCE_JS}; return {script} }}")
+
+
+@slow
+@both_schemes
 def test_less_likely_tokens_have_a_stronger_background(view, scheme):
     page = view([[make_token(f"{p} ", p) for p in PROBABILITIES]], color_scheme=scheme)
-    luminances = page.evaluate(f"() => {{ {LUMINANCE_JS}; return [document.body, ...document.querySelectorAll('.token')].map(e => luminanceOf(backgroundOf(e))) }}")
+    script = "[document.body, ...document.querySelectorAll('.token')].map(e => luminanceOf(backgroundOf(e)))"
+    luminances = evaluate(page, script)
     assert luminances[0] == luminances[1] # a likely token has none
     assert all(b < a if scheme == "light" else b > a for a, b in pairwise(luminances[1:]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_all_text_has_enough_contrast(view, scheme):
-    page = view([make_tokens(7)], color_scheme=scheme)
+@slow
+@both_schemes
+def test_all_text_has_enough_contrast(view, scheme, tmp_path):
+    files = [write_lines(tmp_path / name, [make_tokens(7)], seed=seed) for seed, name in enumerate("ab")]
+    page = view(make_page(tmp_path / "page.html", *files), color_scheme=scheme)
     page.locator("summary").click()
     page.locator(".token").nth(3).hover()
-    pairs = page.evaluate(f"""() => {{ {LUMINANCE_JS}
-      return [...document.body.querySelectorAll('*')].filter(e => [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim()))
-        .filter(e => e.checkVisibility()).map(e => [e.className || e.tagName, luminanceOf(getComputedStyle(e).color), luminanceOf(backgroundOf(e))])
-    }}""")
-    assert {"H1", "H2", "SUMMARY", "DD", "p6", "token p6", "BDI", "SPAN", "finish"} <= {name for name, *_ in pairs}
+    pairs = evaluate(page, """[...document.body.querySelectorAll('*')]
+        .filter(e => [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim())).filter(e => e.checkVisibility())
+        .map(e => [e.className || e.tagName, luminanceOf(getComputedStyle(e).color), luminanceOf(backgroundOf(e))])""")
+    names = {"H1", "H2", "H3", "SUMMARY", "DD", "p6", "token p6", "BDI", "SPAN", "finish"}
+    assert names <= {name for name, *_ in pairs}
     assert all((max(a, b) + 0.05) / (min(a, b) + 0.05) >= 4.5 for _, a, b in pairs), pairs
 
 
-@pytest.mark.slow
-def test_hostile_text_runs_no_code_and_makes_no_request(view, tmp_path):
-    writer = HtmlWriter(tmp_path / "page.html", {HOSTILE: HOSTILE, "model": HOSTILE})
-    writer.write(finished_sample(0, HOSTILE, [make_token(HOSTILE, 0.5, **{HOSTILE: 0.2}), make_token("x", 0.01)]))
-    writer.close()
-    page = view(tmp_path / "page.html", bypass_csp=True) # the escaping alone must be sufficient
+@slow
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_hostile_text_runs_no_code_and_makes_no_request(view, tmp_path, num_files):
+    tokens = [make_token(HOSTILE, 0.5, **{HOSTILE: 0.2}), make_token("x", 0.01)]
+    files = [write_lines(tmp_path / f"{number}.jsonl", [tokens], prompt=HOSTILE, id=HOSTILE, stop=[number, HOSTILE],
+                         checkpoint={"path": HOSTILE}) for number in range(num_files)]
+    page = view(make_page(tmp_path / "page.html", *files), bypass_csp=True) # the escaping alone must be sufficient
     requests = []
     page.on("request", lambda request: requests.append(request.url))
     page.route("**", lambda route: route.abort() if "evil" in route.request.url else route.continue_())
@@ -58,12 +70,12 @@ def test_hostile_text_runs_no_code_and_makes_no_request(view, tmp_path):
     page.wait_for_timeout(100)
     assert requests == [(tmp_path / "page.html").as_uri()]
     assert page.evaluate("typeof hacked") == "undefined" and page.locator("img, svg").count() == 0
-    assert page.locator(".text p").text_content() == SHOWN + SHOWN + "x"
-    assert page.locator(".token").all_text_contents() == [SHOWN, "x"]
+    assert page.locator(".text b").text_content() == SHOWN
+    assert page.locator(".token").all_text_contents() == num_files * [SHOWN, "x"]
     assert page.title().startswith("Samples from </script><script>hacked=1")
 
 
-@pytest.mark.slow
+@slow
 def test_the_page_allows_no_other_script_style_or_request(view):
     page = view([make_tokens(3)])
     requests = []
@@ -71,8 +83,8 @@ def test_the_page_allows_no_other_script_style_or_request(view):
     refused = page.evaluate("""async () => {
       const refused = []
       addEventListener('securitypolicyviolation', event => refused.push(event.effectiveDirective))
-      for (const [name, properties] of [['script', {text: 'hacked = 1'}], ['style', {textContent: 'body { display: none }'}],
-                                        ['img', {src: 'https://evil.test/x'}]])
+      for (const [name, properties] of [['script', {text: 'hacked = 1'}], ['img', {src: 'https://evil.test/x'}],
+                                        ['style', {textContent: 'body { display: none }'}]])
         document.body.append(Object.assign(document.createElement(name), properties))
       await fetch('https://evil.test/x').catch(() => 0)
       await new Promise(resolve => setTimeout(resolve, 100))
@@ -84,13 +96,7 @@ def test_the_page_allows_no_other_script_style_or_request(view):
     view.errors.clear() # the browser reports its refusals there
 
 
-@pytest.mark.slow
-def test_spaces_and_newlines_are_preserved(view):
-    page = view([[make_token("a  b\n", 0.5), make_token("\n", 0.5), make_token("   c\td ", 0.5)]])
-    assert page.locator(".text p").inner_text() == "ROMEO:\na  b\n\n   c\td "
-
-
-@pytest.mark.slow
+@slow
 def test_a_screen_reader_reads_continuous_text(chromium, view):
     samples = [make_tokens(200, seed) for seed in range(6)]
     page = view(samples, chromium("--force-renderer-accessibility")) # as with a screen reader
@@ -107,26 +113,26 @@ def test_a_screen_reader_reads_continuous_text(chromium, view):
                 yield from read(by_id[child])
     tree = list(read(nodes[0]))
     text = "".join(name for role, name, _ in tree if role == "StaticText")
-    assert text.count("ROMEO:\n" + "".join(token.text for token in samples[0])) == 6 # also samples outside of the window
+    assert text.count("ROMEO:\n" + "".join(token.text for token in samples[0])) == 6 # also far from the window
     assert {"banner", "main"} <= {role for role, *_ in tree}
-    assert [name for role, name, _ in tree if role == "article"] == [f"Sample {n}" for n in range(6)]
-    assert [name for role, name, _ in tree if role == "heading"] == ["Samples from out-letters", *(f"Sample {n}" for n in range(6))]
-    assert [name for role, name, focus in tree if focus][1:] == ["Settings", *(f"Tokens of sample {n}" for n in range(6))]
+    names = [f"Sample {n}" for n in range(6)]
+    assert [name for role, name, _ in tree if role == "article"] == names
+    assert [name for role, name, _ in tree if role == "heading"] == ["Samples from out-letters", *names]
+    focusable = [name for role, name, focus in tree if focus][1:]
+    assert focusable == ["Settings", *(f"Tokens of sample {n}" for n in range(6))]
 
 
-@pytest.mark.slow
-def test_only_samples_near_the_window_have_token_elements(view, tmp_path):
-    head, article, tail = re.split("(<article.*</article>\n)", write_page(tmp_path / "one.html", [make_tokens(500)]).read_text())
-    articles = (re.sub('(sample|title)-1"', rf'\1-{number}"', article) for number in range(1, 1001))
-    (tmp_path / "page.html").write_text(head + "".join(articles) + tail)
-    page = view(tmp_path / "page.html")
+@slow
+def test_only_samples_near_the_window_have_token_elements(view):
+    page = view([make_tokens(500)] * 1000)
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable")
 
     def get_metric(name):
         page.evaluate("gc()")
         page.wait_for_timeout(300)
-        return next(metric["value"] for metric in session.send("Performance.getMetrics")["metrics"] if metric["name"] == name)
+        return next(metric["value"] for metric in session.send("Performance.getMetrics")["metrics"]
+                    if metric["name"] == name)
     assert get_metric("LayoutObjects") < 8000 # samples far from the window have no layout
     before = get_metric("Nodes")
     most = page.evaluate("""async () => {
@@ -145,9 +151,8 @@ def test_only_samples_near_the_window_have_token_elements(view, tmp_path):
     assert get_metric("Nodes") < before + 10_000 # the tokens of samples that were scrolled past are removed
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
-def test_all_samples_are_printed_in_colour(view, scheme):
-    page = view([make_tokens(300, seed) for seed in range(20)], color_scheme=scheme)
+def test_all_samples_are_printed_in_colour(view):
+    page = view([make_tokens(300, seed) for seed in range(20)], color_scheme="dark")
     count = "[...document.querySelectorAll('article')].filter(article => article.querySelector('.token')).length"
     page.evaluate(f"addEventListener('beforeprint', () => numPrinted = {count})")
     assert page.evaluate(count) < 20
@@ -156,19 +161,129 @@ def test_all_samples_are_printed_in_colour(view, scheme):
     page.wait_for_timeout(300)
     assert page.evaluate(count) < 20 # as before
     page.emulate_media(media="print")
-    adjust, details, luminances = page.evaluate(f"""() => {{ {LUMINANCE_JS}
-      return [['.token', '.legend li'].map(name => getComputedStyle(document.querySelector(name)).printColorAdjust),
-              getComputedStyle(document.querySelector('#details')).display, [document.body, document.querySelector('.p6')].map(e => luminanceOf(backgroundOf(e)))] }}""")
-    assert adjust == ["exact", "exact"] and details == "none"
-    assert luminances[0] > 0.9 and 0.3 < luminances[1] < 0.6
+    assert evaluate(page, "getComputedStyle(document.querySelector('.token')).printColorAdjust") == "exact"
+    paper, strongest = evaluate(page, """[document.body, document.querySelector('.p6')]
+        .map(element => luminanceOf(backgroundOf(element)))""")
+    assert paper > 0.9 and 0.3 < strongest < 0.6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", ["<p lang", "w2", "application", "other2", "</article>\n", None])
-def test_a_truncated_page_shows_its_complete_samples(view, tmp_path, end):
-    whole = write_page(tmp_path / "page.html", [make_tokens(5), make_tokens(5)]).read_bytes()
-    second = whole.index(b'<article id="sample-1"')
-    (tmp_path / "page.html").write_bytes(whole[:whole.index(end.encode(), second) + len(end)] if end else whole[:second + 9])
-    page = view(tmp_path / "page.html")
-    assert page.locator("article").first.locator(".token").count() == 5
-    assert "ROMEO" in page.locator("article").first.inner_text()
+@pytest.mark.parametrize("width, num_columns", [(1200, 2), (400, 1)])
+def test_runs_stand_side_by_side_where_there_is_room(view, tmp_path, width, num_columns):
+    files = [write_lines(tmp_path / name, [make_tokens(60)] * 3, seed=seed) for seed, name in enumerate("ab")]
+    page = view(make_page(tmp_path / "page.html", *files), viewport={"width": width, "height": 900})
+    lefts = page.evaluate("[...document.querySelectorAll('article')].map(e => e.getBoundingClientRect().left)")
+    assert len(lefts) == 6 and len(set(lefts)) == num_columns
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.locator("article").nth(1).locator(".token").nth(3).hover()
+    assert "w3" in page.get_by_role("tooltip").inner_text()
+
+
+# ---- tooltips
+
+def test_hovering_shows_the_alternatives(view):
+    page = view([[make_token("a", 0.5, a=0.5, b=0.25), make_token("\n", 0.0004, **{" ": 0.9, "\t\u202e": 0.05}),
+                  make_token("c  d", 0.2, d=0.3, c=0.2, **{"c  d": 0.2})]])
+    assert page.locator(".text p").inner_text() == "ROMEO:\na\nc  d"
+    details = page.get_by_role("tooltip")
+    assert details.count() == 0
+    page.locator(".token").nth(2).hover()
+    assert details.locator("li").all_inner_texts() == ["d\n30.0%", "c\n20.0%", "c␣␣d\n20.0%"]
+    assert details.locator(".sampled").inner_text() == "c␣␣d\n20.0%"
+    details.hover() # the tooltip stays while the pointer is on it
+    assert details.count() == 1
+    page.keyboard.press("Escape")
+    assert details.count() == 0
+    left, top, width = page.evaluate("""(({left, top, width}) => [left, top, width])(
+        document.querySelectorAll('.token')[1].getBoundingClientRect())""")
+    assert width == 0
+    page.mouse.click(left + 8, top + 8) # the sign of the newline, which is not among the most likely
+    assert details.locator("li").all_inner_texts() == ["␣\n90.0%", "⇥⟨202E⟩\n5.0%", "↵\n0.04%"]
+    page.locator("h1").hover()
+    assert details.count() == 0
+
+
+@slow
+def test_the_tooltip_is_next_to_its_token(view):
+    page = view([make_tokens(100)], viewport={"width": 400, "height": 500})
+    places = page.evaluate("""() => [...document.querySelectorAll('.token')].map(token => {
+      scrollTo(0, scrollY + token.getBoundingClientRect().top - (token.textContent.length % 2 ? 10 : 300))
+      token.click()
+      const line = [...token.getClientRects()].at(-1)
+      const details = document.querySelector('#details').getBoundingClientRect()
+      const gap = Math.max(line.top - details.bottom, details.top - line.bottom)
+      return [token.getClientRects().length, details.top, gap]
+    })""")
+    assert {lines for lines, *_ in places} == {1, 2} # a token's space may stay at the end of the previous line
+    assert all(top >= 0 and 0 <= gap <= 8 for _, top, gap in places), places
+
+
+@slow
+def test_the_keyboard_moves_from_token_to_token_and_announces_each(view):
+    page = view([[make_token("a", 0.5, a=0.5, **{" \n": 0.25}), make_token("b\n", 0.25), make_token("c", 0.125)],
+                 make_tokens(300)], viewport={"width": 400, "height": 500})
+    status = page.get_by_role("status")
+    page.keyboard.press("Tab") # the settings
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Tokens of sample 0"
+    for key, announced in [
+            ("ArrowRight", "a 50.0%; others: space new line 25.0%"), ("ArrowRight", "b new line 25.0%"),
+            ("ArrowRight", "c 12.5%"), ("ArrowRight", "c 12.5%"), ("ArrowLeft", "b new line 25.0%"),
+            ("ArrowLeft", "a 50.0%"), ("ArrowDown", "c 12.5%"), ("ArrowUp", "a 50.0%"), ("End", "c"), ("Home", "a")]:
+        page.keyboard.press(key)
+        assert status.text_content().strip().startswith(announced), key
+        assert page.get_by_role("tooltip").count() == page.locator(".token.current").count() == 1
+    page.keyboard.press("End")
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowLeft") # shows the last current token again
+    assert status.text_content() == "c 12.5%"
+    page.keyboard.press("Tab")
+    assert page.get_by_role("tooltip").count() == 0
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("End") # the page scrolls down to it
+    assert "w299" in status.text_content()
+    assert page.evaluate("document.querySelector('.current').getBoundingClientRect().bottom <= innerHeight")
+
+
+@slow
+def test_a_character_of_several_tokens_is_one_element(view):
+    page = view([[make_token("", 0.1), make_token("", 0.5, **{"": 0.7, "�": 0.5, "a": 0.2}),
+                  make_token("😀", 0.5, **{"": 0.5, "😃": 0.4}), make_token("x", 0.9), make_token("", 0.3)]])
+    assert page.locator(".token").all_text_contents() == ["😀", "x", ""]
+    assert "p4" in page.locator(".token").first.get_attribute("class") # 0.1 * 0.5 * 0.5
+    page.locator(".token").first.hover()
+    assert page.get_by_role("tooltip").locator("li").all_inner_texts() == [
+        "(no text)\n10.0%", "(no text)\n70.0%", "(no text)\n50.0%", "a\n20.0%", "😀\n50.0%", "😃\n40.0%"]
+
+
+@slow
+def test_arrow_keys_work_while_the_page_scrolls_under_the_pointer(view):
+    page = view([make_tokens(300)] * 30, viewport={"width": 400, "height": 500})
+    page.locator(".token").nth(20).click()
+    for number in range(21, 60): # this scrolls the page
+        page.keyboard.press("ArrowRight")
+        page.evaluate("new Promise(requestAnimationFrame)")
+        assert f" w{number} " in page.get_by_role("status").text_content()
+    page.evaluate("scrollTo(0, 1e6)") # the sample with the current token keeps its tokens
+    page.wait_for_selector("article:last-child .token", state="attached")
+    page.keyboard.press("ArrowRight")
+    assert "w60" in page.get_by_role("status").text_content()
+
+
+@slow
+def test_a_phone_scrolls_only_vertically(view, tmp_path):
+    long = [*make_tokens(60), make_token("z" * 300, 0.1, **{"v" * 300: 0.2}), make_token("\n", 0.5)]
+    path = write_page(tmp_path / "page.html", [long], prompt="y" * 300, stop="x" * 300, checkpoint={"path": "m" * 300})
+    page = view(path, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True, color_scheme="dark")
+    page.locator("summary").tap()
+    for index in [5, 29, 30, 31, 60, 61]:
+        page.locator(".token").nth(index).dispatch_event("click")
+        assert page.get_by_role("tooltip").count() == 1
+        assert page.evaluate("[document.documentElement.scrollWidth, document.body.scrollWidth]") == [360, 360]
+    page.locator(".token").nth(20).tap()
+    assert "w20" in page.get_by_role("tooltip").inner_text()
+    page.locator(".text b").tap()
+    assert page.get_by_role("tooltip").count() == 0
+    page.locator(".token").nth(20).dispatch_event("pointermove", {"pointerType": "touch"}) # a finger that scrolls
+    assert page.get_by_role("tooltip").count() == 0
+    page.locator(".token").nth(20).dispatch_event("pointermove", {"pointerType": "mouse"})
+    assert page.get_by_role("tooltip").count() == 1

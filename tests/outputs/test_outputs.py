@@ -1,33 +1,79 @@
-"""out_file and html_file of a run together."""
+"""out_file and html_file of a run: what they hold, and how a later run resumes them."""
+import json
 import os
+import shlex
+import shutil
+import subprocess
 import sys
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from models import make_gpt, save_checkpoint
-from pages import finished_sample, make_token
+from pages import finished_sample, make_tokens
+from project import RULE, SCRIPT
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.outputs.outputs import num_logprobs, open_outputs
+from sampling.outputs import outputs as module
+from sampling.outputs.output_file import check_not_removed, open_output
+from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.params import Prompt, SampleRequest
 
-CHECKPOINT = Checkpoint("out/ckpt.pt", {}, {}, 3, Path("out"), crc32="00000000")
-SETTINGS = dict(init_from="resume", out_dir="out", start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
-                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, exact=False, tokenizer=None, out_file=None, logprobs=None, html_file=None,
-                overwrite=False)
-REQUESTS = [SampleRequest(index, Prompt("O"), []) for index in range(4)]
+RUN = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--stop=e", "--batch_size=4",
+       "--device=cpu")
+SETTINGS = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
+                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, exact=False,
+                tokenizer=None, out_file=None, logprobs=None, html_file=None, overwrite=False, watch=False)
+needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files or locks")
 
 
-def run(tmp_path, count, out_file=True, html_file=True, overwrite=False):
-    """Run until count samples are saved. Return how many were already saved."""
-    settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl" if out_file else None, "html_file": f"{tmp_path}/a.html" if html_file else None, "overwrite": overwrite}
-    outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
-    with closing(outputs):
-        for request in outputs.resume(iter(REQUESTS[:count])):
-            if not request.already_saved:
-                outputs.write(finished_sample(request.index, "O", [make_token("x", 0.5)]))
-    return outputs.num_saved
+def model_of(crc32="00000000", iter_num=100):
+    """What Outputs needs of a model."""
+    checkpoint = Checkpoint("out/ckpt.pt", {}, {}, 3, Path("out"), crc32=crc32, iter_num=iter_num)
+    backend = SimpleNamespace(device=torch.device("cpu"))
+    return SimpleNamespace(checkpoint=checkpoint, backend=backend, dtype_name="float32")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run until count samples are saved: run(count, **settings) -> how many were already saved."""
+    def run(count, models=None, die_after=99, **settings):
+        paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
+        with closing(Outputs(SETTINGS | paths | settings)) as outputs:
+            for model in models or [model_of()]:
+                outputs.open(model)
+                for request in outputs.resume(SampleRequest(index, Prompt("O"), []) for index in range(count)):
+                    if not request.already_saved and request.index < die_after:
+                        outputs.write(finished_sample(request.index, "O", make_tokens(1 + request.index)))
+                if die_after == 99:
+                    outputs.finish()
+        return outputs.num_saved
+    return run
+
+
+@pytest.fixture
+def contents(tmp_path):
+    """The contents of the two files: contents() -> (lines, page)."""
+    return lambda: ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def finished(run_script, tmp_path_factory):
+    """The folder of a finished run with whole.jsonl, and its standard output."""
+    folder = tmp_path_factory.mktemp("finished")
+    save_checkpoint(folder / "out", make_gpt())
+    (folder / "prompts.txt").write_text("The \nO\n\nWhat is it?\nyes\n")
+    done = run_script(*RUN, "--out_file=whole.jsonl", "--html_file=whole.html", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of that folder, without its pages."""
+    return shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.html*"))
 
 
 @contextmanager
@@ -42,189 +88,237 @@ def redirected(descriptor, file):
         os.close(saved)
 
 
-def test_without_files_nothing_is_saved(tmp_path):
-    assert run(tmp_path, 3, out_file=False, html_file=False) == 0
+def test_without_files_nothing_is_saved(run, tmp_path):
+    assert run(3, out_file=None, html_file=None) == 0
     assert not list(tmp_path.iterdir())
 
 
-def test_both_files_resume_together(tmp_path, capsys):
-    assert run(tmp_path, 4) == 0
-    whole = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
-    (tmp_path / "a.jsonl").write_bytes(b"".join(whole[0].splitlines(keepends=True)[:2]))
-    assert run(tmp_path, 4) == 2
-    assert f"{tmp_path}/a.jsonl holds 2 samples already: resuming after them\n" in capsys.readouterr().err
-    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
+def test_the_lines_of_a_run_hold_what_it_prints(finished):
+    folder, printed = finished
+    lines = [json.loads(line) for line in (folder / "whole.jsonl").read_bytes().splitlines()]
+    assert [line["index"] for line in lines] == list(range(12)) and "logprobs" not in lines[0]
+    assert "".join(f"{line['prompt']}{line['text']}\n{RULE}\n" for line in lines) == printed
+    assert {line["finish_reason"] for line in lines} == {"stop", "length"}
+    assert (folder / "whole.html").read_bytes().count(b"</article>") == 12
 
 
-@pytest.mark.parametrize("end", [-1, -2], ids=["no-newline", "truncated"])
-def test_both_files_resume_together_after_a_line_without_its_newline(tmp_path, end):
-    run(tmp_path, 3)
-    whole = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
+# ---- resuming
+
+@pytest.mark.parametrize("share", [0, 0.4, 0.7, 1])
+@pytest.mark.parametrize("batch_size", [4, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_run_resumes_a_file_truncated_anywhere(run_script, finished, folder, share, batch_size):
+    whole, printed = (folder / "whole.jsonl").read_bytes(), finished[1]
+    end = int(share * len(whole))
+    (folder / "cut.jsonl").write_bytes(whole[:end])
+    done = run_script(*RUN, f"--batch_size={batch_size}", "--out_file=cut.jsonl", cwd=folder)
+    assert done.returncode == 0 and (folder / "cut.jsonl").read_bytes() == whole
+    num_saved = whole[:end].count(b"\n")
+    assert done.stdout == f"{RULE}\n".join(printed.split(f"{RULE}\n")[num_saved:]) # only the new samples
+    found = "is complete, with 12 samples: nothing to sample" if num_saved == 12 else f"holds {num_saved} sample"
+    assert num_saved == 0 or f"cut.jsonl {found}" in done.stderr
+
+
+@pytest.mark.parametrize("logprobs", [None, 2, 5])
+@pytest.mark.parametrize("end", [-1, -2, 0, 10], ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
+def test_lines_and_page_resume_together(run, contents, tmp_path, logprobs, end):
+    run(3, logprobs=logprobs)
+    whole = contents()
     (tmp_path / "a.jsonl").write_bytes(whole[0][:end])
-    run(tmp_path, 3)
-    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
+    if end >= 0: # a page is written after the first line
+        (tmp_path / "a.html").unlink()
+    run(3, logprobs=logprobs)
+    assert contents() == whole
 
 
-@pytest.mark.parametrize("line", [b"", b'{"version"'], ids=["no-line", "truncated-line"])
-def test_a_run_that_died_on_its_first_sample_is_resumed(tmp_path, line):
-    run(tmp_path, 3)
-    whole = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
-    (tmp_path / "a.jsonl").write_bytes(line)
-    (tmp_path / "a.html").write_bytes(whole[1].partition(b'<article id="sample-1"')[0])
-    assert run(tmp_path, 3) == 0
-    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
+@pytest.mark.parametrize("logprobs, name", [(None, "a.html.jsonl"), (4, "a.html.jsonl"), (5, None)])
+def test_files_that_grow_equal_files_made_at_once(run, contents, tmp_path, logprobs, name):
+    run(5, logprobs=logprobs)
+    whole = contents()
+    assert {path.name for path in tmp_path.iterdir()} - {"a.jsonl", "a.html"} == ({name} if name else set())
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert run(2, logprobs=logprobs) == 0 and run(5, logprobs=logprobs) == 2
+    assert contents() == whole and b'"application/json">[[' in whole[1]
 
 
-def test_a_refused_resume_changes_neither_file(run_script, tmp_path):
-    save_checkpoint(tmp_path / "out", make_gpt())
-    (tmp_path / "prompts.txt").write_text("O\nyes\nno\n")
-    arguments = "--start=LINES:prompts.txt", "--num_samples=1", "--max_new_tokens=9", "--out_file=a.jsonl", "--html_file=a.html"
-    assert run_script(*arguments, cwd=tmp_path).returncode == 0
-    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[:2])) # the page has a sample more
-    files = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
-    (tmp_path / "prompts.txt").write_text("O\nother\nno\n")
-    done = run_script(*arguments, cwd=tmp_path)
-    assert done.returncode == 1 and "line 2, is from another run" in done.stderr
-    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == files
+def test_a_run_that_was_killed_has_lines_of_the_page_for_all_that_it_saved(run, contents, tmp_path):
+    run(4)
+    whole = contents()
+    run(4, die_after=3, overwrite=True)
+    with open(tmp_path / "a.html.jsonl", "ab") as file:
+        file.write(b'{"version": 2, "ind') # it was killed before the line of out_file
+    run(4)
+    assert contents() == whole
 
 
-def test_files_that_grow_equal_files_made_at_once(run_script, tmp_path):
-    save_checkpoint(tmp_path / "out", make_gpt())
-    run = ("--start=O", "--max_new_tokens=20", "--device=cpu")
-    for name, counts in ("grown", [2, 5]), ("whole", [5]):
-        for count in counts:
-            assert run_script(*run, f"--num_samples={count}", f"--out_file={name}.jsonl", f"--html_file={name}.html", cwd=tmp_path).returncode == 0
-    for kind in "jsonl", "html":
-        assert (tmp_path / f"grown.{kind}").read_bytes() == (tmp_path / f"whole.{kind}").read_bytes()
+def test_the_page_grows_with_the_run_but_is_not_written_for_every_sample(contents, tmp_path):
+    with closing(Outputs(SETTINGS | {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"})) as outputs:
+        outputs.open(model_of())
+        for index, is_due, num_shown in [(0, True, 1), (1, False, 1), (2, True, 3)]:
+            outputs.page_time = 0 if is_due else outputs.page_time
+            outputs.write(finished_sample(index, "O", make_tokens(1)))
+            assert contents()[1].count(b"</article>") == num_shown
 
 
-def test_a_refused_file_is_not_said_to_be_resumed(tmp_path, capsys):
-    run(tmp_path, 2)
-    capsys.readouterr()
-    with pytest.raises(ValueError, match="more than this run generates"):
-        run(tmp_path, 1)
-    (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes().replace(b'"seed": 1', b'"seed": 2'))
-    with pytest.raises(ValueError, match="from another run"):
-        run(tmp_path, 4, html_file=False)
-    assert capsys.readouterr().err == ""
+def test_a_page_alone_leaves_no_other_file_and_is_not_resumed(run, tmp_path):
+    run(2, out_file=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
+    with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
+        run(2, out_file=None)
 
 
-def test_a_complete_file_is_named(tmp_path, capsys):
-    run(tmp_path, 2)
-    assert capsys.readouterr().err == ""
-    run(tmp_path, 2)
-    assert capsys.readouterr().err == f"{tmp_path}/a.jsonl is complete, with 2 samples: nothing to sample\n"
+@pytest.mark.parametrize("content", [b"mine", b"<!DOCTYPE html>mine"])
+def test_a_file_that_is_no_page_is_not_replaced(run, tmp_path, content):
+    run(1)
+    (tmp_path / "a.html").write_bytes(content)
+    with pytest.raises(ValueError, match="exists already"):
+        run(2)
+    assert (tmp_path / "a.html").read_bytes() == content
 
 
-def test_lines_of_json_go_to_standard_output(tmp_path, capsys):
-    run(tmp_path, 2)
-    outputs = open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32")
-    assert outputs.uses_stdout and outputs.num_saved == 0 and list(outputs.resume(iter(REQUESTS))) == REQUESTS
-    for index in range(2):
-        outputs.write(finished_sample(index, "O", [make_token("x", 0.5)]))
-    outputs.close()
-    assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
-    assert not open_outputs(SETTINGS, CHECKPOINT, "cpu", "float32").uses_stdout
-
-
-def test_lines_of_json_on_a_terminal_hold_no_commands(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32").write(finished_sample(0, "O", [make_token("\x1b\x9b\n", 0.5)]))
-    assert '"text": "\\u001b\ufffd\\n"' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("settings, number", [
-    ({}, None), ({"show_probs": True}, 0), ({"out_file": "a"}, 0), ({"out_file": "a", "logprobs": 0}, 0), ({"out_file": "a", "logprobs": 3}, 3),
-    ({"html_file": "a"}, 5), ({"html_file": "a", "out_file": "b", "logprobs": 3}, 5), ({"html_file": "a", "out_file": "b", "logprobs": 7}, 7),
+@pytest.mark.parametrize("change, message", [
+    (["--seed=1"], "line 1, is from another run: seed is 1337 there, and 1 here"),
+    (["--out_dir=other"], "the checkpoint's checksum is"),
+    (["--start=LINES:others.txt"], "line 4, is from another run: prompt is 'O' there, and 'A' here"),
+    (["--start=LINES:fewer.txt"], "whole.jsonl holds 12 samples, more than this run generates"),
 ], ids=str)
-def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number):
-    assert num_logprobs({**SETTINGS, "show_probs": False, **settings}) == number
+def test_the_file_of_another_run_is_refused_and_stays_unchanged(run_script, folder, change, message):
+    save_checkpoint(folder / "other", make_gpt(seed=2))
+    (folder / "others.txt").write_text("The \nA\nWhat is it?\nyes\n")
+    (folder / "fewer.txt").write_text("The \nO\n")
+    before = (folder / "whole.jsonl").read_bytes()
+    done = run_script(*RUN, "--out_file=whole.jsonl", *change, cwd=folder)
+    assert done.returncode == 1 and message in done.stderr and done.stdout == "" and "resuming" not in done.stderr
+    assert (folder / "whole.jsonl").read_bytes() == before
 
 
-def test_overwrite_replaces_both_files(tmp_path):
-    run(tmp_path, 2)
-    whole = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
-    run(tmp_path, 4, overwrite=True)
-    assert run(tmp_path, 2, overwrite=True) == 0
-    assert ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()) == whole
-    (tmp_path / "a.html").unlink()
-    (tmp_path / "a.html").mkdir()
-    with pytest.raises(ValueError, match="is not a regular file"):
-        run(tmp_path, 4, overwrite=True)
-    assert (tmp_path / "a.jsonl").read_bytes() == whole[0] # neither is emptied
+@pytest.mark.parametrize("content", [b"my notes\n", b"\n", b"{}\n", b"no line end", b'{"version": 2, "index": 1, "pro'])
+def test_other_files_are_refused_and_stay_unchanged(run, tmp_path, content):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*nothing is overwritten"):
+        run(3, html_file=None)
+    assert (tmp_path / "a.jsonl").read_bytes() == content
+
+
+# ---- watch: lines of several checkpoints
+
+def test_each_checkpoint_follows_the_last_one_and_the_page_compares_them(run, contents):
+    models = model_of("1", 100), model_of("2", 200)
+    run(2, models, watch=True)
+    lines = [json.loads(line) for line in contents()[0].splitlines()]
+    found = [(line["checkpoint"]["iter_num"], line["index"]) for line in lines]
+    assert found == [(100, 0), (100, 1), (200, 0), (200, 1)]
+    assert contents()[1].count(b'">iteration 200</h3>') == contents()[1].count(b'">iteration 100</h3>') == 2
+
+
+@pytest.mark.parametrize("end", [-1, -2, 250], ids=["no-newline", "half-a-line", "half-the-first"])
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, contents, tmp_path, end, is_newer):
+    old, last, new = model_of("1", 100), model_of("2", 200), model_of("3", 300)
+    run(2, [old], watch=True, html_file=None)
+    first = (tmp_path / "a.jsonl").read_bytes()
+    run(2, [last], watch=True, html_file=None)
+    whole = (tmp_path / "a.jsonl").read_bytes()
+    cut = whole[:end] if end < 0 else whole[:len(first) + end]
+    (tmp_path / "a.jsonl").write_bytes(cut)
+    run(2, [new if is_newer else last], watch=True, html_file=None)
+    kept = whole if end == -1 else cut[:cut.rfind(b"\n") + 1] # the complete lines of the last checkpoint
+    newer = kept + first.replace(b'"1"', b'"3"').replace(b": 100}", b": 300}")
+    assert (tmp_path / "a.jsonl").read_bytes() == (newer if is_newer else whole)
+
+
+def test_watch_refuses_a_file_of_other_settings(run, contents):
+    run(2, [model_of("1")], watch=True, html_file=None)
+    with pytest.raises(ValueError, match="line 2, is from another run: seed is 1 there, and 5 here"):
+        run(2, [model_of("2")], watch=True, seed=5, html_file=None)
+
+
+# ---- overwrite
+
+def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, contents):
+    run(2)
+    whole = contents()
+    run(2, seed=5, overwrite=True, die_after=0)
+    assert contents() == whole
+    run(4, seed=5, overwrite=True)
+    assert run(2, overwrite=True) == 0 and contents() == whole
 
 
 @pytest.mark.parametrize("name", ["out_file", "html_file"])
-@pytest.mark.parametrize("content", [b"weights", b'{"prompt": "O"}\n', b'{"version": "1.0", "truncation": null}', b"<!DOCTYPE html>\n<p>mine</p>"], ids=repr)
-def test_overwrite_replaces_no_file_that_sample_py_did_not_write(tmp_path, name, content):
-    """Such as the checkpoint, the prompts or a tokenizer. The other file is not emptied either."""
-    run(tmp_path, 1)
+@pytest.mark.parametrize("content", [b"weights", b'{"prompt": "O"}\n', b'{"version": "1.0"}', b"<!DOCTYPE html>\nmine"])
+def test_overwrite_replaces_no_file_that_sample_py_did_not_write(run, tmp_path, name, content):
+    run(1)
     (tmp_path / "other").write_bytes(content)
-    paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html", name: f"{tmp_path}/other"}
     saved = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"^.*other was not written by sample.py, so --overwrite does not replace it: move it, or give the file another name$"):
-        open_outputs({**SETTINGS, **paths, "overwrite": True}, CHECKPOINT, "cpu", "float32")
+    with pytest.raises(ValueError, match=r"other was not written by sample.py, so --overwrite does not replace it"):
+        run(1, overwrite=True, **{name: f"{tmp_path}/other"})
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == saved
 
 
-@pytest.mark.parametrize("name", ["out_file", "html_file"])
+@needs_unix
 @pytest.mark.parametrize("start", ["FILE:{}/a", "LINES:{}/link", "JSONL:-", "LINES:/dev/stdin"])
-def test_overwrite_does_not_replace_the_prompts(tmp_path, name, start):
-    run(tmp_path, 1, html_file=False)
+def test_overwrite_does_not_replace_the_prompts(run, tmp_path, start):
+    run(1, html_file=None)
     path = (tmp_path / "a.jsonl").rename(tmp_path / "a")
     (tmp_path / "link").hardlink_to(path)
-    with open(path) as stdin, redirected(0, stdin), pytest.raises(ValueError, match="/a is also the file of prompts: give the file of samples another name"):
-        open_outputs({**SETTINGS, "start": start.format(tmp_path), name: str(path), "overwrite": True}, CHECKPOINT, "cpu", "float32")
+    with open(path) as stdin, redirected(0, stdin), pytest.raises(ValueError, match="/a is also the file of prompts"):
+        run(1, start=start.format(tmp_path), out_file=str(path), overwrite=True)
 
 
-def test_overwrite_keeps_the_files_until_a_sample_is_finished(tmp_path):
-    run(tmp_path, 2)
-    saved = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html", "overwrite": True}
-    outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
-    assert not any(request.already_saved for request in outputs.resume(iter(REQUESTS)))
-    assert {path: path.read_bytes() for path in saved} == saved
-    outputs.write(finished_sample(0, "O", [make_token("y", 0.5)]))
-    assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == (tmp_path / "a.html").read_bytes().count(b"</article>") == 1
-    outputs.close()
+# ---- standard output, and files that cannot be used
 
-
-def test_a_run_of_many_prompts_does_not_resume_a_run_of_one(tmp_path):
-    run(tmp_path, 2, html_file=False)
-    (tmp_path / "p.txt").write_text("O\n")
-    outputs = open_outputs({**SETTINGS, "start": f"LINES:{tmp_path}/p.txt", "out_file": f"{tmp_path}/a.jsonl"}, CHECKPOINT, "cpu", "float32")
-    with closing(outputs), pytest.raises(ValueError, match="that run had one prompt, and this one has a file of many prompts"):
-        list(outputs.resume(iter(REQUESTS)))
-
-
-def test_replaced_characters_in_lines_of_json_are_logged(monkeypatch):
+def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, tmp_path, monkeypatch, capsys):
+    run(2, start="O", html_file=None)
+    run(2, out_file="-", html_file=None)
+    assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
     told = []
-    monkeypatch.setattr("sampling.outputs.jsonl.log_replacements", lambda: told.append(True))
-    open_outputs({**SETTINGS, "out_file": "-"}, CHECKPOINT, "cpu", "float32").write(finished_sample(0, "O", [make_token("x", 0.5)]))
-    assert told
+    monkeypatch.setattr(module, "log_replacements", lambda: told.append(True))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    outputs = Outputs(SETTINGS | {"out_file": "-"})
+    outputs.open(model_of())
+    outputs.write(finished_sample(0, "\x1b\x9b", make_tokens(1)))
+    assert '"prompt": "\\u001b\ufffd"' in capsys.readouterr().out and told
 
 
-def test_a_page_alone_is_not_resumed(tmp_path):
-    run(tmp_path, 2, out_file=False)
-    with pytest.raises(ValueError, match="exists already"):
-        run(tmp_path, 2, out_file=False)
+@pytest.mark.parametrize("settings, number", [
+    ({}, None), ({"show_probs": True}, 0), ({"out_file": "a"}, 0), ({"out_file": "a", "logprobs": 3}, 3),
+    ({"html_file": "a"}, 5), ({"html_file": "a", "out_file": "b", "logprobs": 7}, 7)], ids=str)
+def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number):
+    assert num_logprobs(SETTINGS | {"show_probs": False} | settings) == number
 
 
-def test_the_page_names_the_model_the_prompt_and_the_settings(tmp_path):
-    """The page of another run begins differently, so it is refused."""
-    run(tmp_path, 1, out_file=False)
-    page = (tmp_path / "a.html").read_text(encoding="utf-8")
-    for text in "<title>Samples from out</title>", "<dt>start</dt><dd>&#x27;O&#x27;</dd>", "<dt>temperature</dt><dd>0.8</dd>", "<dt>device</dt><dd>&#x27;cpu&#x27;</dd>":
-        assert text in page
+@needs_unix
+def test_a_file_that_cannot_be_used_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    with open_output(tmp_path / "file"), pytest.raises(ValueError, match=r"another run writes to .*file: give"):
+        open_output(tmp_path / "file")
+    for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a direc"),
+                         ("no/such", "there is no folder"), ("x" * 300, "File name too long")]:
+        with pytest.raises((ValueError, OSError), match=reason):
+            open_output(f"{tmp_path}/{path}")
+    stdout_error = pytest.raises(ValueError, match=r"standard output goes to .*out: give the file another name")
+    with open(tmp_path / "out", "wb") as out, redirected(1, out), stdout_error:
+        open_output(tmp_path / "out")
 
 
-def test_a_sample_is_written_to_the_page_before_the_jsonl_file(tmp_path, monkeypatch):
-    """If a run dies between the two writes, only the page has the sample, and a resumed run removes it from the page."""
-    settings = {**SETTINGS, "out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
-    outputs = open_outputs(settings, CHECKPOINT, "cpu", "float32")
-    (tmp_path / "a.jsonl").unlink() # the next write to it fails
-    with pytest.raises(OSError):
-        outputs.write(finished_sample(0, "O", [make_token("x", 0.5)]))
-    assert b"</article>" in (tmp_path / "a.html").read_bytes()
-    outputs.close()
+@needs_unix
+def test_a_removed_file_is_an_error_but_a_renamed_file_is_not(tmp_path):
+    path = f"{tmp_path}/a"
+    with open_output(path) as file:
+        os.rename(path, f"{path}b")
+        check_not_removed(file)
+        os.unlink(f"{path}b")
+        with pytest.raises(OSError, match=r"a': it was removed"):
+            check_not_removed(file)
+
+
+@pytest.mark.slow
+@needs_unix
+def test_a_full_disk_is_one_error_line_and_the_run_can_be_resumed(run_script, folder):
+    command = shlex.join([sys.executable, str(SCRIPT), *RUN, "--out_file=a.jsonl"])
+    done = subprocess.run(["bash", "-c", f"ulimit -f 4; export OMP_NUM_THREADS=1; exec {command}"], cwd=folder,
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "File too large" in done.stderr.splitlines()[-1]
+    assert run_script(*RUN, "--out_file=a.jsonl", cwd=folder).returncode == 0
+    assert (folder / "a.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()

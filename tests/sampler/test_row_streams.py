@@ -1,9 +1,10 @@
-"""RowStreams: each row of a batch draws the random numbers of its own place in nanoGPT's stream."""
+"""The random numbers: each row of a batch draws the random numbers of its own place in nanoGPT's stream."""
 import pytest
 import torch
 
-from sampling.sampler import row_streams
-from sampling.sampler.row_streams import RunStream, advance_exponential, draws_like_multinomial, exponentials
+from sampling.sampler import mt19937, row_streams
+from sampling.sampler.mt19937 import advance_mt19937
+from sampling.sampler.row_streams import RowStreams, RunStream, advance_exponential, exponentials
 
 STEPS = 8
 
@@ -26,7 +27,7 @@ def make_run(vocab_size=50):
 
 def streams_of(run, samples):
     """The streams of rows that are these samples of the run."""
-    return run.rows([run.state_for_sample(index) for index in samples])
+    return RowStreams(run, [run.state_for_sample(index) for index in samples])
 
 
 @pytest.mark.parametrize("vocab_size", [2, 65, 1000])
@@ -47,9 +48,8 @@ def test_exponentials_of_candidates_are_those_of_their_ids(each_build):
 
 
 def test_rows_that_leave_or_restart_do_not_change_the_others(each_build):
-    run = make_run()
-    alone = [draw(streams_of(run, [sample]), STEPS)[0] for sample in (0, 2, 5)]
-    streams = streams_of(run, [0, 2, 5])
+    alone = [draw(streams_of(make_run(), [sample]), STEPS)[0] for sample in (0, 2, 5)]
+    streams = streams_of(make_run(), [0, 2, 5])
     draw(streams, 3)
     streams.select_rows([2, 0])
     streams.restart(0) # sample 5
@@ -59,18 +59,36 @@ def test_rows_that_leave_or_restart_do_not_change_the_others(each_build):
 
 
 def test_peeking_returns_the_numbers_of_later_steps(each_build):
-    run = make_run()
-    expected, streams = draw(streams_of(run, [1, 2]), STEPS), streams_of(run, [1, 2])
-
-    def peek(ahead):
-        return exponentials(streams.peek(ahead), None)
-    assert all(torch.equal(peek(ahead), expected[:, ahead]) for ahead in (2, 0, 1, 2))
+    expected, streams = draw(streams_of(make_run(), [1, 2]), STEPS), streams_of(make_run(), [1, 2])
+    for ahead in 2, 0, 1:
+        assert torch.equal(exponentials(streams.peek(ahead), None), expected[:, ahead])
     assert torch.equal(draw(streams, 1), expected[:, :1])
-    assert all(torch.equal(peek(ahead), expected[:, 1 + ahead]) for ahead in range(4))
+    assert torch.equal(exponentials(streams.peek(3), None), expected[:, 4])
     assert torch.equal(draw(streams, 7), expected[:, 1:]) and not streams.lookahead
 
 
 def test_the_numbers_are_those_of_multinomial_and_if_not_it_is_noticed(each_build, monkeypatch):
-    assert draws_like_multinomial("cpu", 65) and draws_like_multinomial("cpu", 50304)
+    assert row_streams.draws_like_multinomial("cpu", 65) and row_streams.draws_like_multinomial("cpu", 50304)
     monkeypatch.setattr(row_streams, "advance_exponential", lambda *arguments: advance_exponential(*arguments[:2], 66))
-    assert not draws_like_multinomial("cpu", 65)
+    assert not row_streams.draws_like_multinomial("cpu", 65)
+
+
+@pytest.mark.parametrize("before", [1, 623, 624])
+@pytest.mark.parametrize("count", [0, 1, 624, 5000, 123456])
+@pytest.mark.parametrize("threshold", [mt19937.JUMP_THRESHOLD, 2000], ids=["walk", "jump"])
+def test_advancing_equals_drawing(before, count, threshold, monkeypatch):
+    monkeypatch.setattr(mt19937, "JUMP_THRESHOLD", threshold)
+    drawn, advanced = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    for generator in drawn, advanced:
+        torch.empty(before).uniform_(generator=generator)
+    torch.empty(count).uniform_(generator=drawn)
+    advance_mt19937(advanced, count)
+    assert torch.equal(drawn.get_state(), advanced.get_state())
+
+
+def test_a_long_jump_equals_several_walks():
+    walked, jumped = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    for _ in range(4):
+        advance_mt19937(walked, mt19937.JUMP_THRESHOLD - 1)
+    advance_mt19937(jumped, 4 * (mt19937.JUMP_THRESHOLD - 1))
+    assert torch.equal(walked.get_state(), jumped.get_state())

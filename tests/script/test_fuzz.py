@@ -31,8 +31,7 @@ from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.prompts import PromptSource
-from sampling.params import Prompt, SampleRequest, SamplingParams
-from sampling.validation import check_settings
+from sampling.params import Prompt, SampleRequest, SamplingParams, check_settings
 
 pytestmark = pytest.mark.fuzz
 

@@ -7,7 +7,7 @@ import pytest
 
 from configurator import override
 from project import SCRIPT
-from sampling.compatibility import training_settings
+from sampling.messages import training_settings
 
 
 def test_files_and_arguments_apply_in_order(script, tmp_path):

@@ -1,0 +1,191 @@
+"""Reads pickles as data.
+
+A pickle runs code by naming classes and functions. The unpicklers here know only a short list of names, and what stands
+behind each name is ours. A tensor becomes a note of where its bytes lie.
+"""
+import io
+import math
+import pickle
+import pickletools
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from sampling.checkpoints.checkpoint import DamagedFileError, RejectedFileError, first_sentence, require
+from sampling.messages import is_out_of_memory
+
+# Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of them.
+MAX_PICKLE_BYTES = 2**23
+MAX_OPCODES = 2**21
+MAX_COPIES = 2**20 # values that a pickle lets functions copy
+KEYS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2), "ADDITEMS": slice(-1),
+        "FROZENSET": slice(None)} # which operands of an opcode are hashed
+NO_KEYS = "it has keys that are neither text nor numbers"
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in a file: a view of a record. A pickle cannot change a tuple."""
+    key: str # of the record
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] # in elements, like offset
+    offset: int
+
+    @property
+    def nbytes(self) -> int: # when the tensor is contiguous
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@contextmanager
+def as_damage() -> Iterator[None]:
+    """Turn what zipfile, pickle or torch raise for damaged files, which may be anything, into DamagedFileError."""
+    try:
+        yield
+    except (RejectedFileError, MemoryError):
+        raise
+    except Exception as e:
+        if is_out_of_memory(e):
+            raise MemoryError(str(e)) from None
+        raise DamagedFileError(first_sentence(e)) from None
+
+
+def check_pickle(pickled: bytes) -> int:
+    """The length of the first pickle in these bytes, which the C unpickler then reads without harm to this process.
+
+    That unpickler makes room for any memo index that it meets, up to gigabytes. Python overflows the C stack when it
+    hashes deeply nested tuples, and hashing those that hold one twice at each level never ends. So keys must be plain:
+    pickletools knows which values each opcode takes from the stack and leaves there. Raises RejectedFileError beyond
+    these limits. A damaged pickle can raise anything.
+    """
+    stream, mark, memo = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), pickletools.markobject, {}
+    stack: list[bool | None] = [] # whether each value is made of others; None is a mark
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+        require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
+        require(not opcode.name.startswith("EXT"), "it uses copyreg's extensions") # they need no name
+        if opcode.name == "MEMOIZE" or "PUT" in opcode.name:
+            index = len(memo) if argument is None else argument
+            require(0 <= index <= count, "its memo indices are higher than its number of values")
+            memo[index] = stack[-1]
+        elif "GET" in opcode.name:
+            stack.append(memo[argument])
+        else:
+            operands, fixed = [], opcode.stack_before
+            if mark in fixed:
+                while (value := stack.pop()) is not None:
+                    operands.append(value)
+                fixed = fixed[:fixed.index(mark)]
+            operands += [stack.pop() for _ in fixed] # the top of the stack is the first of them
+            require(not any(operands[KEYS[opcode.name]] if opcode.name in KEYS else ()), NO_KEYS)
+            stack += [None if after is mark else bool(operands) for after in opcode.stack_after]
+    return stream.tell()
+
+
+class ForbiddenNameError(RejectedFileError):
+    """A pickle names a class or function that is not allowed."""
+
+    def __init__(self, name: str, pickled: bytes):
+        super().__init__(f"it names {name:.80}, which could run code; only tensors, numbers and text are allowed")
+        self.pickled = pickled
+
+
+class DataUnpickler(pickle.Unpickler):
+    """Reads the first pickle in some bytes. length: of that pickle. dtypes: those of the records that it names."""
+
+    def __init__(self, pickled: bytes):
+        self.pickled, self.length, self.dtypes, self.num_copies = pickled, check_pickle(pickled), {}, 0
+        super().__init__(io.BytesIO(pickled), encoding="utf-8")
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name stands for: a dtype or something of ours. Raises ForbiddenNameError for all other names."""
+        full = f"{module}.{name}"
+        if full in DTYPES:
+            return DTYPES[full]
+        if full in FUNCTIONS:
+            return self.limited(FUNCTIONS[full])
+        if re.fullmatch(r"([A-Za-z_]\w*\.)+GPTConfig", full[:200], re.ASCII):
+            return type("GPTConfig", (Record,), {}) # a new class: a pickle cannot change another file's
+        raise ForbiddenNameError(full, self.pickled)
+
+    def limited(self, function: Callable) -> Callable:
+        """The function, for as long as it gets few values: copies of copies could fill memory."""
+        def call(*arguments):
+            self.num_copies += sum(len(argument) for argument in arguments if hasattr(argument, "__len__"))
+            require(self.num_copies <= MAX_COPIES, "it copies more values than a checkpoint has")
+            return function(*arguments)
+        return call
+
+    def persistent_load(self, saved_id: tuple) -> StoredTensor:
+        """A whole record, of which tensors are views: saved_id is ("storage", dtype, key, device, ...)."""
+        kind, dtype, key, *_ = saved_id
+        require(kind == "storage" and isinstance(dtype, torch.dtype) and isinstance(key, str)
+                and not any(saved_id[5:]), "it has a record that torch.save does not write")
+        self.dtypes[key] = dtype
+        return StoredTensor(key, dtype, (), (), 0)
+
+
+def rebuild_tensor(record: StoredTensor, offset: int, shape: tuple, strides: tuple, *others: Any) -> StoredTensor:
+    """Stands in for torch's functions. The third of the others is a dtype, if torch had no class for its storages."""
+    require(isinstance(record, StoredTensor), "one of its tensors has no record")
+    dtype = others[2] if len(others) > 2 and isinstance(others[2], torch.dtype) else record.dtype
+    return StoredTensor(record.key, dtype, shape, strides, offset)
+
+
+def plain_set(items: list) -> set:
+    """Stands in for set, but hashes no tuples."""
+    require(not any(isinstance(item, tuple) for item in items), NO_KEYS)
+    return set(items)
+
+
+class PlainDict(dict):
+    """Stands in for OrderedDict and Counter. It drops the _metadata of a state_dict."""
+    __setstate__ = staticmethod(lambda state: None)
+
+
+class Record:
+    """Stands in for an instance of a class: what it was made from, and the fields that were then put into it."""
+    arguments, state = (), {}
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+def fields_of(config: object) -> object:
+    """The fields of a GPTConfig that was saved as an object; anything else as it is."""
+    return config.state if isinstance(config, Record) else config
+
+
+def python_number(dtype: Record, data: bytes) -> Any:
+    """Stands in for numpy's function that makes scalars. Returns a number or text; None for other types."""
+    import numpy as np
+    if not re.fullmatch(r"[biufcUS]\d{1,4}", dtype.arguments[0]) or not isinstance(data, bytes):
+        return None
+    byte_order = dtype.state[1] if dtype.state else "<"
+    return np.frombuffer(data, np.dtype(dtype.arguments[0]).newbyteorder(byte_order), count=1)[0].item()
+
+
+FUNCTIONS: dict[str, Callable] = {
+    "collections.OrderedDict": lambda: PlainDict(), "collections.Counter": lambda items: PlainDict() | items,
+    "builtins.set": plain_set, "__builtin__.set": plain_set, "torch.Size": tuple,
+    "torch.device": lambda *parts: None,
+    "_codecs.encode": lambda text, encoding: text.encode("latin1"), # so pickle's protocol 2 writes bytes
+    "numpy.dtype": Record,
+    "numpy._core.multiarray.scalar": python_number, "numpy.core.multiarray.scalar": python_number,
+    **{f"pathlib{module}.{kind}Path": lambda *parts: posixpath.join("", *parts) or "." for module in ("", "._local")
+       for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")},
+    **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+}
+STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
+            "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+            "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
+DTYPES: dict[str, torch.dtype] = {
+    **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()}, "torch.storage.UntypedStorage": torch.uint8,
+    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+}

@@ -1,0 +1,157 @@
+"""Reads files of torch.save and of safetensors as data.
+
+A file of torch.save is a zip of one pickle and of records, the bytes of the tensors; before torch 1.6 it was a few
+pickles and then the records. Only the tensors that a model needs are read.
+"""
+import json
+import math
+import os
+import re
+import sys
+import zipfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from sampling.checkpoints.checkpoint import DamagedFileError, require
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, as_damage
+
+CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
+OLD_MAGIC = 0x1950a86a20f9469cfc6c
+MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+          "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+
+
+@dataclass(eq=False)
+class TensorFile:
+    """An open file of tensors."""
+    content: Any # what was saved, with a StoredTensor in place of each tensor
+    sizes: dict[str, int] # the bytes of each record, by its key
+    open_record: Callable[[str], AbstractContextManager[BinaryIO]]
+    kept: dict[tuple, Tensor] = field(default_factory=dict) # the last record, if the last tensor was a part of it
+
+    def check(self, stored: StoredTensor) -> None:
+        """Raises RejectedFileError if the tensor is not inside its record."""
+        key, dtype, shape, strides, offset = stored
+        require(isinstance(key, str) and key in self.sizes, "one of its tensors has no record")
+        is_shape = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= 64 and all(
+            type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides))
+        require(is_shape and math.prod(shape) < 2**63, "one of its tensors has an impossible shape")
+        length, rest = divmod(self.sizes[key], dtype.itemsize)
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        require(not rest and (0 in shape or last < length), "one of its tensors reaches beyond its record")
+
+    @as_damage()
+    def read(self, stored: StoredTensor) -> Tensor:
+        """Read a tensor straight into its memory. Raises RejectedFileError if its record is damaged or cut."""
+        self.check(stored)
+        record = self.kept.get(stored[:2])
+        if record is None:
+            record = torch.empty(self.sizes[stored.key] // stored.dtype.itemsize, dtype=stored.dtype)
+            target = memoryview(record.view(torch.uint8).numpy())
+            with self.open_record(stored.key) as file: # zipfile compares the CRC of a record when it is at its end
+                for start in range(0, len(target), CHUNK):
+                    part = target[start:start + CHUNK]
+                    if file.readinto(part) != len(part):
+                        raise DamagedFileError("it is cut short")
+        self.kept = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
+        return record.as_strided(stored.shape, stored.strides, stored.offset)
+
+
+@as_damage()
+def read_tensor_file(file: BinaryIO) -> TensorFile:
+    """The content of an open file of torch.save or of safetensors. It must stay open while tensors are read.
+
+    numpy's numbers and paths, which settings may hold, become plain numbers and text; a GPTConfig of any module becomes
+    a Record. Raises DamagedFileError if the file is cut or damaged; RejectedFileError if it holds more than data.
+    """
+    file.seek(0)
+    start = file.read(9)
+    file.seek(0)
+    if start[8:] == b"{": # the length of a header in JSON comes before it
+        return read_safetensors(file)
+    return read_zip(file) if start.startswith(b"PK\3\4") else read_old_file(file)
+
+
+def read_zip(file: BinaryIO) -> TensorFile:
+    """A file of torch 1.6 or later."""
+    archive, file_size = zipfile.ZipFile(file), size_of(file)
+    infos = {info.filename: info for info in archive.infolist()}
+    pickle_name = next(name for name in infos if re.fullmatch("[^/]*/data.pkl", name))
+    for info in infos.values():
+        require(info.compress_type == zipfile.ZIP_STORED, "one of its records is compressed")
+        if info.file_size != info.compress_size or info.header_offset + info.file_size > file_size:
+            raise DamagedFileError("one of its records reaches beyond its end")
+    if not any(info.CRC for info in infos.values()): # torch.save has an option to leave out checksums
+        for info in infos.values():
+            info.CRC = None
+    require(infos[pickle_name].file_size <= MAX_PICKLE_BYTES, f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
+    folder = pickle_name.removesuffix("data.pkl")
+    is_native = f"{folder}byteorder" not in infos or archive.read(f"{folder}byteorder") == sys.byteorder.encode()
+    require(is_native, "it was saved on a machine with another byte order")
+    content, prefix = DataUnpickler(archive.read(pickle_name)).load(), f"{folder}data/"
+    records = {name.removeprefix(prefix): info for name, info in infos.items() if name.startswith(prefix)}
+    return TensorFile(content, {key: info.file_size for key, info in records.items()},
+                      lambda key: archive.open(records[key]))
+
+
+def read_old_file(file: BinaryIO) -> TensorFile:
+    """A file of an older torch: five pickles (a magic number, a version, the sizes of C types, the content, and the
+    keys of its records), then each record after the number of its elements. There are no checksums.
+    """
+    values, dtypes = [], {}
+    for _ in range(5):
+        start = file.tell()
+        unpickler = DataUnpickler(file.read(MAX_PICKLE_BYTES))
+        values.append(unpickler.load())
+        dtypes |= unpickler.dtypes
+        if values[0] != OLD_MAGIC:
+            raise DamagedFileError("torch.save did not write it")
+        file.seek(start + unpickler.length)
+    require(values[2].get("little_endian") is not False, "it was saved on a machine with another byte order")
+    places, position = {}, file.tell()
+    for key in values[4]:
+        file.seek(position)
+        places[key] = position + 8, int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
+        position = sum(places[key])
+        if position > size_of(file):
+            raise DamagedFileError("it is cut short")
+    return raw_tensor_file(file, values[3], places)
+
+
+def raw_tensor_file(file: BinaryIO, content: Any, places: dict[str, tuple[int, int]]) -> TensorFile:
+    """A file whose records are bytes without a checksum: the position and the number of bytes of each."""
+    def open_record(key: str) -> AbstractContextManager[BinaryIO]:
+        file.seek(places[key][0])
+        return nullcontext(file)
+    return TensorFile(content, {key: size for key, (_, size) in places.items()}, open_record)
+
+
+def read_safetensors(file: BinaryIO) -> TensorFile:
+    """A safetensors file: the length of its header, the header in JSON, and the bytes. There are no checksums."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    require(header_bytes <= MAX_HEADER_BYTES,
+            f"it claims a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")
+    header, start = json.loads(file.read(header_bytes)), 8 + header_bytes
+    header.pop("__metadata__", None)
+    content, places = {}, {}
+    for key, entry in header.items():
+        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
+        content[key] = StoredTensor(key, DTYPES[entry["dtype"]], tuple(shape), strides, 0)
+        places[key] = start + begin, end - begin
+        require(0 <= begin <= end and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
+    if start + max((entry["data_offsets"][1] for entry in header.values()), default=0) != size_of(file):
+        raise DamagedFileError("it is cut short, or longer than its header says")
+    return raw_tensor_file(file, content, places)
+
+
+def size_of(file: BinaryIO) -> int:
+    """The bytes of an open file."""
+    return os.fstat(file.fileno()).st_size

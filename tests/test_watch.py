@@ -1,0 +1,125 @@
+"""watch: a run that stays beside a training, and samples from each checkpoint that it saves."""
+import gc
+import json
+import os
+import signal
+import time
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+import sample
+from configurator import find_settings
+from models import make_gpt, save_checkpoint
+from project import RULE, SCRIPT
+from sampling.checkpoints import nanogpt
+from sampling.generation import assembly
+from script_process import start_script
+
+RUN = ("--start=The ", "--num_samples=2", "--max_new_tokens=9", "--device=cpu", "--watch", "--out_file=a.jsonl",
+       "--html_file=a.html")
+
+
+@contextmanager
+def watching(folder, *more):
+    """A run that watches folder/out. The block gets a function that waits until standard error has a text."""
+    with open(folder / "stderr", "wb+") as messages:
+        process = start_script(*RUN, *more, cwd=folder, stderr=messages)
+
+        def wait_for(text, times=1):
+            deadline = time.monotonic() + 60
+            while (folder / "stderr").read_text().count(text) < times:
+                assert process.poll() is None and time.monotonic() < deadline, (folder / "stderr").read_text()
+                time.sleep(0.05)
+        try:
+            yield wait_for
+            process.send_signal(signal.SIGINT) # Ctrl-C
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            process.communicate()
+    assert process.returncode == 130
+
+
+def saved_rounds(folder):
+    """The iteration and the number of each saved sample."""
+    lines = [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
+    return [(line["checkpoint"]["iter_num"], line["index"]) for line in lines]
+
+
+def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(run_script, tmp_path):
+    save_checkpoint(tmp_path / "out", make_gpt())
+    with watching(tmp_path) as wait_for:
+        wait_for("out/ckpt.pt: iteration 100, validation loss 1.5000\n")
+        wait_for("waiting for the next save of out/ckpt.pt\n")
+        newer = save_checkpoint(tmp_path / "newer", make_gpt(seed=2), iter_num=200).read_bytes()
+        with open(tmp_path / "out" / "ckpt.pt", "wb") as file: # a save takes a while
+            file.write(newer[:9999])
+            file.flush()
+            time.sleep(0.2)
+            file.write(newer[9999:])
+        wait_for("waiting for the next save of out/ckpt.pt\nout/ckpt.pt: iteration 200, validation loss 1.5000\n")
+        wait_for("waiting", times=2)
+    rounds = [(100, 0), (100, 1), (200, 0), (200, 1)]
+    assert saved_rounds(tmp_path) == rounds
+    assert (tmp_path / "a.html").read_text().count(">iteration 200</h3>") == 2
+    alone = run_script(*RUN[:4], cwd=tmp_path).stdout
+    texts = [json.loads(line)["text"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert alone == "".join(f"The {text}\n{RULE}\n" for text in texts[2:])
+    # The same command goes on where the run was. Meanwhile, the training has saved once more.
+    with watching(tmp_path) as wait_for:
+        wait_for("a.jsonl is complete, with 2 samples: nothing to sample\n")
+        wait_for("waiting")
+    (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes()[:-9])
+    save_checkpoint(tmp_path / "out", make_gpt(seed=3), iter_num=300)
+    with watching(tmp_path) as wait_for:
+        wait_for("waiting")
+    assert saved_rounds(tmp_path) == [*rounds[:3], (300, 0), (300, 1)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft": "int8"}, {"max_new_tokens": 3000, "context_shift": True}], ids=str)
+def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_checkpoint, capsys, changes):
+    backends, num_alive, assemble, load = [], [], assembly.assemble, nanogpt.load_checkpoint
+
+    def assemble_and_note(*arguments):
+        model = assemble(*arguments)
+        backends.append(weakref.ref(model.backend))
+        return model
+
+    def load_and_note(*arguments, **options):
+        num_alive.append(sum(backend() is not None for backend in backends))
+        return load(*arguments, **options)
+    monkeypatch.setattr(assembly, "assemble", assemble_and_note)
+    monkeypatch.setattr(nanogpt, "load_checkpoint", load_and_note)
+    monkeypatch.setattr(nanogpt, "saves", lambda *_: range(3))
+    settings = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
+    changed = dict(out_dir=str(char_checkpoint), device="cpu", num_samples=2, max_new_tokens=9, watch=True) | changes
+    sample.main(SimpleNamespace(**settings | changed))
+    gc.unfreeze() # sample.py freezes what it has loaded: a cycle of references would keep the model for ever
+    assert num_alive == [0, 0, 0] and capsys.readouterr().out.count(RULE) == 6
+
+
+def test_prompts_of_a_pipe_are_refused(run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", "--watch", "--start=LINES:-", stdin=b"The \n")
+    assert done.returncode == 1 and "error: watch=True reads the prompts once for each checkpoint" in done.stderr
+
+
+def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch):
+    path, sizes = tmp_path / "ckpt.pt", []
+    path.write_bytes(b"1")
+    writes = iter([None, b"12", b"123", None, b"", b"1", None, None])
+
+    def sleep(seconds):
+        if (content := next(writes)) is not None:
+            path.write_bytes(content)
+            os.utime(path, ns=(len(sizes), time.time_ns()))
+    monkeypatch.setattr(nanogpt.time, "sleep", sleep)
+    lines = []
+    for _ in nanogpt.saves(tmp_path, lines.append):
+        sizes.append(path.stat().st_size)
+        if len(sizes) == 3:
+            break
+    assert sizes == [1, 3, 1] and lines == 2 * [f"waiting for the next save of {path}"]
