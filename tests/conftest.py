@@ -12,8 +12,8 @@ os.environ["GOMP_SPINCOUNT"] = "10000" # before torch is imported: with the defa
 os.environ["HF_HUB_OFFLINE"] = "1" # no test downloads anything; read when it is imported
 import huggingface_hub.constants  # noqa: F401
 import torch
+from hypothesis import HealthCheck, settings
 
-from fuzzing import load_profile
 from project import GPT2_FILES, PROJECT
 from script_process import READ_ON_LOADING, run_here, start_script
 
@@ -31,7 +31,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    load_profile("slow" if config.getoption("--slow") else "quick")
+    """How many random examples each fuzz test tries: the same every time, but other ones with the profile "hour"."""
+    for name, count in [("quick", 20), ("slow", 200), ("hour", 30_000)]:
+        settings.register_profile(name, max_examples=count, derandomize=name != "hour", deadline=None, database=None,
+                                  suppress_health_check=list(HealthCheck))
+    settings.load_profile("slow" if config.getoption("--slow") else "quick")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,9 +1,8 @@
 """The paths of the project and its script, the files of GPT-2's encoding, and the line between samples."""
-import os
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
-SCRIPT = Path(os.environ.get("SAMPLE_PY", PROJECT / "sample.py")) # SAMPLE_PY selects another version of the script
+SCRIPT = PROJECT / "sample.py"
 GPT2_FILES = {"vocab.bpe": "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", # tiktoken's names for them
               "encoder.json": "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"}
 RULE = "---------------" # printed after every sample

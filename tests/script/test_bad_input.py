@@ -57,7 +57,7 @@ UNUSABLE = [ # arguments, a part of the error line: exit status 1
     ("--init_from=gpt2", "could not get 'gpt2'"),
     ("--init_from=out", "for a ckpt.pt pass --out_dir=out"),
     ("--init_from=hf", "n_layer must be a whole number"),
-    ("--init_from=shards", "b.safetensors'"),
+    ("--init_from=shards", "nor the shards of either"),
     ("--out_file=no/such/a.jsonl", "cannot write 'no/such/a.jsonl': there is no folder /"),
     ("--out_file=bad.py", "bad.py, line 1: not"),
     ("--draft=larger", "has a vocabulary of 70 tokens, but the model has 61: the two must be equal"),

@@ -140,12 +140,15 @@ def test_the_demo_prints_the_same_samples_as_nanogpt(run_script):
     assert done.stdout == "".join("".join(chars[i] for i in ids) + f"\n{RULE}\n" for ids in samples)
 
 
-def test_the_demo_has_nanogpts_format():
-    checkpoint = torch.load(DEMO / "ckpt.pt", weights_only=True, mmap=True)
-    args = checkpoint["model_args"]
-    assert args.keys() == {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
-    assert args["block_size"] == 512 and checkpoint["best_val_loss"] < 1.45
-    assert {"model", "model_args", "iter_num", "best_val_loss", "config"} <= checkpoint.keys()
-    assert all(tensor.dtype == torch.float16 for tensor in checkpoint["model"].values())
-    assert sum(file.stat().st_size for file in DEMO.iterdir() if file.is_file()) <= 6_000_000
-    json.dumps(checkpoint["config"]) # plain values only
+@pytest.mark.slow
+def test_every_cell_of_the_gpu_benchmark_runs_and_the_text_is_nanogpts():
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, PROJECT / "tests" / "bench" / "gpu.py"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line for line in lines if "error" in line] == []
+    texts = {line["cell"]: line["equal"] for line in lines if "equal" in line}
+    exact = [texts[cell] for cell in texts if "default, bfloat16" not in cell] # these two may round differently
+    assert len(texts) == 8 and exact == ["4 of 4"] * 6
+    assert len([line for line in lines if line.get("tokens_per_s", 0) > 0]) == 13

@@ -1,4 +1,9 @@
-"""Random settings, prompts, tokens and batches: each is read correctly, or raises a one-line error."""
+"""Random settings, prompts, tokens and batches: each is read correctly, or raises a one-line error.
+
+This command tries other examples at every call, for about an hour:
+
+    python -m pytest --slow --hypothesis-profile=hour tests/script/test_fuzz.py
+"""
 import io
 import pickle
 import re
@@ -14,7 +19,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from configurator import find_settings, override
-from fuzzing import fuzz
 from models import CHARS, make_gpt, save_meta
 from oracles import reference_generate
 from project import PROJECT
@@ -28,6 +32,8 @@ from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.prompts import PromptSource
 from sampling.params import Prompt, SampleRequest, SamplingParams, check_settings
+
+pytestmark = pytest.mark.fuzz
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +102,6 @@ def settings_of(arguments):
     return settings
 
 
-@fuzz(400)
 @given(arguments)
 @example(["--start={{}}"])
 @example(["--top_k=0x" + "f" * 5000])
@@ -112,7 +117,6 @@ def test_any_arguments_give_settings_or_a_one_line_error(arguments):
         assert "\0" not in (found["out_file"] or "") + (found["html_file"] or "")
 
 
-@fuzz(200)
 @given(files)
 @example(b"stop = ('a', 'b')")
 @example(b"stop = 5")
@@ -126,7 +130,6 @@ def test_any_settings_file_gives_settings_or_a_one_line_error(scratch, content):
 
 # ---- prompts
 
-@fuzz(150)
 @given(st.sampled_from(["FILE", "LINES", "JSONL"]),
        st.binary(max_size=20) | (literals | literals.map('{{"prompt": {}}}'.format)).map(str.encode))
 @example("JSONL", b"[" * 100_000)
@@ -149,7 +152,6 @@ pieces = st.sampled_from(["<|endoftext|>", "<|", " ", "  ", "\n", "the", "🙂",
 texts = st.text(st.characters(codec="utf-8")) | st.lists(pieces).map("".join)
 
 
-@fuzz(300)
 @given(st.data())
 def test_incremental_decoding_equals_decoding_all_tokens(gpt2, data):
     """Any ids: beyond the vocabulary, single bytes (0 to 255), and parts of characters."""
@@ -198,7 +200,6 @@ def make_backend(name, width):
     return BACKENDS[name](make_gpt(vocab_size=width, n_layer=1))
 
 
-@fuzz(200)
 @given(st.data())
 def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
     """With any prompts, batch sizes, settings, stop texts and saved samples. Emittable text never changes."""

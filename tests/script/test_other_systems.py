@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sampling.backends.process import peak_memory
+from sampling.backends.process import cores_are_busy, peak_memory
 
 RUN = "--num_samples=2", "--max_new_tokens=20", "--start=The", "--device=cpu"
 MISSING = { # modules, and the error at glibc's functions; neither has /proc
@@ -59,7 +59,6 @@ def test_a_session_answers(other_system, expected, run_script, char_checkpoint):
 
 
 def test_cores_count_as_free_where_nothing_says_how_many_programs_run(other_system):
-    from sampling.backends.process import cores_are_busy
     assert not cores_are_busy()
 
 
