@@ -2,6 +2,7 @@
 import logging
 import re
 from collections.abc import Callable, Collection
+from typing import Any
 
 # Messages for the user. sample.py passes its console's log. By default, they go to Python's logging.
 Log = Callable[[str], None]
@@ -20,6 +21,14 @@ ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to sugge
     "temp": "temperature", "repeat_penalty": "repetition_penalty", "o": "out_file",
 }
 TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "eval_iters"} # only train.py has these
+
+
+def brief_repr(value: Any) -> str:
+    """The beginning of a value's repr."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError: # Python refuses to print an int of more than 4300 digits, also inside a list
+        return f"a {type(value).__name__}"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from sampling.messages import Log
+from sampling.messages import Log, brief_repr
 
 Settings = Mapping[str, Any]
 
@@ -111,14 +111,6 @@ def check_exact(settings: Settings) -> None:
         if name in settings and not is_allowed(settings[name]):
             raise ValueError("exact=True does only what nanoGPT does: leave out "
                              f"{name}={brief_repr(settings[name])}, or exact")
-
-
-def brief_repr(value: Any) -> str:
-    """The beginning of a value's repr."""
-    try:
-        return f"{value!r:.100}"
-    except ValueError: # Python refuses to print an int of more than 4300 digits, also inside a list
-        return f"a {type(value).__name__}"
 
 
 def as_list(value: Any) -> list:
