@@ -99,7 +99,6 @@ def main(settings):
     outputs = Outputs(vars(settings))
     for _ in saves(settings.out_dir, log) if settings.watch else [None]:
         model, num_total, max_prompt_len = load(settings, params, workers, prompts)
-        requests = []
         with workers.fail_together():
             if prompts:
                 outputs.open(model)
@@ -114,7 +113,7 @@ def main(settings):
             progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
             engine = Engine(model, params, batch_size, stream=is_tty(sys.stdout) and not outputs.uses_stdout, log=log,
                             on_tokens=progress.add_tokens)
-            for sample in workers.imap(engine, requests):
+            for sample in workers.imap(engine, requests if prompts else []): # rank 0 has the prompts
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                     progress.add_sample(sample)
@@ -124,7 +123,7 @@ def main(settings):
         progress.close(peak_memory(model.backend.device))
         if model.speculation:
             log(model.speculation.summary())
-        del model, engine, requests # before the next model is loaded
+        del model, engine # their memory must be free before the next model is loaded
 
 
 def load(settings, params, workers, prompts=None):

@@ -50,8 +50,9 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
         sys.stdin.reconfigure(errors="surrogateescape") # so that only a line that is not UTF-8 is an error
     set_progress_bar(None) # a progress bar would mix with what the user types
     model = load()
-    session = Session(load, Engine(model, params, stream=True, log=log), Printer(model.tokenizer, show_probs))
-    del model # :reload needs its memory
+    engine, printer = Engine(model, params, stream=True, log=log), Printer(model.tokenizer, show_probs)
+    session = Session(load, params, engine, printer)
+    del model, engine # :reload needs their memory
     handler = signal.getsignal(signal.SIGINT)
     session.record_interrupts()
     if is_tty(sys.stdin):
@@ -72,6 +73,7 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
 class Session:
     """The state of a session, which prompts and commands change."""
     load: Callable[[], LoadedModel]
+    params: SamplingParams
     engine: Engine | None # None while the model is loaded again, and after that has failed
     printer: Printer
     next_index: int = 0 # the index of the next sample
@@ -169,13 +171,9 @@ class Session:
             name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
             self.change_setting(name.replace("-", "_"), text)
 
-    def show_help(self) -> None:
-        """Show the help."""
-        log(HELP)
-
     def show_settings(self) -> None:
         """List the settings that a command may change."""
-        values = {**vars(self.loaded().params), "show_probs": self.printer.show_probs}
+        values = {**vars(self.params), "show_probs": self.printer.show_probs}
         log("\n".join(f"  {name}={values[name]!r}" for name in TYPES))
 
     def change_setting(self, name: str, text: str) -> None:
@@ -185,17 +183,19 @@ class Session:
                              "all commands; put a prompt that begins with a colon in quotes")
         if not text and TYPES[name] != ["bool"]:
             raise ValueError(f":{name} needs a value: :{name}=...")
-        engine, is_random = self.loaded(), name == "seed" and text == "random"
+        is_random = name == "seed" and text == "random"
         value = choose_seed(text, log, ":seed") if is_random else parse(name, text or "True", TYPES[name])
         changes = {name: value}
         if name == "show_probs":
             self.printer.set_show_probs(value)
             changes = {"num_logprobs": 0 if value else None}
-        self.engine = replace(engine, params=replace(engine.params, **changes))
+        params = replace(self.params, **changes)
+        self.engine = replace(self.loaded(), params=params) # an exact model refuses some values
+        self.params = params
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_about_stop_texts(self.engine.params.stop_texts, engine.model.tokenizer, log)
+            warn_about_stop_texts(params.stop_texts, self.printer.tokenizer, log)
 
     def sample_again(self) -> None:
         """Print another sample for the last prompt. Raises ValueError if there is none."""
@@ -218,8 +218,7 @@ class Session:
 
     def reload(self) -> None:
         """Load the model again, with the settings of the session. Raises ValueError or OSError if that fails."""
-        if self.engine is not None:
-            self.params, self.engine = self.engine.params, None
+        self.engine = None # its memory must be free before the next model is loaded
         model = self.load()
         before, self.printer.tokenizer = self.printer.tokenizer, model.tokenizer
         if (before.source, before.size) != (model.tokenizer.source, model.tokenizer.size):
@@ -227,9 +226,8 @@ class Session:
         self.engine = Engine(model, self.params, stream=True, log=log)
 
 
-COMMANDS = {"help": Session.show_help, "h": Session.show_help, "?": Session.show_help,
-            "settings": Session.show_settings, "again": Session.sample_again, "continue": Session.continue_last,
-            "reload": Session.reload}
+COMMANDS = {**dict.fromkeys(["help", "h", "?"], lambda session: log(HELP)), "settings": Session.show_settings,
+            "again": Session.sample_again, "continue": Session.continue_last, "reload": Session.reload}
 
 
 # ---- reading lines

@@ -7,6 +7,7 @@ its standard error to the file stderr in the folder.
 import copyreg
 import json
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -48,6 +49,7 @@ if __name__ == "__main__":
     copyreg.add_extension("os", "mkdir", 0x12) # for attacks by EXT1, EXT2 and EXT4
     copyreg.add_extension("os", "makedirs", 0x1234)
     copyreg.add_extension("os", "mkfifo", 0x123456)
+    pickle.loads(b"\x82\x12.") # pickle now knows this code without asking for the name
     print(flush=True)
     for line in sys.stdin:
         child = os.fork()

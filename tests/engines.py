@@ -68,8 +68,9 @@ def recorded_graphs(gpt):
     return backend
 
 
-BACKENDS = {"eager": EagerBackend, "least": LeastBackend, "cpu": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
-            "static steps": static_steps, "recorded graphs": recorded_graphs, "cuda": lambda gpt: static_steps(gpt.cuda())}
+BACKENDS = {
+    "eager": EagerBackend, "least": LeastBackend, "cpu": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
+    "static steps": static_steps, "recorded graphs": recorded_graphs, "cuda": lambda gpt: static_steps(gpt.cuda())}
 
 
 def load(tokenizer, backend=None, **fields):

@@ -22,11 +22,11 @@ BUCKET = 128 # a step attends to a multiple of this many positions, or to all. E
 class StaticCache:
     """A KV cache, the inputs of a decode step, and the graphs that hold both in place."""
 
-    def __init__(self, kv: KVCache, num_rows: int, capacity: int, checks: SelfCheck, device: torch.device):
-        self.kv, self.capacity, self.seq_len = kv, capacity, 0
-        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=device) # that the step processes
-        self.position = torch.zeros(1, dtype=torch.long, device=device) # of this token
-        self.graphs = GraphSet(checks, device)
+    def __init__(self, model: GPT, num_rows: int, capacity: int, graphs: GraphSet):
+        self.kv, self.capacity, self.seq_len = model.new_cache(num_rows, capacity), capacity, 0
+        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=graphs.device) # that the step processes
+        self.position = torch.zeros(1, dtype=torch.long, device=graphs.device) # of this token
+        self.graphs = graphs
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. The steps then need new graphs."""
@@ -70,7 +70,7 @@ class CUDABackend(Backend):
             cache.seq_len = 0
             return cache
         cache = None # frees its memory before the new one takes more
-        return StaticCache(self.model.new_cache(num_rows, capacity), num_rows, capacity, self.checks, self.device)
+        return StaticCache(self.model, num_rows, capacity, GraphSet(self.checks, self.device))
 
     def release(self, cache: StaticCache) -> None:
         self.idle = cache
@@ -99,15 +99,12 @@ class CUDABackend(Backend):
         return self.model(ids, cache=kv, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
 
     def decode_step(self, cache: StaticCache, num_keys: int) -> Tensor:
-        """Process cache.token at cache.position, attending to the first num_keys positions -> logits (B, V).
-
-        Writes the key and the value of the token into the cache.
-        """
+        """Process cache.token at cache.position, attending to the first num_keys positions -> logits (B, V)."""
         transformer = self.model.transformer
         x = transformer.wte(cache.token) + transformer.wpe(cache.position) # (B, 1, E)
         is_future = torch.arange(num_keys, device=self.device) > cache.position # (S,), S being num_keys
-        mask = torch.zeros(num_keys, device=self.device, dtype=cache.kv.layers[0].dtype)
-        mask = mask.masked_fill(is_future, -torch.inf)[None] # (1, S)
+        mask = torch.zeros(1, num_keys, device=self.device, dtype=cache.kv.layers[0].dtype)
+        mask = mask.masked_fill(is_future, -torch.inf) # (1, S)
         for block, layer in zip(transformer.h, cache.kv.layers, strict=True):
             x = self.block_step(block, x, layer, cache.position, mask, num_keys)
         return self.model.lm_head(transformer.ln_f(x))[:, 0] # (B, 1, E) -> (B, V)

@@ -51,10 +51,7 @@ class SelfCheck:
 
 
 class GraphSet:
-    """The CUDA graphs of steps that read and write the same tensors, one for each key.
-
-    A graph reads and writes the memory that it was captured with, so these tensors must stay in place.
-    """
+    """The CUDA graphs of steps that read and write the same tensors, which stay in place. Each step has a key."""
 
     def __init__(self, checks: SelfCheck, device: torch.device):
         self.checks, self.device = checks, device
@@ -64,8 +61,7 @@ class GraphSet:
     def run(self, key: Hashable, step: Callable[[], Tensor], plain: Callable[[], Tensor]) -> Tensor:
         """The logits (B, V) of a step: from its graph, which is captured at the first call with this key.
 
-        plain computes the same with the plain model, and may be called instead of step or after it. Raises what means
-        out of memory; the next call captures again.
+        plain computes the same with the plain model. Raises what means out of memory; the next call captures again.
         """
         if not self.checks.use_steps:
             return plain()
@@ -104,14 +100,13 @@ def capture_graph(step: Callable[[], Tensor], stream: torch.cuda.Stream, pool: t
                   device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Capture a step as a CUDA graph with this memory pool. Returns the graph, and the tensor that it writes.
 
-    The step first runs directly on the same stream, which creates what must not be created during a capture: cuBLAS
-    keeps a workspace for each stream. stream and pool belong to one GraphSet, so that nothing dangles when it is gone.
+    stream and pool belong to one GraphSet: cuBLAS keeps a workspace for each stream, and none dangles when it is gone.
     """
     graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     stream.wait_stream(caller)
     # torch.cuda.graph may leave its own stream current when it fails: the outer block then returns to the caller's.
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        step()
+        step() # creates what must not be created during a capture, such as the workspace of cuBLAS
         # thread_local: what another thread allocates meanwhile does not end the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             logits = step()

@@ -15,13 +15,10 @@ OVERHEAD_BYTES_PER_LAYER = 7_000_000 # what norms, attention and calls of operat
 
 
 class Draft(NamedTuple):
-    """A prepared draft. relative_cost is the time of one of its steps, in steps of the target.
-
-    is_copy: whether it is the target itself, in int8.
-    """
+    """A prepared draft."""
     backend: Backend
-    relative_cost: float
-    is_copy: bool = False
+    relative_cost: float # the time of one of its steps, in steps of the target
+    is_copy: bool = False # whether it is the target itself, in int8
 
 
 def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log: Log = warn) -> Draft:

@@ -65,12 +65,11 @@ class ExactBackend(Backend):
         """Expects one row, and num_positions=1."""
         if cache is not None:
             ids = cache.ids = torch.cat([cache.ids, ids], dim=1)
-        x = self.model.transformer.wte(ids)
-        x = x + self.model.transformer.wpe(torch.arange(ids.size(1), device=self.device)) # (1, T, E)
-        for block in self.model.transformer.h:
+        transformer = self.model.transformer
+        x = transformer.wte(ids) + transformer.wpe(torch.arange(ids.size(1), device=self.device)) # (1, T, E)
+        for block in transformer.h:
             x = block(x)
-        last = self.model.transformer.ln_f(x)[:, -1:] # (1, 1, E)
-        last = last.clone(memory_format=torch.contiguous_format) # aligned as nanoGPT's copy is
+        last = transformer.ln_f(x)[:, -1:].clone(memory_format=torch.contiguous_format) # aligned as nanoGPT's copy is
         return self.model.lm_head(last)[:, -1] # (1, 1, V) -> (1, V)
 
     def bytes_per_row(self, length: int) -> int:

@@ -90,7 +90,8 @@ def named_errors(source: object) -> Iterator[None]:
         if is_named or is_out_of_memory(e):
             raise
         verb = "read" if isinstance(e, RejectedFileError) else "load"
-        raise ValueError(f"cannot {verb} {source}: {e!s:.1000}") from None
+        one_line = " ".join(str(e).splitlines()) # a name in a damaged file may have a newline
+        raise ValueError(f"cannot {verb} {source}: {one_line:.1000}") from None
 
 
 # ---- files

@@ -43,10 +43,8 @@ class LoadedModel:
 
 def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
              options: ModelOptions, num_steps: int | None = None, log: Log = warn) -> LoadedModel:
-    """Prepare the model of a checkpoint for a device. Takes the weights out of the checkpoint.
-
-    num_steps: how many steps the run will take; None: unknown, or many. log gets messages for the user.
-    Raises ValueError or OSError if an option or the draft cannot be used.
+    """Prepare the model of a checkpoint, and take the weights out of it. num_steps: how many steps the run will take;
+    None: unknown, or many. Raises ValueError or OSError if an option or the draft cannot be used.
     """
     if options.draft and device.type != "cpu":
         raise ValueError(f"draft works only on a CPU, because no gain was measured on other devices; got {device}: "

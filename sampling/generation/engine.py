@@ -27,7 +27,8 @@ class Engine:
     batch_size: how many samples to generate at once.
     stream: whether to yield samples before they are finished.
     log: gets messages for the user.
-    on_tokens: gets the number of new tokens; it is negative if memory ran out and tokens are discarded.
+    on_tokens: gets the number of new tokens of samples that are not saved yet; negative if memory ran out and tokens
+    are discarded.
     """
     model: LoadedModel
     params: SamplingParams
@@ -89,7 +90,8 @@ class Engine:
             return_freed_memory()
             unfinished = [sample for sample in batch if not sample.finish_reason]
             for sample in unfinished:
-                self.report_tokens(sample, -sample.num_tokens)
+                if not sample.request.already_saved:
+                    self.on_tokens(-sample.num_tokens)
                 sample.tokens, sample.num_emittable_chars = [], 0
             samples = unfinished + samples
 
@@ -100,7 +102,7 @@ class Engine:
         rows = [IncrementalDetokenizer(sample, self.model.tokenizer, self.params, first_step=len(prompt) - shortest)
                 for sample, prompt in zip(samples, prompts, strict=True)]
         last_steps = {row.first_step + self.params.max_new_tokens for row in rows} # after which samples are finished
-        streams = RowStreams(self.run_stream, [self.run_stream.state_for_sample(sample.index) for sample in samples])
+        streams = RowStreams(self.run_stream, [sample.index for sample in samples])
         speculation = self.model.speculation
         if speculation and speculation.is_on(prompts, max(last_steps), self.params.context_shift):
             steps = speculation.decode(self.decoder, prompts[0], streams, max(last_steps))
@@ -144,12 +146,8 @@ class Engine:
                 if row.sample.finish_reason:
                     break
                 row.append(ids[i][step], *(values[i] for values in logprobs[step]))
-            self.report_tokens(row.sample, row.sample.num_tokens - num_tokens)
-
-    def report_tokens(self, sample: Sample, num_tokens: int) -> None:
-        """Tell on_tokens the number of new tokens, unless the sample is already saved."""
-        if not sample.request.already_saved:
-            self.on_tokens(num_tokens)
+            if not row.sample.request.already_saved:
+                self.on_tokens(row.sample.num_tokens - num_tokens)
 
 
 def next_batch(requests: Iterator[SampleRequest], size: int) -> list[SampleRequest]:

@@ -16,38 +16,23 @@ from sampling.messages import Log, warn
 from sampling.sampler.row_streams import RowStreams
 from sampling.sampler.sampler import are_valid
 
-LENGTHS = range(2, 9) # how many tokens a draft may propose in a round
-DECAY = 0.95 # the counts of earlier rounds are multiplied by this after each round
+# The counts of proposals begin with these. After each round, the counts of earlier rounds are multiplied by DECAY.
+NUM_CHECKED, NUM_ACCEPTED, DECAY = 8.0, 7.0, 0.95
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
 PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32; two Intel processors had a PASS_COST of 1.1, 1.5
 
 
-class DraftLength:
-    """Chooses how many tokens the draft proposes in a round. It depends on counts only, and never on measured times.
+def best_length(rate: float, relative_cost: float) -> int:
+    """How many tokens the draft should propose in a round: from 2 to 8, with the largest speedup; 0 if none is faster.
 
-    relative_cost is the time of a step of the draft, in steps of the target.
+    rate: the acceptance rate. A round of k proposals gives 1 + rate + ... + rate**k tokens (Leviathan et al., 2023).
+    relative_cost: see Draft. No time is measured, so the same command always takes the same passes.
     """
-
-    def __init__(self, relative_cost: float):
-        self.relative_cost = relative_cost
-        self.num_checked, self.num_accepted = 8.0, 7.0 # proposals; after a few rounds, the real counts outweigh these
-
-    def record(self, num_proposed: int, num_accepted: int) -> None:
-        """Count a round: its proposals up to the first that was rejected. Earlier rounds lose weight."""
-        if num_proposed:
-            self.num_checked = DECAY * self.num_checked + min(num_accepted + 1, num_proposed)
-            self.num_accepted = DECAY * self.num_accepted + num_accepted
-
-    def best(self) -> int:
-        """How many tokens to propose: whichever of LENGTHS has the largest speedup; 0 if no draft is faster.
-
-        A round of k proposals gives 1 + a + ... + a**k tokens, with the acceptance rate a (Leviathan et al., 2023).
-        """
-        rate = self.num_accepted / self.num_checked # below 1, as at the beginning
-        cost = PASS_COST_PER_PROPOSAL + self.relative_cost # of a proposal
-        speedups = {k: (1 - rate**(k + 1)) / (1 - rate) / (PASS_COST + k * cost) for k in LENGTHS}
-        best = max(LENGTHS, key=speedups.get)
-        return best if speedups[best] > 1 else 0
+    def speedup(k):
+        num_tokens = sum(rate**i for i in range(k + 1))
+        return num_tokens / (PASS_COST + k * (PASS_COST_PER_PROPOSAL + relative_cost))
+    best = max(range(2, 9), key=speedup)
+    return best if speedup(best) > 1 else 0
 
 
 class Speculation:
@@ -69,7 +54,7 @@ class Speculation:
         if len(prompts) > 1:
             self.say("the draft is off: several samples at once are faster without it; batch_size=1 turns it on")
             return False
-        if DraftLength(self.draft.relative_cost).best() == 0:
+        if best_length(NUM_ACCEPTED / NUM_CHECKED, self.draft.relative_cost) == 0:
             self.say("the draft is off: its steps take too long, compared with the model's, to save time")
             return False
         num_tokens = len(prompts[0]) + num_steps
@@ -84,13 +69,14 @@ class Speculation:
     def decode(self, decoder: Decoder, prompt: list[int], streams: RowStreams,
                num_steps: int) -> Generator[Step, None, None]:
         """Continue a prompt, of at most block_size tokens, by num_steps: the steps of Decoder.decode."""
-        target, draft, draft_length = self.target, self.draft.backend, DraftLength(self.draft.relative_cost)
+        target, draft, cost = self.target, self.draft.backend, self.draft.relative_cost
         block_size, capacity = target.config.block_size, len(prompt) + num_steps
         cache = target.new_cache(1, min(capacity, block_size))
         draft_cache = cache if self.shares_cache else draft.new_cache(1, min(capacity, draft.config.block_size))
         ids = torch.tensor([prompt]) # (1, S)
         proposals = ids[:, :0] # none: the first pass is the prefill, as without a draft
-        num_wanted = draft_length.best() # how many tokens the draft should propose; 0: the draft is off
+        checked, accepted = NUM_CHECKED, NUM_ACCEPTED # proposals, up to the first that was rejected in each round
+        num_wanted = best_length(accepted / checked, cost) # how many tokens to propose; 0: the draft is off
         while True:
             k, unread = proposals.size(1), torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
             # While the draft is on, passes without proposals are too rare to prepare the LM head's shortlist for.
@@ -107,7 +93,8 @@ class Speculation:
                 num_accepted += 1
             if num_steps == 0:
                 return
-            draft_length.record(k, num_accepted)
+            if k:
+                checked, accepted = DECAY * checked + min(num_accepted + 1, k), DECAY * accepted + num_accepted
             num_right = ids.size(1) - 1 # the keys and values of all tokens but the last one are right
             if num_right == block_size: # the window moves
                 ids, num_right = crop(ids, block_size, decoder.context_shift), 0
@@ -117,7 +104,7 @@ class Speculation:
             draft_cache.seq_len = min(draft_cache.seq_len, num_right)
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
             draft_room = draft.config.block_size + 1 - ids.size(1)
-            num_wanted = 0 if self.is_broken or draft_room <= 0 else draft_length.best()
+            num_wanted = 0 if self.is_broken or draft_room <= 0 else best_length(accepted / checked, cost)
             room = min(draft_room, block_size - ids.size(1), num_steps - 1) if num_right else 0
             proposals = self.propose(ids, min(num_wanted, room), draft_cache, decoder, streams)
             cache.seq_len = num_right # the draft has written more if it shares the cache

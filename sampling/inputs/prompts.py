@@ -43,24 +43,13 @@ class PromptSource:
         kind, path = parse_start(start)
         self.is_multi = kind in MULTI_KINDS
         self.is_pipe = self.is_multi and not os.path.isfile(path)
-        self.prompts = self.read()
+        self.prompts = read_prompts(start, setting_names)
         self.first = next(self.prompts)
 
     def __iter__(self) -> Iterator[Prompt]:
         if not self.is_multi:
             return iter([self.first])
-        return chain([self.first], self.prompts) if self.is_pipe else self.read()
-
-    def read(self) -> Iterator[Prompt]:
-        """Yield all prompts, from the first one on. Raises ValueError if a prompt has a field that is not allowed."""
-        for prompt in read_prompts(self.start):
-            for name in prompt.other_fields:
-                require(name not in self.setting_names,
-                        f"{prompt.location}: {name} is a setting of the whole run, not of one prompt: pass "
-                        f"--{name}=... to sample.py, or rename the field")
-                require(name not in RESULT_FIELDS, f"{prompt.location}: out_file already has a field {name}: rename "
-                                                   "the field in the prompt file")
-            yield prompt
+        return chain([self.first], self.prompts) if self.is_pipe else read_prompts(self.start, self.setting_names)
 
     def requests(self, tokenizer: Tokenizer, num_samples: int, first_index: int = 0) -> Iterator[SampleRequest]:
         """make_requests of these prompts."""
@@ -95,7 +84,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
         raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
 
 
-def read_prompts(start: str) -> Iterator[Prompt]:
+def read_prompts(start: str, setting_names: Collection[str] = ()) -> Iterator[Prompt]:
     """Yield the prompts of start. Reads a file line by line.
 
     Raises ValueError if there is no prompt, the file cannot be read, or a line is not a prompt.
@@ -114,7 +103,7 @@ def read_prompts(start: str) -> Iterator[Prompt]:
                 location = "" if kind == "FILE" else f"{name.removeprefix('the prompt file ')}, line {number}"
                 if text := line.rstrip("\n") if location else line:
                     is_empty = False
-                    yield parse_json_line(text, location) if kind == "JSONL" else Prompt(text, location=location)
+                    yield parse_json(text, location, setting_names) if kind == "JSONL" else Prompt(text, None, location)
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
         raise ValueError(f"{name} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
@@ -123,8 +112,8 @@ def read_prompts(start: str) -> Iterator[Prompt]:
     require(not is_empty, f"{name} is empty, but a sample needs a prompt")
 
 
-def parse_json_line(line: str, location: str) -> Prompt:
-    """The prompt in a line of JSON. Raises ValueError if the line has none."""
+def parse_json(line: str, location: str, setting_names: Collection[str]) -> Prompt:
+    """The prompt in a line of JSON. Raises ValueError if the line has none, or a field that is not allowed."""
     reason = ""
     try:
         found = json.loads(line)
@@ -132,10 +121,16 @@ def parse_json_line(line: str, location: str) -> Prompt:
         json.dumps(reduce(lambda inner, _: [inner], range(50), found), allow_nan=False)
     except (ValueError, RecursionError) as error:
         found, reason = None, f" ({error})"
-    if not isinstance(found, dict) or not isinstance(found.get("prompt"), str) or not found["prompt"]:
-        raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
-                         f"got {line!r:.100}{reason}")
-    return Prompt(found.pop("prompt"), found.pop("id", None), location, other_fields=found)
+    require(isinstance(found, dict) and isinstance(found.get("prompt"), str) and found["prompt"],
+            f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
+            f"got {line!r:.100}{reason}")
+    prompt = Prompt(found.pop("prompt"), found.pop("id", None), location, other_fields=found)
+    for name in found:
+        require(name not in setting_names, f"{location}: {name} is a setting of the whole run, not of one prompt: pass "
+                                           f"--{name}=... to sample.py, or rename the field")
+        require(name not in RESULT_FIELDS,
+                f"{location}: out_file already has a field {name}: rename the field in the prompt file")
+    return prompt
 
 
 # ---- notices

@@ -33,8 +33,8 @@ class Outputs:
         self.uses_stdout = self.out_file == "-" # then nothing else may be printed there
         self.lines: BinaryIO | None = None # out_file
         self.page_lines: BinaryIO | None = None # the other file
-        self.is_open = self.has_written = False
-        self.is_resumed = False # out_file had lines when it was opened
+        self.format: LineFormat | None = None # None: the files are not open yet
+        self.is_resumed = self.has_written = False
         # Of the samples that the current model is to generate: where their lines begin in out_file, how many lines are
         # before them, and how many of them were saved already. Only with watch, out_file has lines of earlier models.
         self.start = self.num_before = self.num_saved = 0
@@ -45,22 +45,38 @@ class Outputs:
 
         Raises OSError or ValueError if one of the files cannot be used.
         """
-        checkpoint, settings = model.checkpoint, self.settings
+        if self.format is None:
+            self.open_files()
+        checkpoint = model.checkpoint
         checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32, "iter_num": checkpoint.iter_num}
-        run = reproducibility_settings(settings, model.backend.device.type, model.dtype_name)
-        self.format = LineFormat(checkpoint_id, run, settings["logprobs"])
+        run = reproducibility_settings(self.settings, model.backend.device.type, model.dtype_name)
+        self.format = LineFormat(checkpoint_id, run, self.settings["logprobs"])
         self.page_format = LineFormat(checkpoint_id, run, NUM_ALTERNATIVES)
-        paths = [path for path in (self.out_file, self.html_file) if path not in (None, "-")]
-        if not self.is_open and self.overwrite:
-            for path in paths:
-                check_replaceable(path, settings["start"])
-        if not self.is_open and self.out_file in paths:
-            self.lines = open_output(self.out_file)
         if self.lines is not None and not self.overwrite:
             self.find_start()
-        if not self.is_open and self.html_file:
-            self.open_page()
-        self.is_open = True
+
+    def open_files(self) -> None:
+        """Open out_file and the files of the page. Raises ValueError if there is a page of another run."""
+        start, page = self.settings["start"], self.html_file
+        for path in (self.out_file, page) if self.overwrite else ():
+            if path not in (None, "-"):
+                check_replaceable(path, start)
+        if self.out_file and not self.uses_stdout:
+            self.lines = open_output(self.out_file)
+            self.is_resumed = not self.overwrite and self.lines.seek(0, os.SEEK_END) > 0
+        if page is None:
+            return
+        with open_output(page) as file:
+            begin = file.read(200)
+        if begin and not self.overwrite and not (self.is_resumed and PAGE.match(begin)):
+            raise ValueError(f"{page} exists already, and nothing is overwritten: give html_file another name, or "
+                             "replace it with --overwrite")
+        if self.lines is None:
+            from tempfile import TemporaryFile
+            self.page_lines = TemporaryFile(dir=os.path.dirname(os.path.realpath(page))) # noqa: SIM115
+        elif (self.settings["logprobs"] or 0) < NUM_ALTERNATIVES:
+            check_replaceable(f"{page}.jsonl", start)
+            self.page_lines = open_output(f"{page}.jsonl")
 
     def find_start(self) -> None:
         """Find the lines of this model in out_file. Raises ValueError if, with watch, they are from another run."""
@@ -82,21 +98,7 @@ class Outputs:
             if not last.endswith(b"\n"):
                 end += self.lines.write(b"\n")
             self.start, self.num_before = end, number
-        self.num_saved, self.is_resumed = number - self.num_before, number > 0
-
-    def open_page(self) -> None:
-        """Open the files of the page. Raises ValueError if there is a page of another run."""
-        with open_output(self.html_file) as page:
-            begin = page.read(200)
-        if begin and not self.overwrite and not (self.is_resumed and PAGE.match(begin)):
-            raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file another "
-                             "name, or replace it with --overwrite")
-        if self.lines is None:
-            from tempfile import TemporaryFile
-            self.page_lines = TemporaryFile(dir=os.path.dirname(os.path.realpath(self.html_file))) # noqa: SIM115
-        elif (self.settings["logprobs"] or 0) < NUM_ALTERNATIVES:
-            check_replaceable(f"{self.html_file}.jsonl", self.settings["start"])
-            self.page_lines = open_output(f"{self.html_file}.jsonl")
+        self.num_saved = number - self.num_before
 
     def resume(self, requests: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
         """Yield all requests. Those with samples in out_file are marked as already saved.
@@ -160,7 +162,7 @@ class Outputs:
 
     def finish(self) -> None:
         """Make the page of all samples so far."""
-        if self.html_file and self.is_open:
+        if self.html_file and self.format is not None:
             begin = time.monotonic()
             write_page(self.html_file, {"": [file for file in (self.lines, self.page_lines) if file is not None]})
             end = time.monotonic()

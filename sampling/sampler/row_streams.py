@@ -41,15 +41,16 @@ class RunStream:
 
 
 class RowStreams:
-    """The random numbers of a batch. states: where the samples of its rows start, from run.state_for_sample."""
+    """The random numbers of a batch, whose rows are these samples of the run."""
 
-    def __init__(self, run: RunStream, states: list[Tensor]):
-        self.states, self.device, source = states, run.device, run.generator.device
-        self.generators = [torch.Generator(source) for _ in states] # one per row
+    def __init__(self, run: RunStream, samples: list[int]):
+        self.states = [run.state_for_sample(index) for index in samples] # where the rows start
+        self.device, source = run.device, run.generator.device
+        self.generators = [torch.Generator(source) for _ in samples] # one per row
         dtype = torch.int64 if self.device.type == "cpu" and exponential_is_from_bits() else torch.float32
-        self.numbers = torch.empty(len(states), run.vocab_size, dtype=dtype, device=source) # (B, V): the latest draw
+        self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=source) # (B, V): the latest draw
         self.lookahead: deque[Tensor] = deque() # draws that peek has made and next has not returned
-        for row in range(len(states)):
+        for row in range(len(samples)):
             self.restart(row)
 
     def restart(self, row: int) -> None:
@@ -122,8 +123,7 @@ def advance_exponential(generator: torch.Generator, num_calls: int, size: int) -
 def draws_like_multinomial(device: torch.device, vocab_size: int) -> bool:
     """Whether two samples of one token get the tokens of two calls of torch.multinomial."""
     run, probs = RunStream(1, device, 0, 1, vocab_size), torch.linspace(1, 2, vocab_size, device=device)
-    rows = RowStreams(run, [run.state_for_sample(0), run.state_for_sample(1)])
-    found = (probs / exponentials(rows.next(), None)).argmax(dim=-1)
+    found = (probs / exponentials(RowStreams(run, [0, 1]).next(), None)).argmax(dim=-1)
     generator = torch.Generator(run.generator.device).manual_seed(1)
     expected = torch.cat([torch.multinomial(probs, 1, generator=generator) for _ in range(2)])
     return torch.equal(found, expected)

@@ -59,7 +59,7 @@ def test_several_tokens_may_follow_others_and_setting_seq_len_back_undoes_them(m
 def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_computed_logits(make_backend):
     backend, barrier, prompts = make_backend(make_gpt()), threading.Barrier(2, timeout=10), IDS[:2, :5].tolist()
     run = RunStream(3, backend.device, draws_per_sample=30, vocab_size=61)
-    states = [run.state_for_sample(index) for index in range(2)]
+    streams = [RowStreams(run, [index]) for index in range(2)]
 
     class WaitingSampler(Sampler):
         def __call__(self, *arguments):
@@ -67,7 +67,7 @@ def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_compute
             return super().__call__(*arguments)
 
     def generate(index):
-        steps = Decoder(backend, WaitingSampler()).decode([prompts[index]], RowStreams(run, [states[index]]), 30)
+        steps = Decoder(backend, WaitingSampler()).decode([prompts[index]], streams[index], 30)
         return torch.cat([step.ids for step in steps], dim=1)[0].tolist()
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(generate, range(2))) == expected_ids(prompts, 30, device=str(backend.device))

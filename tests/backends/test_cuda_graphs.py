@@ -19,7 +19,7 @@ from sampling.sampler.row_streams import draws_like_multinomial
 from streams import decode, normal, random_prompt
 
 PROMPTS = random_prompt(5, 3).tolist()
-STEPS = 30 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it, with another graph
+STEPS = 30 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it, with another
 OTHER_LOGITS = "the fast path for GPUs computes other logits than the plain model here (a difference of "
 
 
@@ -97,14 +97,14 @@ def replay_with_other_logits(recording, replay=Recording.replay):
     recording.logits.copy_(recording.logits.roll(1, dims=1))
 
 
-@pytest.mark.parametrize("num_before", [0, 1]) # batches that were right, of another size: a new cache has new graphs
+@pytest.mark.parametrize("before", [[], [3, 2]], ids=str) # the rows of batches that were right; then, graphs are new
 @pytest.mark.parametrize("wrong_replay", [lambda recording: None, replay_with_other_logits], ids=["nothing", "other"])
-def test_a_wrong_replay_never_reaches_the_text(wrong_replay, num_before, recordings, monkeypatch):
+def test_a_wrong_replay_never_reaches_the_text(wrong_replay, before, recordings, monkeypatch):
     backend = make_backend()
-    assert all(generates_the_right_text(backend, rows=2) for _ in range(num_before))
+    assert all(generates_the_right_text(backend, rows) for rows in before)
     monkeypatch.setattr(Recording, "replay", wrong_replay)
     assert generates_the_right_text(backend) and generates_the_right_text(backend)
-    assert len(recordings) == 4 * num_before + 1, "no step is captured after the failure"
+    assert len(recordings) == 4 * len(before) + 1, "no step is captured after the failure"
     assert len(backend.messages) == 1 and backend.messages[0].startswith(OTHER_LOGITS)
 
 

@@ -40,8 +40,8 @@ def test_a_draft_with_another_vocabulary_or_on_another_device_is_refused(tmp_pat
                                          r"choose another draft, or leave it out$"):
         prepare_draft(str(tmp_path), as_checkpoint(make_gpt()), FLOAT32)
     for device in "cuda", "cuda:1", "mps":
-        with pytest.raises(ValueError, match="^draft works only on a CPU, because no gain was measured on other devices; "
-                                             f"got {device}: leave out draft, or use device=cpu$"):
+        with pytest.raises(ValueError, match="^draft works only on a CPU, because no gain was measured on other "
+                                             f"devices; got {device}: leave out draft, or use device=cpu$"):
             assemble(None, None, torch.device(device), torch.bfloat16, ModelOptions(draft="int8"))
 
 

@@ -144,6 +144,10 @@ def prefixed(prefix):
     return lambda model: {"model": {prefix + name: tensor for name, tensor in model.state_dict().items()}}
 
 
+def without(name):
+    return lambda model: {"model": {key: tensor for key, tensor in model.state_dict().items() if key != name}}
+
+
 def with_tensors(**tensors):
     names = {"head": "lm_head.weight", "mask": "transformer.h.0.attn.bias",
              "masked": "transformer.h.1.attn.masked_bias"}
@@ -159,7 +163,7 @@ FORMS = {
     "head-copied": with_tensors(head=lambda model: model.lm_head.weight.detach().clone()),
     "head-in-float64": with_tensors(head=lambda model: model.lm_head.weight.detach().double()),
     "head-untied": lambda model: {"model": make_gpt(tie_word_embeddings=False).state_dict()},
-    "no-head": lambda model: {"model": {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}},
+    "no-head": without("lm_head.weight"), "no-embedding": without("transformer.wte.weight"),
     "views-of-one-record": lambda model: {"model": {
         name: torch.stack([t.detach(), t.detach()])[1] for name, t in model.state_dict().items()}},
     "no-bias-field": lambda model: {"model_args": {k: v for k, v in nanogpt_args(model.config).items() if k != "bias"}},

@@ -39,7 +39,7 @@ def test_context_shift_with_an_odd_block_size(make_backend, block_size):
 def steps_of(gpt, prompts, num_tokens, keep=None, context_shift=False):
     """The tokens of each step of a batch. keep: the rows that stay after some steps."""
     run, keep = RunStream(3, gpt.device, draws_per_sample=num_tokens, vocab_size=61), keep or {}
-    streams = RowStreams(run, [run.state_for_sample(i) for i in range(len(prompts))])
+    streams = RowStreams(run, list(range(len(prompts))))
     num_steps = num_tokens + max(map(len, prompts)) - min(map(len, prompts))
     steps = Decoder(gpt, Sampler(top_k=20), None, context_shift).decode(prompts, streams, num_steps)
     found = [steps.send(keep.get(step)).ids.flatten().tolist() for step in range(num_steps)]

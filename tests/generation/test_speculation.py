@@ -12,7 +12,7 @@ from sampling.backends.eager import EagerBackend
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.generation.assembly import assemble
 from sampling.generation.engine import Engine
-from sampling.generation.speculation import DraftLength, Speculation
+from sampling.generation.speculation import Speculation, best_length
 from sampling.inputs.tokenizer import load_tokenizer
 from sampling.params import ModelOptions, SamplingParams
 
@@ -118,13 +118,9 @@ def test_one_line_says_where_the_draft_is_off(tokenizer, draft, cost, batch_size
     assert logged == lines and (speculation.num_proposed == 0) == ("is off" in str(lines))
 
 
-@pytest.mark.parametrize("cost, share, expected", [(0.05, 1, 8), (0.35, 1, 8), (0.05, 0.5, 6), (0.02, 0, 0)])
-def test_the_number_of_proposals_follows_the_share_that_is_accepted(cost, share, expected):
-    length = DraftLength(cost)
-    for _ in range(40):
-        k = length.best()
-        length.record(k, int(k * share))
-    assert length.best() == expected
+@pytest.mark.parametrize("cost, rate, expected", [(0.05, 1.0, 8), (0.35, 0.99, 8), (0.05, 0.75, 6), (0.02, 0.2, 0)])
+def test_the_number_of_proposals_follows_the_share_that_is_accepted(cost, rate, expected):
+    assert best_length(rate, cost) == expected
 
 
 def test_the_demo_in_8_bits_is_a_good_draft_of_itself():

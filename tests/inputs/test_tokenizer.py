@@ -52,13 +52,13 @@ def test_gpt2s_encoding_is_never_guessed_for_another_vocabulary(vocab_size):
             load(Path("out"), None, vocab_size, is_huggingface=is_huggingface)
 
 
-@pytest.mark.parametrize("dataset", [5, ["letters"], "x" * 100_000, "x" * 500, "no/such", "", "a\0b", "\x1b[31m"],
+@pytest.mark.parametrize("dataset", [5, ["letters"], "x" * 100_000, "x" * 300, "no/such", "", "a\0b", "\x1b[31m"],
                          ids=lambda dataset: repr(dataset)[:20])
 def test_gpt2s_encoding_is_used_if_dataset_is_not_a_usable_name(dataset):
     assert load(Path("out"), dataset, 50304).source == GPT2
     with pytest.raises(ValueError) as error:
         load(Path("out"), dataset, 61)
-    assert len(str(error.value)) < 600
+    assert len(str(error.value)) < 1500
 
 
 def test_the_first_folder_with_a_tokenizer_has_it(here):

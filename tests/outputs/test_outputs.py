@@ -6,16 +6,12 @@ import shutil
 import subprocess
 import sys
 from contextlib import closing, contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from models import make_gpt, save_checkpoint
-from pages import finished_sample, make_tokens
+from pages import SETTINGS, finished_sample, make_tokens, model_of
 from project import RULE, SCRIPT
-from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.outputs import outputs as module
 from sampling.outputs.output_file import check_not_removed, open_output
 from sampling.outputs.outputs import Outputs, num_logprobs
@@ -23,17 +19,7 @@ from sampling.params import Prompt, SampleRequest
 
 RUN = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--stop=e", "--batch_size=4",
        "--device=cpu")
-SETTINGS = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
-                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, exact=False,
-                tokenizer=None, out_file=None, logprobs=None, html_file=None, overwrite=False, watch=False)
 needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files or locks")
-
-
-def model_of(crc32="00000000", iter_num=100):
-    """What Outputs needs of a model."""
-    checkpoint = Checkpoint("out/ckpt.pt", {}, {}, 3, Path("out"), crc32=crc32, iter_num=iter_num)
-    backend = SimpleNamespace(device=torch.device("cpu"))
-    return SimpleNamespace(checkpoint=checkpoint, backend=backend, dtype_name="float32")
 
 
 @pytest.fixture

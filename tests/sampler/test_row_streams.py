@@ -25,11 +25,6 @@ def make_run(vocab_size=50):
     return RunStream(11, num_init_draws=123, draws_per_sample=STEPS, vocab_size=vocab_size)
 
 
-def streams_of(run, samples):
-    """The streams of rows that are these samples of the run."""
-    return RowStreams(run, [run.state_for_sample(index) for index in samples])
-
-
 @pytest.mark.parametrize("vocab_size", [2, 65, 1000])
 def test_rows_draw_what_consecutive_samples_draw(vocab_size, each_build):
     torch.manual_seed(11)
@@ -39,17 +34,17 @@ def test_rows_draw_what_consecutive_samples_draw(vocab_size, each_build):
         numbers.exponential_()
     run = make_run(vocab_size)
     for rows in [0, 1, 2], [4], [4, 2, 3], [0]: # in any order, and some of them not at all
-        assert torch.equal(draw(streams_of(run, rows), STEPS), expected[rows])
+        assert torch.equal(draw(RowStreams(run, rows), STEPS), expected[rows])
 
 
 def test_exponentials_of_candidates_are_those_of_their_ids(each_build):
-    numbers, ids = streams_of(make_run(), [0, 1]).next(), torch.tensor([[3, 49, 0], [7, 7, 1]])
+    numbers, ids = RowStreams(make_run(), [0, 1]).next(), torch.tensor([[3, 49, 0], [7, 7, 1]])
     assert torch.equal(exponentials(numbers, ids), exponentials(numbers, None).gather(1, ids))
 
 
 def test_rows_that_leave_or_restart_do_not_change_the_others(each_build):
-    alone = [draw(streams_of(make_run(), [sample]), STEPS)[0] for sample in (0, 2, 5)]
-    streams = streams_of(make_run(), [0, 2, 5])
+    alone = [draw(RowStreams(make_run(), [sample]), STEPS)[0] for sample in (0, 2, 5)]
+    streams = RowStreams(make_run(), [0, 2, 5])
     draw(streams, 3)
     streams.select_rows([2, 0])
     streams.restart(0) # sample 5
@@ -59,7 +54,7 @@ def test_rows_that_leave_or_restart_do_not_change_the_others(each_build):
 
 
 def test_peeking_returns_the_numbers_of_later_steps(each_build):
-    expected, streams = draw(streams_of(make_run(), [1, 2]), STEPS), streams_of(make_run(), [1, 2])
+    expected, streams = draw(RowStreams(make_run(), [1, 2]), STEPS), RowStreams(make_run(), [1, 2])
     for ahead in 2, 0, 1:
         assert torch.equal(exponentials(streams.peek(ahead), None), expected[:, ahead])
     assert torch.equal(draw(streams, 1), expected[:, :1])
