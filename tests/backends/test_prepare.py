@@ -74,15 +74,15 @@ def test_without_numba_a_line_says_that_the_loops_are_missing_and_int8_is_an_err
 def test_a_short_run_does_not_import_numba(tmp_path):
     save_checkpoint(tmp_path, make_gpt())
     code = """
-import sys, torch
+import sys
 import sample
 from types import SimpleNamespace
-from sampling.backends.prepare import prepare_backend
+from sampling.generation.workers import Workers
+from sampling.params import SamplingParams
+prompts = SimpleNamespace(count_and_max_len=lambda tokenizer, num_samples: (num_samples, 1))
 for max_new_tokens in 30, 5000:
     settings = SimpleNamespace(**{**vars(sample), "out_dir": sys.argv[1], "max_new_tokens": max_new_tokens})
-    checkpoint, _, device, dtype = sample.load(settings, None)
-    backend = prepare_backend(checkpoint, device, dtype, num_steps=sample.num_steps(settings, 10))
-    backend.logits(torch.zeros(2, 3, dtype=torch.long), backend.new_cache(2, 9))
+    sample.load(settings, SamplingParams(), Workers(), prompts)
     print("numba" in sys.modules)"""
     command, env = [sys.executable, "-c", code, str(tmp_path)], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=PROJECT, env=env, check=True, stdout=subprocess.PIPE)
