@@ -6,6 +6,7 @@ import signal
 import stat
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -99,6 +100,9 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
     """End the script with one line for every error that a user can cause. status: for ValueError and OSError."""
     try:
         yield
+    except KeyboardInterrupt as interrupt: # only where other code goes on: see hard_exit
+        traceback.clear_frames(interrupt.__traceback__)
+        raise
     except BrokenPipeError: # the program that reads the samples has ended, as in: python sample.py | head
         hard_exit(141)
     except (ValueError, OSError) as error:
@@ -131,6 +135,7 @@ def hard_exit(status: int = 0) -> NoReturn:
     elif status == 130 and _console.is_main:
         end_line()
     if not _console.owns_process:
+        traceback.clear_frames(sys.exc_info()[2]) # closes the run's files: a notebook keeps its latest traceback
         sys.exit(status)
     os._exit(status)
 

@@ -93,7 +93,8 @@ def test_no_record_is_read_instead_of_another(tmp_path):
     """Each change of the zip's directory points to another record of the same length."""
     path = save_checkpoint(tmp_path, make_gpt(**SMALL), meta=False)
     content, found = path.read_bytes(), []
-    good, records = load(path, content), [info for info in zipfile.ZipFile(path).infolist() if "/data/" in info.filename]
+    good = load(path, content)
+    records = [info for info in zipfile.ZipFile(path).infolist() if "/data/" in info.filename]
     for one in records:
         at = content.rindex(one.filename.encode() + b"PK") - 4 # of the record's place
         for other in records:

@@ -94,7 +94,7 @@ def write_config(text):
     (remove("config.json"), "its folder has no config.json"), (write_config("{"), "cannot read"),
     (write_config("[1]"), "must hold an object"),
     (write_config('{"model_type": "llama"}'), "model_type 'llama'; only gpt2"),
-    (write_config('{"model_type": "gpt2", "activation_function": "relu"}'), "activation_function 'relu'; supported are"),
+    (write_config('{"model_type": "gpt2", "activation_function": "relu"}'), "activation_function 'relu'; supported"),
     (write_config('{"model_type": "gpt2"}'), "n_layer=12 but holds tensors of 2"),
     (remove("model.safetensors"), "neither model.safetensors nor pytorch_model.bin"),
     (lambda folder: (folder / "model.safetensors").rename(folder / "model-00002-of-00003.safetensors"),

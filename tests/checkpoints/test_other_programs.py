@@ -45,7 +45,8 @@ MINGPT = {"gelu": "tanh", "tie_word_embeddings": False}
 
 
 @pytest.mark.parametrize("entry, changes, prefix", [
-    ("model_args", {"bias": False}, "transformer."), ("config", MINGPT, "_orig_mod.transformer."), ("config", MINGPT, ""),
+    ("model_args", {"bias": False}, "transformer."), ("config", MINGPT, "_orig_mod.transformer."),
+    ("config", MINGPT, ""),
     ("config", MINGPT, "module._orig_mod."),
 ], ids=["nanoGPT", "compiled", "short", "short-compiled-DDP"])
 def test_the_advice_for_a_bare_state_dict_works(entry, changes, prefix, tmp_path):
@@ -110,7 +111,8 @@ LLAMA2_ARGS = {"dim": 288, "n_layers": 6, "n_heads": 6, "n_kv_heads": 6, "multip
     (["transformer.wte.weight", "_orig_mod.transformer.h.0.attn.c_q.weight", "lm_head.weight"],
      "nanochat itself: 'python -m scripts.base_eval --eval sample' for a base model"),
     (["tok_embeddings.weight", "layers.0.attention.wq.weight"], "'python sample.py --checkpoint={path}'"),
-    (["lm_head.weight", "transformer.h.0.norm_1.weight", "transformer.h.0.attn.qkv.weight"], "'litgpt generate {folder}'"),
+    (["lm_head.weight", "transformer.h.0.norm_1.weight", "transformer.h.0.attn.qkv.weight"],
+     "'litgpt generate {folder}'"),
     (["transformer.h.0.attn.attn.weight"], "'litgpt generate {folder}'"),
     (["conv1.weight", "fc.bias"], "named 'conv1.weight', 'fc.bias'; the tensor names of a nanoGPT model begin with"),
 ], ids=["early-minGPT", "nanochat", "llama2.c", "litgpt", "older-litgpt", "no-gpt"])
@@ -157,7 +159,8 @@ def test_lightning(tmp_path):
 
 
 @pytest.mark.parametrize("start, advice", [
-    (struct.pack("<i", 20240326), "'python dev/eval/export_hf.py --input MODEL.bin --output DIR', then pass --init_from"),
+    (struct.pack("<i", 20240326),
+     "'python dev/eval/export_hf.py --input MODEL.bin --output DIR', then pass --init_from"),
     (struct.pack("<i", 20240520), "export the model with llm.c's own script"),
     (b"GGUF", "'llama-cli -m {path} -p PROMPT'")], ids=["llm.c", "older-llm.c", "GGUF"])
 def test_files_that_torch_did_not_write(start, advice, tmp_path):

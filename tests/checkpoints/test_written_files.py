@@ -29,7 +29,8 @@ for i in itertools.count(1):
 @pytest.mark.parametrize("pause, options", [(0.05, []), (0.3, []), (0.1, ["old"])], ids=["quick", "slow", "old-format"])
 def test_a_load_beside_a_writer_is_one_whole_save(pause, options, tmp_path):
     """The writer saves again and again: every number of save i is i."""
-    path, iterations = save_checkpoint(tmp_path, make_gpt(n_embd=64), optimizer={"state": torch.zeros(2 * 10**6)}), set()
+    path = save_checkpoint(tmp_path, make_gpt(n_embd=64), optimizer={"state": torch.zeros(2 * 10**6)})
+    iterations = set()
     command = [sys.executable, "-c", WRITER, path, str(pause), *options]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE) as writer:
         writer.stdout.readline()

@@ -48,7 +48,8 @@ HOSTILE = {
     # models
     "merge-inside-a-character": {"model": BPE | {"continuing_subword_prefix": "#", "merges": [["a", "é"]]}},
     "no-model": {"model": None}, "merge-of-nothing": {"model": BPE | {"merges": [["a", "b"], ["ab", "a"]]}},
-    "merges-of-three": {"model": BPE | {"merges": ["a b c"]}}, "one-id-twice": {"model": BPE | {"vocab": {"a": 0, "b": 0}}},
+    "merges-of-three": {"model": BPE | {"merges": ["a b c"]}},
+    "one-id-twice": {"model": BPE | {"vocab": {"a": 0, "b": 0}}},
     "far-id": {"model": BPE | {"vocab": VOCAB | {"xy": 2**40}}}, "no-vocabulary": {"model": BPE | {"vocab": {}}},
     "long-token": {"model": BPE | {"vocab": VOCAB | {"a" * 10**6: SIZE}}},
     "wide-tree": {"model": UNIGRAM | {"vocab": [[f"{i:0999}", -1.0] for i in range(2000)]}},
@@ -64,7 +65,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_tokenizers_are_refused(content, tmp_path, capfd):
-    (tmp_path / "tokenizer.json").write_text(content if isinstance(content, str) else json.dumps({"model": BPE} | content))
+    text = content if isinstance(content, str) else json.dumps({"model": BPE} | content)
+    (tmp_path / "tokenizer.json").write_text(text)
     begin = time.process_time()
     tracemalloc.start()
     with pytest.raises(ValueError) as error:
@@ -75,7 +77,8 @@ def test_hostile_tokenizers_are_refused(content, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("change, ids", [
-    (steps("pre_tokenizer", {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}), [0, 3]),
+    (steps("pre_tokenizer", {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}),
+     [0, 3]),
     ({"model": UNIGRAM}, [1, 2, 3]), ({"model": WORD_PIECE}, [1]), ({"model": BPE | {"dropout": 0.9}}, [0, 3]),
     ({"truncation": {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 2**40}}, [0, 3]),
     ({"padding": {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": 2**40, "pad_id": 0,

@@ -85,7 +85,7 @@ def test_a_vocabulary_outside_of_the_data_folder_is_refused(here, kind):
     if kind == "meta.pkl":
         save_meta(here / "elsewhere" / "meta.pkl")
     for dataset in "../elsewhere", "a/../../elsewhere", str(here / "elsewhere"):
-        with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of ckpt"):
+        with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of"):
             load(here / "project" / "out", dataset, len(CHARS))
 
 

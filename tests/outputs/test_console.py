@@ -47,7 +47,8 @@ def exit_statuses(monkeypatch):
     (ValueError("a\x1b[2Jb\x9bc"), 2, "error: a\u241b[2Jb\ufffdc\n"),
     (ValueError("x" * 9999), 2, f"error: {'x' * 1493} ... {'x' * 1500}\n"),
     (BrokenPipeError(), 141, ""),
-    (ModuleNotFoundError("No module named 'x'"), 1, f"error: No module named 'x' in {sys.executable}: use a Python with "
+    (ModuleNotFoundError("No module named 'x'"), 1,
+     f"error: No module named 'x' in {sys.executable}: use a Python with "
                                                     "the packages of requirements.txt, such as .venv/bin/python\n"),
     (MemoryError(), 1, OUT_OF_MEMORY.format("no details available")),
     (RuntimeError("can't allocate memory"), 1, OUT_OF_MEMORY.format("can't allocate memory")),
