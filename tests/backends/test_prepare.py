@@ -65,7 +65,8 @@ def test_without_numba_a_line_says_that_the_loops_are_missing_and_int8_is_an_err
     assert type(backend) is EagerBackend and len(lines) == 1
     assert lines[0].endswith(": pip install numba; continuing without the loops, which is slower")
     for call in lambda: converter(torch.int8), lambda: prepare_backend(as_checkpoint(make_gpt()), CPU, torch.int8):
-        with pytest.raises(ValueError, match=r"^the loops for CPUs, and dtype=int8, need numba \(.*\): pip install numba$"):
+        message = r"^the loops for CPUs, and dtype=int8, need numba \(.*\): pip install numba$"
+        with pytest.raises(ValueError, match=message):
             call()
     assert converter(torch.float32) is None and converter(torch.bfloat16) is None
 
