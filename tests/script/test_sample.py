@@ -80,16 +80,11 @@ def test_a_draft_changes_no_sample_and_a_line_counts_its_proposals(run_script, t
 
 
 @slow
-@pytest.mark.parametrize("n_layer, num_samples, batch_size", [(2, 3, 2), (1, 9, 9)])
-def test_compile_compiles_everything_before_the_first_sample(run_script, tmp_path, n_layer, num_samples, batch_size):
-    """Also if the last batch is smaller, and if two axes have the same size."""
-    save_checkpoint(tmp_path, make_gpt(n_layer=n_layer))
-    run = (f"--out_dir={tmp_path}", f"--num_samples={num_samples}", f"--batch_size={batch_size}",
-           "--max_new_tokens=25", "--start=ROMEO:", "--device=cpu")
-    done = run_script(*run, "--compile", TORCH_LOGS="recompiles")
-    assert done.returncode == 0, done.stderr
-    before, _, after = re.split(r"(compiled in \d+\.\d s)", done.stderr)
-    assert "Recompiling" in before and "Recompiling" not in after
+def test_a_compiled_model_prints_the_same_samples(run_script, tmp_path):
+    save_checkpoint(tmp_path, make_gpt(n_layer=1))
+    run = f"--out_dir={tmp_path}", "--num_samples=3", "--batch_size=2", "--max_new_tokens=20", "--device=cpu"
+    done = run_script(*run, "--compile")
+    assert done.returncode == 0 and "compiled in" in done.stderr, done.stderr
     assert done.stdout == run_script(*run).stdout
 
 
