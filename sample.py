@@ -113,7 +113,7 @@ def main(settings):
             progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
             engine = Engine(model, params, batch_size, stream=is_tty(sys.stdout) and not outputs.uses_stdout, log=log,
                             on_tokens=progress.add_tokens)
-            for sample in workers.imap(engine, requests if prompts else []): # rank 0 has the prompts
+            for sample in workers.generate(engine, requests if prompts else []): # rank 0 has the prompts
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                     progress.add_sample(sample)

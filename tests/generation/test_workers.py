@@ -27,16 +27,6 @@ def test_a_single_process_has_its_own_values_and_errors():
         raise FileNotFoundError("no such")
 
 
-@pytest.mark.parametrize("world_size, num_items", [(1, 4), (2, 3), (4, 5), (4, 2)])
-def test_the_shares_of_a_batch_follow_each_other_and_differ_by_at_most_one(world_size, num_items):
-    workers, shares = Workers(), []
-    workers.world_size = world_size
-    for workers.rank in range(world_size):
-        shares.append(workers.share(range(num_items)))
-    assert [item for share in shares for item in share] == [*range(num_items)]
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
 def test_output_of_gloo_goes_to_stderr(capfd):
     with stdout_to_stderr():
         os.write(1, b"a greeting")
