@@ -129,7 +129,7 @@ def main(settings):
 def load(settings, params, workers, prompts=None):
     """The model, ready to generate; for the prompts, the number of samples and the longest length, None if unknown."""
     from sampling.backends.devices import choose_device, choose_dtype
-    from sampling.backends.prepare import converter
+    from sampling.backends.prepare import weight_converter
     from sampling.checkpoints.huggingface import load_gpt2
     from sampling.checkpoints.nanogpt import load_checkpoint
     from sampling.generation.assembly import assemble
@@ -138,7 +138,7 @@ def load(settings, params, workers, prompts=None):
     with workers.fail_together():
         device = choose_device(settings.device, workers.local_rank, log)
         dtype = choose_dtype(device, settings.dtype, settings.exact)
-        how = dict(convert=converter(dtype), with_crc32=bool(settings.out_file), log=log)
+        how = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=log)
         if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
             checkpoint = load_checkpoint(settings.out_dir, **how)
         else: # GPT-2

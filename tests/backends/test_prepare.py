@@ -14,7 +14,7 @@ from sampling.backends import prepare
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend, ExactBackend
-from sampling.backends.prepare import cast_linears, compile_steps, converter, has_loops, prepare_backend
+from sampling.backends.prepare import cast_linears, compile_steps, prepare_backend, wants_kernels, weight_converter
 from sampling.checkpoints.nanogpt import load_checkpoint
 from sampling.params import ModelOptions
 from streams import decode, random_prompt
@@ -43,32 +43,26 @@ def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, expected, tr
 DEMO = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65)
 
 
-@pytest.mark.parametrize("config, num_steps, dtype, options, expected", [
-    (GPTConfig(), 20, torch.float32, {}, True), (GPTConfig(), 5, torch.float32, {}, False),
-    (DEMO, 500, torch.float32, {}, True), (DEMO, 50, torch.float32, {}, False), (DEMO, None, torch.float32, {}, True),
-    (DEMO, 50, torch.int8, {}, True), (DEMO, None, torch.bfloat16, {}, False), (DEMO, None, torch.float16, {}, False),
-    (DEMO, None, torch.float32, dict(compile=True), False), (DEMO, None, torch.float32, dict(exact=True), False),
+@pytest.mark.parametrize("config, device, num_steps, dtype, options, expected", [
+    (GPTConfig(), "cpu", 20, torch.float32, {}, True), (GPTConfig(), "cpu", 5, torch.float32, {}, False),
+    (DEMO, "cpu", 500, torch.float32, {}, True), (DEMO, "cpu", 50, torch.float32, {}, False),
+    (DEMO, "cpu", 50, torch.int8, {}, True), (DEMO, "cpu", None, torch.bfloat16, {}, False),
+    (DEMO, "cpu", None, torch.float32, dict(compile=True), False),
+    (DEMO, "cpu", None, torch.float32, dict(exact=True), False), (DEMO, "mps", None, torch.float32, {}, False),
 ], ids=str)
-def test_the_loops_are_for_runs_of_a_second_in_float32_and_for_int8(config, num_steps, dtype, options, expected):
-    assert has_loops(config, CPU, dtype, ModelOptions(**options), num_steps, pytest.fail) == expected
+def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(config, device, num_steps, dtype, options, expected):
+    assert wants_kernels(config, torch.device(device), dtype, ModelOptions(**options), num_steps) == expected
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_the_loops_run_only_on_a_cpu(device):
-    assert not has_loops(DEMO, torch.device(device), torch.float32, ModelOptions(), None, pytest.fail)
-
-
-def test_without_numba_a_line_says_that_the_loops_are_missing_and_int8_is_an_error(monkeypatch):
+def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None) # then the import raises ImportError
     lines = []
     backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32, log=lines.append)
     assert type(backend) is EagerBackend and len(lines) == 1
-    assert lines[0].endswith(": pip install numba; continuing without the loops, which is slower")
-    for call in lambda: converter(torch.int8), lambda: prepare_backend(as_checkpoint(make_gpt()), CPU, torch.int8):
-        message = r"^the loops for CPUs, and dtype=int8, need numba \(.*\): pip install numba$"
-        with pytest.raises(ValueError, match=message):
-            call()
-    assert converter(torch.float32) is None and converter(torch.bfloat16) is None
+    assert lines[0].endswith(": pip install numba; continuing without the kernels, which is slower")
+    for call in weight_converter, lambda dtype: prepare_backend(as_checkpoint(make_gpt()), CPU, dtype):
+        with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba .*: pip install numba$"):
+            call(torch.int8)
 
 
 def test_a_short_run_does_not_import_numba():
@@ -86,16 +80,9 @@ for num_steps in 30, 5000:
 
 def test_weights_may_be_rounded_to_int8_while_they_are_read(tmp_path):
     path, ids = save_checkpoint(tmp_path, make_gpt(n_embd=64)), random_prompt(9, 2)
-    rounded = load_checkpoint(path, converter(torch.int8))
+    rounded = load_checkpoint(path, weight_converter(torch.int8))
     later, earlier = (prepare_backend(loaded, CPU, torch.int8) for loaded in (load_checkpoint(path), rounded))
     assert torch.equal(later.logits(ids, None), earlier.logits(ids, None))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_cpu_generates_in_half_precision(dtype):
-    with torch.autocast("cpu", dtype):
-        backend = prepare_backend(as_checkpoint(make_gpt()), CPU, dtype)
-        assert [len(ids) for ids in decode(backend, PROMPTS, 20)] == [20, 20]
 
 
 @pytest.mark.usefixtures("compile_settings")
@@ -127,12 +114,8 @@ def test_cast_linears_give_the_logits_of_autocast():
         assert torch.equal(model(ids)[0], make_gpt()(ids)[0])
         assert model.new_cache(1, 1).layers[0].dtype == torch.bfloat16
     assert model.transformer.wte.weight.dtype == torch.float32
-
-
-def test_in_float32_the_head_stays_tied():
-    """Two parameters would be copied to a GPU separately, and take twice the memory."""
-    model = cast_linears(make_gpt(), torch.float32)
-    assert model.lm_head.weight is model.transformer.wte.weight
+    tied = cast_linears(make_gpt(), torch.float32)
+    assert tied.lm_head.weight is tied.transformer.wte.weight, "two parameters would take twice the memory on a GPU"
 
 
 @pytest.mark.parametrize("error, message", [
