@@ -22,6 +22,7 @@ class Backend(Protocol):
     """
     config: GPTConfig
     device: torch.device
+    is_exact = False # whether it computes nanoGPT's logits bit for bit
     max_rows: int # how many samples to generate at once, at most, unless the user asks for more
 
     def new_cache(self, num_rows: int, capacity: int) -> Cache:

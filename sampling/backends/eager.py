@@ -42,6 +42,7 @@ class ExactBackend(Backend):
     in_logits_dtype=True) does the same for the choice of a token.
     Sets those settings of torch that nanoGPT sets. Raises ValueError except on CUDA and a CPU.
     """
+    is_exact = True
     max_rows = 1
 
     def __init__(self, model: GPT):

@@ -39,15 +39,15 @@ class Engine:
 
     def __post_init__(self):
         model, params, backend = self.model, self.params, self.model.backend
-        if model.is_exact:
+        if backend.is_exact:
             check_exact({**vars(params), "batch_size": self.batch_size})
         self.is_cuda, self.block_size = backend.device.type == "cuda", backend.config.block_size
         self.run_stream = RunStream(params.seed, backend.device, model.checkpoint.num_init_draws,
                                     draws_per_sample=params.max_new_tokens, vocab_size=backend.config.vocab_size)
         # On CUDA, nanoGPT computes in the dtype of the logits. On other devices it has no autocast: they are float32.
-        as_nanogpt = model.is_exact or (self.is_cuda and not model.checkpoint.is_huggingface)
+        as_nanogpt = backend.is_exact or (self.is_cuda and not model.checkpoint.is_huggingface)
         sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
-                          all_columns=self.is_cuda or model.is_exact, in_logits_dtype=as_nanogpt)
+                          all_columns=self.is_cuda or backend.is_exact, in_logits_dtype=as_nanogpt)
         self.decoder = Decoder(backend, sampler, params.num_logprobs, params.context_shift)
         # After a flush, rows with a stop text can leave the batch. But each flush waits for a GPU.
         if self.is_cuda:
@@ -104,7 +104,7 @@ class Engine:
         last_steps = {row.first_step + self.params.max_new_tokens for row in rows} # after which samples are finished
         streams = RowStreams(self.run_stream, [sample.index for sample in samples])
         speculation = self.model.speculation
-        if speculation and speculation.is_on(prompts, max(last_steps), self.params.context_shift):
+        if speculation and speculation.should_draft(prompts, max(last_steps), self.params.context_shift):
             steps = speculation.decode(self.decoder, prompts[0], streams, max(last_steps))
         else:
             steps = self.decoder.decode(prompts, streams, max(last_steps))
