@@ -16,7 +16,7 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
-from sampling.backends.process import max_batch_size, peak_memory, return_freed_memory, shorten_spinning
+from sampling.backends.process import default_batch_size, peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource, log_notices, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
@@ -106,7 +106,7 @@ def main(settings):
                 requests = log_notices(requests, model.tokenizer, model.backend.config.block_size, log)
         with torch.no_grad(), model.autocast():
             longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
-            batch_size = settings.batch_size or max_batch_size(model.backend, longest, workers.local_world_size)
+            batch_size = settings.batch_size or default_batch_size(model.backend, longest, workers.local_world_size)
             if settings.compile:
                 compile_steps(model.backend, min(batch_size, num_total or batch_size), log)
             printer = Printer(model.tokenizer, settings.show_probs)

@@ -6,7 +6,7 @@ import torch
 
 from sampling.backends.devices import choose_device, choose_dtype
 from sampling.backends.prepare import weight_converter
-from sampling.backends.process import max_batch_size
+from sampling.backends.process import default_batch_size
 from sampling.checkpoints.nanogpt import load_by_name
 from sampling.generation.assembly import LoadedModel, assemble
 from sampling.generation.engine import Engine
@@ -58,7 +58,7 @@ class TextGenerator:
             raise TypeError(f"prompts must be a str or a list of str; got {prompts!r:.100}")
         requests = self.make_requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
         longest = max((len(request.prompt_ids) for request in requests), default=0)
-        size = batch_size or max_batch_size(self.model.backend, longest + params.max_new_tokens)
+        size = batch_size or default_batch_size(self.model.backend, longest + params.max_new_tokens)
         return list(self.run(requests, params, size))
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:

@@ -30,7 +30,7 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """The name of the dtype in the setting dtype, such as "float32"."""
+        """Such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     def autocast(self) -> torch.autocast:

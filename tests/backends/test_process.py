@@ -17,8 +17,8 @@ from sampling.backends import process
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend, ExactBackend
 from sampling.backends.process import (
+    default_batch_size,
     disable_malloc_trim,
-    max_batch_size,
     peak_memory,
     return_freed_memory,
     shorten_spinning,
@@ -35,7 +35,7 @@ def test_a_batch_uses_at_most_half_of_the_free_memory(device, num_processes, byt
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {GPU: (1000, 9999)}[device])
     backend = SimpleNamespace(device=device, max_rows=64, bytes_per_row=lambda length: bytes_per_row)
-    assert max_batch_size(backend, 9, num_processes) == expected
+    assert default_batch_size(backend, 9, num_processes) == expected
 
 
 def test_bytes_per_row_count_cache_logits_and_window():
