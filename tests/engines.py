@@ -57,10 +57,6 @@ def static_steps(gpt):
     return CUDABackend(gpt, log=pytest.fail)
 
 
-def static_steps_on_fake_gpu(gpt):
-    return on_fake_gpu(static_steps(gpt))
-
-
 def recorded_graphs(gpt):
     """The same with graphs, for tests with the fixture recordings."""
     backend = static_steps(gpt)

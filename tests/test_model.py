@@ -44,18 +44,6 @@ def test_the_model_reads_each_token_once_until_the_window_moves():
     assert lengths == [13, 1, 1, 1, 16, 16], "nothing follows the last token"
 
 
-@pytest.mark.parametrize("split", [[16], [1] * 16, [5, 1, 7, 3]], ids=str)
-@torch.no_grad()
-def test_logits_with_a_cache_are_those_without_one(split):
-    gpt, idx = make_gpt(), random_prompt(16, rows=2)
-    cache, start, expected = gpt.new_cache(2, 16), 0, gpt(idx, idx)[0]
-    for part in idx.split(split, dim=1):
-        logits, loss = gpt(part, cache=cache, num_positions=part.size(1))
-        torch.testing.assert_close(logits, expected[:, start:start + part.size(1)], atol=1e-5, rtol=1e-5)
-        start += part.size(1)
-        assert loss is None and cache.seq_len == start
-
-
 def test_targets_give_the_logits_of_all_positions_and_the_loss():
     gpt, idx, targets = make_gpt(), random_prompt(9, 2), random_prompt(9, 2, seed=1)
     targets[0, :4] = -1

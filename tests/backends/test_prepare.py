@@ -1,6 +1,4 @@
 """prepare_backend chooses the backend for a checkpoint, and compile_steps compiles it."""
-import os
-import subprocess
 import sys
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from engines import expected_ids
 from model import GPTConfig
 from models import as_checkpoint, make_gpt, save_checkpoint
-from project import PROJECT
 from sampling.backends import prepare
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
@@ -63,19 +60,6 @@ def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_e
     for call in weight_converter, lambda dtype: prepare_backend(as_checkpoint(make_gpt()), CPU, dtype):
         with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba .*: pip install numba$"):
             call(torch.int8)
-
-
-def test_a_short_run_does_not_import_numba():
-    code = """
-import sys, torch
-from models import as_checkpoint, make_gpt
-from sampling.backends.prepare import prepare_backend
-for num_steps in 30, 5000:
-    prepare_backend(as_checkpoint(make_gpt()), torch.device("cpu"), torch.float32, num_steps=num_steps)
-    print("numba" in sys.modules)"""
-    env = {**os.environ, "PYTHONPATH": f"{PROJECT}{os.pathsep}{PROJECT / 'tests'}"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, check=True, stdout=subprocess.PIPE)
-    assert done.stdout == b"False\nTrue\n"
 
 
 def test_weights_may_be_rounded_to_int8_while_they_are_read(tmp_path):

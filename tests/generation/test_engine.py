@@ -1,5 +1,4 @@
 """Engine: requests in, samples out."""
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -7,12 +6,22 @@ import pytest
 import torch
 
 import engines
-from engines import PARAMS, PROMPTS, LeastBackend, expected_texts, load, make_requests, on_fake_gpu, run
+from engines import (
+    PARAMS,
+    PROMPTS,
+    LeastBackend,
+    expected_texts,
+    load,
+    make_requests,
+    on_fake_gpu,
+    run,
+    truncate_at_stop,
+)
 from models import CHARS, make_gpt
 from oracles import nanogpt_samples
 from sampling.backends.eager import EagerBackend
 from sampling.checkpoints.build import count_init_draws
-from sampling.generation.engine import Engine, group_by_length, next_batch
+from sampling.generation.engine import Engine, group_by_length
 from sampling.params import Prompt, Sample, SampleRequest
 from sampling.sampler.sampler import NOT_FINITE
 
@@ -49,11 +58,6 @@ def request(index, prompt_length=1, already_saved=False):
     return SampleRequest(index, Prompt("a" * prompt_length), list(range(prompt_length)), already_saved)
 
 
-def test_fully_saved_batches_are_skipped_and_other_batches_stay_complete():
-    requests = iter([request(i, already_saved=i in (0, 1, 2, 4, 6, 7, 8)) for i in range(10)])
-    assert [[item.index for item in next_batch(requests, 3)] for _ in range(3)] == [[3, 4, 5], [9], []]
-
-
 @pytest.mark.parametrize("lengths, block_size, expected", [
     ([5, 5, 5], 99, [[0, 1, 2]]),
     ([1, 30, 11, 40, 12], 99, [[0, 2], [1, 3], [4]]), # 12 is too far from 1, and 30 from 12
@@ -86,14 +90,14 @@ def test_a_stream_yields_the_first_unfinished_sample_at_every_step_and_then_each
 
 
 @pytest.mark.parametrize("batch_size, stream", [(1, True), (6, True), (6, False)])
-@pytest.mark.parametrize("backend", [EagerBackend, engines.static_steps_on_fake_gpu], ids=["cpu", "gpu"])
-def test_a_sample_ends_where_a_stop_text_begins(tokenizer, backend, batch_size, stream):
-    requests = make_requests(tokenizer, PROMPTS)
-    full = expected_texts(requests, tokenizer, 30)
+def test_a_sample_ends_where_a_stop_text_begins_and_the_rows_that_stay_keep_their_text(tokenizer, make_backend,
+                                                                                       batch_size, stream):
+    backend, requests = make_backend(make_gpt()), make_requests(tokenizer, PROMPTS)
+    full = expected_texts(requests, tokenizer, 30, device=backend.device)
     stops = [full[0][13:16], full[1][28:30], full[2][:2], full[5][20:24], full[6][9:12] + "\n\n"]
-    params, model = replace(PARAMS, max_new_tokens=30, stop=stops), load(tokenizer, backend(make_gpt()))
+    params, model = replace(PARAMS, max_new_tokens=30, stop=stops), load(tokenizer, backend)
     found = run(Engine(model, params, batch_size, stream), requests)
-    assert [sample.text for sample in found] == expected_texts(requests, tokenizer, 30, stops)
+    assert [sample.text for sample in found] == [truncate_at_stop(text, stops) for text in full]
     assert [sample.finish_reason == "length" for sample in found] == [sample.text in full for sample in found]
     if stream:
         streamed = engines.streamed_texts(Engine(model, params, batch_size, stream), requests)
@@ -162,17 +166,10 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
     assert str(error.value) == NOT_FINITE and yielded == {0, 1}
 
 
-def test_two_runs_of_one_model_may_be_interleaved_or_in_two_threads(tokenizer, make_backend):
+def test_two_runs_of_one_model_may_be_interleaved(tokenizer, make_backend):
     model, params = load(tokenizer, make_backend(make_gpt())), replace(PARAMS, max_new_tokens=40)
     requests = make_requests(tokenizer, PROMPTS[:2]), make_requests(tokenizer, PROMPTS[6:])
     expected = [expected_texts(part, tokenizer, 40, device=model.backend.device) for part in requests]
-
-    def texts(part):
-        return [sample.text for sample in run(Engine(model, params, 2), part)]
-    if not isinstance(model.backend, LeastBackend): # its logits are overwritten
-        with ThreadPoolExecutor(2) as threads:
-            for _ in range(3): # later runs use what earlier ones left
-                assert list(threads.map(texts, requests)) == expected
     found, streams = [], [Engine(model, params, stream=True).generate(part) for part in requests]
     for pair in zip_longest(*streams):
         found += [sample.text for sample in pair if sample and sample.finish_reason]

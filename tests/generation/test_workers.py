@@ -21,12 +21,6 @@ def test_rank_and_world_size_come_from_torchrun_if_it_started_the_process(variab
     assert (workers.rank, workers.world_size, workers.local_rank, workers.local_world_size, workers.is_main) == expected
 
 
-def test_a_single_process_has_its_own_values_and_errors():
-    assert Workers().connect().broadcast("value") == "value"
-    with pytest.raises(FileNotFoundError, match="no such"), Workers().fail_together():
-        raise FileNotFoundError("no such")
-
-
 def test_output_of_gloo_goes_to_stderr(capfd):
     with stdout_to_stderr():
         os.write(1, b"a greeting")
