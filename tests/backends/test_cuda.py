@@ -17,6 +17,13 @@ from streams import decode, random_prompt
 IDS = random_prompt(16, 3) # block_size is 16
 
 
+@pytest.fixture
+def compile_settings():
+    """Restore the settings of torch.compile that a backend changes. monkeypatch would delete them instead."""
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
+
+
 @torch.no_grad()
 def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache():
     model = make_gpt(tie_word_embeddings=False)

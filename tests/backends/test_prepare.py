@@ -28,10 +28,11 @@ def trim_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("num_steps, expected", [(None, CPUBackend), (20, EagerBackend)])
-def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, expected, trim_calls):
+@pytest.mark.parametrize("num_steps, options, expected", [
+    (None, {}, CPUBackend), (20, {}, EagerBackend), (None, dict(exact=True), ExactBackend)], ids=str)
+def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, options, expected, trim_calls):
     checkpoint = as_checkpoint(make_gpt())
-    backend = prepare_backend(checkpoint, CPU, torch.float32, num_steps=num_steps)
+    backend = prepare_backend(checkpoint, CPU, torch.float32, ModelOptions(**options), num_steps)
     assert type(backend) is expected and not checkpoint.state_dict
     assert decode(backend, PROMPTS, 20) == expected_ids(PROMPTS, 20)
     assert backend.device == CPU and trim_calls == ["disable_malloc_trim"]
@@ -69,22 +70,13 @@ def test_weights_may_be_rounded_to_int8_while_they_are_read(tmp_path):
     assert torch.equal(later.logits(ids, None), earlier.logits(ids, None))
 
 
-@pytest.mark.usefixtures("compile_settings")
-@pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
-@pytest.mark.parametrize("options, expected", [(dict(compile=True), EagerBackend), (dict(exact=True), ExactBackend)])
-def test_an_option_chooses_the_backend(options, expected):
-    backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32, ModelOptions(**options))
-    assert type(backend) is expected
-
-
-@pytest.mark.parametrize("index, expected", [(1, ["set_device", "to"]), (None, ["to"])])
-def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(index, expected, monkeypatch):
-    calls, messages, gpu = [], [], torch.device("cuda", index)
+def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(monkeypatch):
+    calls, messages, gpu = [], [], torch.device("cuda", 1)
     monkeypatch.setattr(type(make_gpt()), "to", lambda gpt, device: calls.append(("to", device)) or gpt)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", device)))
     torch.set_float32_matmul_precision("high")
     backend = prepare_backend(as_checkpoint(make_gpt()), gpu, torch.float32, log=messages.append)
-    assert type(backend) is CUDABackend and calls == [(name, gpu) for name in expected]
+    assert type(backend) is CUDABackend and calls == [("set_device", gpu), ("to", gpu)]
     assert torch.get_float32_matmul_precision() == "highest", "with TF32, another batch size could change a token"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     backend.checks.log("hello")

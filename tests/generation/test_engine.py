@@ -6,21 +6,9 @@ import pytest
 import torch
 
 import engines
-from engines import (
-    PARAMS,
-    PROMPTS,
-    LeastBackend,
-    expected_texts,
-    load,
-    make_requests,
-    on_fake_gpu,
-    run,
-    truncate_at_stop,
-)
+from engines import PARAMS, PROMPTS, LeastBackend, expected_texts, load, make_requests, on_fake_gpu, run
 from models import CHARS, make_gpt
-from oracles import nanogpt_samples
 from sampling.backends.eager import EagerBackend
-from sampling.checkpoints.build import count_init_draws
 from sampling.generation.engine import Engine, group_by_length
 from sampling.params import Prompt, Sample, SampleRequest
 from sampling.sampler.sampler import NOT_FINITE
@@ -35,13 +23,6 @@ def test_samples_are_yielded_in_order_with_the_text_that_each_would_have_alone(t
         assert len(taken) < len(found) + batch_size, "requests are read one batch at a time"
     assert found == [(i, text, "length") for i, text in enumerate(expected_texts(requests, tokenizer, max_new_tokens))]
     assert [sample.text for sample in run(engine, requests[9:])] == [text for _, text, _ in found[9:]]
-
-
-def test_samples_are_nanogpts_which_draws_random_numbers_for_its_weights_first(tokenizer):
-    weights, config, prompt = make_gpt().state_dict(), vars(make_gpt().config), tokenizer.encode("O")
-    expected = nanogpt_samples(config, weights, 3, prompt, 3, 20, temperature=0.9, top_k=30)
-    engine = Engine(load(tokenizer, num_init_draws=count_init_draws(weights)), PARAMS, 2)
-    assert [prompt + sample.token_ids for sample in run(engine, make_requests(tokenizer, ["O"], 3))] == expected
 
 
 def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(tokenizer):
@@ -83,12 +64,6 @@ def test_logprobs_are_those_of_the_model_at_temperature_1(tokenizer, num_logprob
             ids.append(token.id)
 
 
-def test_a_stream_yields_the_first_unfinished_sample_at_every_step_and_then_each_finished_one(tokenizer):
-    engine = Engine(load(tokenizer), replace(PARAMS, max_new_tokens=3), 2, stream=True)
-    found = [(s.index, s.num_tokens, s.finish_reason) for s in engine.generate(make_requests(tokenizer, ["O", "x"]))]
-    assert found == [(0, 1, None), (0, 2, None), (0, 3, "length"), (1, 3, "length")]
-
-
 @pytest.mark.parametrize("batch_size, stream", [(1, True), (6, True), (6, False)])
 def test_a_sample_ends_where_a_stop_text_begins_and_the_rows_that_stay_keep_their_text(tokenizer, make_backend,
                                                                                        batch_size, stream):
@@ -97,7 +72,7 @@ def test_a_sample_ends_where_a_stop_text_begins_and_the_rows_that_stay_keep_thei
     stops = [full[0][13:16], full[1][28:30], full[2][:2], full[5][20:24], full[6][9:12] + "\n\n"]
     params, model = replace(PARAMS, max_new_tokens=30, stop=stops), load(tokenizer, backend)
     found = run(Engine(model, params, batch_size, stream), requests)
-    assert [sample.text for sample in found] == [truncate_at_stop(text, stops) for text in full]
+    assert [sample.text for sample in found] == [engines.truncate_at_stop(text, stops) for text in full]
     assert [sample.finish_reason == "length" for sample in found] == [sample.text in full for sample in found]
     if stream:
         streamed = engines.streamed_texts(Engine(model, params, batch_size, stream), requests)

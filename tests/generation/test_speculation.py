@@ -136,16 +136,6 @@ def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is():
     assert 0.2 < relative_cost < 1
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(FLOAT32, 1e-5), (torch.int8, 0.05)])
-@torch.no_grad()
-def test_a_draft_from_a_file_has_the_weights_of_the_file_in_the_dtype_of_the_model(dtype, tolerance, tmp_path):
-    other, lines = make_gpt(seed=2, n_embd=64), []
-    path, expected = save_checkpoint(tmp_path, other), other(IDS)[0][:, -1]
-    draft, relative_cost = prepare_draft(str(path), as_checkpoint(make_gpt(n_embd=64)), dtype, lines.append)
-    assert (draft.logits(IDS, None) - expected).norm() / expected.norm() < tolerance and relative_cost == 1
-    assert lines == [f"{path}: iteration 100, validation loss 1.5000"]
-
-
 def test_a_draft_with_another_vocabulary_or_on_another_device_is_refused(tmp_path):
     save_checkpoint(tmp_path, make_gpt(vocab_size=60))
     with pytest.raises(ValueError, match="has a vocabulary of 60 tokens, but the model has 61: the two must be equal"):
