@@ -1,8 +1,12 @@
 """The loop that samples: with every backend, each row of a batch gets the text of the slow plain loop."""
+from dataclasses import replace
+from itertools import zip_longest
+
 import pytest
 
-from engines import expected_ids
+from engines import PARAMS, expected_ids, expected_texts, load, make_requests
 from models import make_gpt
+from sampling.generation.engine import Engine
 from streams import decode, random_prompt
 
 PROMPTS = { # block_size is 16
@@ -28,3 +32,13 @@ def test_context_shift_with_an_odd_block_size(make_backend, block_size):
     prompts, gpt = PROMPTS["different lengths"], make_backend(make_gpt(block_size=block_size))
     expected = expected_ids(prompts, 40, block_size=block_size, device=gpt.device, top_k=20, context_shift=True)
     assert decode(gpt, prompts, 40, top_k=20, context_shift=True) == expected
+
+
+def test_two_runs_of_one_model_may_be_interleaved(tokenizer, make_backend):
+    model, params = load(tokenizer, make_backend(make_gpt())), replace(PARAMS, max_new_tokens=40)
+    requests = make_requests(tokenizer, ["The ", "O"]), make_requests(tokenizer, ["x", "yes, "])
+    expected = [expected_texts(part, tokenizer, 40, device=model.backend.device) for part in requests]
+    found, streams = [], [Engine(model, params, stream=True).generate(part) for part in requests]
+    for pair in zip_longest(*streams):
+        found += [sample.text for sample in pair if sample and sample.finish_reason]
+    assert sorted(found) == sorted(expected[0] + expected[1])

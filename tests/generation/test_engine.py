@@ -1,6 +1,6 @@
-"""Engine: requests in, samples out."""
+"""Engine: requests in, samples out; and how several processes share them."""
+import os
 from dataclasses import replace
-from itertools import zip_longest
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from engines import PARAMS, PROMPTS, LeastBackend, expected_texts, load, make_re
 from models import CHARS, make_gpt
 from sampling.backends.eager import EagerBackend
 from sampling.generation.engine import Engine, group_by_length
+from sampling.generation.workers import Workers, stdout_to_stderr
 from sampling.params import Prompt, Sample, SampleRequest
 from sampling.sampler.sampler import NOT_FINITE
 
@@ -141,11 +142,26 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
     assert str(error.value) == NOT_FINITE and yielded == {0, 1}
 
 
-def test_two_runs_of_one_model_may_be_interleaved(tokenizer, make_backend):
-    model, params = load(tokenizer, make_backend(make_gpt())), replace(PARAMS, max_new_tokens=40)
-    requests = make_requests(tokenizer, PROMPTS[:2]), make_requests(tokenizer, PROMPTS[6:])
-    expected = [expected_texts(part, tokenizer, 40, device=model.backend.device) for part in requests]
-    found, streams = [], [Engine(model, params, stream=True).generate(part) for part in requests]
-    for pair in zip_longest(*streams):
-        found += [sample.text for sample in pair if sample and sample.finish_reason]
-    assert sorted(found) == sorted(expected[0] + expected[1])
+# ---- several processes: script/test_distributed.py starts them
+
+TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4")
+
+
+@pytest.mark.parametrize("variables, expected", [
+    (TORCHRUN, (5, 8, 1, 4, False)), ({}, (0, 1, None, 1, True)),
+    (dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="3"), (0, 1, None, 1, True)), # a cluster's own
+], ids=["torchrun", "none", "a cluster's"])
+def test_rank_and_world_size_come_from_torchrun_if_it_started_the_process(variables, expected, monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    workers = Workers()
+    assert (workers.rank, workers.world_size, workers.local_rank, workers.local_world_size, workers.is_main) == expected
+
+
+def test_output_of_gloo_goes_to_stderr(capfd):
+    with stdout_to_stderr():
+        os.write(1, b"a greeting")
+    os.write(1, b"a sample")
+    assert capfd.readouterr() == ("a sample", "a greeting")

@@ -69,7 +69,7 @@ def test_a_random_seed_is_the_same_for_all_processes(torchrun, run_script, folde
     assert printed == run_script(*PROMPTS, f"--seed={drawn}", cwd=folder).stdout
 
 
-@slow # generation/test_workers.py has the same without torchrun
+@slow
 @pytest.mark.parametrize("arguments, message", [
     (["--out_file=prompts.txt"], "prompts.txt, line 1: not"), # only rank 0 finds it
     (["--interactive"], "interactive=True"),
