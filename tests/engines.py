@@ -58,7 +58,7 @@ def static_steps(gpt):
 
 
 def recorded_graphs(gpt):
-    """The same with graphs, for tests with the fixture recordings."""
+    """The same with graphs, for tests that call record_graphs."""
     backend = static_steps(gpt)
     backend.checks.use_graphs = True
     return backend

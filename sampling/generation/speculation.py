@@ -24,7 +24,6 @@ from sampling.sampler.sampler import are_valid
 NUM_CHECKED, NUM_ACCEPTED, DECAY = 8.0, 7.0, 0.95
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
 PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32; two Intel processors had a PASS_COST of 1.1, 1.5
-
 OVERHEAD_BYTES_PER_LAYER = 7_000_000 # norms, attention and operator calls take as long as reading so many bytes
 
 
@@ -32,8 +31,8 @@ def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log:
     """Load the draft of a target, on a CPU. Call this before prepare_backend takes the target's weights.
 
     name: "int8" is the target itself in int8, otherwise a model's name, folder or file.
-    Returns the draft, and the time of one of its steps in steps of the target.
-    Raises ValueError or OSError if that cannot be the draft.
+    Returns the draft, and the time of one of its steps in steps of the target. Raises ValueError or OSError if that
+    cannot be the draft.
     """
     with named_errors(f"draft={name}"):
         if name == "int8":
@@ -95,7 +94,7 @@ class Speculation:
         num_tokens = len(prompts[0]) + num_steps
         if num_tokens > draft_block_size and draft_block_size < block_size:
             self.log_once(f"the draft is used only while the window has at most {draft_block_size} tokens, its own "
-                     "block_size")
+                          "block_size")
         elif num_tokens > block_size and not context_shift:
             self.log_once(f"the draft is used only up to block_size: {block_size} tokens, including the prompt")
         return True

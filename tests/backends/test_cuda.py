@@ -1,13 +1,13 @@
-"""CUDABackend, on a CPU and without graphs. generation/test_decode.py compares its text, also on a GPU."""
+"""CUDABackend on a CPU. generation/test_decode.py compares its text, also on a GPU."""
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from engines import expected_ids, static_steps
+from engines import expected_ids, recorded_graphs, static_steps
 from models import make_gpt
-from recorded_graphs import ON_GPU
+from recorded_graphs import ON_GPU, record_graphs
 from sampling.backends.cuda import CUDABackend
 from sampling.generation.decode import Decoder
 from sampling.sampler.row_streams import RowStreams, RunStream
@@ -15,13 +15,6 @@ from sampling.sampler.sampler import Sampler
 from streams import decode, random_prompt
 
 IDS = random_prompt(16, 3) # block_size is 16
-
-
-@pytest.fixture
-def compile_settings():
-    """Restore the settings of torch.compile that a backend changes. monkeypatch would delete them instead."""
-    with torch._dynamo.config.patch(recompile_limit=8):
-        yield
 
 
 @torch.no_grad()
@@ -38,8 +31,9 @@ def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_computed_logits():
-    backend, barrier, prompts = static_steps(make_gpt()), threading.Barrier(2, timeout=10), IDS[:2, :5].tolist()
+def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_computed_logits(monkeypatch):
+    record_graphs(monkeypatch)
+    backend, barrier, prompts = recorded_graphs(make_gpt()), threading.Barrier(2, timeout=10), IDS[:2, :5].tolist()
     run = RunStream(3, draws_per_sample=30, vocab_size=61)
     streams = [RowStreams(run, [index]) for index in range(2)]
 
@@ -66,11 +60,11 @@ def test_a_step_never_synchronises_the_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compile_settings")
 @pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_compiled_steps_give_the_same_text(device):
-    backend = CUDABackend(make_gpt().to(device), compile=True, log=pytest.fail)
     prompts = IDS[:, :5].tolist()
-    assert decode(backend, prompts, 20) == expected_ids(prompts, 20, device=device)
+    with torch._dynamo.config.patch(recompile_limit=8): # restores it
+        backend = CUDABackend(make_gpt().to(device), compile=True, log=pytest.fail)
+        assert decode(backend, prompts, 20) == expected_ids(prompts, 20, device=device)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -5,13 +5,12 @@ import pytest
 import torch
 
 from engines import LeastBackend, load, make_requests, run
-from model import GPTConfig
 from models import add_noise, as_checkpoint, make_gpt, save_checkpoint
 from sampling.backends.eager import EagerBackend
 from sampling.backends.prepare import prepare_backend
 from sampling.generation.assembly import assemble
 from sampling.generation.engine import Engine
-from sampling.generation.speculation import Speculation, best_num_proposals, prepare_draft, step_cost
+from sampling.generation.speculation import Speculation, best_num_proposals, prepare_draft
 from sampling.params import ModelOptions, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=28, temperature=0.9, top_k=30, seed=3) # with "The ", they fill the window
@@ -142,9 +141,3 @@ def test_a_draft_with_another_vocabulary_or_on_another_device_is_refused(tmp_pat
         prepare_draft(str(tmp_path), as_checkpoint(make_gpt()), FLOAT32)
     with pytest.raises(ValueError, match=r"^draft works only on a CPU, .*; got cuda:1: leave out draft, or use"):
         assemble(None, None, torch.device("cuda:1"), torch.bfloat16, ModelOptions(draft="int8"))
-
-
-def test_the_cost_of_a_step_grows_with_its_weights_and_its_layers():
-    xl, small = GPTConfig(n_layer=48, n_head=25, n_embd=1600), GPTConfig(n_layer=6, n_head=6, n_embd=384, vocab_size=65)
-    assert 0.25 < step_cost(xl, 1) / step_cost(xl, 4) < 0.35
-    assert step_cost(small, 1) / step_cost(small, 4) > 0.6, "most of the time of a small model is not for weights"
