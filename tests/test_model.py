@@ -70,7 +70,6 @@ def test_more_than_block_size_tokens_raise():
     ("block_size", True, "block_size must be a whole number, at least 1 and below 2**31; got True"),
     ("n_inner", 2**31, "n_inner must be a whole number, at least 1 and below 2**31; got 2147483648"),
     ("dropout", float("nan"), "dropout must be a number between 0 and 1; got nan"),
-    ("bias", "no", "bias must be True or False; got 'no'"),
     ("gelu", "relu", "gelu must be 'none' or 'tanh'; got 'relu'"),
 ])
 def test_a_config_that_is_not_possible_is_named(field, value, message):

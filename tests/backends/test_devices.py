@@ -32,10 +32,8 @@ def simulate_devices(monkeypatch):
 
 @pytest.mark.parametrize("found, name, rank, expected", [
     (dict(), "auto", None, "cpu"),
-    (dict(mps=True), "auto", None, "mps"),
     (dict(gpus=2, mps=True), "auto", None, "cuda"),
     (dict(gpus=2), "cuda:1", None, "cuda:1"),
-    (dict(gpus=2, mps=True), "cpu", None, "cpu"),
     (dict(gpus=2), "auto", 1, "cuda:1"), # each process of a machine has its own GPU
     (dict(gpus=2), "cuda", 5, "cuda:1"),
     (dict(gpus=2), "cuda:1", 0, "cuda:1"),

@@ -30,7 +30,6 @@ def test_emittable_text_never_ends_inside_a_character(gpt2_encoding, stop):
     ("abcdef", "cd", "ab", 4, "stop"),
     ("abcdef", ["ef", "cde"], "ab", 5, "stop"), # "ef" would begin later
     ("abcdef", "f", "abcde", 6, "stop"), # also as the last token
-    ("abcdef", "a", "", 1, "stop"),
     ("ababac", "abac", "ab", 6, "stop"), # the first "aba" does not hide the second
     ("abcdef", "fg", "abcdef", 6, "length"),
 ])

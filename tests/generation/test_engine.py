@@ -41,7 +41,6 @@ def request(index, prompt_length=1, already_saved=False):
 
 
 @pytest.mark.parametrize("lengths, block_size, expected", [
-    ([5, 5, 5], 99, [[0, 1, 2]]),
     ([1, 30, 11, 40, 12], 99, [[0, 2], [1, 3], [4]]), # 12 is too far from 1, and 30 from 12
     ([30, 1, 2], 99, [[0], [1, 2]]), # in the order of their first samples
     ([30, 1, 2], 8, [[0, 1, 2]]), # the model sees 8 tokens of the first
