@@ -127,10 +127,10 @@ class Block:
 class Shortlist:
     """The logits of an LM head for one row, exact only for tokens that may be among the k largest: the others are -inf.
 
-    Reads a quarter of the bytes: a copy of the weight (V, E) in int8 gives approximate logits. By the Cauchy-Schwarz inequality, that of token v is
-    off by at most |x| * |weight[v] - copy[v]|. The tokens that may be among the k largest, the shortlist, get exact
-    logits, and the others -inf. The copy is of the weight less its mean row: that is large in trained weights, and adds
-    the same number to every logit.
+    This reads a quarter of the bytes: a copy of the weight (V, E) in int8 gives approximate logits. By the
+    Cauchy-Schwarz inequality, that of token v is off by at most |x| * |weight[v] - copy[v]|. So it is known which
+    tokens may be among the k largest: the shortlist. The copy is of the weight less its mean row, which is large in
+    trained weights, and adds the same number to every logit.
     """
     MIN_WEIGHTS = 2**23 # a smaller weight stays in the processor's cache
     MIN_STEPS = 16 # before the copy is made, which takes as long as it saves in about 50 steps
