@@ -119,7 +119,7 @@ def main(settings):
                     progress.add_sample(sample)
                 if not outputs.uses_stdout:
                     printer.update(sample)
-        outputs.finish()
+        outputs.write_page()
         progress.close(peak_memory(model.backend.device))
         if model.speculation:
             log(model.speculation.summary())
