@@ -8,9 +8,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sampling.outputs import html
-from sampling.outputs.console import is_tty, log, log_replacements, plural, sanitize
+from sampling.outputs.console import is_tty, log, plural, sanitize
 from sampling.outputs.jsonl import LineFormat, is_complete, is_truncated_line_of, parse_record, reproducibility_settings
-from sampling.outputs.output_file import PAGE, append, check_not_removed, check_replaceable, open_output
+from sampling.outputs.output_file import PAGE, append, check_replaceable, open_output
 from sampling.params import Sample, SampleRequest
 
 if TYPE_CHECKING: # the import would load torch
@@ -137,13 +137,10 @@ class Outputs:
         if self.uses_stdout:
             text = line.decode()
             print(sanitize(text) if is_tty(sys.stdout) else text, end="", flush=True)
-            log_replacements()
         if self.jsonl is not None:
             if self.overwrite:
                 self.jsonl.truncate(0)
                 self.overwrite = False
-            if self.can_resume:
-                check_not_removed(self.jsonl)
             append(self.jsonl, line)
         if self.html_file and time.monotonic() >= self.next_page_time:
             self.write_page()
