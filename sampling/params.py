@@ -43,7 +43,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
     "max_new_tokens": (whole_number(0, 10**9), "must be from 0 to 10**9"),
     "temperature": (lambda v: is_number(v) and 0 <= v <= sys.float_info.max,
                     "must be 0 (always the most likely token) or a larger finite number"),
-    "top_k": (optional(whole_number(0)), "must be at least 1, or None or 0 for every token"),
+    "top_k": (optional(whole_number(0, 10**9)), "must be from 1 to 10**9, or None or 0 for every token"),
     "top_p": (optional(lambda v: is_number(v) and 0 < v <= 1),
               "must be above 0 and at most 1, or None for every token"),
     "min_p": (optional(lambda v: is_number(v) and 0 <= v <= 1), "must be from 0 to 1, or None for every token"),

@@ -34,7 +34,7 @@ INVALID = [
     ("num_samples", [0, -1, 10**9 + 1], "num_samples must be from 1"),
     ("max_new_tokens", [-1, 10**9 + 1, 3.0], "max_new_tokens must be from 0"),
     ("temperature", [-0.1, math.inf, math.nan, "hot"], "temperature must be 0"),
-    ("top_k", [-1, 2.5], "top_k must be at least 1"),
+    ("top_k", [-1, 2.5, 10**9 + 1], "top_k must be from 1 to 10"),
     ("top_p", [0.0, -0.5, 1.01, math.nan], "top_p must be above 0"),
     ("min_p", [-0.01, 1.01, math.nan], "min_p must be from 0"),
     ("repetition_penalty", [0.0, 0.009, 101.0, math.nan], "repetition_penalty must be from 0.01"),
@@ -115,7 +115,7 @@ def test_exact_accepts_values_that_change_nothing():
 def test_params_are_validated_when_created_or_replaced():
     params = SamplingParams(seed=5)
     assert replace(params, temperature=0.0).seed == 5
-    with pytest.raises(ValueError, match="top_k must be at least 1"):
+    with pytest.raises(ValueError, match="top_k must be from 1 to 10"):
         replace(params, top_k=-1)
     with pytest.raises(ValueError, match="seed must be a whole number"):
         SamplingParams(seed="random")
