@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 from configurator import parse, suggest
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
@@ -113,7 +111,7 @@ class Session:
         engine = self.require_engine()
         self.next_index, self.shows_prompt = request.index + 1, shows_prompt
         # The same engine for every prompt: its CUDA graphs are kept, and the next sample follows in its random stream.
-        with recorded_interrupts() as interrupts, torch.no_grad(), engine.model.autocast():
+        with recorded_interrupts() as interrupts, engine.model.autocast():
             for sample in engine.generate([request]):
                 self.last = sample
                 self.printer.update(sample, shows_prompt)

@@ -2,7 +2,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -38,8 +38,11 @@ class Outputs:
         self.start_offset = self.num_earlier_lines = self.num_saved = 0
         self.next_page_time = 0.0
 
-    def open(self, model: "LoadedModel") -> None:
-        """Open the files for the samples of a model. With watch, another model may follow."""
+    def open(self, model: "LoadedModel", requests: Iterable[SampleRequest]) -> Iterator[SampleRequest]:
+        """Open the files for the samples of a model. Returns the requests, marked as resume describes.
+
+        With watch, another model may follow.
+        """
         if self.format is None:
             self.open_files()
         checkpoint = model.checkpoint
@@ -51,6 +54,7 @@ class Outputs:
                 self.start_offset, self.num_earlier_lines = self.find_start_of_model()
             self.jsonl.seek(self.start_offset)
             self.num_saved = sum(is_complete(line) for line in self.jsonl)
+        return self.resume(iter(requests))
 
     def open_files(self) -> None:
         """Open out_file, or a temporary file. Raises ValueError if there is a page of another run."""
@@ -101,7 +105,6 @@ class Outputs:
         Removes a truncated last line, and continues after the line before it. Raises ValueError, without changing the
         file, if out_file is from another run.
         """
-        requests = iter(requests)
         if not self.can_resume or self.overwrite:
             yield from requests
             return

@@ -39,8 +39,7 @@ def run(tmp_path):
     def run(count, models=None, die_after=99, **settings):
         with outputs_in(tmp_path, **settings) as outputs:
             for model in models or [model_of()]:
-                outputs.open(model)
-                for request in outputs.resume(SampleRequest(index, Prompt("O"), []) for index in range(count)):
+                for request in outputs.open(model, [SampleRequest(index, Prompt("O"), []) for index in range(count)]):
                     if not request.already_saved and request.index < die_after:
                         outputs.write(finished_sample(request.index, "O", make_tokens(1 + request.index)))
                 if die_after == 99:
@@ -133,7 +132,7 @@ def test_a_longer_run_adds_to_both_files(run, contents, tmp_path, logprobs, num_
 
 def test_the_page_grows_with_the_run_but_is_not_written_for_every_sample(contents, tmp_path):
     with outputs_in(tmp_path) as outputs:
-        outputs.open(model_of())
+        outputs.open(model_of(), [])
         for index, is_due, num_shown in [(0, True, 1), (1, False, 1), (2, True, 3)]:
             outputs.next_page_time = 0 if is_due else outputs.next_page_time
             outputs.write(finished_sample(index, "O", make_tokens(1)))
@@ -253,7 +252,7 @@ def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, tmp_path,
     assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     outputs = Outputs(SETTINGS | {"out_file": "-"})
-    outputs.open(model_of())
+    outputs.open(model_of(), [])
     outputs.write(finished_sample(0, "\x1b\x9b", make_tokens(1)))
     assert '"prompt": "\\u001b\ufffd"' in capsys.readouterr().out
 
