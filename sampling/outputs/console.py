@@ -127,7 +127,7 @@ def hard_exit(status: int = 0) -> NoReturn:
 
 
 def end_line() -> None:
-    """End the line on which the cursor of the terminal is. A signal handler may call this."""
+    """End the terminal's current line. A signal handler may call this."""
     for fd, stream in enumerate([sys.stdout, sys.stderr], 1):
         if is_tty(stream):
             with suppress(OSError):

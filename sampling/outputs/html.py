@@ -50,7 +50,7 @@ class Runs:
                           for info in self.infos]
 
     def records(self) -> Iterator[dict[int, dict[str, Any]]]:
-        """Yield the samples of each prompt and index, by the number of their run."""
+        """Yield for each prompt and index the samples of its runs: {number of the run: record}."""
         for places in self.rows.values():
             records = {}
             for run, (file, start) in sorted(places.items()):
@@ -69,7 +69,6 @@ def read_records(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any
 
 
 def run_info(record: Mapping[str, Any], name: str | None) -> dict[str, Any]:
-    """What the page shows about the run of a sample, by name."""
     settings = {setting: value for setting, value in record["settings"].items() if setting != "logprobs"}
     return {**({"file": name} if name else {}), "checkpoint": record["checkpoint"].get("path"),
             "iteration": record["checkpoint"].get("iter_num"), **settings}
@@ -147,7 +146,7 @@ def fill(template: str, **values: str) -> str:
 
 
 def content_hash(page: str, element: str) -> str:
-    """The hash of an element's text, in the form of a Content-Security-Policy."""
+    """The hash of an element's text, as a Content-Security-Policy has it."""
     text = page.partition(f"<{element}>")[2].partition(f"</{element}>")[0]
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
@@ -163,14 +162,12 @@ def title(infos: list[dict[str, Any]]) -> str:
 
 
 def shown_id(prompt_id: Any) -> str:
-    """The prompt's id, as the heading of its sample shows it."""
     if prompt_id is None:
         return ""
     return f", id {prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)}"
 
 
 def setting_text(item: tuple[str, Any]) -> str:
-    """The name and the value of a setting, as the heading of a run shows it."""
     name, value = item
     return str(value) if name in ("file", "checkpoint") else f"{name} {value}"
 
@@ -189,12 +186,10 @@ def clean(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """The text as HTML on one line."""
     return html.escape(clean(text)).replace("\r", "&#13;").replace("\n", "&#10;")
 
 
 def utf16_length(text: str) -> int:
-    """The length of a text in JavaScript."""
     return len(text) + sum(char > "\uffff" for char in text)
 
 

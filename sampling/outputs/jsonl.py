@@ -26,7 +26,6 @@ class LineFormat:
         self.settings = settings if logprobs is None else {**settings, "logprobs": logprobs}
 
     def line(self, sample: Sample) -> bytes:
-        """The line of a finished sample."""
         logprobs = {} if self.logprobs is None else {"logprobs": token_logprobs(sample.tokens, self.logprobs)}
         return encode_json({
             **request_fields(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
@@ -35,7 +34,7 @@ class LineFormat:
         }) + b"\n"
 
     def check(self, line: bytes, request: SampleRequest, where: str) -> None:
-        """Raise ValueError that names where and the difference, unless this is the line of this sample of this run."""
+        """Raise ValueError, with where and the difference, unless this is the line of this sample of this run."""
         record, wanted = parse_record(line, where), request_fields(request)
         self.check_settings(record, where)
         check_equal("the checkpoint's checksum", record["checkpoint"].get("crc32"), self.checkpoint_id["crc32"], where)
@@ -44,14 +43,12 @@ class LineFormat:
                 check_equal(name, record.get(name), wanted.get(name), where)
 
     def check_settings(self, record: Mapping[str, Any], where: str) -> None:
-        """Raise ValueError that names where and the difference, unless the record has the settings of this run."""
         saved = record["settings"]
         for name in dict.fromkeys([*self.settings, *saved]):
             check_equal(name, saved.get(name), self.settings.get(name), where)
 
 
 def check_equal(name: str, saved: Any, wanted: Any, where: str) -> None:
-    """Raise ValueError, which names where and the difference, unless the saved value is the wanted one."""
     if saved != wanted:
         raise ValueError(f"{where}, is from another run: {name} is {saved!r:.100} there, and {wanted!r:.100} here; "
                          "give out_file another name, run with the settings of the file, or replace it with "
@@ -92,7 +89,7 @@ def round_logprob(logprob: float) -> float:
 
 
 def request_fields(request: SampleRequest) -> dict[str, Any]:
-    """The fields at the beginning of a sample's line."""
+    """The fields with which the line of a sample begins."""
     prompt = request.prompt
     return {
         "version": VERSION, "index": request.index, "prompt": prompt.text,

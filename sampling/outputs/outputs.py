@@ -133,7 +133,7 @@ class Outputs:
         yield from chain([request], requests)
 
     def write(self, sample: Sample) -> None:
-        """Save a finished sample."""
+        """Save a finished sample, and make the page anew if it is time."""
         if not (self.out_file or self.html_file):
             return
         line = self.format.line(sample)
