@@ -32,8 +32,8 @@ def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log:
             checkpoint, dtype = load_by_name(name, log=log), target_dtype
         size, target_size = checkpoint.vocab_size, target.vocab_size
         if size != target_size:
-            raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: "
-                             "the two must be equal; choose another draft, or leave it out")
+            raise ValueError(f"it has a vocabulary of {size} tokens, but the model has {target_size}: the two must be "
+                             "equal; choose another draft, or leave it out")
         backend = prepare_backend(checkpoint, torch.device("cpu"), dtype, log=log)
     target_cost = step_cost(GPTConfig(**target.model_args), target_dtype.itemsize)
     return Draft(backend, step_cost(backend.config, dtype.itemsize) / target_cost, is_copy=name == "int8")

@@ -12,7 +12,7 @@ import torch
 
 from model import GPT, GPTConfig
 from models import SHAPE, make_gpt, nanogpt_args, same_model, save_checkpoint
-from sampling.checkpoints.build import build_gpt, count_init_draws
+from sampling.checkpoints.build import count_init_draws
 from sampling.checkpoints.nanogpt import find_checkpoint, load_by_name, load_checkpoint
 from sampling.sampler.mt19937 import advance_mt19937
 
@@ -51,13 +51,9 @@ def test_out_dir_may_be_the_checkpoint_file(tmp_path):
     assert find_checkpoint(str(tmp_path / "out")) == find_checkpoint(str(path)) == path
 
 
-def test_the_error_for_a_missing_checkpoint_lists_others_nearby(tmp_path):
-    save_checkpoint(tmp_path / "out-a", make_gpt())
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "model_00001.pt").touch()
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*out.ckpt\.pt|no checkpoint at .*out") as error:
+def test_the_error_for_a_missing_checkpoint_names_the_path(tmp_path):
+    with pytest.raises(FileNotFoundError, match=rf"no checkpoint at {tmp_path / 'out'}; pass --out_dir="):
         find_checkpoint(tmp_path / "out")
-    assert all(name in str(error.value) for name in ("out-a", "out-shakespeare-char", "model_00001.pt"))
 
 
 def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
@@ -219,10 +215,8 @@ def test_nanogpts_own_gptconfig_keeps_the_exact_gelu(gptconfig, tmp_path):
     {"rope": False}, {"n_kv_head": None}, {"moe_experts": 0}, {"flash": True}, {"use_flash_attention": True},
     {"device": "cuda"}, {"label_smoothing": 0.1}, {"attn_pdrop": 0.1, "resid_dropout": 0.1},
 ])
-def test_a_field_that_changes_no_arithmetic_gets_a_line(field, tmp_path):
-    log, path = [], save_checkpoint(tmp_path, make_gpt(), model_args=SHAPE | field)
-    build_gpt(load_checkpoint(path, log=log.append))
-    assert log[0] == f"{path} has settings that change nothing here: {', '.join(sorted(field))}" and len(log) == 2
+def test_a_field_that_changes_no_arithmetic_is_ignored(field, tmp_path):
+    assert same_model(save_checkpoint(tmp_path, make_gpt(), model_args=SHAPE | field), make_gpt())
 
 
 @pytest.mark.parametrize("field", [{"rope": True}, {"n_kv_head": 1}, {"norm": "rms"}])

@@ -41,7 +41,7 @@ UNUSABLE = [ # arguments, a part of the error line: exit status 1
     ("--start=JSONL:lines.txt", "lines.txt, line 1: every line must be an object"),
     ("--start=JSONL:device.jsonl", "device.jsonl, line 1: device is a setting of the whole run"),
     ("--out_dir=nowhere", "there is no checkpoint at nowhere"),
-    ("--out_dir=nowhere", "checkpoints nearby: "),
+    ("--out_dir=nowhere", "there is no checkpoint at nowhere; pass --out_dir="),
     ("--out_dir=empty.txt", "cannot read empty.txt"),
     ("--out_dir=cut.pt", "cannot read cut.pt"),
     ("--out_dir=missing", "missing: transformer.wte.weight, lm_head.weight"),
