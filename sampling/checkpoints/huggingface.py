@@ -7,9 +7,9 @@ from typing import BinaryIO, NoReturn
 from torch import Tensor
 
 from model import GPT
-from sampling.checkpoints.build import EMBEDDING, HEAD, build_gpt, read_model, require_tensors
+from sampling.checkpoints.build import EMBEDDING, HEAD, build_gpt, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint, Convert, is_checkpoint, read_complete, read_json, snapshots_in
-from sampling.checkpoints.other_programs import read_own_file, refuse_own_tensors
+from sampling.checkpoints.other_programs import read_nanogpt_file, require_huggingface_tensors
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.messages import Log, warn
 
@@ -47,8 +47,8 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
         stored = {}
         for file in weights:
             tensor_file = read_tensor_file(file)
-            stored |= require_tensors(tensor_file.content, tensor_file)
-        refuse_own_tensors(paths[0], {name: tensor for name, (_, tensor) in stored.items()})
+            stored |= tensors_by_name(tensor_file.content, tensor_file)
+        require_huggingface_tensors({name: tensor for name, (_, tensor) in stored.items()})
         for name, (file, tensor) in stored.items():
             if name.endswith(CONV1D_WEIGHTS): # Conv1D stores a Linear's weight transposed
                 stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
@@ -113,7 +113,7 @@ def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
 
 def raise_for_weights_file(path: Path, log: Log) -> NoReturn:
     """Always raises ValueError, which says what to do with this file."""
-    read_complete(path, [path], lambda file: read_own_file(file, path), log)
+    read_complete(path, [path], lambda file: read_nanogpt_file(file, path), log)
     raise ValueError(f"{path} holds no tensors")
 
 

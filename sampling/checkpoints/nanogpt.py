@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from model import GPTConfig
-from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, require_tensors
+from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint, Convert, is_checkpoint, read_complete, require, snapshots_in
 from sampling.checkpoints.huggingface import load_gpt2
-from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, read_own_file
+from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, read_nanogpt_file
 from sampling.checkpoints.pickles import Record, StoredTensor, fields_of
 from sampling.checkpoints.tensor_files import TensorFile
 from sampling.messages import Log, warn
@@ -49,9 +49,9 @@ def load_checkpoint(out_dir: str | Path, convert: Convert | None = None, with_cr
 
 def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None, with_crc32: bool) -> Checkpoint:
     """Read an open file once."""
-    tensor_file = read_own_file(file, path)
+    tensor_file = read_nanogpt_file(file, path)
     tensors, model_args = model_entries(tensor_file.content)
-    stored = require_tensors(tensors, tensor_file)
+    stored = tensors_by_name(tensors, tensor_file)
     for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
         if missing not in stored and present in stored:
             stored[missing] = stored[present]
@@ -114,7 +114,7 @@ def read_number(file: TensorFile, *names: str) -> float | None:
 
 def find_checkpoint(out_dir: str | Path) -> Path:
     """The path of ckpt.pt in out_dir, or out_dir if it is a file, or a .safetensors file in out_dir, for which
-    read_own_file raises the advice. Raises FileNotFoundError, which names what is there, if there is none.
+    read_nanogpt_file raises the advice. Raises FileNotFoundError, which names what is there, if there is none.
     """
     folder, path = Path(out_dir), Path(out_dir)
     if path.is_dir():

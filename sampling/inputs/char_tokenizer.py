@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection
 
 from sampling.checkpoints.checkpoint import named_errors, require
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, as_damage
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, damaged_if_fails
 from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
 
 # The fields in which prepare scripts name a tokenizer, and names for what stoi and itos describe.
@@ -112,7 +112,7 @@ def named_encoding(meta: dict, source: object) -> str | None:
 
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
-    with open(path, "rb") as file, named_errors(path), as_damage():
+    with open(path, "rb") as file, named_errors(path), damaged_if_fails():
         meta = DataUnpickler(file.read(MAX_PICKLE_BYTES)).load()
         require(isinstance(meta, dict), f"it holds a {type(meta).__name__}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most

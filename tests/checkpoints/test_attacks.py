@@ -51,8 +51,8 @@ CODE = {
 
 
 @pytest.mark.parametrize("kind, name", [
-    *(("ckpt.pt", name) for name in CODE), ("old ckpt.pt", "GLOBAL-REDUCE"), ("old ckpt.pt", "BUILD"),
-    ("pytorch_model.bin", "STACK_GLOBAL"), ("meta.pkl", "NEWOBJ"), ("meta.pkl", "EXT1"),
+    *(("ckpt.pt", name) for name in CODE), ("old ckpt.pt", "GLOBAL-REDUCE"), ("pytorch_model.bin", "STACK_GLOBAL"),
+    ("meta.pkl", "NEWOBJ"), ("meta.pkl", "EXT1"),
 ])
 def test_no_code_is_run(kind, name, assert_refused, valid_checkpoint, tmp_path):
     assert_refused("", write_attack(kind, CODE[name], tmp_path, valid_checkpoint))
@@ -146,23 +146,18 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("kind, name", [*(("ckpt.pt", name) for name in TENSORS), ("old ckpt.pt", "expanded"),
-                                        ("old ckpt.pt", "beyond-by-a-stride"), ("old ckpt.pt", "negative-offset")])
-def test_impossible_tensors_are_refused(kind, name, assert_refused, valid_checkpoint, tmp_path):
+@pytest.mark.parametrize("name", TENSORS)
+def test_impossible_tensors_are_refused(name, assert_refused, valid_checkpoint, tmp_path):
     model = b"}" + value("transformer.wpe.weight") + TENSORS[name] + b"s"
-    if kind == "ckpt.pt":
-        model_args = value("model_args") + value(SHAPE | {"block_size": 2**25})
-        write_settled(tmp_path / "out" / "ckpt.pt", poison(valid_checkpoint, "model", model + model_args))
-    else:
-        content = b"}(" + value("model") + model + value("model_args") + value(SHAPE) + b"u"
-        write_attack(kind, content, tmp_path, valid_checkpoint, records=[b"0000"])
+    model_args = value("model_args") + value(SHAPE | {"block_size": 2**25})
+    write_settled(tmp_path / "out" / "ckpt.pt", poison(valid_checkpoint, "model", model + model_args))
     assert_refused("claims tensors of" if name.startswith("expanded") else "out/ckpt.pt")
 
 
 @pytest.mark.parametrize("change, message", [
     ({f"x{i}": view for i, view in enumerate([torch.ones(2**20)] * 1000)}, "claims tensors of"),
     ({f"transformer.h.{i}.x": torch.ones(1) for i in range(5000)}, "layers"),
-    ({f"transformer.h.0.x{i}": view for i, view in enumerate(torch.zeros(2**22).split(2**10))}, "unexpected"),
+    ({f"transformer.h.0.x{i}": view for i, view in enumerate(torch.zeros(2**22).split(2**10))}, "instead of nothing"),
     ({"\x1b[31m\n\r\x07\x9b" * 9: torch.ones(1)}, "out/ckpt.pt"),
 ], ids=["one-record-under-many-names", "many-layers", "many-views-of-one-record", "escape-codes"])
 def test_odd_models_are_refused(change, message, assert_refused, tmp_path):

@@ -18,15 +18,12 @@ CHECKED = "ckpt.pt", "pytorch_model.bin" # they have checksums
 each_count = pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
 
 
-@pytest.fixture(params=["ckpt.pt", "old ckpt.pt", "model.safetensors", "pytorch_model.bin", "config.json"])
+@pytest.fixture(params=["ckpt.pt", "model.safetensors", "pytorch_model.bin", "config.json"])
 def file(request, tmp_path):
     """(kind of the file, its path) in the folder of a small model."""
     kind = request.param
-    if "ckpt" in kind:
-        path = save_checkpoint(tmp_path, make_gpt(**SMALL), meta=False)
-        if kind == "old ckpt.pt":
-            torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
-        return kind, path
+    if kind == "ckpt.pt":
+        return kind, save_checkpoint(tmp_path, make_gpt(**SMALL), meta=False)
     theirs = make_transformers_gpt2(vocab_size=50, n_layer=1, n_embd=2, n_head=1, n_positions=4)
     theirs.save_pretrained(tmp_path)
     if kind == "pytorch_model.bin":
@@ -58,11 +55,10 @@ def positions(size, count):
 
 @each_count
 def test_a_cut_file_is_refused(file, count):
-    """Only an old file may still load, because the optimizer's tensors are at its end."""
     (kind, path), content = file, file[1].read_bytes()
     good = load(path, content)
     found = [load(path, content[:at]) for at in positions(len(content), count)]
-    assert all(model is None or (same(model, good) and kind in ("old ckpt.pt", "config.json")) for model in found)
+    assert all(model is None or (same(model, good) and kind == "config.json") for model in found)
 
 
 @each_count

@@ -170,13 +170,19 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}, {"_use_new_zipfile_serialization": False}],
-                         ids=["zip", "protocol-4", "old"])
+@pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}], ids=["protocol-2", "protocol-4"])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
     model = make_gpt(tie_word_embeddings=form != "head-untied")
     monkeypatch.setattr(torch, "save", partial(torch.save, **options))
     assert same_model(save_checkpoint(tmp_path, model, **FORMS[form](model)), model)
+
+
+def test_a_file_of_torch_before_1_6_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "save", partial(torch.save, _use_new_zipfile_serialization=False))
+    path = save_checkpoint(tmp_path, make_gpt())
+    monkeypatch.undo()
+    assert path.read_bytes()[:2] != b"PK" and same_model(path, make_gpt())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
