@@ -33,7 +33,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
-    config = GPTConfig(**checkpoint.model_args)
+    config = checkpoint.config
     if has_loops(config, device, dtype, options, num_steps, log):
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8, log)

@@ -54,7 +54,7 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
 
 def read_model(model_args: dict, stored: StoredTensors, convert: Convert | None, with_crc32: bool,
                adjust: Callable[[str, Tensor], Tensor] | None = None) -> dict:
-    """Read the tensors in float32. Returns the fields model_args, state_dict, vocab_size and crc32 of a Checkpoint.
+    """Read the tensors in float32. Returns the fields config, state_dict and crc32 of a Checkpoint.
 
     convert: called with each weight of a Linear and of the token embedding as soon as it is read; its result is in the
     state_dict instead, so that one such weight is in memory at a time. adjust: called before, with name and tensor.
@@ -83,9 +83,9 @@ def read_model(model_args: dict, stored: StoredTensors, convert: Convert | None,
         state_dict[name] = convert(tensor) if convert and tensor.dim() == 2 and name != POSITIONS else tensor
     if is_tied:
         state_dict[EMBEDDING] = state_dict[HEAD]
-    return {"model_args": {**model_args, "tie_word_embeddings": is_tied},
+    return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}),
             "state_dict": {name: state_dict[name] for name in stored},
-            "vocab_size": stored[EMBEDDING][1].shape[0], "crc32": f"{crc:08x}" if with_crc32 else None}
+            "crc32": f"{crc:08x}" if with_crc32 else None}
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
@@ -93,7 +93,7 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
     require(model_args.get("n_layer") == num_layers, # a model of 10**9 layers would never be built
             f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
-    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(model_args).state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(GPTConfig(**model_args)).state_dict().items()}
     found = {name: tensor.shape for name, tensor in tensors.items()}
     problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
                 for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
@@ -135,7 +135,7 @@ def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
 
 def build_gpt(checkpoint: Checkpoint) -> GPT:
     """A model in eval mode, which takes the tensors out of the Checkpoint."""
-    model = empty_gpt(checkpoint.model_args)
+    model = empty_gpt(checkpoint.config)
     model.load_state_dict(checkpoint.state_dict, assign=True)
     if model.config.tie_word_embeddings:
         model.transformer.wte.weight = model.lm_head.weight
@@ -143,10 +143,10 @@ def build_gpt(checkpoint: Checkpoint) -> GPT:
     return model.eval()
 
 
-def empty_gpt(model_args: dict) -> GPT:
+def empty_gpt(config: GPTConfig) -> GPT:
     """A model whose tensors have shapes, but no memory. It takes no time and no random numbers."""
     with torch.device("meta"), SkipInit():
-        return GPT(GPTConfig(**model_args))
+        return GPT(config)
 
 
 class SkipInit(TorchFunctionMode):

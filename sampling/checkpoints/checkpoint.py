@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sampling.messages import Log, is_out_of_memory
 
-Convert = Callable[[Any], Any] # from a float32 tensor; this module must not import torch, which takes a second
+if TYPE_CHECKING: # it imports torch, which takes a second
+    from model import GPTConfig
+
+Convert = Callable[[Any], Any] # from a float32 tensor
 MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds
 POLL = 0.01 # seconds between two attempts: a quick writer leaves little time between two saves
 MAX_TEXT_BYTES = 2**24 # a tokenizer.json of 250,000 tokens has 12 million
@@ -22,20 +25,18 @@ class Checkpoint:
     """The content of a ckpt.pt, or of the files of a Hugging Face model. It is data only: nothing in a file was run.
 
     The tensors have nanoGPT's names and are float32, unless a convert function made something else of the weights.
-    They fit model_args.
+    They fit config.
     """
     path: str # the file, or the folder or Hugging Face id as it was given; for messages and JSONL
-    model_args: dict # GPTConfig's fields
+    config: "GPTConfig"
     state_dict: dict
-    vocab_size: int # rows of the token embedding
     folder: Path # of the file or the model; it may hold the tokenizer
-    dataset: object = None # train.py's setting, of any type; data/<dataset> may hold the tokenizer
     crc32: str | None = None # of all tensors in float32, 8 hexadecimal digits, if with_crc32 asked for it
     is_huggingface: bool = False # otherwise it is a ckpt.pt
     num_init_draws: int = 0 # how many 32-bit random numbers nanoGPT draws to initialise such a model
     iter_num: int | None = None # how many steps the model was trained
     val_loss: float | None = None
-    meta: dict = field(default_factory=dict) # the checkpoint's config, with the settings of the training: plain data
+    raw_config: dict = field(default_factory=dict) # the settings of train.py, or config.json: plain data of any type
 
     def describe(self) -> str:
         """One line for the user: what was loaded."""

@@ -1,6 +1,7 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -28,7 +29,7 @@ CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 def load_gpt(name_or_folder: str, override_args: dict | None = None) -> GPT:
     """The GPT of load_gpt2. override_args replaces GPTConfig fields that no tensor depends on, such as dropout."""
     checkpoint = load_gpt2(name_or_folder)
-    checkpoint.model_args |= override_args or {}
+    checkpoint.config = replace(checkpoint.config, **override_args or {})
     return build_gpt(checkpoint)
 
 
@@ -57,7 +58,7 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
         return read_model(model_args, stored, convert, with_crc32, scaler(config, model_args))
 
     model = read_complete(paths[0] if len(paths) == 1 else folder, paths, read, log)
-    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, meta=config, **model)
+    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, raw_config=config, **model)
     log(checkpoint.describe())
     return checkpoint
 

@@ -58,9 +58,9 @@ def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None, with_cr
     # Older checkpoints have no bias in model_args: the tensors show it.
     model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
     config = fields_of(tensor_file.content.get("config")) # nanoGPT: train.py's; build-nanogpt: the sizes
-    meta, iter_num = config if isinstance(config, dict) else {}, read_number(tensor_file, "iter_num", "step")
+    iter_num = read_number(tensor_file, "iter_num", "step")
     return Checkpoint(
-        path=str(path), folder=path.parent, dataset=meta.get("dataset"), meta=meta,
+        path=str(path), folder=path.parent, raw_config=config if isinstance(config, dict) else {},
         iter_num=None if iter_num is None else int(iter_num),
         val_loss=read_number(tensor_file, "best_val_loss", "val_loss"),
         # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.

@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from sampling.checkpoints.checkpoint import named_errors, require
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, damaged_if_fails
-from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
 
 # The fields in which prepare scripts name a tokenizer, and names for what stoi and itos describe.
 NAME_FIELDS = ("tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type", "tokenizer_file", "tokenizer_path",
@@ -16,7 +16,7 @@ ADVICE = ("pass --tokenizer=NAME|FILE, an encoding of tiktoken or a tokenizer.js
           "SentencePiece model to one)")
 
 
-class CharTokenizer(TokenizerOfBytes):
+class CharTokenizer(ByteDecodingTokenizer):
     """One token for each character, or for each byte of the text in UTF-8.
 
     meta: the content of the meta.pkl at path, if it was read already. Raises ValueError if it is no vocabulary, OSError

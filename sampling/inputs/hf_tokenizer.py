@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sampling.checkpoints.checkpoint import first_sentence, named_errors, require
 from sampling.inputs.hf_files import read_tokenizer, vocab_of
-from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
+from sampling.inputs.tokenizer import REPLACEMENT, require_unicode
 
 CONTEXT = 8 # the text of a token depends on at most this many tokens before it
 MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
@@ -75,7 +75,7 @@ class HFTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; invalid UTF-8 bytes and unknown ids decode to U+FFFD."""
-        ids = id_list(ids)
+        ids = [int(i) for i in ids]
         if all(map(self._is_known, ids)):
             return self._text(ids)
         decode = self.incremental_decoder()

@@ -76,8 +76,8 @@ def test_fields_of_a_nanogpt_checkpoint(tmp_path):
     log, config = [], {"dataset": "shakespeare", "tokenizer": "tiktoken"}
     path = save_checkpoint(tmp_path / "out", make_gpt(vocab_size=70), config=config)
     checkpoint = load_checkpoint(tmp_path / "out", log=log.append)
-    assert (checkpoint.path, checkpoint.folder, checkpoint.dataset) == (str(path), path.parent, "shakespeare")
-    assert checkpoint.vocab_size == checkpoint.model_args["vocab_size"] == 70 and checkpoint.meta == config
+    assert (checkpoint.path, checkpoint.folder, checkpoint.raw_config) == (str(path), path.parent, config)
+    assert checkpoint.config == GPTConfig(**SHAPE | {"vocab_size": 70})
     assert (checkpoint.iter_num, checkpoint.val_loss, checkpoint.crc32) == (100, 1.5, None)
     assert log == [f"{path}: iteration 100, validation loss 1.5000"]
 
@@ -96,8 +96,8 @@ def test_the_line_says_what_the_checkpoint_has(changes, described, tmp_path):
 def test_fields_of_a_build_nanogpt_checkpoint(gptconfig, tmp_path):
     model = make_gpt()
     checkpoint = load_checkpoint(save_lesson(tmp_path, model, lesson_config(gptconfig)), log=lambda text: None)
-    assert checkpoint.model_args == SIZES | {"gelu": "tanh", "bias": True, "tie_word_embeddings": True}
-    assert (checkpoint.dataset, checkpoint.iter_num, checkpoint.val_loss) == (None, 19072, 3.05)
+    assert checkpoint.config == GPTConfig(**SIZES, gelu="tanh")
+    assert (checkpoint.iter_num, checkpoint.val_loss) == (19072, 3.05)
     assert checkpoint.num_init_draws == count_init_draws(model.state_dict())
 
 

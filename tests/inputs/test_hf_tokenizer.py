@@ -7,9 +7,9 @@ from transformers import AutoTokenizer
 
 from hf_tokenizers import KINDS, MAKE, random_texts, save_tokenizer
 from project import GPT2_FILES
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.hf_files import find_tokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 
 COUNTS = [300, pytest.param(5_000, marks=pytest.mark.slow)]
 
@@ -142,7 +142,7 @@ def test_gpt2s_own_files_give_gpt2s_encoding(count, tiktoken_cache, gpt2_encodin
     for name, source in ("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe"):
         content = (tiktoken_cache / GPT2_FILES[source]).read_bytes()
         (tmp_path / name).write_bytes(content.replace(b"\n", b"\r\n") if name == "merges.txt" else content)
-    ours, theirs = load(tmp_path, 50257), GPT2Tokenizer()
+    ours, theirs = load(tmp_path, 50257), TiktokenTokenizer()
     for text in filter(None, random_texts("gpt2", count)):
         assert ours.encode(text) == theirs.encode(text) and ours.decode(theirs.encode(text)) == text
 

@@ -9,10 +9,10 @@ from models import CHARS, save_meta
 from project import RULE
 from sampling.inputs import prompts
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.hf_files import find_tokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
 from sampling.inputs.prompts import PromptSource, parse_start, read_prompts
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, SampleRequest
 from script_process import PIPE, start_script
 
@@ -143,8 +143,8 @@ def test_a_stop_text_that_cannot_end_a_sample_gets_a_warning(chars, gpt2_encodin
                         f"{chars.source} never produces this text")
     assert "'\\\\n\\\\n' has a backslash" in lines[1] and """--stop='"\\n\\n"'""" in lines[1] and len(lines[3]) < 500
     assert lines[2].endswith(r'a list needs quotes around each text, such as ["\n\n", "KING"]')
-    assert warnings_of(["\n\n", " the", "<|endoftext|>", "é", "🙂", "\x00", "  "], GPT2Tokenizer()) == []
-    assert len(warnings_of(["a\udcff"], GPT2Tokenizer())) == 1 # no valid Unicode
+    assert warnings_of(["\n\n", " the", "<|endoftext|>", "é", "🙂", "\x00", "  "], TiktokenTokenizer()) == []
+    assert len(warnings_of(["a\udcff"], TiktokenTokenizer())) == 1 # no valid Unicode
 
 
 @pytest.mark.parametrize("kind, never", [
@@ -174,7 +174,7 @@ def test_the_first_prompt_that_is_too_long_is_logged(chars):
 
 def test_the_first_prompt_that_ends_in_a_space_is_logged_for_gpt2s_encoding(chars, gpt2_encoding, tmp_path):
     save_tokenizer("byte-level", tmp_path / "own") # of a GPT-2 from the hub
-    for tokenizer in GPT2Tokenizer(), HFTokenizer(tmp_path / "own" / "tokenizer.json", 10**6):
+    for tokenizer in TiktokenTokenizer(), HFTokenizer(tmp_path / "own" / "tokenizer.json", 10**6):
         requests, lines = [request(0, "a", tokenizer), request(1, "b ", tokenizer, already_saved=True),
                            request(2, "c ", tokenizer, "a.txt, line 3"), request(3, "d ", tokenizer)], []
         assert list(prompts.log_trailing_space(iter(requests), tokenizer, lines.append)) == requests # the text stays
