@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and 
 from configurator import override
 from sampling.backends.process import max_batch_size, peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
-from sampling.inputs.prompts import PromptSource, log_notices, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, make_requests, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs
@@ -89,7 +89,7 @@ def main(settings):
     with workers.fail_together():
         if workers.world_size > 1 and (settings.interactive or settings.watch):
             raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
-        prompts = PromptSource(settings.start, vars(settings)) if workers.is_main and not settings.interactive else None
+        prompts = PromptSource(settings.start) if workers.is_main and not settings.interactive else None
         if settings.watch and prompts.is_pipe:
             raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
     if settings.interactive:
@@ -102,7 +102,7 @@ def main(settings):
         with workers.fail_together():
             if prompts:
                 outputs.open(model)
-                requests = outputs.resume(prompts.requests(model.tokenizer, settings.num_samples))
+                requests = outputs.resume(make_requests(prompts, model.tokenizer, settings.num_samples))
                 requests = log_notices(requests, model.tokenizer, model.backend.config.block_size, log)
         with torch.no_grad(), model.autocast():
             longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens

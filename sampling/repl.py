@@ -15,7 +15,7 @@ import torch
 from configurator import parse, suggest
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
-from sampling.inputs.prompts import PromptSource, log_notices, parse_start, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, make_requests, parse_start, warn_about_stop_texts
 from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choose_seed
@@ -135,7 +135,7 @@ class Session:
         with self.interruptible(): # a file may be a pipe that nobody writes to
             source = PromptSource(start)
         model = self.loaded().model
-        requests = source.requests(model.tokenizer, 1, self.next_index)
+        requests = make_requests(source, model.tokenizer, 1, self.next_index)
         for request in log_notices(requests, model.tokenizer, model.backend.config.block_size, log):
             self.print_sample(request)
             if self.is_interrupted:

@@ -1,8 +1,8 @@
 """HFTokenizer: a tokenizer of Hugging Face's tokenizers library, from a tokenizer.json or from the older files.
 
-The library trusts its files, which may be a stranger's. Padding to a multiple of 2**40 allocates terabytes, thirty
-replacements that each double the text never finish, and some merges abort the process. So it gets only a vocabulary
-and steps that are known to be harmless. Each limit here is one check.
+The library trusts its files, which may be a stranger's. Padding to a multiple of 2**40 allocates terabytes; if thirty
+replacements each double the text, encoding never ends; and some merges abort the process. So the library gets only a
+vocabulary and steps that are known to be harmless.
 """
 import json
 import math
@@ -50,7 +50,7 @@ class HFTokenizer:
         from tokenizers import Tokenizer
         self.source = str(path)
         with named_errors(path):
-            content = checked(read_tokenizer(path))
+            content = safe_content(read_tokenizer(path))
             vocab = vocab_of(content["model"])
             max_id = max(vocab.values())
             # Many tokenizers have an added padding token that their model lacks.
@@ -69,8 +69,9 @@ class HFTokenizer:
         """Token ids of a text. Raises ValueError if the text is not valid Unicode, or cannot be encoded."""
         require_unicode(text)
         ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
-        require(ids, f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least one; pass "
-                     "another --start")
+        if not ids:
+            raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least one; "
+                             "pass another --start")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -116,7 +117,10 @@ class HFTokenizer:
 
 
 def call_library(function: Callable):
-    """The result of a function that uses the library. Raises ValueError if it fails: a panic is no Exception."""
+    """The result of a function that uses the library. Raises ValueError if it fails.
+
+    A Rust panic is a BaseException, not an Exception.
+    """
     try:
         return function()
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -125,12 +129,12 @@ def call_library(function: Callable):
         raise ValueError(first_sentence(error)) from None
 
 
-def checked(content: dict) -> dict:
-    """The harmless part of a tokenizer.json. Raises ValueError if it needs anything that is not known to be harmless.
+def safe_content(content: dict) -> dict:
+    """The harmless part of a tokenizer.json. Raises ValueError if it needs more.
 
     Padding, truncation and the post-processor, which would add tokens to a prompt or remove some, are left out.
     """
-    parts = {part: checked_steps(content.get(part), part) for part in STEPS}
+    parts = {part: safe_steps(content.get(part), part) for part in STEPS}
     total_growth = math.prod(growth(step) for steps in parts.values() for step in steps)
     require(total_growth <= MAX_GROWTH, f"its steps could make a text more than {MAX_GROWTH} times longer")
     is_fused = False # the next decoders see the whole text as one token: later text must not change what they did
@@ -143,12 +147,11 @@ def checked(content: dict) -> dict:
     require(len(added) <= MAX_ADDED_TOKENS and all(map(is_text, (token["content"] for token in added))),
             f"it has more than {MAX_ADDED_TOKENS} added tokens, or one without 1 to {MAX_TEXT} characters")
     sequences = {part: {"type": "Sequence", STEPS[part][0]: steps} if steps else None for part, steps in parts.items()}
-    return {"version": "1.0", "model": checked_model(content.get("model")), "added_tokens": added,
+    return {"version": "1.0", "model": safe_model(content.get("model")), "added_tokens": added,
             "post_processor": None, **sequences}
 
 
-def checked_steps(content: object, part: str) -> list[dict]:
-    """The steps of a part of a tokenizer.json. Raises ValueError if one is not known to be harmless."""
+def safe_steps(content: object, part: str) -> list[dict]:
     sequence, allowed = STEPS[part]
     steps = flatten(content, part, sequence)
     require(len(steps) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
@@ -184,7 +187,7 @@ def is_harmless(value: object) -> bool:
     if isinstance(value, dict):
         is_known = value in [{"Regex": expression} for expression in KNOWN_EXPRESSIONS]
         return is_known or (list(value) == ["String"] and is_text(value["String"]))
-    return value is None or value in range(CONTEXT + 1) or is_text(value)
+    return value is None or value in range(CONTEXT + 1) or is_text(value) # a larger number would need more context
 
 
 def is_text(value: object) -> bool:
@@ -192,8 +195,7 @@ def is_text(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT
 
 
-def checked_model(model: object) -> dict:
-    """The harmless part of a model. Raises ValueError if the model is damaged, or could abort or fill the memory."""
+def safe_model(model: object) -> dict:
     require(isinstance(model, dict), "its model must be an object")
     kind = model.get("type") or ("BPE" if "merges" in model else "Unigram" if isinstance(model.get("vocab"), list) else
                                  "WordPiece" if "max_input_chars_per_word" in model else "WordLevel") # older files

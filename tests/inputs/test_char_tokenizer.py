@@ -49,12 +49,10 @@ def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("aé€é", r"lacks: 'é' at 2, 4; '€' at 3 \(counted from 1\); it has"),
-    ("7" * 9, r"'7' at 1, 2, 3 \.\.\."),
+    ("aé€é", r"lacks: 'é' at 2; '€' at 3 \(counted from 1\); it has"),
     ("a\\nb", r"'\\\\' at 2 .*for a newline pass --start='\"\\n\"'"),
     ("a\r\nb", r"'\\r' at 2 .*plain newlines"),
     ("0123456789", "; 5 more"),
-    ("éü" * 500_000, r"'é' at 1, 3, 5 \.\.\.; 'ü' at 2, 4, 6 \.\.\. \(counted from 1\)"),
 ], ids=lambda text: repr(text)[:30])
 def test_the_error_names_unknown_characters(tokenizer, tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
