@@ -86,7 +86,7 @@ def first_sentence(error: BaseException) -> str:
 
 @contextmanager
 def named_errors(source: object) -> Iterator[None]:
-    """Turn an exception inside the block into a ValueError that names the source. OSError and lack of memory pass."""
+    """Turn an exception inside the block into one that names the source. OSError and lack of memory pass."""
     try:
         yield
     except (OSError, MemoryError, NamedFileError):

@@ -115,16 +115,8 @@ def read_old_file(file: BinaryIO) -> TensorFile:
     return read_zip(converted)
 
 
-def raw_tensor_file(file: BinaryIO, content: Any, places: dict[str, tuple[int, int]]) -> TensorFile:
-    """A file whose records are bytes without a checksum: the position and the number of bytes of each."""
-    def open_record(key: str) -> AbstractContextManager[BinaryIO]:
-        file.seek(places[key][0])
-        return nullcontext(file)
-    return TensorFile(content, {key: size for key, (_, size) in places.items()}, open_record)
-
-
 def read_safetensors(file: BinaryIO) -> TensorFile:
-    """A safetensors file: the length of its header, the header in JSON, and the bytes. There are no checksums."""
+    """A file of the length of its header, the header in JSON, and the bytes of the tensors. There are no checksums."""
     header_bytes = int.from_bytes(file.read(8), "little")
     require(header_bytes <= MAX_HEADER_BYTES,
             f"it claims a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")
@@ -140,4 +132,8 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
     end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if end != file.seek(0, os.SEEK_END):
         raise DamagedFileError("it is cut short, or longer than its header says")
-    return raw_tensor_file(file, content, places)
+
+    def open_record(key: str) -> AbstractContextManager[BinaryIO]:
+        file.seek(places[key][0])
+        return nullcontext(file)
+    return TensorFile(content, {key: size for key, (_, size) in places.items()}, open_record)

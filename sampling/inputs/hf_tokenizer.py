@@ -70,8 +70,8 @@ class HFTokenizer:
         require_unicode(text)
         ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
         if not ids:
-            raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least one; "
-                             "pass another --start")
+            raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least "
+                             "one; pass another --start")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -117,15 +117,12 @@ class HFTokenizer:
 
 
 def call_library(function: Callable):
-    """The result of a function that uses the library. Raises ValueError if it fails.
-
-    A Rust panic is a BaseException, not an Exception.
-    """
+    """The result of a function that uses the library. Raises ValueError if it fails."""
     try:
         return function()
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:
+    except BaseException as error: # a Rust panic is no Exception
         raise ValueError(first_sentence(error)) from None
 
 
@@ -172,7 +169,7 @@ def growth(step: dict) -> float:
 
 
 def flatten(step: object, part: str, sequence: str) -> list[dict]:
-    """The steps of a part, which may be nested in Sequences. Raises ValueError if one is not an object."""
+    """The steps of a part, which may be nested in Sequences."""
     if step is None:
         return []
     require(isinstance(step, dict), f"its {part} must be an object")
