@@ -46,10 +46,6 @@ def lesson_config(gptconfig):
 
 # ---- finding the file
 
-def test_out_dir_may_be_the_checkpoint_file(tmp_path):
-    path = save_checkpoint(tmp_path / "out", make_gpt())
-    assert find_checkpoint(str(tmp_path / "out")) == find_checkpoint(str(path)) == path
-
 
 def test_the_error_for_a_missing_checkpoint_names_the_path(tmp_path):
     with pytest.raises(FileNotFoundError, match=rf"no checkpoint at {tmp_path / 'out'}; pass --out_dir="):
@@ -218,9 +214,7 @@ def test_nanogpts_own_gptconfig_keeps_the_exact_gelu(gptconfig, tmp_path):
 # ---- fields of forks
 
 @pytest.mark.parametrize("field", [
-    {"rope": False}, {"n_kv_head": None}, {"moe_experts": 0}, {"flash": True}, {"use_flash_attention": True},
-    {"device": "cuda"}, {"label_smoothing": 0.1}, {"attn_pdrop": 0.1, "resid_dropout": 0.1},
-])
+    {"rope": False}, {"n_kv_head": None}, {"flash": True}, {"device": "cuda"}, {"attn_pdrop": 0.1}])
 def test_a_field_that_changes_no_arithmetic_is_ignored(field, tmp_path):
     assert same_model(save_checkpoint(tmp_path, make_gpt(), model_args=SHAPE | field), make_gpt())
 
@@ -242,7 +236,6 @@ def test_a_field_that_is_on_is_named_and_the_advice_works(key, field, tmp_path):
 @pytest.mark.parametrize("content, message", [
     ({"model": {}}, "must hold model and model_args, or model and config, but holds 'model'"),
     ([1, 2], "but holds list"), ({"model": [], "model_args": {}}, "must hold tensors by name"),
-    ({"model": {"a": 3}, "model_args": {}}, "holds 'a': int"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "names torch._utils._rebuild_sparse_tensor"),
     ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict, got int"),
