@@ -1,8 +1,5 @@
 """load_tokenizer finds the tokenizer of a checkpoint, or uses the one that the user names."""
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,6 @@ import torch
 from hf_tokenizers import save_tokenizer
 from model import GPTConfig
 from models import CHARS, make_gpt, save_checkpoint, save_meta
-from project import PROJECT
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.inputs.tokenizer import load_tokenizer
 
@@ -57,9 +53,8 @@ def test_gpt2s_encoding_is_never_guessed_for_another_vocabulary(vocab_size):
                          ids=lambda dataset: repr(dataset)[:20])
 def test_gpt2s_encoding_is_used_if_dataset_is_not_a_usable_name(dataset):
     assert load(Path("out"), dataset, 50304).source == GPT2
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"^neither meta.pkl nor tokenizer.json is in {Path('out').absolute()}/"):
         load(Path("out"), dataset, 61)
-    assert len(str(error.value)) < 1500
 
 
 def test_the_first_folder_with_a_tokenizer_has_it(here):
@@ -100,23 +95,6 @@ def test_a_vocabulary_must_fit_its_model(folder, name):
             load(folder, None, vocab_size, name)
 
 
-def test_the_error_for_a_missing_vocabulary_names_its_paths(here):
-    letters = f"{here / 'data' / 'letters'}{os.sep}"
-    with pytest.raises(ValueError) as error:
-        load(Path("out"), "letters", 61)
-    assert f"nor tokenizer.json is in {here / 'out'}{os.sep}, {letters}; GPT-2's" in str(error.value)
-    with pytest.raises(ValueError) as error:
-        load(here / "a" / "out", "letters", 61)
-    assert f", {letters}, {here / 'a' / 'data' / 'letters'}{os.sep}; GPT-2's" in str(error.value)
-
-
-def test_a_tokenizer_that_cannot_be_read_is_never_replaced_and_named_once():
-    Path("tokenizer.json").write_text("{")
-    for is_huggingface in False, True:
-        with pytest.raises(ValueError, match=r"^cannot read tokenizer\.json: it is damaged, or not JSON"):
-            load(Path(), None, 50257, is_huggingface=is_huggingface)
-
-
 @pytest.mark.parametrize("where", ["meta.pkl", "checkpoint"])
 @pytest.mark.parametrize("meta", [
     {"tokenizer": "tiktoken", "tiktoken_encoding": "cl100k_base", "itos": {0: "!"}}, {"tokenizer": "cl100k_base"}])
@@ -141,16 +119,11 @@ def test_a_named_tokenizer_that_cannot_be_read_is_an_error(meta, named, where):
         load(Path(), None, 50304, settings=meta if where == "checkpoint" else {})
 
 
-def test_a_vocabulary_of_characters_may_say_so():
-    Path("meta.pkl").write_bytes(pickle.dumps({"tokenizer": "char", "stoi": {"a": 0}}))
-    assert load(Path(), None, 1).source == "meta.pkl"
-
-
 @pytest.mark.parametrize("name, vocab_size, source", [
     ("gpt2", 65536, GPT2), ("r50k_base", 50257, "tiktoken's r50k_base"),
     ("cl100k_base", 100352, "tiktoken's cl100k_base"),
     ("words/tokenizer.json", 500, "words/tokenizer.json"), ("words", 500, "words/tokenizer.json"),
-    ("other/meta.pkl", 64, "other/meta.pkl"), ("other", 64, "other/meta.pkl")])
+    ("other", 64, "other/meta.pkl")])
 def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
     save_meta(Path("out", "meta.pkl"))
     save_meta(Path("other", "meta.pkl"))
@@ -196,6 +169,3 @@ def test_the_script_takes_a_tokenizer(run_script, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("Hé ") and "trailing space" not in done.stderr
     done = run_script(*arguments, "--tokenizer=")
     assert done.returncode == 2 and "tokenizer must be an encoding of tiktoken" in done.stderr
-    done = subprocess.run([sys.executable, "-X", "importtime", "sample.py", "--help"], cwd=PROJECT, capture_output=True)
-    assert b"--tokenizer" in done.stdout
-    assert not {b"torch", b"numpy", b"tiktoken", b"tokenizers"} & set(done.stderr.split())
