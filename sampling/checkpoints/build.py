@@ -111,10 +111,9 @@ def repr_or_type(value: object) -> str:
 def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
     """How many 32-bit random numbers nanoGPT's GPT(config) draws on the CPU for a model with these tensors.
 
-    nanoGPT sets the seed and builds the model, which draws initial weights. Then it loads the checkpoint and samples.
-    PyTorch first initialises every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then
-    initialises the weights of both with normal_, and every c_proj.weight once more. The tensors have nanoGPT's names,
-    a tied lm_head both of its names, and both count.
+    nanoGPT sets the seed and builds the model, before it loads the checkpoint and samples. PyTorch first initialises
+    every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then initialises the weights of both with
+    normal_, and every c_proj.weight once more. A tied lm_head counts under both of its names.
     """
     sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     draws = few = 0

@@ -27,7 +27,7 @@ CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 
 def load_gpt(name_or_folder: str, override_args: dict | None = None) -> GPT:
-    """The GPT of load_gpt2. override_args replaces GPTConfig fields that no tensor depends on, such as dropout."""
+    """Load GPT-2 as a GPT. override_args replaces GPTConfig fields that no tensor depends on, such as dropout."""
     checkpoint = load_gpt2(name_or_folder)
     checkpoint.config = replace(checkpoint.config, **override_args or {})
     return build_gpt(checkpoint)
@@ -37,9 +37,8 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
               log: Log = warn) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
-    Reads config.json and the weights, in one file or in shards. Uses pytorch_model.bin only if there are no
-    safetensors. The other arguments are those of nanogpt.load_checkpoint.
-    Raises ValueError or OSError if these files are not available, are damaged or hold another model.
+    The other arguments are those of nanogpt.load_checkpoint. Raises ValueError or OSError if the files are not
+    available, are damaged or hold another model.
     """
     folder, config = find_model(name_or_folder, log)
     model_args, paths = gpt2_model_args(config, folder), weight_files(folder)
@@ -93,7 +92,7 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 # ---- files
 
 def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
-    """The folder with the files of the model, and its config.json. Raises ValueError if there is no such folder."""
+    """The folder with the files of the model, and its config.json."""
     if name_or_folder.endswith(".safetensors") and os.path.isfile(name_or_folder):
         raise_for_weights_file(Path(name_or_folder), log)
     if is_checkpoint(name_or_folder):
@@ -142,7 +141,7 @@ def download(name: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files: one file, or all its shards. Prefers safetensors. Raises ValueError if there are none."""
+    """The weight files: one file, or all its shards. Prefers safetensors to pytorch_model.bin."""
     for stem, suffix in ("model", "safetensors"), ("pytorch_model", "bin"):
         if (folder / f"{stem}.{suffix}").is_file():
             return [folder / f"{stem}.{suffix}"]

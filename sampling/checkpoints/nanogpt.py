@@ -37,9 +37,8 @@ def load_checkpoint(out_dir: str | Path, convert: Convert | None = None, with_cr
 
     convert: a function that is called with the float32 weight of each Linear (out, in) and of the token embedding
     (V, E), such as quantize. Its result replaces the weight in state_dict, so that only one weight is in memory in
-    float32. with_crc32: also compute a checksum of all tensors. log gets what was loaded.
-    Raises FileNotFoundError if there is no such file; OSError if it cannot be opened; ValueError if it is damaged, is
-    still being written after ten seconds, is not a checkpoint, or holds anything but data.
+    float32. with_crc32: also compute a checksum of all tensors. Raises OSError if the file cannot be opened, ValueError
+    if it is damaged, is not a checkpoint, or holds anything but data.
     """
     path = find_checkpoint(out_dir)
     checkpoint = read_complete(path, [path], lambda file: read_checkpoint(file, path, convert, with_crc32), log)
@@ -48,7 +47,6 @@ def load_checkpoint(out_dir: str | Path, convert: Convert | None = None, with_cr
 
 
 def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None, with_crc32: bool) -> Checkpoint:
-    """Read an open file once."""
     tensor_file = read_nanogpt_file(file, path)
     tensors, model_args = model_entries(tensor_file.content)
     stored = tensors_by_name(tensors, tensor_file)
@@ -71,8 +69,8 @@ def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None, with_cr
 def model_entries(content: object) -> tuple[object, dict]:
     """The entry with the tensors, and the fields of GPTConfig.
 
-    nanoGPT saves the entries model and model_args; build-nanogpt saves model and config. Raises ValueError if the file
-    holds neither pair, or if a field may change what the model computes.
+    nanoGPT saves the entries model and model_args; build-nanogpt saves model and config. Raises ValueError if a field
+    may change what the model computes.
     """
     entries = content if isinstance(content, dict) else {}
     model_key = next((key for key in MODEL_KEYS if key in entries), None)

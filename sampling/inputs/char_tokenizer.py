@@ -19,7 +19,7 @@ ADVICE = ("pass --tokenizer=NAME|FILE, an encoding of tiktoken or a tokenizer.js
 class CharTokenizer(ByteDecodingTokenizer):
     """One token for each character, or for each byte of the text in UTF-8.
 
-    meta: the content of the meta.pkl at path, if it was read already. Raises ValueError if it is no vocabulary.
+    meta: the content of the meta.pkl at path, if it was read already.
     """
     joins_spaces = False
 
@@ -32,7 +32,6 @@ class CharTokenizer(ByteDecodingTokenizer):
                        for i, symbol in itos.items()}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises ValueError if it has characters that are not in the vocabulary."""
         if self.is_bytes:
             require_unicode(text)
         symbols = text.encode() if self.is_bytes else text
@@ -41,7 +40,6 @@ class CharTokenizer(ByteDecodingTokenizer):
         return [self.stoi[symbol] for symbol in symbols]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token in UTF-8; U+FFFD if it is unknown."""
         return self.pieces.get(token_id, REPLACEMENT.encode())
 
     def _unknown_message(self, unknown: Collection, symbols: str | bytes) -> str:

@@ -66,7 +66,6 @@ class HFTokenizer:
         self.byte_ids = {i for token, i in vocab.items() if token.startswith("<0x") and len(token) == 6}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises ValueError if the text is not valid Unicode, or cannot be encoded."""
         require_unicode(text)
         ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
         if not ids:
@@ -75,7 +74,6 @@ class HFTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; invalid UTF-8 bytes and unknown ids decode to U+FFFD."""
         ids = [int(i) for i in ids]
         if all(map(self._is_known, ids)):
             return self._text(ids)
@@ -83,11 +81,8 @@ class HFTokenizer:
         return "".join(decode(token_id, last=i == len(ids)) for i, token_id in enumerate(ids, 1))
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for the sequence that continues these ids.
-
-        It decodes the last few tokens with the new one, and returns what this adds. The library's DecodeStream does so
-        too, but raises an exception if bytes that form no character follow bytes that do.
-        """
+        # Decodes the last few tokens with the new one, and returns what this adds. The library's DecodeStream does so
+        # too, but raises an exception if bytes that form no character follow bytes that do.
         context, held = [i for i in prompt_ids[-CONTEXT:] if self._is_known(i)], []
         while context and self._is_open(context): # no token continues the last character of the prompt
             context.pop()

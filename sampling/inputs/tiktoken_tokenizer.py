@@ -16,10 +16,7 @@ GPT2_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2"
 
 
 class TiktokenTokenizer(ByteDecodingTokenizer):
-    """GPT-2's byte-pair encoding, or tiktoken's of this name. <|endoftext|> in a text becomes the special token.
-
-    Logs why a source of the vocabulary failed. Raises ValueError, which says which files to get, if all of them do.
-    """
+    """GPT-2's byte-pair encoding, or tiktoken's of this name. <|endoftext|> in a text becomes the special token."""
     joins_spaces = True
 
     def __init__(self, name: str = "gpt2", log: Log = warn):
@@ -27,12 +24,10 @@ class TiktokenTokenizer(ByteDecodingTokenizer):
         self.encoding = load_encoding(name, log)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises ValueError if the text is not valid Unicode."""
         require_unicode(text)
         return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; U+FFFD if it is unknown."""
         try:
             return self.encoding.decode_single_token_bytes(token_id)
         except KeyError:
@@ -45,7 +40,7 @@ def encoding_label(name: str) -> str:
 
 
 def load_encoding(name: str, log: Log):
-    """tiktoken's encoding of this name. Raises ValueError if its vocabulary is not here and cannot be downloaded."""
+    """tiktoken's encoding of this name. Logs why a source of its vocabulary failed. Raises ValueError if all do."""
     from tiktoken import get_encoding
     is_gpt2 = name in ("gpt2", "r50k_base") # two names of one encoding
     urls = GPT2_URLS if is_gpt2 else [f"{HOST}/encodings/{name}.tiktoken"]

@@ -40,11 +40,9 @@ class ByteDecodingTokenizer:
     """Decodes tokens that are bytes of a text in UTF-8. A subclass has token_bytes(token_id)."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; bytes that form no character become U+FFFD."""
         return b"".join(map(self.token_bytes, map(int, ids))).decode(errors="replace")
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for one sequence. A character comes with the last of its bytes."""
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         return lambda token_id, last=False: decode(self.token_bytes(token_id), last)
 
@@ -60,13 +58,11 @@ def require_unicode(text: str) -> None:
 # The modules of the tokenizers import what is above, so the functions below import them.
 
 def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a model.
+    """Load the tokenizer of a model. Raises ValueError if none is surely the model's, or if it cannot be loaded.
 
-    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, for a ckpt.pt, searches its
-    folder, data/<dataset>/ in the working directory, and data/<dataset>/ beside its folder: first for a meta.pkl, then
-    for a Hugging Face tokenizer. For a Hugging Face model, searches the folder of the model. If nothing is found, loads
-    the encoding that the training's settings in the checkpoint name, or else GPT-2's if the vocabulary has its size.
-    Raises ValueError if no tokenizer is surely the model's, or if it cannot be loaded.
+    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, searches folders_of(checkpoint)
+    for a meta.pkl, then for a Hugging Face tokenizer. If there is none, loads the encoding that the training's settings
+    in the checkpoint name, or else GPT-2's if the vocabulary has its size.
     """
     from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
     for name in candidates(checkpoint) if tokenizer is None else [resolve(tokenizer)]:
@@ -119,11 +115,8 @@ def find_meta(folder: Path) -> Path | None:
 
 
 def folders_of(checkpoint: "Checkpoint") -> list[Path]:
-    """The folder of the checkpoint, and those that may hold its data set: in the working directory, and beside it.
-
-    dataset may be any object, since a checkpoint may be a stranger's.
-    """
-    folder, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset")
+    """The folder of the checkpoint; of a ckpt.pt also data/<dataset>: in the working directory, and beside out_dir."""
+    folder, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # any type: it may be a stranger's
     if checkpoint.is_huggingface or not isinstance(dataset, str) or len(dataset) >= 1000 or "\0" in dataset:
         return [folder]
     return [folder, Path("data", dataset), Path(os.path.abspath(folder)).parent / "data" / dataset]
