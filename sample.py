@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and 
 from configurator import override
 from sampling.backends.process import default_batch_size, peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
-from sampling.inputs.prompts import PromptSource, log_notices, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, make_requests, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs
@@ -92,7 +92,7 @@ def main(settings, workers):
         from sampling.repl import run_repl
         return run_repl(lambda: load(settings, params, workers)[0], params, settings.show_probs, settings.start)
     with workers.fail_together():
-        prompts = PromptSource(settings.start, vars(settings)) if workers.is_main else None
+        prompts = PromptSource(settings.start) if workers.is_main else None
         if settings.watch and prompts.is_pipe:
             raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
     outputs = Outputs(vars(settings))
@@ -102,7 +102,7 @@ def main(settings, workers):
         with workers.fail_together():
             requests = [] # of rank 0, which has the prompts
             if prompts:
-                requests = outputs.open(model, prompts.requests(model.tokenizer, settings.num_samples))
+                requests = outputs.open(model, make_requests(prompts, model.tokenizer, settings.num_samples))
                 requests = log_notices(requests, model.tokenizer, model.backend.config.block_size, log)
         with torch.no_grad(), model.autocast():
             if settings.compile:
