@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from attacks import needs_linux, write_attack, write_settled
+from attacks import call, needs_linux, value, write_attack, write_settled
 from models import make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
-from pickle_code import call, value
 
 pytest_plugins = ["attacks"]
 FAST = "--num_samples=1", "--max_new_tokens=5"
