@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from models import make_gpt, make_transformers_gpt2, save_checkpoint, save_meta
-from pickle_code import value
 from project import PROJECT
 
 MAX_MB, MAX_SECONDS = 600, 20
@@ -112,3 +111,24 @@ def hf_model(tmp_path):
     """tmp_path/out with a small GPT-2 in Hugging Face's format."""
     make_transformers_gpt2(vocab_size=300, n_positions=20).save_pretrained(tmp_path / "out")
     return tmp_path / "out"
+
+
+# ---- hand-written pickles: opcodes that leave one value on the stack
+
+def value(anything):
+    """Plain data, as pickle writes it."""
+    return pickle.dumps(anything, 2)[2:-1]
+
+
+def call(function, *arguments):
+    """The result of a function call, by GLOBAL and REDUCE."""
+    return b"c" + function.replace(" ", "\n").encode() + b"\n(" + b"".join(arguments) + b"tR"
+
+
+def tensor(size, stride=None, offset=0, key="0", kind="torch FloatStorage", count=1):
+    """A tensor as torch.save writes it; count is the number of elements in its storage."""
+    storage = (b"(" + value("storage") + b"c" + kind.replace(" ", "\n").encode() + b"\n"
+               + value(key) + value("cpu") + value(count) + b"tQ")
+    size, stride = (n if isinstance(n, bytes) else value(n) for n in (size, stride or (1,) * len(size)))
+    return call("torch._utils _rebuild_tensor_v2", storage, value(offset), size, stride, value(False),
+                call("collections OrderedDict"))

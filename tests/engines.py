@@ -14,7 +14,7 @@ from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.assembly import LoadedModel
 from sampling.params import Prompt, SampleRequest, SamplingParams
 
-PROMPTS = ["The ", "O", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "]
+PROMPTS = ["The ", "Thou", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "]
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
 
 

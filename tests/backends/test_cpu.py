@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import as_checkpoint, make_gpt
-from oracles import reference_generate
 from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import GELU, CPUBackend, Shortlist, multiply, quantize
@@ -125,12 +124,6 @@ def test_a_hundred_and_thirty_rows_have_the_logits_of_the_model(gelu, int8):
         assert_close(backend.logits(ids[:, i:i + 1], cache), all_logits(model, ids)[:, i])
 
 
-def test_int8_text_past_block_size_is_that_of_the_rounded_model():
-    (backend, model), ids = make_backend(make_gpt(), int8=True), random_prompt(5, 3)
-    expected = reference_generate(model, ids, 40, temperature=0)[:, 5:].tolist()
-    assert decode(backend, ids.tolist(), 40, temperature=0) == expected
-
-
 # ---- weights
 
 def test_float32_weights_are_used_where_they_lie():
@@ -230,9 +223,14 @@ def early_shortlist(monkeypatch):
 def test_a_shortlist_has_the_exact_logits_of_the_k_largest(k, most_finite, mean, monkeypatch):
     monkeypatch.setattr(Shortlist, "MAX_FRACTION", 0.3)
     model, ids = make_gpt(vocab_size=5000, n_embd=64), random_prompt(16)
-    head = model.state_dict()["lm_head.weight"]
+    weights = model.state_dict()
+    head = weights["lm_head.weight"]
     head[1000:] += mean
     head[:500] = head[2000:2500] # ties
+    # The weights of the likeliest tokens are all rounded to 0, beside a large one that changes no logit.
+    head[-50:] *= 3
+    head[-50:-25, 0], head[-25:, 0] = 10_000, -10_000
+    weights["transformer.ln_f.weight"][0] = weights["transformer.ln_f.bias"][0] = 0
     backend, expected = make_backend(model)[0], all_logits(model, ids)
     cache, num_finite = backend.new_cache(1, 16), []
     for i in range(16):

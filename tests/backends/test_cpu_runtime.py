@@ -76,11 +76,10 @@ def test_the_first_process_compiles_and_says_so_and_the_next_ones_say_nothing(co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtypes", [["float32"] * 3, ["float32", "int8", "int8"]], ids=str)
-def test_several_processes_may_compile_at_once(dtypes, tmp_path):
-    processes = [start(COMPILE_ALL, tmp_path, dtype) for dtype in dtypes]
+def test_several_processes_may_compile_at_once(tmp_path):
+    processes = [start(COMPILE_ALL, tmp_path, dtype) for dtype in ("float32", "int8", "int8")]
     assert all(is_compiled(finish(process)) for process in processes)
-    for dtype in set(dtypes):
+    for dtype in "float32", "int8":
         assert not is_compiled(finish(start(COMPILE_ALL, tmp_path, dtype)))
 
 
@@ -102,11 +101,13 @@ def test_it_compiles_every_time_where_no_folder_can_be_written(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["*.nbi", "*.nbc"])
-@pytest.mark.parametrize("damage", [
-    lambda content: b"", lambda content: content[:100], lambda content: content[:-1],
-    lambda content: b"\x80" + os.urandom(500), None], ids=["empty", "100 bytes", "cut", "noise", "missing"])
-def test_damaged_and_missing_files_in_the_cache_are_made_again(damage, pattern, compiled, tmp_path):
+@pytest.mark.parametrize("pattern, damage", [
+    ("*.nbi", lambda content: b""),
+    ("*.nbi", lambda content: b"\x80" + os.urandom(500)),
+    ("*.nbc", lambda content: content[:-1]),
+    ("*.nbc", None),
+], ids=["empty index", "noise as the index", "cut code", "no code"])
+def test_damaged_and_missing_files_in_the_cache_are_made_again(pattern, damage, compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "cache")
     for path in (tmp_path / "cache").rglob(pattern):
         path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
@@ -117,17 +118,14 @@ def test_damaged_and_missing_files_in_the_cache_are_made_again(damage, pattern, 
 def test_a_full_disk_costs_only_the_time_to_compile_again(tmp_path):
     limit = ("import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
              "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n") # then a write fails as on a full disk
-    codes = [limit + COMPILE_SOME + CHECK, limit + COMPILE_SOME + CHECK, COMPILE_SOME + CHECK, COMPILE_SOME + CHECK]
-    assert [is_compiled(finish(start(code, tmp_path))) for code in codes] == [True, True, True, False]
+    codes = [limit + COMPILE_SOME + CHECK, COMPILE_SOME + CHECK, COMPILE_SOME + CHECK]
+    assert [is_compiled(finish(start(code, tmp_path))) for code in codes] == [True, True, False]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_second_kernel", [False, True])
-def test_after_ctrl_c_while_compiling_the_next_run_works(in_second_kernel, tmp_path):
-    code = COMPILE_SOME.replace("compile_kernels((", "print('now', flush=True); compile_kernels((")
-    process = start(code, tmp_path)
-    for _ in range(1 + in_second_kernel): # the second line comes after the first kernel
-        process.stdout.readline()
+def test_after_ctrl_c_while_compiling_the_next_run_works(tmp_path):
+    process = start(COMPILE_SOME, tmp_path)
+    process.stdout.readline() # it comes after the first kernel
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.3)
     process.send_signal(signal.SIGINT)

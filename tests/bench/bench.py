@@ -21,89 +21,62 @@ from report import draw_chart, report
 
 
 def all_cases(folder, quick):
-    """All cases of the table, in order."""
-    found = [*gpt2_cases(folder / "124M", (1,) if quick else (1, 10))]
+    """All cases of the table, in order. quick: without most of GPT-2's."""
+    gpt2, gpt2_large, large, small = (folder / name for name in ("124M", "774M", "10.6M", "0.8M"))
+    found = [*gpt2_cases(gpt2, 1)]
     if not quick:
-        found += gpt2_large_cases(folder / "774M")
-    return [*found, *busy_cases(folder / "124M"), *character_cases(folder / "10.6M", folder / "0.8M")]
-
-
-def gpt2_cases(gpt2, batch_sizes):
-    """GPT-2 124M, by all programs."""
-    found = []
-    for samples in batch_sizes:
-        row, lengths = f"124M, {count(samples)}", (32, 288)
-        found += [
-            Case(row, "nanoGPT's loop", other("nanogpt", gpt2, 1), (4, 44), 1),
-            Case(row, "Hugging Face", other("transformers", gpt2, samples), (8, 136), samples),
-            Case(row, "CTranslate2 float32", other("ctranslate2", gpt2, samples), lengths, samples),
-            Case(row, "CTranslate2 int8", other("int8", gpt2, samples), lengths, samples),
-            *llama_cases(row, gpt2, samples, lengths),
-            *(Case(row, f"sample.py {dtype}", sample_py(f"--init_from={gpt2}", samples, dtype=dtype), lengths, samples)
-              for dtype in ("float32", "bfloat16", "int8")),
-        ]
-        if samples == 1:
-            found.append(draft_case(row, gpt2, lengths))
-    return found
-
-
-def gpt2_large_cases(source):
-    """GPT-2 774M, by sample.py."""
-    row, lengths = "774M, 1 sample", (8, 264)
-    return [
-        Case(row, "sample.py float32", sample_py(f"--init_from={source}", 1), lengths, 1),
-        Case(row, "sample.py int8", sample_py(f"--init_from={source}", 1, dtype="int8"), lengths, 1),
-        draft_case(row, source, lengths),
-    ]
-
-
-def busy_cases(gpt2):
-    """GPT-2 124M, while another program uses one core."""
+        found += gpt2_cases(gpt2, 10)
+        found += our_cases("774M, 1 sample", gpt2_large, 1, (8, 264), ("float32", "int8", "draft=int8"))
     row = "124M, 1 sample, a core busy"
-    return [
+    found += [
         Case(row, "Hugging Face", other("transformers", gpt2, 1), (8, 40), 1, busy=1),
         Case(row, "CTranslate2 float32", other("ctranslate2", gpt2, 1), (32, 160), 1, busy=1),
         Case(row, "sample.py float32", sample_py(f"--init_from={gpt2}", 1), (32, 160), 1, busy=1),
     ]
-
-
-def character_cases(large, small):
-    """The two character models."""
-    row = "10.6M, 10 samples, inside the window"
-    found = [
-        Case(row, "nanoGPT's loop", other("nanogpt", large, 1), (8, 248), 1),
-        Case(row, "Hugging Face", other("transformers", large / "transformers", 10), (8, 248), 10),
-        Case(row, "CTranslate2 float32", other("ctranslate2", large / "transformers", 10), (8, 248), 10),
-        Case(row, "CTranslate2 int8", other("int8", large / "transformers", 10), (8, 248), 10),
+    row, lengths, converted = "10.6M, 10 samples, inside the window", (8, 248), large / "transformers"
+    found += [
+        Case(row, "nanoGPT's loop", other("nanogpt", large, 1), lengths, 1),
+        Case(row, "Hugging Face", other("transformers", converted, 10), lengths, 10),
+        Case(row, "CTranslate2 float32", other("ctranslate2", converted, 10), lengths, 10),
+        Case(row, "CTranslate2 int8", other("int8", converted, 10), lengths, 10),
         Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 60, 10), (40, 248), 60),
     ]
-    row = "10.6M, 10 samples, past the window"
+    row, shift = "10.6M, 10 samples, past the window", ["--context_shift"]
     found += [
         Case(row, "nanoGPT's loop", other("nanogpt", large, 1, FULL), (8, 72), 1),
         Case(row, "sample.py float32", sample_py(f"--out_dir={large}", 10, start=QUARTER), (196, 236), 10),
-        Case(row, "sample.py context_shift",
-             sample_py(f"--out_dir={large}", 60, 10, start=FULL, more=["--context_shift"]),
-             (40, 244), 60),
+        Case(row, "sample.py context_shift", sample_py(f"--out_dir={large}", 60, 10, start=FULL, more=shift), (40, 244),
+             60),
     ]
     row = "0.8M, the default run of 10 x 500"
-    found += [
+    return [
+        *found,
         Case(row, "nanoGPT's loop", other("nanogpt", small, 10), (0, 500), 10),
         Case(row, "sample.py float32", sample_py(f"--out_dir={small}", 10), (0, 500), 10),
     ]
-    return found
 
 
-def draft_case(row, folder, lengths):
-    """sample.py in float32, with an int8 copy of the model as its draft."""
-    return Case(row, "sample.py draft=int8", sample_py(f"--init_from={folder}", 1, more=["--draft=int8"]), lengths, 1)
+def gpt2_cases(gpt2, samples):
+    """GPT-2 124M, by all programs. llama.cpp's Python package generates one sample at a time."""
+    row, lengths = f"124M, {count(samples)}", (32, 288)
+    found = [
+        Case(row, "nanoGPT's loop", other("nanogpt", gpt2, 1), (4, 44), 1),
+        Case(row, "Hugging Face", other("transformers", gpt2, samples), (8, 136), samples),
+        Case(row, "CTranslate2 float32", other("ctranslate2", gpt2, samples), lengths, samples),
+        Case(row, "CTranslate2 int8", other("int8", gpt2, samples), lengths, samples),
+    ]
+    if "LLAMA_CPP" in os.environ and samples == 1:
+        found += [Case(row, "llama.cpp float32", other("llama", gpt2, 1), lengths, 1),
+                  Case(row, "llama.cpp Q8_0", other("llama q8", gpt2, 1), lengths, 1)]
+    drafts = ["draft=int8"] if samples == 1 else []
+    return found + our_cases(row, gpt2, samples, lengths, ["float32", "bfloat16", "int8", *drafts])
 
 
-def llama_cases(row, folder, samples, lengths):
-    """llama.cpp, if it is installed. Its Python package generates one sample at a time."""
-    if "LLAMA_CPP" not in os.environ or samples > 1:
-        return []
-    return [Case(row, "llama.cpp float32", other("llama", folder, 1), lengths, 1),
-            Case(row, "llama.cpp Q8_0", other("llama q8", folder, 1), lengths, 1)]
+def our_cases(row, folder, samples, lengths, settings):
+    """sample.py, in each of these dtypes, or in float32 with a draft."""
+    arguments = {setting: {"more": [f"--{setting}"]} if "=" in setting else {"dtype": setting} for setting in settings}
+    return [Case(row, f"sample.py {setting}", sample_py(f"--init_from={folder}", samples, **more), lengths, samples)
+            for setting, more in arguments.items()]
 
 
 def whole_processes(folder):

@@ -12,15 +12,15 @@ from contextlib import suppress
 import pytest
 import torch
 
-from attacks import needs_linux, poison, write_attack, write_settled
+from attacks import call, needs_linux, poison, tensor, value, write_attack, write_settled
 from models import SHAPE, make_gpt, save_checkpoint
-from pickle_code import RAN, TUPLES, as_key, call, nested, repeat, tensor, value
 
 pytest_plugins = ["attacks"]
 pytestmark = needs_linux
 
 # ---- pickles that would run code
 
+RAN = value("ran") # the folder that attacks make
 CODE = {
     "GLOBAL-REDUCE": b"cos\nmkdir\n(" + RAN + b"tR",
     "STACK_GLOBAL": value("os") + value("mkdir") + b"\x93" + RAN + b"\x85R",
@@ -68,15 +68,23 @@ def test_the_attacks_work_with_pickle_loads(name, tmp_path, monkeypatch):
 # ---- pickles that would crash the process, hang it, or fill its memory
 
 LARGE = struct.pack("<Q", 2**40)
+TUPLES = value("x" * 10) + b"q\x01h\x01\x86" * 60 # each holds the one before it twice: few bytes, 2**60 leaves
+
+
+def repeat(piece, code):
+    """A list of 3000 values. This code makes each of them from a piece at memo index 1."""
+    return b"](" + piece + b"q\x01" + code * 3000 + b"e"
+
+
 BOMBS = {
     "memo": (b"]r\x00\x00\x00\x10", "memo indices"), "memo-as-text": (b"]p400000000\n", "memo indices"),
     "bytes": (b"\x8e" + LARGE, "damaged"), "bytearray": (b"\x96" + LARGE, "damaged"),
     "deep-tuples-as-a-key": (b"})" + b"\x85" * 400_000 + b"Ns", "keys that are neither"),
-    "wide-tuples-as-a-key": (as_key(nested(TUPLES)), "keys that are neither"),
-    "tuples-as-a-key-of-DICT": (b"(" + nested(TUPLES)[2:-1] + b"Nd", "keys that are neither"),
-    "tuples-in-a-set": (b"\x8f(" + nested(TUPLES)[2:-1] + b"\x90", "keys that are neither"),
-    "tuples-in-a-frozenset": (b"(" + nested(TUPLES)[2:-1] + b"\x91", "keys that are neither"),
-    "tuples-in-a-set-by-a-call": (call("builtins set", nested(TUPLES)), "keys that are neither"),
+    "wide-tuples-as-a-key": (b"}" + TUPLES + b"Ns", "keys that are neither"),
+    "tuples-as-a-key-of-DICT": (b"(" + TUPLES + b"Nd", "keys that are neither"),
+    "tuples-in-a-set": (b"\x8f(" + TUPLES + b"\x90", "keys that are neither"),
+    "tuples-in-a-frozenset": (b"(" + TUPLES + b"\x91", "keys that are neither"),
+    "tuples-in-a-set-by-a-call": (call("builtins set", b"](" + TUPLES + b"e"), "keys that are neither"),
     "deep-lists": (b"]" * 200_000 + b"a" * 199_999, "must hold tensors by name"),
     "bytes-of-one-text": (repeat(value("x" * 2**20), b"c_codecs\nencode\nh\x01" + value("latin1") + b"\x86R"),
                           "copies more"),

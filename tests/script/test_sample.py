@@ -180,24 +180,17 @@ def test_a_sample_ends_where_the_first_of_several_stop_texts_begins(run_script, 
         assert run_script(*run, *arguments, cwd=tmp_path).stdout == expected
 
 
-@pytest.mark.parametrize("stop, warning", [
-    ("\\n\\n", r"""warning: the stop text '\\n\\n' has a backslash and the letter n; if you mean a newline, write """
-               r"""it in quotes: "\n\n", and in a shell --stop='"\n\n"'"""),
-    ("<|endoftext|>", "meta.pkl never produces this text"),
-], ids=["backslash", "not-in-the-vocabulary"])
-def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoint, stop, warning):
-    done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--stop={stop}", "--stop=e")
-    assert done.returncode == 0 and done.stderr.count("warning: ") == 1 and warning in done.stderr
+def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", *FAST, "--stop=<|endoftext|>", "--stop=e")
+    assert done.returncode == 0 and done.stderr.count("warning: ") == 1
+    assert "meta.pkl never produces this text" in done.stderr
 
 
-@pytest.mark.parametrize("start, where, others", [
-    ("FILE:prompt.txt", "", ""), ("LINES:-", "standard input, line 1: ", "; of later prompts too, it sees at most 16")])
-def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_checkpoint, tmp_path, start, where, others):
+def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_checkpoint):
     prompt = "A prompt that is longer than the window of the model"
-    (tmp_path / "prompt.txt").write_text(prompt)
-    done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--start={start}", cwd=tmp_path, stdin=prompt.encode())
-    line = f"the prompt has 52 tokens, but the model sees only the last 16, which begin with {prompt[-16:]!r}"
-    assert f"{where}{line}{others}" in done.stderr.splitlines()
+    done = run_script(f"--out_dir={char_checkpoint}", *FAST, "--start=LINES:-", stdin=prompt.encode())
+    assert (f"standard input, line 1: the prompt has 52 tokens, but the model sees only the last 16, which begin with "
+            f"{prompt[-16:]!r}; of later prompts too, it sees at most 16") in done.stderr.splitlines()
     assert done.returncode == 0 and done.stdout.startswith(prompt)
 
 

@@ -67,15 +67,15 @@ def test_an_interpreter_goes_on_after_a_run_and_after_an_error(char_checkpoint, 
 
 @pytest.mark.slow # pip takes some seconds
 def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_checkpoint, tmp_path):
-    venv.create(tmp_path / "venv", with_pip=True)
+    venv.create(tmp_path / "venv")
     python, = [path for path in (tmp_path / "venv").glob("*/python*") if path.stem == "python"]
     packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")[0].strip())
     (packages / "packages.pth").write_text(sysconfig.get_path("purelib")) # this Python's torch and other packages
     run("git", "clone", "-q", PROJECT, tmp_path / "source")
-    pip = "-m", "pip", "-q"
-    run(sys.executable, *pip, "wheel", "--no-deps", "--no-build-isolation", tmp_path / "source", cwd=tmp_path)
+    pip = sys.executable, "-m", "pip", "-q"
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", tmp_path / "source", cwd=tmp_path)
     wheel, = tmp_path.glob("*.whl")
-    run(python, *pip, "install", "--no-deps", "--no-index", wheel)
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel)
     installed = {path.stem for path in packages.iterdir()}
     assert installed >= {"nanogpt_sample", "sampling"}
     assert not installed & {"model", "sample", "configurator", "config", "tests"}
@@ -83,5 +83,6 @@ def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_
     printed, _ = run(python.with_name("nanogpt-sample"), *arguments, cwd=tmp_path)
     assert printed == run_script(*arguments).stdout
     # In bfloat16, no loops are compiled.
-    code = "import sys, sampling; print(sampling.load(sys.argv[1], 'cpu', 'bfloat16').generate('The')[0].prompt.text)"
-    assert run(python, "-c", code, char_checkpoint, cwd=tmp_path)[0] == "The\n"
+    code = ("import sys, sampling; generator = sampling.load(sys.argv[1], 'cpu', 'bfloat16'); "
+            "print(generator.generate('The', sampling.SamplingParams(5))[0].num_tokens)")
+    assert run(python, "-c", code, char_checkpoint, cwd=tmp_path)[0] == "5\n"
