@@ -21,15 +21,13 @@ def test_files_and_arguments_apply_in_order(script, tmp_path):
 def test_a_settings_file_is_found_in_any_folder_and_next_to_the_script(script, tmp_path):
     (tmp_path / "else where").mkdir()
     (tmp_path / "else where" / "a.py").write_text("count = 1\n")
-    (tmp_path / "project" / "config").mkdir()
-    (tmp_path / "project" / "config" / "b.py").write_text("count = 2\n")
-    assert script("else where/a.py") == script(str(tmp_path / "else where" / "a.py")) == {"count": 1}
-    assert script("config/b.py") == {"count": 2}
+    (tmp_path / "project" / "b.py").write_text("count = 2\n")
+    assert script("else where/a.py") == {"count": 1} and script("b.py") == {"count": 2}
 
 
 @pytest.mark.parametrize("arguments, where", [
-    (["a.py"], "a.py: "), (["a.py", "b.py", "--text=x"], "a.py: "), (["a.py", "--count=13"], ""),
-    (["b.py", "--count=13"], ""), (["c.py", "--flag"], "c.py: "), (["--count=13", "b.py"], ""),
+    (["a.py", "b.py", "--text=x"], "a.py: "), (["a.py", "--count=13"], ""), (["c.py", "--flag"], "c.py: "),
+    (["--count=13", "b.py"], ""),
 ], ids=str)
 def test_the_error_for_an_invalid_value_names_the_file_that_set_it(script, tmp_path, arguments, where):
     (tmp_path / "a.py").write_text("count = 13\n")
@@ -59,7 +57,7 @@ def test_a_file_whose_name_begins_with_a_dash_is_a_file(script, tmp_path):
     assert script("-t", aliases={"t": "text"}) == {"count": 1}
 
 
-@pytest.mark.parametrize("content", ["", "# count = 3\n", '{"count": 3, "rate": 1}', "count: 3\nrate: 0.5\n"])
+@pytest.mark.parametrize("content", ["# count = 3\n", '{"count": 3, "rate": 1}', "count: 3\nrate: 0.5\n"])
 def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
     (tmp_path / "a.py").write_text(content)
     lines = []
@@ -67,8 +65,7 @@ def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
     assert lines == ["warning: a.py sets nothing; a settings file is Python, such as: text = '\\n'"]
 
 
-@pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "import os", "for count in [10]: pass",
-                                     "exec('count = 3')", "if count != 10: rate = 3"])
+@pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "exec('count = 3')"])
 def test_a_file_that_sets_something_gets_no_warning(script, tmp_path, content):
     """Also what it sets to the value that it has, and names that are no settings."""
     (tmp_path / "a.py").write_text(content)
@@ -146,22 +143,11 @@ def test_training_settings_files_cause_no_warnings(tmp_path):
     assert [line.partition(": ")[0] for line in lines] == [str(tmp_path / "train.py"), "settings"]
 
 
-def test_ctrl_c_in_a_settings_file_raises_keyboard_interrupt(script, tmp_path):
-    (tmp_path / "a.py").write_text("raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        script("a.py")
-
-
-def test_a_misspelt_setting_in_a_file_causes_a_warning(script, tmp_path, capsys):
-    (tmp_path / "a.py").write_text("conut = 3\nfor c in range(3): pass\n")
+def test_a_misspelt_setting_causes_a_warning_and_what_a_file_prints_goes_to_stderr(script, tmp_path, capsys):
+    (tmp_path / "a.py").write_text("conut = 3\nfor c in range(3): pass\nprint('hello')\n")
     assert script("a.py") == {}
-    assert capsys.readouterr().out == "warning: a.py sets conut, which is not a setting; did you mean count?\n"
-
-
-def test_output_of_a_settings_file_goes_to_stderr(script, tmp_path, capsys):
-    (tmp_path / "a.py").write_text("print('hello')\ncount = 3\n")
-    script("a.py", log=lambda text: None)
-    assert capsys.readouterr() == ("", "hello\n")
+    warning = "warning: a.py sets conut, which is not a setting; did you mean count?\n"
+    assert capsys.readouterr() == (warning, "hello\n")
 
 
 def test_a_settings_file_may_use_torch_as_in_nanogpt(script, tmp_path):
