@@ -179,13 +179,11 @@ def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run):
     session.wait_for(f":continue\n{second}")
 
 
-def test_probabilities_can_be_switched_on(session):
-    session.type(":show_probs\nThe \n")
-    session.wait_for("\x1b[38;5;16;48;")
-    session.wait_for(RULE)
-    session.type(":show_probs=False\nThe \n")
-    session.wait_for("The \n")
-    session.wait_for(RULE)
+def test_probabilities_can_be_switched_on_and_off(session):
+    session.answer(":show_probs", "> ")
+    session.answer("The ", "\x1b[38;5;16;48;", RULE)
+    session.answer(":show_probs=False", "> ")
+    session.answer("The ", RULE)
     assert "\x1b[38" not in session.text
     session.answer(":settings", "show_probs=False")
 
@@ -253,10 +251,3 @@ def test_a_session_needs_both_streams(char_checkpoint):
     process = start_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=DEVNULL, stdout=CLOSED)
     _, messages = process.communicate()
     assert process.returncode == 1 and b"error: interactive=True needs standard input and standard output" in messages
-
-
-def test_samples_of_a_failed_prompt_file_count(reply, tmp_path):
-    """The samples before the error used their places in the random stream."""
-    (tmp_path / "prompts.txt").write_text("The \nO\n¡\n")
-    done = reply(f"LINES:{tmp_path / 'prompts.txt'}\nThe \n".encode())
-    assert "error: " in done.stderr and done.stdout == reply(b"The \nO\nThe \n").stdout

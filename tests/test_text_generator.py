@@ -1,17 +1,12 @@
 """The public API: load a model, generate text from text."""
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
 import torch
 
 import sampling
-from engines import on_fake_gpu
-from models import make_gpt
 from project import PROJECT
-from sampling.backends.eager import ExactBackend
-from sampling.text_generator import TextGenerator
 
 DEMO = PROJECT / "out-shakespeare-char"
 PARAMS = sampling.SamplingParams(max_new_tokens=12, temperature=0.9, stop="zzz")
@@ -54,12 +49,11 @@ def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(ge
     expected = texts(generator, "ROMEO:", PARAMS)
     torch.set_default_dtype(torch.float64)
     try:
-        assert texts(generator, "ROMEO:", PARAMS) == texts(load(), "ROMEO:", PARAMS) == expected
+        with torch.inference_mode():
+            reloaded = load()
+            assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
     finally:
         torch.set_default_dtype(torch.float32)
-    with torch.inference_mode():
-        reloaded = load()
-        assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
     assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
 
 
@@ -112,11 +106,3 @@ def test_exact_samples_are_the_same_in_float32_and_need_a_batch_of_one(generator
         exact.generate("ROMEO:", PARAMS, batch_size=2)
     with pytest.raises(ValueError, match=r"leave out top_p=0\.5, or exact"):
         exact.generate("ROMEO:", sampling.SamplingParams(top_p=0.5))
-
-
-def test_exact_samples_past_the_window_are_the_same_on_a_gpu(generator):
-    def generate(backend):
-        model = replace(generator.model, backend=backend, is_exact=True)
-        return texts(TextGenerator(model), "The ", PARAMS, num_samples=3, batch_size=1)
-    gpt = make_gpt(vocab_size=65, block_size=8)
-    assert generate(on_fake_gpu(ExactBackend(gpt))) == generate(ExactBackend(gpt))

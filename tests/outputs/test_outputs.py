@@ -204,7 +204,7 @@ def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, cont
     assert (tmp_path / "a.jsonl").read_bytes() == (newer if is_newer else whole)
 
 
-def test_watch_refuses_a_file_of_other_settings(run, contents):
+def test_watch_refuses_a_file_of_other_settings(run):
     run(2, [model_of("1")], watch=True, html_file=None)
     with pytest.raises(ValueError, match="line 2, is from another run: seed is 1 there, and 5 here"):
         run(2, [model_of("2")], watch=True, seed=5, html_file=None)

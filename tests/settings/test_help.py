@@ -18,17 +18,12 @@ def test_help_lists_every_setting_with_its_default_and_comment(capsys):
         assert setting.comment and setting.group and f"{to_argument(name, setting)} {setting.comment}" in words
 
 
-@pytest.mark.parametrize("columns, limit", [(20, 40), (300, 120)])
-def test_help_wraps_to_the_width_of_the_terminal_within_limits(columns, limit):
-    lines = help_text("many words " * 50, find_settings(SCRIPT), columns).splitlines()
-    assert limit - 5 <= max(len(line) for line in lines if "--" not in line) <= limit
-
-
 def test_comments_of_all_settings_begin_in_the_same_column():
     settings = {"text": Setting(["str"], "a", "long " * 30, "First"), "other": Setting(["int"], 3, "short", "First"),
                 "third": Setting(["int"], 4, "short", "Second")}
     printed = help_text("What it does.\n\n    script.py --long\n", settings, 60)
     lines = printed.splitlines()
+    assert 55 <= max(map(len, lines)) <= 60
     assert "    script.py --long" in lines and lines.count("First:") == lines.count("Second:") == 1
     first = lines.index("First:")
     assert lines[first + 1].startswith("  --text=a   long") and lines[first + 2].startswith("             long")

@@ -81,8 +81,8 @@ def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, tm
 
     def ignore(names):
         return {"count": "it is deep", "top": "it is not there"} if "depth" in names else {}
-    assert script("a.py", log=lines.append, ignore=ignore) == {"rate": 2.0}
-    assert lines == ["a.py: count is ignored, it is deep", "settings: rate=2.0"]
+    assert script("a.py", "--text=" + "x" * 1000, log=lines.append, ignore=ignore) == {"rate": 2.0, "text": "x" * 1000}
+    assert lines == ["a.py: count is ignored, it is deep", f"settings: rate=2.0, text='{'x' * 99}"]
     assert script("b.py", "a.py", ignore=ignore) == {"count": 4, "rate": 2.0}
     assert script("a.py", "--count=5", ignore=ignore) == {"count": 5, "rate": 2.0}
 
@@ -94,15 +94,6 @@ def test_a_file_may_be_a_pipe(script, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["sh", "-c", "echo count=3 > pipe"], cwd=tmp_path):
         assert script("pipe") == {"count": 3}
-
-
-def test_one_log_line_lists_the_changes(script, tmp_path):
-    (tmp_path / "a.py").write_text("rate = 1\ncount = 10\n")
-    lines = []
-    script("a.py", "--text=" + "x" * 1000, "--flag=False", log=lines.append)
-    assert lines == [f"settings: rate=1.0, text='{'x' * 99}, flag=False"]
-    script(log=lines.append)
-    assert len(lines) == 1
 
 
 @pytest.mark.parametrize("content, message", [
@@ -122,12 +113,8 @@ def test_an_error_in_a_settings_file_names_the_file_and_line(script, tmp_path, c
 
 
 TRAINING = """
-out_dir = 'o'; eval_interval = 1; eval_iters = 1; eval_only = False; always_save_checkpoint = True; wandb_log = False
-init_from = 'resume'; wandb_project = 'p'; dataset = 'd'; gradient_accumulation_steps = 1; batch_size = 12
-block_size = 64; n_layer = 4; n_head = 4; n_embd = 128; dropout = 0.0; bias = False; learning_rate = 1e-3; max_iters = 1
-weight_decay = 0.1; beta1 = 0.9; grad_clip = 1.0; decay_lr = True; warmup_iters = 1; min_lr = 0.1; backend = 'nccl'
-device = 'cpu'; dtype = 'float16'; compile = False
 import os
+out_dir = 'o'; dataset = 'd'; gradient_accumulation_steps = 1; batch_size = 12; block_size = 64; learning_rate = 1e-3
 num, temp = 1, 2.0 # prefixes of settings' names cause no warnings either
 def helper(): return 1
 """
@@ -135,11 +122,11 @@ def helper(): return 1
 
 def test_training_settings_files_cause_no_warnings(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    scope = {"__file__": str(SCRIPT), "__doc__": ""}
+    scope = {"__file__": str(SCRIPT)}
     exec(SCRIPT.read_text(encoding="utf-8").split("def ")[0], scope)
-    before, lines = dict(scope), []
+    lines = []
     settings = override(scope, [str(tmp_path / "train.py")], log=lines.append, ignore=training_settings)
-    assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype"}
+    assert settings["out_dir"] == "o" and settings["batch_size"] is None
     assert [line.partition(": ")[0] for line in lines] == [str(tmp_path / "train.py"), "settings"]
 
 
