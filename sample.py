@@ -16,9 +16,9 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
-from sampling.backends.process import max_batch_size, peak_memory, return_freed_memory, shorten_spinning
+from sampling.backends.process import default_batch_size, peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
-from sampling.inputs.prompts import PromptSource, log_notices, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, make_requests, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs
@@ -77,7 +77,9 @@ watch = False # when the samples are done, wait until train.py saves a new ckpt.
 
 def main(settings, workers):
     """Load the model, then generate, save and show samples. settings: the values of the settings above, by name."""
-    from sampling.backends.prepare import compile_steps  # imports torch: errors in the settings do not wait for it
+    import torch  # imported here, so that errors in the settings are reported without waiting for torch
+
+    from sampling.backends.prepare import compile_steps
     from sampling.checkpoints.nanogpt import wait_for_saves
     from sampling.generation.engine import Engine
 
@@ -90,7 +92,7 @@ def main(settings, workers):
         from sampling.repl import run_repl
         return run_repl(lambda: load(settings, params, workers)[0], params, settings.show_probs, settings.start)
     with workers.fail_together():
-        prompts = PromptSource(settings.start, vars(settings)) if workers.is_main else None
+        prompts = PromptSource(settings.start) if workers.is_main else None
         if settings.watch and prompts.is_pipe:
             raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
     outputs = Outputs(vars(settings))
@@ -100,16 +102,16 @@ def main(settings, workers):
         with workers.fail_together():
             requests = [] # of rank 0, which has the prompts
             if prompts:
-                requests = outputs.open(model, prompts.requests(model.tokenizer, settings.num_samples))
+                requests = outputs.open(model, make_requests(prompts, model.tokenizer, settings.num_samples))
                 requests = log_notices(requests, model.tokenizer, model.backend.config.block_size, log)
-        with model.autocast():
+        with torch.no_grad(), model.autocast():
             if settings.compile:
                 compile_steps(model.backend, min(batch_size, num_total or batch_size), log)
             printer = Printer(model.tokenizer, settings.show_probs)
             progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
             stream = is_tty(sys.stdout) and not outputs.uses_stdout
             engine = Engine(model, params, batch_size, stream, log=log, on_tokens=progress.add_tokens)
-            for sample in workers.imap(engine, requests):
+            for sample in workers.generate(engine, requests):
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                     progress.add_sample(sample)
@@ -125,7 +127,7 @@ def main(settings, workers):
 def load(settings, params, workers, prompts=None):
     """Load the model with its tokenizer. Returns (model, number of samples or None if unknown, batch size)."""
     from sampling.backends.devices import choose_device, choose_dtype
-    from sampling.backends.prepare import converter
+    from sampling.backends.prepare import weight_converter
     from sampling.checkpoints.huggingface import load_gpt2
     from sampling.checkpoints.nanogpt import load_checkpoint
     from sampling.generation.assembly import assemble
@@ -134,12 +136,12 @@ def load(settings, params, workers, prompts=None):
     with workers.fail_together():
         device = choose_device(settings.device, workers.local_rank, log)
         dtype = choose_dtype(device, settings.dtype, settings.exact)
-        load_options = dict(convert=converter(dtype), with_crc32=bool(settings.out_file), log=log)
+        load_options = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=log)
         if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
             checkpoint = load_checkpoint(settings.out_dir, **load_options)
         else: # GPT-2
             checkpoint = load_gpt2(settings.init_from, **load_options)
-        tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer)
+        tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
         lengths = prompts.count_and_max_len(tokenizer, settings.num_samples) if prompts else (None, None)
     num_total, max_prompt_len = workers.broadcast(lengths)
@@ -153,7 +155,8 @@ def load(settings, params, workers, prompts=None):
         gc.freeze() # the collector need not look at what exists by now
         gc.enable()
     longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
-    return model, num_total, settings.batch_size or max_batch_size(model.backend, longest, workers.local_world_size)
+    batch_size = settings.batch_size or default_batch_size(model.backend, longest, workers.local_world_size)
+    return model, num_total, batch_size
 
 
 def command(owns_process=True):

@@ -13,7 +13,7 @@ from typing import get_args
 from configurator import parse, suggest
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
-from sampling.inputs.prompts import PromptSource, log_notices, parse_start, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, make_requests, parse_start, warn_about_stop_texts
 from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choose_seed
@@ -101,7 +101,7 @@ class Session:
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
         model = self.require_engine().model
-        requests = PromptSource(start).requests(model.tokenizer, 1, self.next_index)
+        requests = make_requests(PromptSource(start), model.tokenizer, 1, self.next_index)
         for request in log_notices(requests, model.tokenizer, model.backend.config.block_size, log):
             if not self.print_sample(request):
                 return
