@@ -145,8 +145,7 @@ def load(settings, params, workers, prompts=None):
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
         lengths = prompts.count_and_max_len(tokenizer, settings.num_samples) if prompts else (None, None)
     num_total, max_prompt_len = workers.broadcast(lengths)
-    # How many steps the run takes in full batches, by default of 64 on a CPU; None: unknown, as in a session.
-    num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens
+    num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens # in full batches
     options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
     with workers.fail_together():
         model = assemble(checkpoint, tokenizer, device, dtype, options, num_steps, log)
@@ -154,9 +153,8 @@ def load(settings, params, workers, prompts=None):
     if not gc.isenabled():
         gc.freeze() # the collector need not look at what exists by now
         gc.enable()
-    longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
-    batch_size = settings.batch_size or default_batch_size(model.backend, longest, workers.local_world_size)
-    return model, num_total, batch_size
+    length = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
+    return model, num_total, settings.batch_size or default_batch_size(model.backend, length, workers.local_world_size)
 
 
 def command(owns_process=True):

@@ -1,10 +1,8 @@
 """Samples, their lines and their pages, for the tests of the files and of their display in a browser."""
 import math
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
-from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.outputs import html
 from sampling.outputs.jsonl import LineFormat
 from sampling.params import Prompt, Sample, SampleRequest, Token
@@ -39,7 +37,7 @@ def finished_sample(index, prompt, tokens, finish_reason="length", id=None):
 
 def model_of(crc32="00000000", iter_num=100):
     """What Outputs needs of a model."""
-    checkpoint = Checkpoint("out/ckpt.pt", None, {}, Path("out"), crc32=crc32, iter_num=iter_num)
+    checkpoint = SimpleNamespace(path="out/ckpt.pt", crc32=crc32, iter_num=iter_num)
     backend = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     return SimpleNamespace(checkpoint=checkpoint, backend=backend, dtype_name="float32")
 

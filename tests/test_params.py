@@ -9,24 +9,13 @@ from project import SCRIPT
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token, check_settings, choose_seed
 
 DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
-VALID = [
-    ("init_from", ["resume", "gpt2", "some/folder"]),
-    ("start", ["\n", "FILE:x", "None"]),
-    ("num_samples", [1, 10**9]),
-    ("max_new_tokens", [0, 1, 10**9]),
-    ("temperature", [0.0, 1e-30, 1e30, 10**300]),
-    ("top_k", [None, 0, 1, 10**9]),
-    ("top_p", [None, 1e-9, 1.0]),
-    ("min_p", [None, 0.0, 1.0]),
-    ("repetition_penalty", [0.01, 1.0, 100.0]),
-    ("stop", [None, "a", [], ["a", "b"]]),
-    ("seed", [-2**63, 0, 2**64 - 1, "random"]),
-    ("device", ["auto", "cpu", "mps", "cuda", "cuda:0", "cuda:12"]),
-    ("dtype", ["auto", "float32", "bfloat16", "float16", "int8"]),
-    ("batch_size", [None, 1, 10**5]),
-    ("draft", [None, "int8", "gpt2", "some/folder"]),
-    ("out_file", [None, "a.jsonl", "-"]),
-    ("html_file", [None, "a.html"]),
+VALID = [ # the ends of each range, and what means "off"
+    dict(num_samples=1, max_new_tokens=0, temperature=0.0, top_k=None, top_p=None, min_p=None, stop=None),
+    dict(num_samples=10**9, max_new_tokens=10**9, temperature=10**300, top_k=10**9, top_p=1.0, min_p=1.0),
+    dict(top_k=0, top_p=1e-9, min_p=0.0, repetition_penalty=0.01, stop=[], seed=-2**63, batch_size=10**5, start="None"),
+    dict(repetition_penalty=100.0, stop=["a", "b"], seed=2**64 - 1, device="cuda", dtype="float16", draft="gpt2"),
+    dict(seed="random", device="cuda:12", dtype="int8", init_from="some/folder", out_file="-", html_file="a.html"),
+    dict(device="mps", dtype="bfloat16", out_file="a.jsonl", logprobs=1000),
 ]
 INVALID = [
     ("init_from", ["", "scratch"], "init_from must be 'resume' or a Hugging Face id or folder"),
@@ -54,14 +43,6 @@ EXCLUDED = [ # settings that do not work together, and what the error says
     (dict(dtype="int8", exact=True), "dtype=int8 does not work with exact=True: leave out one of them"),
     (dict(dtype="int8", draft="int8"), "draft=int8 has no use with dtype=int8"),
     (dict(draft="gpt2", compile=True), "draft does not work with compile=True: leave out compile, or draft='gpt2'"),
-    (dict(exact=True, draft="gpt2"), "exact=True does only what nanoGPT does: leave out draft='gpt2', or exact"),
-    (dict(exact=True, top_p=0.9), "leave out top_p=0.9, or exact"),
-    (dict(exact=True, min_p=0.1), "leave out min_p=0.1, or exact"),
-    (dict(exact=True, repetition_penalty=1.1), "leave out repetition_penalty=1.1, or exact"),
-    (dict(exact=True, context_shift=True), "leave out context_shift=True, or exact"),
-    (dict(exact=True, batch_size=2), "leave out batch_size=2, or exact"),
-    (dict(exact=True, compile=True), "leave out compile=True, or exact"),
-    (dict(exact=True, temperature=0.0), "leave out temperature=0.0, or exact"),
     (dict(logprobs=0), "logprobs are saved in out_file: give out_file too"),
     (dict(out_file="a", html_file="b/../a"), "out_file and html_file must be two files"),
     (dict(watch=True, init_from="gpt2"), "watch=True waits for a ckpt.pt that train.py saves: leave out init_from"),
@@ -69,6 +50,8 @@ EXCLUDED = [ # settings that do not work together, and what the error says
     (dict(interactive=True, out_file="a"), "leave out_file and html_file out"),
     (dict(interactive=True, html_file="a"), "leave out_file and html_file out"),
 ]
+NOT_EXACT = dict(draft="gpt2", top_p=0.9, min_p=0.1, repetition_penalty=1.1, context_shift=True, batch_size=2,
+                 compile=True, temperature=0.0)
 
 
 def unfinished_sample(*texts):
@@ -78,17 +61,17 @@ def unfinished_sample(*texts):
 
 # ---- rules
 
-@pytest.mark.parametrize("name, value", [(name, value) for name, values in VALID for value in values], ids=repr)
-def test_a_valid_value_passes(name, value):
-    check_settings(DEFAULTS | {name: value})
+@pytest.mark.parametrize("settings", VALID, ids=str)
+def test_valid_values_pass(settings):
+    check_settings(DEFAULTS | settings)
 
 
-@pytest.mark.parametrize("name, value, message", [
-    (name, value, message) for name, values, message in INVALID for value in values], ids=repr)
-def test_the_error_for_an_invalid_value_states_the_rule_and_the_value(name, value, message):
-    with pytest.raises(ValueError) as error:
-        check_settings(DEFAULTS | {name: value})
-    assert str(error.value).startswith(message) and str(error.value).endswith(f"; got {value!r}")
+@pytest.mark.parametrize("name, values, message", INVALID, ids=str)
+def test_the_error_for_an_invalid_value_states_the_rule_and_the_value(name, values, message):
+    for value in values:
+        with pytest.raises(ValueError) as error:
+            check_settings(DEFAULTS | {name: value})
+        assert str(error.value).startswith(message) and str(error.value).endswith(f"; got {value!r}")
 
 
 @pytest.mark.parametrize("name, value, shown", [
@@ -105,6 +88,13 @@ def test_settings_that_exclude_each_other_are_an_error(settings, message):
     with pytest.raises(ValueError) as error:
         check_settings(DEFAULTS | settings)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", NOT_EXACT)
+def test_exact_refuses_what_nanogpt_does_not_have(name):
+    with pytest.raises(ValueError) as error:
+        check_settings(DEFAULTS | {"exact": True, name: NOT_EXACT[name]})
+    assert f"exact=True does only what nanoGPT does: leave out {name}={NOT_EXACT[name]!r}, or exact" in str(error.value)
 
 
 def test_exact_accepts_values_that_change_nothing():
@@ -127,13 +117,9 @@ def test_params_are_validated_when_created_or_replaced():
 
 def test_params_of_the_settings_are_those_of_the_same_values():
     settings = DEFAULTS | dict(top_k=3, stop="a", context_shift=True)
-    expected = SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)
-    assert SamplingParams.from_settings(settings, 2) == expected
-
-
-@pytest.mark.parametrize("stop, texts", [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
-def test_stop_texts_is_always_a_list(stop, texts):
-    assert SamplingParams(stop=stop).stop_texts == texts
+    params = SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)
+    assert SamplingParams.from_settings(settings, 2) == params
+    assert params.stop_texts == ["a"] and SamplingParams(stop=None).stop_texts == []
 
 
 def test_a_random_seed_is_drawn_and_logged():

@@ -1,20 +1,14 @@
 """The public API: load a model, generate text from text."""
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 
 import pytest
 import torch
 
 import sampling
-from engines import on_fake_gpu
-from models import make_gpt
 from project import PROJECT
-from sampling.backends.eager import ExactBackend
-from sampling.text_generator import TextGenerator
 
-DEMO = str(PROJECT / "out-shakespeare-char")
+DEMO = PROJECT / "out-shakespeare-char"
 PARAMS = sampling.SamplingParams(max_new_tokens=12, temperature=0.9, stop="zzz")
 
 
@@ -51,22 +45,15 @@ def test_prompts_may_be_any_iterable_of_texts(generator):
         next(generator.stream(["A", "B"], PARAMS))
 
 
-def test_a_path_may_be_a_path_object(gpt2_folder, gpt2_encoding):
-    names = Path(gpt2_folder), str(gpt2_folder)
-    one, other = (texts(sampling.load(name, device="cpu"), "A", PARAMS) for name in names)
-    assert one == other
-
-
 def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(generator):
     expected = texts(generator, "ROMEO:", PARAMS)
     torch.set_default_dtype(torch.float64)
     try:
-        assert texts(generator, "ROMEO:", PARAMS) == texts(load(), "ROMEO:", PARAMS) == expected
+        with torch.inference_mode():
+            reloaded = load()
+            assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
     finally:
         torch.set_default_dtype(torch.float32)
-    with torch.inference_mode():
-        reloaded = load()
-        assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
     assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
 
 
@@ -88,18 +75,15 @@ def test_threads_that_share_a_generator_do_not_disturb_each_other(generator):
         assert list(pool.map(generate, prompts)) == expected
 
 
-@pytest.mark.parametrize("arguments", [
-    dict(num_samples=0), dict(num_samples=2.0), dict(batch_size=0), dict(batch_size="2"), dict(batch_size=10**30),
-    dict(prompts=""), dict(prompts=["A", ""])], ids=str)
+@pytest.mark.parametrize("arguments", [dict(num_samples=0), dict(batch_size="2"), dict(prompts=["A", ""])], ids=str)
 def test_invalid_arguments_raise_value_error(generator, arguments):
     with pytest.raises(ValueError):
         generator.generate(**{"prompts": "A", "params": PARAMS, **arguments})
 
 
 @pytest.mark.parametrize("settings", [
-    dict(dtype="int4"), dict(dtype="int8", compile=True), dict(device="tpu"), dict(device=None), dict(draft=5),
-    dict(draft=""), dict(exact="no"), dict(exact=True, compile=True), dict(exact=True, draft=DEMO),
-    dict(tokenizer=""), dict(name="no-such-folder/x/y")], ids=str)
+    dict(dtype="int4"), dict(dtype="int8", compile=True), dict(device="tpu"), dict(draft=5), dict(exact="no"),
+    dict(exact=True, compile=True), dict(tokenizer=""), dict(name="no-such-folder/x/y")], ids=str)
 def test_invalid_options_and_names_raise_value_error(settings, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError):
@@ -108,7 +92,7 @@ def test_invalid_options_and_names_raise_value_error(settings, monkeypatch):
 
 def test_samples_with_a_draft_are_the_same(generator):
     expected = texts(generator, "ROMEO:", PARAMS, num_samples=2)
-    gpt = load(draft=DEMO)
+    gpt = load(draft=str(DEMO))
     speculation = gpt.model.speculation
     speculation.relative_cost = 0.1 # it costs as much as the model: it would be off
     assert texts(gpt, "ROMEO:", PARAMS, num_samples=2, batch_size=1) == expected
@@ -122,11 +106,3 @@ def test_exact_samples_are_the_same_in_float32_and_need_a_batch_of_one(generator
         exact.generate("ROMEO:", PARAMS, batch_size=2)
     with pytest.raises(ValueError, match=r"leave out top_p=0\.5, or exact"):
         exact.generate("ROMEO:", sampling.SamplingParams(top_p=0.5))
-
-
-def test_exact_samples_past_the_window_are_the_same_on_a_gpu(generator):
-    def generate(backend):
-        model = replace(generator.model, backend=backend)
-        return texts(TextGenerator(model), "The ", PARAMS, num_samples=3, batch_size=1)
-    gpt = make_gpt(vocab_size=65, block_size=8)
-    assert generate(on_fake_gpu(ExactBackend(gpt))) == generate(ExactBackend(gpt))

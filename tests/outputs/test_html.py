@@ -109,10 +109,9 @@ def test_a_page_is_made_later_from_files(tmp_path):
     (LineFormat({}, RUN).line(finished_sample(0, "O", [])).replace(b'"index": 0', b'"index": []'), "new.html",
      "a.jsonl, line 1: not written by"),
     (b"", "mine.html", "mine.html is not a page of samples, so it is not replaced"),
-    (b"", "a.jsonl/new.html", "error: "),
     (None, "new.html", "No such file"),
     (b"", "", "error: "),
-], ids=["no-settings", "no-text", "odd-index", "not-a-page", "no-folder", "no-file", "folder"])
+], ids=["no-settings", "no-text", "odd-index", "not-a-page", "no-file", "folder"])
 def test_a_wrong_file_or_page_is_one_line_and_changes_nothing(tmp_path, content, page, message):
     (tmp_path / "mine.html").write_text("<!DOCTYPE html>mine")
     if content is not None:

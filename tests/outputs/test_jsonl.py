@@ -83,7 +83,4 @@ def test_the_error_for_a_line_of_another_run_names_the_difference(changes, messa
     with pytest.raises(ValueError) as error:
         LineFormat(CHECKPOINT_ID, SETTINGS).check(line, REQUEST, "a.jsonl, line 2")
     assert message in str(error.value) and str(error.value).startswith("a.jsonl, line 2")
-
-
-def test_a_line_of_the_same_run_may_have_other_results():
-    LineFormat(CHECKPOINT_ID, SETTINGS).check(line_of(LIKELY), REQUEST, "a.jsonl, line 2")
+    LineFormat(CHECKPOINT_ID, SETTINGS).check(line_of(LIKELY), REQUEST, "a.jsonl, line 2") # other results are no error

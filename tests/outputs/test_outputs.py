@@ -94,12 +94,11 @@ def test_the_lines_of_a_run_hold_what_it_prints(finished):
 # ---- resuming
 
 @pytest.mark.parametrize("share", [0, 0.4, 0.7, 1])
-@pytest.mark.parametrize("batch_size", [4, pytest.param(7, marks=pytest.mark.slow)])
-def test_a_run_resumes_a_file_truncated_anywhere(run_script, finished, folder, share, batch_size):
+def test_a_run_resumes_a_file_truncated_anywhere(run_script, finished, folder, share):
     whole, printed = (folder / "whole.jsonl").read_bytes(), finished[1]
     end = int(share * len(whole))
     (folder / "cut.jsonl").write_bytes(whole[:end])
-    done = run_script(*RUN, f"--batch_size={batch_size}", "--out_file=cut.jsonl", cwd=folder)
+    done = run_script(*RUN, "--batch_size=7", "--out_file=cut.jsonl", cwd=folder)
     assert done.returncode == 0 and (folder / "cut.jsonl").read_bytes() == whole
     num_saved = whole[:end].count(b"\n")
     assert done.stdout == f"{RULE}\n".join(printed.split(f"{RULE}\n")[num_saved:]) # only the new samples
@@ -146,13 +145,12 @@ def test_a_page_alone_leaves_no_other_file_and_is_not_resumed(run, tmp_path):
         run(2, out_file=None)
 
 
-@pytest.mark.parametrize("content", [b"mine", b"<!DOCTYPE html>mine"])
-def test_a_file_that_is_no_page_is_not_replaced(run, tmp_path, content):
+def test_a_file_that_is_no_page_is_not_replaced(run, tmp_path):
     run(1)
-    (tmp_path / "a.html").write_bytes(content)
+    (tmp_path / "a.html").write_bytes(b"<!DOCTYPE html>mine")
     with pytest.raises(ValueError, match="exists already"):
         run(2)
-    assert (tmp_path / "a.html").read_bytes() == content
+    assert (tmp_path / "a.html").read_bytes() == b"<!DOCTYPE html>mine"
 
 
 @pytest.mark.parametrize("change, message", [
@@ -206,7 +204,7 @@ def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, cont
     assert (tmp_path / "a.jsonl").read_bytes() == (newer if is_newer else whole)
 
 
-def test_watch_refuses_a_file_of_other_settings(run, contents):
+def test_watch_refuses_a_file_of_other_settings(run):
     run(2, [model_of("1")], watch=True, html_file=None)
     with pytest.raises(ValueError, match="line 2, is from another run: seed is 1 there, and 5 here"):
         run(2, [model_of("2")], watch=True, seed=5, html_file=None)
@@ -224,7 +222,7 @@ def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, co
 
 
 @pytest.mark.parametrize("name", ["out_file", "html_file"])
-@pytest.mark.parametrize("content", [b"weights", b'{"prompt": "O"}\n', b'{"version": "1.0"}', b"<!DOCTYPE html>\nmine"])
+@pytest.mark.parametrize("content", [b'{"version": "1.0"}', b"<!DOCTYPE html>\nmine"])
 def test_overwrite_replaces_no_file_that_sample_py_did_not_write(run, tmp_path, name, content):
     run(1)
     (tmp_path / "other").write_bytes(content)
@@ -235,7 +233,7 @@ def test_overwrite_replaces_no_file_that_sample_py_did_not_write(run, tmp_path, 
 
 
 @needs_unix
-@pytest.mark.parametrize("start", ["FILE:{}/a", "LINES:{}/link", "JSONL:-", "LINES:/dev/stdin"])
+@pytest.mark.parametrize("start", ["LINES:{}/link", "JSONL:-", "LINES:/dev/stdin"])
 def test_overwrite_does_not_replace_the_prompts(run, tmp_path, start):
     run(1, html_file=None)
     path = (tmp_path / "a.jsonl").rename(tmp_path / "a")

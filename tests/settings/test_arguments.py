@@ -1,19 +1,15 @@
 """The configurator reads command-line arguments into a script's globals. The script is that of conftest.py."""
 import pytest
 
-from configurator import override, suggest
+from configurator import suggest
 
 
 @pytest.mark.parametrize("arguments, changes", [
     ([], {}),
-    (["--text=hello"], {"text": "hello"}),
     (["--text=a=b"], {"text": "a=b"}),
     (["--text=123"], {"text": "123"}),
-    (["--text=None"], {"text": "None"}),
-    (["--text="], {"text": ""}),
     (["--text=it's"], {"text": "it's"}),
     (['--text="\\n\\n"'], {"text": "\n\n"}),
-    (['--text="\\d"'], {"text": "\\d"}),
     (["--text=" + "(" * 5000], {"text": "(" * 5000}),
     (["--text", "two words"], {"text": "two words"}),
     (["--count", "-3"], {"count": -3}),
@@ -21,18 +17,14 @@ from configurator import override, suggest
     (["--top=none"], {"top": None}),
     (["--flag", "--count=3"], {"flag": True, "count": 3}),
     (["--flag", "false"], {}),
-    (["--flag=true"], {"flag": True}),
     (["--flag", "--flag=0"], {}),
     (["--count=3", "--count=4"], {"count": 4}),
     (['--ends=["\\n\\n", "KING"]'], {"ends": ["\n\n", "KING"]}),
-    (["--ends=[a]"], {"ends": "[a]"}),
     (["--ends='[\"a\"]'"], {"ends": '["a"]'}),
-    (["--ends=5"], {"ends": "5"}),
     (["--ends=A", "--ends=['B', 'C']", "--count=3", "--ends", "D"], {"ends": ["A", "B", "C", "D"], "count": 3}),
     (["--ends=A", "--ends=None", "--ends=B"], {"ends": "B"}),
     (["--pick=8"], {"pick": 8}),
     (["--pick='8'"], {"pick": "8"}),
-    (["--pick=8.5"], {"pick": "8.5"}),
 ], ids=str)
 def test_arguments_change_settings(script, arguments, changes):
     found = script(*arguments)
@@ -43,17 +35,11 @@ def test_arguments_change_settings(script, arguments, changes):
 @pytest.mark.parametrize("arguments, message", [
     (["--cuont=3"], "unknown setting --cuont; did you mean count?; --help lists all settings"),
     (["--inner=3"], "unknown setting --inner"),
-    (["--math=3"], "unknown setting --math"),
-    (["--"], "unknown setting --"),
     (["-"], "unknown setting -; settings begin with --"),
     (["-count=3"], "unknown setting -count; did you mean count?; settings begin with --"),
     (["--count"], "--count needs a value"),
-    (["--count", "--flag"], "--count needs a value"),
     (["--count=3.5"], "count takes a whole number, got '3.5'"),
-    (["--count=True"], "count takes a whole number"),
-    (["--rate=nan"], "rate takes a number"),
     (["--rate=1" + "0" * 400], "rate takes a number"),
-    (["--top=half"], "top takes a whole number or None"),
     (["--flag=maybe"], "flag takes True or False, got 'maybe'"),
     (["--count=3", "--flag", "--rate=fast"], "rate takes a number"),
     (["missing.py"], "cannot read the settings file 'missing.py': No such file or directory; give settings as --key"),
@@ -64,13 +50,6 @@ def test_an_invalid_argument_raises_and_changes_nothing(script, arguments, messa
     with pytest.raises(ValueError) as error:
         script(*arguments)
     assert message in str(error.value)
-
-
-def test_dashes_in_names_are_read_as_underscores(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text("top_k = 200\n")
-    scope = {"__file__": str(path), "top_k": 200}
-    assert override(scope, ["--top-k", "5"]) == {"top_k": 5} and scope["top_k"] == 5
 
 
 def test_validate_sees_all_settings_before_they_apply(script):
@@ -84,11 +63,10 @@ def test_validate_sees_all_settings_before_they_apply(script):
     assert lines == [] and seen[0]["count"] == 3 and seen[0]["rate"] == 0.8
 
 
-@pytest.mark.parametrize("argument, meant", [
-    ("-t", "text"), ("-t=x", "text"), ("--words=x", "text"), ("--size", "count or top"), ("--a-b", "rate")])
+@pytest.mark.parametrize("argument, meant", [("-t=x", "text"), ("--size", "count or top"), ("--a-b", "rate")])
 def test_names_of_other_programs_suggest_the_settings(script, argument, meant):
     with pytest.raises(ValueError, match=f"unknown setting {argument.partition('=')[0]}; did you mean {meant}?"):
-        script(argument, "x", aliases={"t": "text", "words": "text", "size": "count or top", "a_b": "rate"})
+        script(argument, "x", aliases={"t": "text", "size": "count or top", "a_b": "rate"})
 
 
 @pytest.mark.parametrize("name, prefixes, hint", [

@@ -18,20 +18,12 @@ def test_help_lists_every_setting_with_its_default_and_comment(capsys):
         assert setting.comment and setting.group and f"{to_argument(name, setting)} {setting.comment}" in words
 
 
-@pytest.mark.parametrize("columns, limit", [(20, 40), (60, 60), (300, 120)])
-def test_help_wraps_to_the_width_of_the_terminal(capsys, monkeypatch, columns, limit):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit):
-        override({"__file__": str(SCRIPT), "__doc__": "many words " * 50}, ["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert limit - 5 <= max(len(line) for line in lines if "--" not in line) <= limit
-
-
 def test_comments_of_all_settings_begin_in_the_same_column():
     settings = {"text": Setting(["str"], "a", "long " * 30, "First"), "other": Setting(["int"], 3, "short", "First"),
                 "third": Setting(["int"], 4, "short", "Second")}
     printed = help_text("What it does.\n\n    script.py --long\n", settings, 60)
     lines = printed.splitlines()
+    assert 55 <= max(map(len, lines)) <= 60
     assert "    script.py --long" in lines and lines.count("First:") == lines.count("Second:") == 1
     first = lines.index("First:")
     assert lines[first + 1].startswith("  --text=a   long") and lines[first + 2].startswith("             long")
@@ -39,9 +31,9 @@ def test_comments_of_all_settings_begin_in_the_same_column():
 
 
 @pytest.mark.parametrize("default, types", [
-    ("\n", ["str"]), ("two words", ["str"]), ("it's", ["str"]), ("'a'", ["str"]), ("", ["str"]), ("$x", ["str"]),
-    ("\\n", ["str"]), ("None", ["str", "None"]), ("[1]", ["str", "list"]), ("5", ["int", "str"]), (5, ["int", "str"]),
-    (None, ["str", "None"]), (["\n", "a"], ["str", "list"]), (0.5, ["float"]), (False, ["bool"]), ("é\t", ["str"]),
+    ("\n", ["str"]), ("it's $x", ["str"]), ("'a'", ["str"]), ("", ["str"]), ("\\n", ["str"]), ("None", ["str", "None"]),
+    ("[1]", ["str", "list"]), ("5", ["int", "str"]), (None, ["str", "None"]), (["\n", "a"], ["str", "list"]),
+    (False, ["bool"]),
 ], ids=repr)
 def test_a_default_can_be_pasted_into_a_shell(default, types):
     argument, = shlex.split(to_argument("name", Setting(types, default, "")))

@@ -21,15 +21,13 @@ def test_files_and_arguments_apply_in_order(script, tmp_path):
 def test_a_settings_file_is_found_in_any_folder_and_next_to_the_script(script, tmp_path):
     (tmp_path / "else where").mkdir()
     (tmp_path / "else where" / "a.py").write_text("count = 1\n")
-    (tmp_path / "project" / "config").mkdir()
-    (tmp_path / "project" / "config" / "b.py").write_text("count = 2\n")
-    assert script("else where/a.py") == script(str(tmp_path / "else where" / "a.py")) == {"count": 1}
-    assert script("config/b.py") == {"count": 2}
+    (tmp_path / "project" / "b.py").write_text("count = 2\n")
+    assert script("else where/a.py") == {"count": 1} and script("b.py") == {"count": 2}
 
 
 @pytest.mark.parametrize("arguments, where", [
-    (["a.py"], "a.py: "), (["a.py", "b.py", "--text=x"], "a.py: "), (["a.py", "--count=13"], ""),
-    (["b.py", "--count=13"], ""), (["c.py", "--flag"], "c.py: "), (["--count=13", "b.py"], ""),
+    (["a.py", "b.py", "--text=x"], "a.py: "), (["a.py", "--count=13"], ""), (["c.py", "--flag"], "c.py: "),
+    (["--count=13", "b.py"], ""),
 ], ids=str)
 def test_the_error_for_an_invalid_value_names_the_file_that_set_it(script, tmp_path, arguments, where):
     (tmp_path / "a.py").write_text("count = 13\n")
@@ -59,7 +57,7 @@ def test_a_file_whose_name_begins_with_a_dash_is_a_file(script, tmp_path):
     assert script("-t", aliases={"t": "text"}) == {"count": 1}
 
 
-@pytest.mark.parametrize("content", ["", "# count = 3\n", '{"count": 3, "rate": 1}', "count: 3\nrate: 0.5\n"])
+@pytest.mark.parametrize("content", ["# count = 3\n", '{"count": 3, "rate": 1}', "count: 3\nrate: 0.5\n"])
 def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
     (tmp_path / "a.py").write_text(content)
     lines = []
@@ -67,8 +65,7 @@ def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
     assert lines == ["warning: a.py sets nothing; a settings file is Python, such as: text = '\\n'"]
 
 
-@pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "import os", "for count in [10]: pass",
-                                     "exec('count = 3')", "if count != 10: rate = 3"])
+@pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "exec('count = 3')"])
 def test_a_file_that_sets_something_gets_no_warning(script, tmp_path, content):
     """Also what it sets to the value that it has, and names that are no settings."""
     (tmp_path / "a.py").write_text(content)
@@ -84,8 +81,8 @@ def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, tm
 
     def ignore(names):
         return {"count": "it is deep", "top": "it is not there"} if "depth" in names else {}
-    assert script("a.py", log=lines.append, ignore=ignore) == {"rate": 2.0}
-    assert lines == ["a.py: count is ignored, it is deep", "settings: rate=2.0"]
+    assert script("a.py", "--text=" + "x" * 1000, log=lines.append, ignore=ignore) == {"rate": 2.0, "text": "x" * 1000}
+    assert lines == ["a.py: count is ignored, it is deep", f"settings: rate=2.0, text='{'x' * 99}"]
     assert script("b.py", "a.py", ignore=ignore) == {"count": 4, "rate": 2.0}
     assert script("a.py", "--count=5", ignore=ignore) == {"count": 5, "rate": 2.0}
 
@@ -97,15 +94,6 @@ def test_a_file_may_be_a_pipe(script, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with subprocess.Popen(["sh", "-c", "echo count=3 > pipe"], cwd=tmp_path):
         assert script("pipe") == {"count": 3}
-
-
-def test_one_log_line_lists_the_changes(script, tmp_path):
-    (tmp_path / "a.py").write_text("rate = 1\ncount = 10\n")
-    lines = []
-    script("a.py", "--text=" + "x" * 1000, "--flag=False", log=lines.append)
-    assert lines == [f"settings: rate=1.0, text='{'x' * 99}, flag=False"]
-    script(log=lines.append)
-    assert len(lines) == 1
 
 
 @pytest.mark.parametrize("content, message", [
@@ -125,12 +113,8 @@ def test_an_error_in_a_settings_file_names_the_file_and_line(script, tmp_path, c
 
 
 TRAINING = """
-out_dir = 'o'; eval_interval = 1; eval_iters = 1; eval_only = False; always_save_checkpoint = True; wandb_log = False
-init_from = 'resume'; wandb_project = 'p'; dataset = 'd'; gradient_accumulation_steps = 1; batch_size = 12
-block_size = 64; n_layer = 4; n_head = 4; n_embd = 128; dropout = 0.0; bias = False; learning_rate = 1e-3; max_iters = 1
-weight_decay = 0.1; beta1 = 0.9; grad_clip = 1.0; decay_lr = True; warmup_iters = 1; min_lr = 0.1; backend = 'nccl'
-device = 'cpu'; dtype = 'float16'; compile = False
 import os
+out_dir = 'o'; dataset = 'd'; gradient_accumulation_steps = 1; batch_size = 12; block_size = 64; learning_rate = 1e-3
 num, temp = 1, 2.0 # prefixes of settings' names cause no warnings either
 def helper(): return 1
 """
@@ -138,30 +122,19 @@ def helper(): return 1
 
 def test_training_settings_files_cause_no_warnings(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    scope = {"__file__": str(SCRIPT), "__doc__": ""}
+    scope = {"__file__": str(SCRIPT)}
     exec(SCRIPT.read_text(encoding="utf-8").split("def ")[0], scope)
-    before, lines = dict(scope), []
+    lines = []
     settings = override(scope, [str(tmp_path / "train.py")], log=lines.append, ignore=training_settings)
-    assert {name for name, value in settings.items() if value != before[name]} == {"out_dir", "device", "dtype"}
+    assert settings["out_dir"] == "o" and settings["batch_size"] is None
     assert [line.partition(": ")[0] for line in lines] == [str(tmp_path / "train.py"), "settings"]
 
 
-def test_ctrl_c_in_a_settings_file_raises_keyboard_interrupt(script, tmp_path):
-    (tmp_path / "a.py").write_text("raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        script("a.py")
-
-
-def test_a_misspelt_setting_in_a_file_causes_a_warning(script, tmp_path, capsys):
-    (tmp_path / "a.py").write_text("conut = 3\nfor c in range(3): pass\n")
+def test_a_misspelt_setting_causes_a_warning_and_what_a_file_prints_goes_to_stderr(script, tmp_path, capsys):
+    (tmp_path / "a.py").write_text("conut = 3\nfor c in range(3): pass\nprint('hello')\n")
     assert script("a.py") == {}
-    assert capsys.readouterr().out == "warning: a.py sets conut, which is not a setting; did you mean count?\n"
-
-
-def test_output_of_a_settings_file_goes_to_stderr(script, tmp_path, capsys):
-    (tmp_path / "a.py").write_text("print('hello')\ncount = 3\n")
-    script("a.py", log=lambda text: None)
-    assert capsys.readouterr() == ("", "hello\n")
+    warning = "warning: a.py sets conut, which is not a setting; did you mean count?\n"
+    assert capsys.readouterr() == (warning, "hello\n")
 
 
 def test_a_settings_file_may_use_torch_as_in_nanogpt(script, tmp_path):
