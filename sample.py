@@ -130,8 +130,8 @@ def load(settings, params, workers, prompts=None):
     """The model, ready to generate; for the prompts, the number of samples and the longest length, None if unknown."""
     from sampling.backends.devices import choose_device, choose_dtype
     from sampling.backends.prepare import converter
-    from sampling.checkpoints.huggingface import load_gpt2
-    from sampling.checkpoints.nanogpt import load_checkpoint
+    from sampling.checkpoints.huggingface import load_huggingface
+    from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.generation.assembly import assemble
     from sampling.inputs.tokenizer import load_tokenizer
     return_freed_memory() # of the model before this one
@@ -140,9 +140,9 @@ def load(settings, params, workers, prompts=None):
         dtype = choose_dtype(device, settings.dtype, settings.exact)
         how = dict(convert=converter(dtype), with_crc32=bool(settings.out_file), log=log)
         if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
-            checkpoint = load_checkpoint(settings.out_dir, **how)
+            checkpoint = load_nanogpt(settings.out_dir, **how)
         else: # GPT-2
-            checkpoint = load_gpt2(settings.init_from, **how)
+            checkpoint = load_huggingface(settings.init_from, **how)
         tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # its meta.pkl, or else GPT-2's encoding
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
         lengths = prompts.count_and_max_len(tokenizer, settings.num_samples) if prompts else (None, None)

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file, save_model
 
 from attacks import write_settled
 from models import SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, same_model
-from sampling.checkpoints.huggingface import load_gpt2
-from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.checkpoints.huggingface import load_huggingface
+from sampling.checkpoints.nanogpt import load_nanogpt
 
 
-def error_of(path, load=load_checkpoint):
+def error_of(path, load=load_nanogpt):
     """The one line that loading ends in; it names the path."""
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         load(str(path))
@@ -66,7 +66,7 @@ def test_safetensors_of_a_nanogpt_model(tmp_path):
         if config:
             (tmp_path / "config.json").write_text(json.dumps(config))
         for given in path, tmp_path:
-            for load in load_checkpoint, load_gpt2:
+            for load in load_nanogpt, load_huggingface:
                 message = error_of(given, load)
                 assert "n_head cannot be inferred" in message and "pass --out_dir=ckpt.pt" in message
     run_advice(message, tmp_path, load_file(path))
@@ -78,7 +78,7 @@ def test_nanogpts_tensors_as_a_hugging_face_model(tmp_path):
     tensors = {name: tensor.clone() for name, tensor in make_gpt().state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **SHAPE, "n_positions": 16}))
-    message = error_of(tmp_path, load_gpt2)
+    message = error_of(tmp_path, load_huggingface)
     assert "not transposed" in message and "pass --out_dir=ckpt.pt" in message
 
 
@@ -162,4 +162,4 @@ def test_short_files_end_in_one_line(content, tmp_path):
     for name in "ckpt.pt", "model.safetensors":
         write_settled(tmp_path / name, content)
         with pytest.raises(ValueError, match=f"^cannot read .*{name}"):
-            load_checkpoint(tmp_path / name)
+            load_nanogpt(tmp_path / name)

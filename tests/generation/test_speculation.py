@@ -9,7 +9,7 @@ from models import add_noise, make_gpt
 from project import PROJECT
 from sampling.backends.draft import Draft
 from sampling.backends.eager import EagerBackend
-from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.generation.assembly import assemble
 from sampling.generation.engine import Engine
 from sampling.generation.speculation import Speculation, best_length
@@ -126,7 +126,7 @@ def test_the_number_of_proposals_follows_the_share_that_is_accepted(cost, rate, 
 def test_the_demo_in_8_bits_is_a_good_draft_of_itself():
     samples = []
     for draft in None, "int8":
-        checkpoint = load_checkpoint(PROJECT / "out-shakespeare-char")
+        checkpoint = load_nanogpt(PROJECT / "out-shakespeare-char")
         tokenizer, options = load_tokenizer(checkpoint, pytest.fail), ModelOptions(draft=draft)
         model = assemble(checkpoint, tokenizer, torch.device("cpu"), torch.float32, options)
         if draft: # the demo is so small that the draft would be off
