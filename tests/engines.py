@@ -12,7 +12,7 @@ from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.assembly import LoadedModel
-from sampling.params import Prompt, SampleRequest, SamplingParams, TextCursor
+from sampling.params import Prompt, SampleRequest, SamplingParams
 
 PROMPTS = ["The ", "O", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "]
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
@@ -57,12 +57,8 @@ def static_steps(gpt):
     return CUDABackend(gpt, log=pytest.fail)
 
 
-def static_steps_on_fake_gpu(gpt):
-    return on_fake_gpu(static_steps(gpt))
-
-
 def recorded_graphs(gpt):
-    """The same with graphs, for tests with the fixture recordings."""
+    """The same with graphs, for tests that call record_graphs."""
     backend = static_steps(gpt)
     backend.checks.use_graphs = True
     return backend
@@ -92,10 +88,9 @@ def run(engine, requests):
 
 def streamed_texts(engine, requests):
     """The texts as a reader of the stream gets them: each character once."""
-    texts, cursors = [""] * len(requests), {}
+    texts = [""] * len(requests)
     for sample in engine.generate(requests):
-        cursor = cursors.setdefault(sample.index, TextCursor(sample))
-        texts[sample.index] += "".join(text for text, _ in cursor.read())
+        texts[sample.index] += sample.text[len(texts[sample.index]):sample.num_emittable_chars]
     return texts
 
 

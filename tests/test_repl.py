@@ -9,7 +9,9 @@ from subprocess import DEVNULL
 import pytest
 
 import terminal
+from configurator import find_settings
 from models import make_gpt, save_checkpoint, save_meta
+from project import SCRIPT
 from sampling import repl
 from script_process import CLOSED, start_script
 from terminal import Terminal
@@ -203,7 +205,7 @@ def test_reload_loads_a_newer_checkpoint_and_keeps_the_settings(start, run, char
     (folder / "ckpt.pt").write_bytes(b"not a checkpoint")
     os.utime(folder / "ckpt.pt", (1, 1)) # the loader waits for a file that has just changed
     session.answer(":reload", "error: cannot read ", "> ")
-    session.answer(":again", "error: no model is loaded: mend the checkpoint, then type :reload\n> ")
+    session.answer(":again", "error: no model is loaded: repair or replace the checkpoint, then type :reload\n> ")
     (folder / "ckpt.pt").write_bytes(whole)
     session.answer(":reload", "> ")
     session.answer("The ", newer + "> ")
@@ -238,18 +240,11 @@ def test_a_pasted_line_may_have_its_newline(pasted, line, monkeypatch):
     assert repl.input_line() == line
 
 
-def test_with_samples_in_a_pipe_the_session_asks_on_the_terminal(start):
-    session = start(stdout=False)
-    session.type("The \n")
-    session.wait_for("The \n> ")
-    session.type("\x04")
-    assert session.read_to_end() == "\n"
-
-
 @pytest.mark.parametrize("start, prompts", [(":The ", [":The ", "O"]), ('"\\n"', ["O"])], ids=repr)
 def test_the_setting_start_is_the_first_prompt(reply, start, prompts):
     texts = reply(b"O\n", f"--start={start}", "--temperature=0").stdout.split(RULE)[:-1]
     assert len(texts) == len(prompts) and all(map(str.startswith, texts, prompts))
+    assert find_settings(SCRIPT)["start"].default == repl.DEFAULT_START # which is no prompt
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte-order-mark"])

@@ -45,9 +45,9 @@ def test_prompts_may_be_any_iterable_of_texts(generator):
     with pytest.raises(TypeError, match=r"^a prompt must be a str; got \[1, 2\]$"):
         generator.generate(["A", [1, 2]], PARAMS)
     for prompts in None, 5, b"A":
-        with pytest.raises(TypeError, match=r"^prompts must be a str or a list of str; got "):
+        with pytest.raises(TypeError):
             generator.generate(prompts, PARAMS)
-    with pytest.raises(TypeError, match="stream takes one prompt, a str; got"):
+    with pytest.raises(TypeError, match=r"^a prompt must be a str; got \['A', 'B'\]$"):
         next(generator.stream(["A", "B"], PARAMS))
 
 
@@ -110,7 +110,7 @@ def test_samples_with_a_draft_are_the_same(generator):
     expected = texts(generator, "ROMEO:", PARAMS, num_samples=2)
     gpt = load(draft=DEMO)
     speculation = gpt.model.speculation
-    speculation.draft = speculation.draft._replace(relative_cost=0.1) # it costs as much as the model: it would be off
+    speculation.relative_cost = 0.1 # it costs as much as the model: it would be off
     assert texts(gpt, "ROMEO:", PARAMS, num_samples=2, batch_size=1) == expected
     assert "".join(gpt.stream("ROMEO:", PARAMS)) == expected[0] and speculation.num_accepted > 10
 
@@ -126,7 +126,7 @@ def test_exact_samples_are_the_same_in_float32_and_need_a_batch_of_one(generator
 
 def test_exact_samples_past_the_window_are_the_same_on_a_gpu(generator):
     def generate(backend):
-        model = replace(generator.model, backend=backend, is_exact=True)
+        model = replace(generator.model, backend=backend)
         return texts(TextGenerator(model), "The ", PARAMS, num_samples=3, batch_size=1)
     gpt = make_gpt(vocab_size=65, block_size=8)
     assert generate(on_fake_gpu(ExactBackend(gpt))) == generate(ExactBackend(gpt))

@@ -132,7 +132,7 @@ def find_checkpoint(out_dir: str | Path) -> Path:
 
 # ---- waiting for the next save
 
-def saves(out_dir: str | Path, log: Log = warn) -> Iterator[None]:
+def wait_for_saves(out_dir: str | Path, log: Log = warn) -> Iterator[None]:
     """Yield at once, and again whenever the checkpoint in out_dir has been saved anew. Never ends."""
     path = find_checkpoint(out_dir)
     while True:

@@ -19,7 +19,7 @@ WRONG_SETTINGS = [ # an argument, a part of the error line: exit status 2
     ("--num_samples=0", "num_samples must be"),
     ("--temperature=-0.5", "temperature must be"),
     ("--start=", "start is empty"),
-    ("bad.py", "error: bad.py: top_k must be at least 1, or None or 0 for every token; got -5"),
+    ("bad.py", "error: bad.py: top_k must be from 1 to 10**9, or None or 0 for every token; got -5"),
     ("broken.py", "broken.py, line 1: SyntaxError"),
     ("nowhere.py", "cannot read the settings file 'nowhere.py'"),
     ("out/ckpt.pt", "out/ckpt.pt"),
