@@ -93,7 +93,7 @@ def main(settings, workers):
         return run_repl(lambda: load(settings, params, workers)[0], params, settings.show_probs, settings.start)
     with workers.fail_together():
         prompts = PromptSource(settings.start) if workers.is_main else None
-        if settings.watch and prompts.is_pipe:
+        if settings.watch and prompts.is_single_pass:
             raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
     outputs = Outputs(vars(settings))
     rounds = wait_for_saves(settings.out_dir, log) if settings.watch else [None]
