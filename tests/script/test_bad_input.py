@@ -44,7 +44,7 @@ UNUSABLE = [ # arguments, a part of the error line: exit status 1
     ("--out_dir=nowhere", "there is no checkpoint at nowhere; pass --out_dir="),
     ("--out_dir=empty.txt", "cannot read empty.txt"),
     ("--out_dir=cut.pt", "cannot read cut.pt"),
-    ("--out_dir=missing", "missing: transformer.wte.weight, lm_head.weight"),
+    ("--out_dir=missing", "transformer.wte.weight: nothing instead of (61, 24); lm_head.weight: nothing"),
     ("--out_dir=misshapen", "transformer.wpe.weight: (9, 24) instead of (16, 24)"),
     ("--out_dir=rope", "rope"),
     ("--out_dir=huge", "block_size must be a whole number"),
