@@ -182,7 +182,7 @@ def test_a_sample_ends_where_the_first_of_several_stop_texts_begins(run_script, 
 
 @pytest.mark.parametrize("stop, warning", [
     ("\\n\\n", r"""warning: the stop text '\\n\\n' has a backslash and the letter n; if you mean a newline, write """
-               r"""it in quotes: "\n\n", and in a shell --stop='"\n\n"'"""),
+               r"""the text in quotes, as Python does: --stop='"\n"'"""),
     ("<|endoftext|>", "meta.pkl never produces this text"),
 ], ids=["backslash", "not-in-the-vocabulary"])
 def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoint, stop, warning):
