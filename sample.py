@@ -93,7 +93,7 @@ def main(settings, workers):
         return run_repl(lambda: load(settings, params, workers)[0], params, settings.show_probs, settings.start)
     with workers.fail_together():
         prompts = PromptSource(settings.start) if workers.is_main else None
-        if settings.watch and prompts.is_pipe:
+        if settings.watch and prompts.is_single_pass:
             raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
     outputs = Outputs(vars(settings))
     rounds = wait_for_saves(settings.out_dir, log) if settings.watch else [None]
@@ -128,8 +128,8 @@ def load(settings, params, workers, prompts=None):
     """Load the model with its tokenizer. Returns (model, number of samples or None if unknown, batch size)."""
     from sampling.backends.devices import choose_device, choose_dtype
     from sampling.backends.prepare import weight_converter
-    from sampling.checkpoints.huggingface import load_gpt2
-    from sampling.checkpoints.nanogpt import load_checkpoint
+    from sampling.checkpoints.huggingface import load_huggingface
+    from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.generation.assembly import assemble
     from sampling.inputs.tokenizer import load_tokenizer
     return_freed_memory() # of the model before this one
@@ -138,9 +138,9 @@ def load(settings, params, workers, prompts=None):
         dtype = choose_dtype(device, settings.dtype, settings.exact)
         load_options = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=log)
         if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
-            checkpoint = load_checkpoint(settings.out_dir, **load_options)
+            checkpoint = load_nanogpt(settings.out_dir, **load_options)
         else: # GPT-2
-            checkpoint = load_gpt2(settings.init_from, **load_options)
+            checkpoint = load_huggingface(settings.init_from, **load_options)
         tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
         lengths = prompts.count_and_max_len(tokenizer, settings.num_samples) if prompts else (None, None)

@@ -16,8 +16,8 @@ import traceback
 import tiktoken  # noqa: F401
 
 from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.huggingface import load_gpt2
-from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.checkpoints.huggingface import load_huggingface
+from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.inputs.tokenizer import load_tokenizer
 from sampling.outputs.console import report_user_errors
 
@@ -34,7 +34,7 @@ def load_and_exit(folder, init_from, seconds):
     try:
         with report_user_errors():
             quiet = {"log": lambda text: None}
-            checkpoint = load_checkpoint("out", **quiet) if init_from == "resume" else load_gpt2(init_from, **quiet)
+            checkpoint = load_nanogpt("out", **quiet) if init_from == "resume" else load_huggingface(init_from, **quiet)
             build_gpt(checkpoint)
             load_tokenizer(checkpoint, **quiet)
         os._exit(0)

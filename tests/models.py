@@ -8,7 +8,7 @@ import torch
 from model import GPT, GPTConfig
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.checkpoints.nanogpt import load_nanogpt
 
 CHARS = "\n !',-.:?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=len(CHARS), dropout=0.0, bias=True)
@@ -66,7 +66,7 @@ def save_checkpoint(folder, model, /, meta=True, config=None, **changes):
 
 def same_model(path, model):
     """Whether the checkpoint at path loads in float32, and gives the same logits as the model."""
-    loaded, idx = build_gpt(load_checkpoint(path)), torch.arange(16)[None]
+    loaded, idx = build_gpt(load_nanogpt(path)), torch.arange(16)[None]
     with torch.no_grad():
         return (all(parameter.dtype == torch.float32 for parameter in loaded.parameters())
                 and torch.equal(loaded(idx, idx)[0], model(idx, idx)[0]))

@@ -86,7 +86,7 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
 @pytest.mark.parametrize("changes, num_models", [
     ({"watch": True}, 3), ({"watch": True, "draft": "int8"}, 3), ({"interactive": True}, 2)], ids=str)
 def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_checkpoint, capsys, changes, num_models):
-    backends, num_alive, assemble, load = [], [], assembly.assemble, nanogpt.load_checkpoint
+    backends, num_alive, assemble, load = [], [], assembly.assemble, nanogpt.load_nanogpt
 
     def assemble_and_note(*arguments):
         model = assemble(*arguments)
@@ -97,7 +97,7 @@ def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_c
         num_alive.append(sum(backend() is not None for backend in backends))
         return load(*arguments, **options)
     monkeypatch.setattr(assembly, "assemble", assemble_and_note)
-    monkeypatch.setattr(nanogpt, "load_checkpoint", load_and_note)
+    monkeypatch.setattr(nanogpt, "load_nanogpt", load_and_note)
     monkeypatch.setattr(nanogpt, "wait_for_saves", lambda *_: range(3))
     settings = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
     changed = dict(out_dir=str(char_checkpoint), device="cpu", num_samples=2, max_new_tokens=9) | changes

@@ -28,16 +28,16 @@ CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 def load_gpt(name_or_folder: str, override_args: dict | None = None) -> GPT:
     """Load GPT-2 as a GPT. override_args replaces GPTConfig fields that no tensor depends on, such as dropout."""
-    checkpoint = load_gpt2(name_or_folder)
+    checkpoint = load_huggingface(name_or_folder)
     checkpoint.config = replace(checkpoint.config, **override_args or {})
     return build_gpt(checkpoint)
 
 
-def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: bool = False,
+def load_huggingface(name_or_folder: str, convert: Convert | None = None, with_crc32: bool = False,
               log: Log = warn) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
-    The other arguments are those of nanogpt.load_checkpoint. Raises ValueError or OSError if the files are not
+    The other arguments are those of nanogpt.load_nanogpt. Raises ValueError or OSError if the files are not
     available, are damaged or hold another model.
     """
     folder, config = find_model(name_or_folder, log)

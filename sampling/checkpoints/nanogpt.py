@@ -11,7 +11,7 @@ from typing import BinaryIO
 from model import GPTConfig
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint, Convert, is_checkpoint, read_complete, require, snapshots_in
-from sampling.checkpoints.huggingface import load_gpt2
+from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, read_nanogpt_file
 from sampling.checkpoints.pickles import Record, StoredTensor, fields_of
 from sampling.checkpoints.tensor_files import TensorFile
@@ -27,11 +27,11 @@ HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|label_smoot
 
 def load_by_name(name: str | os.PathLike, convert: Convert | None = None, with_crc32: bool = False,
                  log: Log = warn) -> Checkpoint:
-    """load_checkpoint if there is a ckpt.pt at this path or in this folder, otherwise load_gpt2."""
-    return (load_checkpoint if is_checkpoint(name) else load_gpt2)(os.fspath(name), convert, with_crc32, log)
+    """load_nanogpt if there is a ckpt.pt at this path or in this folder, otherwise load_huggingface."""
+    return (load_nanogpt if is_checkpoint(name) else load_huggingface)(os.fspath(name), convert, with_crc32, log)
 
 
-def load_checkpoint(out_dir: str | Path, convert: Convert | None = None, with_crc32: bool = False,
+def load_nanogpt(out_dir: str | Path, convert: Convert | None = None, with_crc32: bool = False,
                     log: Log = warn) -> Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 

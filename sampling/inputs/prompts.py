@@ -38,18 +38,18 @@ class PromptSource:
         self.start = start
         kind, path = parse_start(start)
         self.is_multi = kind in MULTI_KINDS
-        self.is_pipe = self.is_multi and not os.path.isfile(path) # then the prompts cannot be read a second time
+        self.is_single_pass = self.is_multi and not os.path.isfile(path)
         self.prompts = read_prompts(start)
         self.first = next(self.prompts)
 
     def __iter__(self) -> Iterator[Prompt]:
         if not self.is_multi:
             return iter([self.first])
-        return chain([self.first], self.prompts) if self.is_pipe else read_prompts(self.start)
+        return chain([self.first], self.prompts) if self.is_single_pass else read_prompts(self.start)
 
     def count_and_max_len(self, tokenizer: Tokenizer, num_samples: int) -> tuple[int, int] | tuple[None, None]:
         """The number of samples of the run, and the number of tokens in the longest prompt; (None, None) for a pipe."""
-        if self.is_pipe:
+        if self.is_single_pass:
             return None, None
         lengths = [len(encode_prompt(prompt, tokenizer)) for prompt in self]
         return len(lengths) * num_samples, max(lengths)

@@ -15,7 +15,7 @@ from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import GELU, CPUBackend, Shortlist, multiply, quantize
 from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.checkpoints.nanogpt import load_nanogpt
 from streams import decode, random_prompt
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
@@ -201,7 +201,7 @@ def test_large_channels_do_not_change_int8_logits_more_than_rounded_weights_do()
 
 def test_the_demo_predicts_nearly_as_well_in_int8():
     """On text that it sampled itself, in nats a character: the Kullback-Leibler divergence of float32 and int8."""
-    gpt = build_gpt(load_checkpoint(PROJECT / "out-shakespeare-char"))
+    gpt = build_gpt(load_nanogpt(PROJECT / "out-shakespeare-char"))
     float32, int8 = make_backend(gpt)[0], make_backend(gpt, int8=True)[0]
     ids = torch.tensor(decode(float32, 4 * [[0]], 60, seed=0)) # after newlines
     log_p, log_q = (backend.logits(ids, None, 60).log_softmax(dim=-1) for backend in (float32, int8))

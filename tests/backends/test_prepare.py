@@ -12,7 +12,7 @@ from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend, ExactBackend
 from sampling.backends.prepare import cast_linears, compile_steps, prepare_backend, wants_kernels, weight_converter
-from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.params import ModelOptions
 from streams import decode, random_prompt
 
@@ -65,8 +65,8 @@ def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_e
 
 def test_weights_may_be_rounded_to_int8_while_they_are_read(tmp_path):
     path, ids = save_checkpoint(tmp_path, make_gpt(n_embd=64)), random_prompt(9, 2)
-    rounded = load_checkpoint(path, weight_converter(torch.int8))
-    later, earlier = (prepare_backend(loaded, CPU, torch.int8) for loaded in (load_checkpoint(path), rounded))
+    rounded = load_nanogpt(path, weight_converter(torch.int8))
+    later, earlier = (prepare_backend(loaded, CPU, torch.int8) for loaded in (load_nanogpt(path), rounded))
     assert torch.equal(later.logits(ids, None), earlier.logits(ids, None))
 
 

@@ -4,7 +4,7 @@ import torch
 
 from model import GPT
 from models import make_transformers_gpt2
-from sampling.checkpoints.huggingface import load_gpt2
+from sampling.checkpoints.huggingface import load_huggingface
 
 
 def same_as_transformers(folder, theirs):
@@ -47,7 +47,7 @@ def test_settings_of_the_architecture_are_followed(changes, tmp_path):
 def test_fields_of_a_hugging_face_checkpoint(tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
     log = []
-    checkpoint = load_gpt2(str(tmp_path), with_crc32=True, log=log.append)
+    checkpoint = load_huggingface(str(tmp_path), with_crc32=True, log=log.append)
     assert log == [f"{tmp_path}: loaded"] and checkpoint.raw_config["model_type"] == "gpt2"
     assert (checkpoint.path, checkpoint.folder, checkpoint.is_huggingface) == (str(tmp_path), tmp_path, True)
     assert checkpoint.num_init_draws == 0, "transformers' users seed after the model is built"
@@ -55,7 +55,7 @@ def test_fields_of_a_hugging_face_checkpoint(tmp_path):
 
 def test_an_invalid_model_id_is_refused():
     with pytest.raises(ValueError, match=r"^'no/such/model' is neither a folder here nor a Hugging Face id"):
-        load_gpt2("no/such/model")
+        load_huggingface("no/such/model")
 
 
 @pytest.mark.parametrize("config, message", [
@@ -67,14 +67,14 @@ def test_a_config_of_another_model_is_refused(config, message, tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=message):
-        load_gpt2(str(tmp_path))
+        load_huggingface(str(tmp_path))
 
 
 def test_missing_weights_are_named(tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00002-of-00003.safetensors")
     with pytest.raises(ValueError, match="has only 1 of 00003 shards: download the model again"):
-        load_gpt2(str(tmp_path))
+        load_huggingface(str(tmp_path))
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
-        load_gpt2(str(tmp_path))
+        load_huggingface(str(tmp_path))

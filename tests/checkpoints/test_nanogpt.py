@@ -13,7 +13,7 @@ import torch
 from model import GPT, GPTConfig
 from models import SHAPE, make_gpt, nanogpt_args, same_model, save_checkpoint
 from sampling.checkpoints.build import count_init_draws
-from sampling.checkpoints.nanogpt import find_checkpoint, load_by_name, load_checkpoint
+from sampling.checkpoints.nanogpt import find_checkpoint, load_by_name, load_nanogpt
 from sampling.sampler.mt19937 import advance_mt19937
 
 SIZES = {name: SHAPE[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
@@ -59,7 +59,7 @@ def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
         os.utime(tmp_path / name, (i * 100,) * 2)
     newest = tmp_path / names[-1]
     with pytest.raises(FileNotFoundError) as error:
-        load_checkpoint(tmp_path)
+        load_nanogpt(tmp_path)
     listed = "model_00001.pt, b.pt, a.pt, best_model.pt, 2000_ckpt.pt, ..."
     assert f"{tmp_path} holds {listed}, but no ckpt.pt; pass --out_dir={newest}" in str(error.value)
     with pytest.raises(ValueError, match=f"neither config.json nor ckpt.pt, but .*--out_dir={newest}"):
@@ -71,7 +71,7 @@ def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
 def test_fields_of_a_nanogpt_checkpoint(tmp_path):
     log, config = [], {"dataset": "shakespeare", "tokenizer": "tiktoken"}
     path = save_checkpoint(tmp_path / "out", make_gpt(vocab_size=70), config=config)
-    checkpoint = load_checkpoint(tmp_path / "out", log=log.append)
+    checkpoint = load_nanogpt(tmp_path / "out", log=log.append)
     assert (checkpoint.path, checkpoint.folder, checkpoint.raw_config) == (str(path), path.parent, config)
     assert checkpoint.config == GPTConfig(**SHAPE | {"vocab_size": 70})
     assert (checkpoint.iter_num, checkpoint.val_loss, checkpoint.crc32) == (100, 1.5, None)
@@ -85,13 +85,13 @@ def test_fields_of_a_nanogpt_checkpoint(tmp_path):
 ])
 def test_the_line_says_what_the_checkpoint_has(changes, described, tmp_path):
     log, path = [], save_checkpoint(tmp_path, make_gpt(), **changes)
-    load_checkpoint(path, log=log.append)
+    load_nanogpt(path, log=log.append)
     assert log == [f"{path}: {described}"]
 
 
 def test_fields_of_a_build_nanogpt_checkpoint(gptconfig, tmp_path):
     model = make_gpt()
-    checkpoint = load_checkpoint(save_lesson(tmp_path, model, lesson_config(gptconfig)), log=lambda text: None)
+    checkpoint = load_nanogpt(save_lesson(tmp_path, model, lesson_config(gptconfig)), log=lambda text: None)
     assert checkpoint.config == GPTConfig(**SIZES, gelu="tanh")
     assert (checkpoint.iter_num, checkpoint.val_loss) == (19072, 3.05)
     assert checkpoint.num_init_draws == count_init_draws(model.state_dict())
@@ -101,7 +101,7 @@ def test_crc32_depends_on_the_weights_but_not_on_their_order(tmp_path):
     model = make_gpt()
     paths = [save_checkpoint(tmp_path / "a", model), save_checkpoint(tmp_path / "c", make_gpt(seed=2)),
              save_checkpoint(tmp_path / "b", model, model=dict(reversed(model.state_dict().items())))]
-    one, other, same = (load_checkpoint(path, with_crc32=True, log=print).crc32 for path in paths)
+    one, other, same = (load_nanogpt(path, with_crc32=True, log=print).crc32 for path in paths)
     assert one == same == "6fffcc38" != other, "a resumed run of an older version compares it"
 
 
@@ -109,8 +109,8 @@ def test_crc32_depends_on_the_weights_but_not_on_their_order(tmp_path):
 def test_convert_gets_each_weight_once_and_its_result_stands_in_state_dict(tie, tmp_path):
     model, seen = make_gpt(tie_word_embeddings=tie), []
     path = save_checkpoint(tmp_path, model)
-    found = load_checkpoint(path, lambda weight: seen.append(weight.clone()) or -weight, True, print)
-    assert len(seen) == 2 * 4 + (1 if tie else 2) and found.crc32 == load_checkpoint(path, None, True, print).crc32
+    found = load_nanogpt(path, lambda weight: seen.append(weight.clone()) or -weight, True, print)
+    assert len(seen) == 2 * 4 + (1 if tie else 2) and found.crc32 == load_nanogpt(path, None, True, print).crc32
     for name, tensor in model.state_dict().items():
         is_weight = tensor.dim() == 2 and "wpe" not in name
         assert torch.equal(found.state_dict[name], -tensor if is_weight else tensor)
@@ -219,13 +219,12 @@ def test_a_field_that_changes_no_arithmetic_is_ignored(field, tmp_path):
     assert same_model(save_checkpoint(tmp_path, make_gpt(), model_args=SHAPE | field), make_gpt())
 
 
-@pytest.mark.parametrize("field", [{"rope": True}, {"n_kv_head": 1}, {"norm": "rms"}])
 @pytest.mark.parametrize("key", ["model_args", "config"])
-def test_a_field_that_is_on_is_named_and_the_advice_works(key, field, tmp_path):
-    model, name = make_gpt(gelu="tanh"), next(iter(field))
-    path = save_lesson(tmp_path, model, None, **{key: SIZES | field | {"gelu": "tanh"}})
-    with pytest.raises(ValueError, match=f"its {key} has fields that a GPT does not have: {name};") as error:
-        load_checkpoint(path)
+def test_a_field_that_is_on_is_named_and_the_advice_works(key, tmp_path):
+    model = make_gpt(gelu="tanh")
+    path = save_lesson(tmp_path, model, None, **{key: SIZES | {"rope": True, "norm": "rms", "gelu": "tanh"}})
+    with pytest.raises(ValueError, match=f"its {key} has fields that a GPT does not have: norm, rope;") as error:
+        load_nanogpt(path)
     command = str(error.value).split("fields: ")[1].replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
     exec(command, {"torch": torch, "model": model})
     assert same_model(tmp_path / "ckpt.pt", model)
@@ -246,5 +245,5 @@ def test_a_field_that_is_on_is_named_and_the_advice_works(key, field, tmp_path):
 def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
     torch.save(content, tmp_path / "ckpt.pt")
     with pytest.raises(ValueError) as error:
-        load_checkpoint(tmp_path / "ckpt.pt")
+        load_nanogpt(tmp_path / "ckpt.pt")
     assert message in str(error.value) and str(tmp_path / "ckpt.pt") in str(error.value)

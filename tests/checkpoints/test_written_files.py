@@ -11,7 +11,7 @@ import torch
 from models import make_gpt, make_transformers_gpt2, save_checkpoint
 from project import PROJECT
 from sampling.checkpoints import checkpoint as checkpoints
-from sampling.checkpoints.nanogpt import load_by_name, load_checkpoint
+from sampling.checkpoints.nanogpt import load_by_name, load_nanogpt
 
 WRITER = """
 import itertools, sys, time, torch
@@ -35,7 +35,7 @@ def test_a_load_beside_a_writer_is_one_whole_save(pause, tmp_path):
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE) as writer:
         writer.stdout.readline()
         for _ in range(10):
-            loaded = load_checkpoint(path, log=lambda text: None)
+            loaded = load_nanogpt(path, log=lambda text: None)
             assert all(torch.all(tensor == loaded.iter_num) for tensor in loaded.state_dict.values())
             iterations.add(loaded.iter_num)
             time.sleep(0.03)
@@ -47,7 +47,7 @@ def test_a_file_that_is_never_complete_is_an_error_that_says_so(tmp_path, monkey
     monkeypatch.setattr(checkpoints, "MAX_WAIT", 0.2)
     path, log = save_checkpoint(tmp_path, make_gpt()), []
     with pytest.raises(ValueError, match=r"ckpt.pt is being written, and was never complete for 0.2 seconds"):
-        load_checkpoint(path, lambda weight: os.utime(path) or weight, log=log.append)
+        load_nanogpt(path, lambda weight: os.utime(path) or weight, log=log.append)
     assert log == [f"{path} is being written: waiting"]
 
 
@@ -83,7 +83,7 @@ def test_a_file_that_changes_while_its_tensors_are_read_is_read_again(change, tm
     def restore(line):
         log.append(line)
         path.write_bytes(content)
-    load_checkpoint(path, convert, log=restore)
+    load_nanogpt(path, convert, log=restore)
     assert len(converted) > 9 and "waiting" in log[0] and "iteration 100" in log[1]
 
 
@@ -92,13 +92,13 @@ def test_a_damaged_file_that_nobody_has_changed_lately_is_an_error_at_once(tmp_p
     path.write_bytes(path.read_bytes()[:-100])
     os.utime(path, (time.time() - 11,) * 2)
     with pytest.raises(ValueError, match="it is damaged or incomplete"):
-        load_checkpoint(path, log=pytest.fail)
+        load_nanogpt(path, log=pytest.fail)
 
 
 def test_the_file_is_closed_and_never_mapped(tmp_path):
     """Windows lets nobody write an open file, and a mapped page of a file that was cut kills the process."""
     path, model = save_checkpoint(tmp_path, make_gpt()), make_gpt()
-    state_dict = load_checkpoint(path, log=lambda text: None).state_dict
+    state_dict = load_nanogpt(path, log=lambda text: None).state_dict
     path.write_bytes(b"")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in state_dict.items())
     if sys.platform == "linux":
@@ -108,10 +108,10 @@ def test_the_file_is_closed_and_never_mapped(tmp_path):
 
 PROGRAM = """
 import re, sys, torch
-from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.checkpoints.nanogpt import load_nanogpt
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1000
 before, convert = peak(), (lambda weight: weight.to(torch.int8)) if len(sys.argv) > 2 else None
-load_checkpoint(sys.argv[1], convert, log=lambda text: None)
+load_nanogpt(sys.argv[1], convert, log=lambda text: None)
 print(peak() - before)
 """
 
