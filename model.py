@@ -61,7 +61,6 @@ class KVCache:
         self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
-        """Keep these rows only."""
         for i, layer in enumerate(self.layers):
             self.layers[i] = layer[:, rows]
 
@@ -75,14 +74,17 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, past=None):
-        """(B, T, E) -> (B, T, E). past is a layer of a KVCache and the number of its filled positions."""
+        """(B, T, E) -> (B, T, E). past: a layer of a KVCache (2, B, H, capacity, D), and how many of
+        its positions are filled.
+        """
         T = x.size(1)
         qkv = self.split_heads(x)
         q, k, v = qkv # (B, H, T, D) each
         is_causal, mask = True, None
         if past is not None:
             cached, start = past
-            cached[..., start:start + T, :] = qkv[1:] # if x has one row, all rows of the cache get it
+            # A batch of one row is broadcast to all rows of the cache: equal prompts are prefilled once.
+            cached[..., start:start + T, :] = qkv[1:]
             if start:
                 k, v = cached[..., :start + T, :] # (B, H, S, D) each
                 is_causal = False # it assumes that query 0 is at position 0, but it is at position start
@@ -181,7 +183,8 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None) -> Tensor:
         """Continue token ids (B, T) by max_new_tokens: returns (B, T + max_new_tokens), and does not change idx.
 
-        Samples as nanoGPT does, from torch's global generator. The KV cache makes it faster, up to block_size tokens.
+        Samples as nanoGPT does, from torch's global generator; temperature must be above 0. The KV cache makes it
+        faster, up to block_size tokens.
         """
         block_size = self.config.block_size
         cache = self.new_cache(len(idx), min(idx.size(1) + max_new_tokens, block_size))

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
-from sampling.backends.process import max_batch_size, peak_memory, return_freed_memory, shorten_spinning
+from sampling.backends.process import default_batch_size, peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource, log_notices, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
@@ -106,14 +106,14 @@ def main(settings):
                 requests = log_notices(requests, model.tokenizer, model.backend.config.block_size, log)
         with torch.no_grad(), model.autocast():
             longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
-            batch_size = settings.batch_size or max_batch_size(model.backend, longest, workers.local_world_size)
+            batch_size = settings.batch_size or default_batch_size(model.backend, longest, workers.local_world_size)
             if settings.compile:
                 compile_steps(model.backend, min(batch_size, num_total or batch_size), log)
             printer = Printer(model.tokenizer, settings.show_probs)
             progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
             engine = Engine(model, params, batch_size, stream=is_tty(sys.stdout) and not outputs.uses_stdout, log=log,
                             on_tokens=progress.add_tokens)
-            for sample in workers.imap(engine, requests if prompts else []): # rank 0 has the prompts
+            for sample in workers.generate(engine, requests if prompts else []): # rank 0 has the prompts
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                     progress.add_sample(sample)
@@ -129,7 +129,7 @@ def main(settings):
 def load(settings, params, workers, prompts=None):
     """The model, ready to generate; for the prompts, the number of samples and the longest length, None if unknown."""
     from sampling.backends.devices import choose_device, choose_dtype
-    from sampling.backends.prepare import converter
+    from sampling.backends.prepare import weight_converter
     from sampling.checkpoints.huggingface import load_gpt2
     from sampling.checkpoints.nanogpt import load_checkpoint
     from sampling.generation.assembly import assemble
@@ -138,7 +138,7 @@ def load(settings, params, workers, prompts=None):
     with workers.fail_together():
         device = choose_device(settings.device, workers.local_rank, log)
         dtype = choose_dtype(device, settings.dtype, settings.exact)
-        how = dict(convert=converter(dtype), with_crc32=bool(settings.out_file), log=log)
+        how = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=log)
         if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
             checkpoint = load_checkpoint(settings.out_dir, **how)
         else: # GPT-2

@@ -57,12 +57,8 @@ def static_steps(gpt):
     return CUDABackend(gpt, log=pytest.fail)
 
 
-def static_steps_on_fake_gpu(gpt):
-    return on_fake_gpu(static_steps(gpt))
-
-
 def recorded_graphs(gpt):
-    """The same with graphs, for tests with the fixture recordings."""
+    """The same with graphs, for tests that call record_graphs."""
     backend = static_steps(gpt)
     backend.checks.use_graphs = True
     return backend

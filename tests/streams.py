@@ -31,8 +31,3 @@ def decode(backend, prompts, num_tokens, seed=3, context_shift=False, **settings
         tokens = torch.cat([step.ids for step in steps], dim=1).tolist()
         found += [row[len(ids) - shortest:][:num_tokens] for row, ids in zip(tokens, rows, strict=True)]
     return found
-
-
-def num_compiled_graphs():
-    """How many graphs torch.compile has compiled in this process."""
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]

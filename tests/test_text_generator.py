@@ -110,7 +110,7 @@ def test_samples_with_a_draft_are_the_same(generator):
     expected = texts(generator, "ROMEO:", PARAMS, num_samples=2)
     gpt = load(draft=DEMO)
     speculation = gpt.model.speculation
-    speculation.draft = speculation.draft._replace(relative_cost=0.1) # it costs as much as the model: it would be off
+    speculation.relative_cost = 0.1 # it costs as much as the model: it would be off
     assert texts(gpt, "ROMEO:", PARAMS, num_samples=2, batch_size=1) == expected
     assert "".join(gpt.stream("ROMEO:", PARAMS)) == expected[0] and speculation.num_accepted > 10
 
@@ -126,7 +126,7 @@ def test_exact_samples_are_the_same_in_float32_and_need_a_batch_of_one(generator
 
 def test_exact_samples_past_the_window_are_the_same_on_a_gpu(generator):
     def generate(backend):
-        model = replace(generator.model, backend=backend, is_exact=True)
+        model = replace(generator.model, backend=backend)
         return texts(TextGenerator(model), "The ", PARAMS, num_samples=3, batch_size=1)
     gpt = make_gpt(vocab_size=65, block_size=8)
     assert generate(on_fake_gpu(ExactBackend(gpt))) == generate(ExactBackend(gpt))

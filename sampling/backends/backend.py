@@ -22,6 +22,7 @@ class Backend(Protocol):
     """
     config: GPTConfig
     device: torch.device
+    is_exact = False # whether it computes nanoGPT's logits bit for bit
     max_rows: int # how many samples to generate at once, at most, unless the user asks for more
 
     def new_cache(self, num_rows: int, capacity: int) -> Cache:
@@ -31,10 +32,11 @@ class Backend(Protocol):
         """Take back a cache that the caller needs no more."""
 
     def logits(self, ids: Tensor, cache: Cache | None, num_positions: int = 1, num_needed: int | None = None) -> Tensor:
-        """Token ids (B, T), which follow those in the cache -> the logits (B * num_positions, V) after each of the last
-        num_positions ids of each row.
+        """Run the model on ids (B, T), which follow the tokens in the cache.
 
-        ids may have one row if all rows of an empty cache are equal. The next call may overwrite the logits.
+        Returns the logits of the last num_positions positions of each row: (B * num_positions, V). The next call may
+        overwrite them.
+        If ids has one row and the cache is empty, all rows of the cache get it: one prefill for equal prompts.
         num_needed: how many of the largest logits of a row must be exact; any other may be -inf. None: all.
         """
 

@@ -1,8 +1,8 @@
-"""The backend for CPUs: loops compiled by numba, layer by layer, on the checkpoint's own weights.
+"""The backend for CPUs: kernels compiled by numba, layer by layer, on the checkpoint's own weights.
 
 Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B * T.
 """
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,8 @@ from sampling.messages import Log, warn
 
 NO_VECTOR, NO_MATRIX = np.empty(0, np.float32), np.empty((1, 0), np.float32)
 GELU = {"none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
-MAX_LOOP_ROWS = 128 # with more rows, F.linear is as fast in float32
-MAX_LOOP_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
+MAX_KERNEL_ROWS = 128 # with more rows, F.linear is as fast in float32
+MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 CHUNK = 2**18 # weights that are quantized at once, so that their copies need little memory
 SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0
 
@@ -46,6 +46,11 @@ def quantize(weight: Tensor, mean: Tensor | float = 0.0) -> QuantizedWeight:
     return QuantizedWeight(values, scales)
 
 
+def as_quantized(weight: Tensor | QuantizedWeight) -> QuantizedWeight:
+    """The weight in int8. It may be so already: weights of a file are rounded while it is read."""
+    return weight if isinstance(weight, QuantizedWeight) else quantize(weight)
+
+
 class CPUCache:
     """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
 
@@ -63,18 +68,15 @@ class CPUCache:
         self.keys, self.values = self.keys[:, :len(rows)], self.values[:, :len(rows)]
 
 
-class LayerNorm:
-    """A LayerNorm of the model. name: that of its weights."""
+def make_layer_norm(weights: Mapping[str, Tensor], name: str, epsilon: float) -> Callable[[np.ndarray], np.ndarray]:
+    """A LayerNorm of the model, (R, E) -> (R, E). name: that of its weights."""
+    weight, bias = as_array(weights[f"{name}.weight"]), as_array(weights.get(f"{name}.bias"))
 
-    def __init__(self, weights: Mapping[str, Tensor], name: str, epsilon: float):
-        self.weight, self.bias = as_array(weights[f"{name}.weight"]), as_array(weights.get(f"{name}.bias"))
-        self.epsilon = epsilon
-
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        """(R, E) -> (R, E)."""
+    def layer_norm(x):
         y = np.empty_like(x)
-        run(kernels.layer_norm, 4 * x.size, x, self.weight, self.bias, self.epsilon, y)
+        run(kernels.layer_norm, 4 * x.size, x, weight, bias, epsilon, y)
         return y
+    return layer_norm
 
 
 class Linear:
@@ -84,15 +86,14 @@ class Linear:
         weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
         self.bias, self.plain = as_array(bias), None
         if int8:
-            weight = weight if isinstance(weight, QuantizedWeight) else quantize(weight)
-            self.weight, self.scales = (tensor.numpy() for tensor in weight)
+            self.weight, self.scales = (tensor.numpy() for tensor in as_quantized(weight))
         else:
             self.weight, self.scales = as_array(weight), NO_VECTOR
             self.plain = torch.from_numpy(self.weight), None if bias is None else torch.from_numpy(self.bias)
 
     def __call__(self, x: np.ndarray, gelu: str | None = None, residual: np.ndarray = NO_MATRIX) -> np.ndarray:
         """(R, I) -> (R, O). The residual has the shape of the result."""
-        if self.plain and len(x) > MAX_LOOP_ROWS:
+        if self.plain and len(x) > MAX_KERNEL_ROWS:
             y = F.linear(torch.from_numpy(x), *self.plain)
             y = F.gelu(y, approximate=gelu) if gelu else y
             return (y.add_(torch.from_numpy(residual)) if residual.size else y).numpy()
@@ -101,10 +102,9 @@ class Linear:
 
 def multiply(x: np.ndarray, weight: np.ndarray, scales: np.ndarray = NO_VECTOR, bias: np.ndarray = NO_VECTOR,
              gelu: int = 0, residual: np.ndarray = NO_MATRIX) -> np.ndarray:
-    """The loops: x (R, I) times the weight (O, I) -> (R, O)."""
+    """The kernel for x (R, I) times the weight (O, I) -> (R, O)."""
     y = np.empty((len(x), len(weight)), np.float32)
-    kernel = (kernels.linear_row if len(x) == 1 else kernels.linear_rows)[str(weight.dtype)]
-    run(kernel, x.size * len(weight), x, weight, scales, bias, gelu, residual, y)
+    run(kernels.linear[weight.dtype.name], x.size * len(weight), x, weight, scales, bias, gelu, residual, y)
     return y
 
 
@@ -113,7 +113,7 @@ class Block:
 
     def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], name: str, int8: bool):
         epsilon, self.gelu = config.layer_norm_epsilon, config.gelu
-        self.ln_1, self.ln_2 = LayerNorm(weights, f"{name}.ln_1", epsilon), LayerNorm(weights, f"{name}.ln_2", epsilon)
+        self.ln_1, self.ln_2 = (make_layer_norm(weights, f"{name}.{norm}", epsilon) for norm in ("ln_1", "ln_2"))
         self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
             Linear(weights, f"{name}.{layer}", int8) for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc",
                                                                    "mlp.c_proj"))
@@ -125,12 +125,12 @@ class Block:
 
 
 class Shortlist:
-    """The logits of an LM head for one row, of which only the k largest must be exact: reads a quarter of the bytes.
+    """The logits of an LM head for one row, exact only for tokens that may be among the k largest: the others are -inf.
 
-    A copy of the weight (V, E) in int8 gives approximate logits. By the Cauchy-Schwarz inequality, that of token v is
-    off by at most |x| * |weight[v] - copy[v]|. The tokens that may be among the k largest, the shortlist, get exact
-    logits, and the others -inf. The copy is of the weight less its mean row: that is large in trained weights, and adds
-    the same number to every logit.
+    This reads a quarter of the bytes: a copy of the weight (V, E) in int8 gives approximate logits. By the
+    Cauchy-Schwarz inequality, that of token v is off by at most |x| * |weight[v] - copy[v]|. So it is known which
+    tokens may be among the k largest: the shortlist. The copy is of the weight less its mean row, which is large in
+    trained weights, and adds the same number to every logit.
     """
     MIN_WEIGHTS = 2**23 # a smaller weight stays in the processor's cache
     MIN_STEPS = 16 # before the copy is made, which takes as long as it saves in about 50 steps
@@ -174,10 +174,10 @@ class Shortlist:
 
 
 class CPUBackend(Backend):
-    """Computes the logits of a GPT from float32 weights, where they lie.
+    """Computes the logits of a GPT, without copying the float32 weights of the checkpoint.
 
     weights: by nanoGPT's names. int8: round all weights that are not QuantizedWeights yet; activations and sums are
-    float32 all the same. log gets a line if the loops must be compiled, which happens once on a machine.
+    float32 all the same. log gets a line if the kernels must be compiled, which happens once on a machine.
     """
     device, max_rows = torch.device("cpu"), 64
 
@@ -188,14 +188,14 @@ class CPUBackend(Backend):
         compile_kernels(("int8",) if int8 else ("float32", "int8") if has_shortlist else ("float32",), log)
         self.lm_head = Linear(weights, "lm_head", int8)
         self.shortlist = Shortlist(self.lm_head.weight) if has_shortlist else None
-        self.wte, self.wte_scales = weights["transformer.wte.weight"], None
-        if int8:
-            tied = QuantizedWeight(*map(torch.from_numpy, (self.lm_head.weight, self.lm_head.scales)))
-            untied = None if config.tie_word_embeddings else self.wte
-            self.wte, self.wte_scales = tied if untied is None else (
-                untied if isinstance(untied, QuantizedWeight) else quantize(untied))
+        if not int8:
+            self.wte, self.wte_scales = weights["transformer.wte.weight"].float(), None
+        elif config.tie_word_embeddings:
+            self.wte, self.wte_scales = map(torch.from_numpy, (self.lm_head.weight, self.lm_head.scales))
+        else:
+            self.wte, self.wte_scales = as_quantized(weights["transformer.wte.weight"])
         self.wpe = weights["transformer.wpe.weight"].float()
-        self.ln_f = LayerNorm(weights, "transformer.ln_f", config.layer_norm_epsilon)
+        self.ln_f = make_layer_norm(weights, "transformer.ln_f", config.layer_norm_epsilon)
         self.blocks = [Block(config, weights, f"transformer.h.{i}", int8) for i in range(config.n_layer)]
 
     def new_cache(self, num_rows: int, capacity: int) -> CPUCache:
@@ -204,10 +204,7 @@ class CPUBackend(Backend):
     @torch.inference_mode()
     def logits(self, ids: Tensor, cache: CPUCache | None, num_positions: int = 1,
                num_needed: int | None = None) -> Tensor:
-        """Raises ValueError if there are more than block_size tokens."""
         (B, T), start = ids.shape, 0 if cache is None else cache.seq_len
-        if start + T > self.config.block_size:
-            raise ValueError(f"cannot process {start + T} tokens: block_size is {self.config.block_size}")
         x = F.embedding(ids, self.wte)
         if self.wte_scales is not None:
             x = x * self.wte_scales[ids].unsqueeze(-1)
@@ -231,7 +228,7 @@ class CPUBackend(Backend):
         """
         E, H = self.config.n_embd, self.config.n_head
         T, start = len(qkv) // B, 0 if cache is None else cache.seq_len
-        if cache is not None and num_last == T <= MAX_LOOP_TOKENS and cache.keys.size(1) == B:
+        if cache is not None and num_last == T <= MAX_KERNEL_TOKENS and cache.keys.size(1) == B:
             y = np.empty((len(qkv), E), np.float32)
             run(kernels.attention, 2 * len(qkv) * (start + T) * E, qkv, cache.keys[layer].numpy(),
                 cache.values[layer].numpy(), start, y)

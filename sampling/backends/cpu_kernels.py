@@ -1,4 +1,4 @@
-"""The loops of the CPU backend, compiled by numba.
+"""The kernels of the CPU backend: plain loops, compiled by numba.
 
 Axes: R rows (tokens of all samples), I inputs and O outputs of a linear layer, B samples, T new tokens of a sample,
 S its positions so far, C room for positions in the cache, E width, H heads, D = E / H. Arrays are float32 and
@@ -17,7 +17,7 @@ FLAGS = {"reassoc", "contract", "arcp", "nsz"}
 BLOCK = 16 # neighbouring outputs that a thread computes at once
 ZERO = np.float32(0)
 
-body = njit(nogil=True, fastmath=FLAGS, error_model="numpy")
+inner = njit(nogil=True, fastmath=FLAGS, error_model="numpy")
 
 
 def parallel(function, weights=""):
@@ -35,7 +35,7 @@ def parallel(function, weights=""):
         return njit(**options)(function)
 
 
-@body
+@inner
 def dot(w, x):
     """The sum of w[i] * x[i]. w may be int8."""
     total = ZERO
@@ -57,7 +57,7 @@ TANH = (7.9,
         (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03))
 
 
-@body
+@inner
 def rational(x, function):
     """ERF or TANH of x."""
     limit, numerator, denominator = function
@@ -70,7 +70,7 @@ def rational(x, function):
     return x * p / q
 
 
-@body
+@inner
 def finish(y, first, last, scales, bias, gelu, residual):
     """What follows the sums y[:, first:last]: scales, bias, GELU, residual. An empty array is none.
 
@@ -97,7 +97,7 @@ def finish(y, first, last, scales, bias, gelu, residual):
                 yr[o] += residual_r[o]
 
 
-@body
+@inner
 def row_block(x, weight, y, first, last, half):
     """Outputs first to last of one row, and those half of the outputs further: y[o] = weight[o] @ x.
 
@@ -113,7 +113,7 @@ def row_block(x, weight, y, first, last, half):
         y[o], y[o + half] = sum0, sum1
 
 
-@body
+@inner
 def rows_block(x, weight, y, first, last, quarter):
     """Outputs first to last of several rows, and those of the other quarters: y[r, o] = weight[o] @ x[r].
 
@@ -159,31 +159,22 @@ def rows_block(x, weight, y, first, last, quarter):
             y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = d0, d1, d2, d3, d4
 
 
-def linear_row(x, weight, scales, bias, gelu, residual, y):
-    """One row: y (1, O) = x (1, I) @ weight (O, I).T, then what finish does. residual: (1, O), or (1, 0)."""
-    half = len(weight) // 2
-    for block in prange((half + BLOCK - 1) // BLOCK):
-        first, last = block * BLOCK, min(block * BLOCK + BLOCK, half)
-        row_block(x[0], weight, y[0], first, last, half)
-        for part in 0, half:
-            finish(y, part + first, part + last, scales, bias, gelu, residual)
-    for o in range(2 * half, len(weight)): # one output is left if their number is odd
-        y[0, o] = dot(weight[o], x[0])
-    finish(y, 2 * half, len(weight), scales, bias, gelu, residual)
-
-
-def linear_rows(x, weight, scales, bias, gelu, residual, y):
-    """Several rows: y (R, O) = x (R, I) @ weight (O, I).T, then what finish does. residual: (R, O), or (R, 0)."""
-    quarter = len(weight) // 4
-    for block in prange((quarter + BLOCK - 1) // BLOCK):
-        first, last = block * BLOCK, min(block * BLOCK + BLOCK, quarter)
-        rows_block(x, weight, y, first, last, quarter)
-        for part in range(4):
-            finish(y, part * quarter + first, part * quarter + last, scales, bias, gelu, residual)
-    for o in range(4 * quarter, len(weight)): # up to three outputs are left
+def linear(x, weight, scales, bias, gelu, residual, y):
+    """y (R, O) = x (R, I) @ weight (O, I).T, then what finish does. residual: (R, O), or (1, 0)."""
+    num_parts = 2 if len(x) == 1 else 4
+    part = len(weight) // num_parts
+    for block in prange((part + BLOCK - 1) // BLOCK):
+        first, last = block * BLOCK, min(block * BLOCK + BLOCK, part)
+        if num_parts == 2:
+            row_block(x[0], weight, y[0], first, last, part)
+        else:
+            rows_block(x, weight, y, first, last, part)
+        for start in range(0, num_parts * part, part):
+            finish(y, start + first, start + last, scales, bias, gelu, residual)
+    for o in range(num_parts * part, len(weight)): # up to three outputs are left
         for r in range(len(x)):
             y[r, o] = dot(weight[o], x[r])
-    finish(y, 4 * quarter, len(weight), scales, bias, gelu, residual)
+    finish(y, num_parts * part, len(weight), scales, bias, gelu, residual)
 
 
 def layer_norm(x, weight, bias, epsilon, y):
@@ -204,7 +195,7 @@ def layer_norm(x, weight, bias, epsilon, y):
                 yr[i] += bias[i]
 
 
-@body
+@inner
 def softmax(scores, powers):
     """Softmax in place. powers, int32, is memory for as many numbers as there are scores.
 
@@ -236,7 +227,7 @@ def softmax(scores, powers):
         scores[s] /= total
 
 
-@body
+@inner
 def attend_head(q, k, v, new_k, new_v, start, y):
     """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (D, C)."""
     num_tokens, width = q.shape
@@ -276,5 +267,4 @@ def attention(qkv, keys, values, start, y):
 
 
 layer_norm, attention = parallel(layer_norm), parallel(attention)
-linear_row = {weights: parallel(linear_row, weights) for weights in ("float32", "int8")}
-linear_rows = {weights: parallel(linear_rows, weights) for weights in ("float32", "int8")}
+linear = {weights: parallel(linear, weights) for weights in ("float32", "int8")}

@@ -39,14 +39,14 @@ def compile_kernels(dtypes: tuple[str, ...], log: Log) -> None:
                  kernels.attention: (np.zeros((1, 3), np.float32), cache, cache, 0, x)}
         for dtype in dtypes:
             linear = x, np.zeros((1, 1), dtype), none, none, 0, np.empty((1, 0), np.float32), x
-            calls |= {kernels.linear_row[dtype]: linear, kernels.linear_rows[dtype]: linear}
+            calls[kernels.linear[dtype]] = linear
         start, is_new, num_threads = time.perf_counter(), False, torch.get_num_threads()
         for kernel, arguments in calls.items():
             if kernel in compiled:
                 continue
             try:
                 kernel(*arguments)
-            except Exception: # a full disk, or a damaged file in the cache; by now, the kernel is compiled, or will be
+            except Exception: # numba's cache cannot be read or written: remove its index, and call again
                 forget(kernel)
                 kernel(*arguments)
             except BaseException: # Ctrl-C may have left an index that names a file of an older version
@@ -55,7 +55,7 @@ def compile_kernels(dtypes: tuple[str, ...], log: Log) -> None:
             compiled.add(kernel)
             if not is_new and sum(kernel.stats.cache_misses.values()):
                 is_new = True
-                log("compiling loops for this processor, once ...")
+                log("compiling kernels for this processor, once ...")
         if is_new:
             log(f"compiled in {time.perf_counter() - start:.1f} s")
         torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now

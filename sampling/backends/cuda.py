@@ -19,11 +19,12 @@ from sampling.messages import Log, warn
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
 
 
-class StaticCache:
+class StaticCache(KVCache):
     """A KV cache, the inputs of a decode step, and the graphs that hold both in place."""
 
     def __init__(self, model: GPT, num_rows: int, capacity: int, graphs: GraphSet):
-        self.kv, self.capacity, self.seq_len = model.new_cache(num_rows, capacity), capacity, 0
+        super().__init__(model.config, num_rows, capacity, graphs.device, linear_dtype(model))
+        self.capacity = capacity
         self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=graphs.device) # that the step processes
         self.position = torch.zeros(1, dtype=torch.long, device=graphs.device) # of this token
         self.graphs = graphs
@@ -31,7 +32,7 @@ class StaticCache:
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. The steps then need new graphs."""
         self.graphs = GraphSet(self.graphs.checks, self.graphs.device) # first, because the old ones hold memory
-        self.kv.select_rows(rows)
+        super().select_rows(rows)
         self.token = self.token[rows]
 
 
@@ -81,31 +82,33 @@ class CUDABackend(Backend):
         with self.lock: # another thread must not write the inputs of a graph before it runs
             if cache is None:
                 return self.window_logits(ids).clone() # another thread may use the same window
-            start, cache.seq_len = cache.seq_len, cache.seq_len + ids.size(1)
+            start = cache.seq_len
             if start == 0:
-                for layer in cache.kv.layers:
+                for layer in cache.layers:
                     layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
             if start == 0 or ids.size(1) > 1:
-                return self.plain_logits(ids, cache.kv, start, num_positions)
+                return self.plain_logits(ids, cache, start, num_positions)
             cache.token.copy_(ids)
             cache.position.fill_(start)
             num_keys = min(round_up(start + 1, BUCKET), cache.capacity)
-            return cache.graphs.run(num_keys, lambda: self.decode_step(cache, num_keys),
-                                    lambda: self.plain_logits(cache.token, cache.kv, start))
+            logits = cache.graphs.run(num_keys, lambda: self.decode_step(cache, num_keys),
+                                      lambda: self.plain_logits(cache.token, cache, start))
+            cache.seq_len = start + 1
+            return logits
 
-    def plain_logits(self, ids: Tensor, kv: KVCache, start: int, num_positions: int = 1) -> Tensor:
+    def plain_logits(self, ids: Tensor, cache: StaticCache, start: int, num_positions: int = 1) -> Tensor:
         """The logits of the plain model for ids (B, T) at the positions from start on."""
-        kv.seq_len = start
-        return self.model(ids, cache=kv, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
+        cache.seq_len = start
+        return self.model(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
 
     def decode_step(self, cache: StaticCache, num_keys: int) -> Tensor:
         """Process cache.token at cache.position, attending to the first num_keys positions -> logits (B, V)."""
         transformer = self.model.transformer
         x = transformer.wte(cache.token) + transformer.wpe(cache.position) # (B, 1, E)
         is_future = torch.arange(num_keys, device=self.device) > cache.position # (S,), S being num_keys
-        mask = torch.zeros(1, num_keys, device=self.device, dtype=cache.kv.layers[0].dtype)
+        mask = torch.zeros(1, num_keys, device=self.device, dtype=cache.layers[0].dtype)
         mask = mask.masked_fill(is_future, -torch.inf) # (1, S)
-        for block, layer in zip(transformer.h, cache.kv.layers, strict=True):
+        for block, layer in zip(transformer.h, cache.layers, strict=True):
             x = self.block_step(block, x, layer, cache.position, mask, num_keys)
         return self.model.lm_head(transformer.ln_f(x))[:, 0] # (B, 1, E) -> (B, V)
 
@@ -140,5 +143,4 @@ def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: T
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple that is at least the number."""
     return -(-number // multiple) * multiple

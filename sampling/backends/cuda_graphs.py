@@ -3,7 +3,7 @@
 If a check fails, or graphs do not work, the run continues without them, which is slower, and a line tells the user.
 """
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # see compare_logits; a wrong ke
 
 @dataclass
 class SelfCheck:
-    """What this GPU may use, as far as the checks have shown: static steps, otherwise the plain model; and CUDA graphs
-    of the steps. log gets a line when that changes.
+    """Which fast paths this GPU may use. A failed check turns a path off, and log gets one line.
+
+    use_steps: the steps of CUDABackend; False: the plain model. use_graphs: CUDA graphs of these steps.
     """
     log: Log
     use_graphs: bool = True
     use_steps: bool = True
-    checked: set[Hashable] = field(default_factory=set) # shapes of logits, and keys of steps
 
-    def agree(self, found: Tensor, expected: Tensor) -> bool:
+    def check_logits(self, found: Tensor, expected: Tensor) -> bool:
         """Whether the logits (B, V) of a step agree with those of the plain model. If not, use no steps any more."""
         error, limit = compare_logits(found, expected) # (B,) each
         if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
@@ -35,7 +35,7 @@ class SelfCheck:
                  "model, which is slower")
         return False
 
-    def graphs_failed(self, error: Exception, device: torch.device) -> None:
+    def disable_graphs(self, error: Exception, device: torch.device) -> None:
         """Continue without CUDA graphs after this error. Raises ValueError if the GPU cannot be used any more."""
         while error.__context__ is not None: # the first error says more than those that it caused
             error = error.__context__
@@ -55,29 +55,28 @@ class GraphSet:
 
     def __init__(self, checks: SelfCheck, device: torch.device):
         self.checks, self.device = checks, device
-        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {} # with the logits that they write
+        # By key: the graph and the logits that it writes; None: the step was checked, and runs without a graph.
+        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
         self.stream = self.pool = None # of the captures. The graphs share the pool: they never run at the same time
 
     def run(self, key: Hashable, step: Callable[[], Tensor], plain: Callable[[], Tensor]) -> Tensor:
-        """The logits (B, V) of a step: from its graph, which is captured at the first call with this key.
+        """The logits (B, V) of a step: from its graph, which is captured and checked at the first call with this key.
 
         plain computes the same with the plain model. Raises what means out of memory; the next call captures again.
         """
         if not self.checks.use_steps:
             return plain()
-        if key in self.graphs and self.checks.use_graphs:
+        if key in self.graphs:
+            if self.graphs[key] is None or not self.checks.use_graphs:
+                return step()
             graph, logits = self.graphs[key]
             graph.replay()
             return logits
         graph, logits = self.capture(step) if self.checks.use_graphs else (None, step())
-        shape = *logits.shape, key
-        if graph or shape not in self.checks.checked: # each graph is checked
-            self.checks.checked.add(shape)
-            expected = plain()
-            if not self.checks.agree(logits, expected):
-                return expected
-        if graph:
-            self.graphs[key] = graph, logits
+        expected = plain()
+        if not self.checks.check_logits(logits, expected):
+            return expected
+        self.graphs[key] = (graph, logits) if graph else None
         return logits
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph | None, Tensor]:
@@ -92,7 +91,7 @@ class GraphSet:
         except Exception as error: # a driver, an operator or too little memory: each has its own
             if is_out_of_memory(error):
                 raise
-            self.checks.graphs_failed(error, self.device)
+            self.checks.disable_graphs(error, self.device)
         return None, step()
 
 

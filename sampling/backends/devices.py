@@ -14,17 +14,19 @@ def choose_device(name: str, local_rank: int | None = None, log: Log = warn) -> 
     if name not in ["auto", *available]:
         raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use one of these, or "
                          "auto")
-    for candidate in [other for other in available if other != "cuda:0"] if name == "auto" else [name]:
+    candidates = [name]
+    if name == "auto":
+        candidates = [candidate for candidate in available if candidate != "cuda:0"] # "cuda" stands for it
+    for candidate in candidates:
         device = torch.device(candidate)
         if device.type == "cuda" and device.index is None and local_rank is not None:
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
         reason = why_unusable(device)
-        if reason is None:
+        if reason is None: # as always for the CPU, the last one
             return device
         if name != "auto":
             raise ValueError(reason)
         log(f"{reason}; trying the next device")
-    raise AssertionError("the CPU can always be used")
 
 
 def why_unusable(device: torch.device) -> str | None:
@@ -64,7 +66,7 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
     """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
 
     exact: choose as nanoGPT does, which takes bfloat16 even where the GPU emulates it.
-    Raises ValueError if the device does not support the dtype. check_dtype must have allowed the name.
+    Raises ValueError if the device does not support the dtype. name must be allowed by RULES in params.py.
     """
     if name == "int8" and device.type != "cpu":
         raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")

@@ -40,8 +40,10 @@ class ExactBackend(Backend):
     has nanoGPT's shape: the batch is 1, each step computes the whole window, and ln_f runs on all rows of it. Then the
     same GPU and torch compute nanoGPT's logits bit for bit, in any dtype. Sampler(all_columns=True,
     in_logits_dtype=True) does the same for the choice of a token.
-    Sets those settings of torch that nanoGPT sets. Raises ValueError except on CUDA and a CPU.
+    Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole process. Raises ValueError if the
+    device is neither CUDA nor a CPU.
     """
+    is_exact = True
     max_rows = 1
 
     def __init__(self, model: GPT):

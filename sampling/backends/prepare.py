@@ -1,7 +1,6 @@
 """Chooses the backend for a checkpoint, and prepares it."""
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from sampling.messages import Log, is_out_of_memory, warn
 from sampling.params import ModelOptions
 
 DEFAULT_OPTIONS = ModelOptions()
-MIN_PLAIN_SECONDS = 1.0 # of a run that uses the loops: loading them takes half a second
-# A plain step of one row on a CPU, in seconds: for each layer, and for each weight.
+MIN_EAGER_SECONDS = 1.0 # a shorter run uses no compiled kernels: loading them takes half a second
+# A step of one row with EagerBackend on a CPU, in seconds: for each layer, and for each weight.
 SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
-SECONDS_PER_WINDOW_PRODUCT = 2e-10 # for each position and weight of a full window of ten rows
+SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes a full window (measured with ten rows)
 
 
 def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
@@ -34,23 +33,35 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
     config = GPTConfig(**checkpoint.model_args)
-    if has_loops(config, device, dtype, options, num_steps, log):
+    use_kernels = wants_kernels(config, device, dtype, options, num_steps)
+    if use_kernels:
+        try:
+            require_numba()
+        except ValueError as error:
+            if dtype == torch.int8:
+                raise
+            use_kernels = False
+            log(f"{error}; continuing without the kernels, which is slower")
+    if use_kernels:
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8, log)
         checkpoint.state_dict = {}
     else:
         gpt = cast_linears(build_gpt(checkpoint), dtype).to(device)
-        backend = choose_backend(device, options, log)(gpt)
+        if options.exact:
+            backend = ExactBackend(gpt)
+        elif device.type == "cuda":
+            from sampling.backends.cuda import CUDABackend
+            backend = CUDABackend(gpt, options.compile, options.cuda_graphs, log)
+        else:
+            backend = EagerBackend(gpt, options.compile)
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
     return backend
 
 
-def converter(dtype: torch.dtype) -> Callable[[Tensor], Any] | None:
-    """What to do with each weight as soon as it is read from a file: round it to int8, or nothing.
-
-    Raises ValueError if dtype is int8, and numba is missing.
-    """
+def weight_converter(dtype: torch.dtype) -> Callable[[Tensor], Any] | None:
+    """What to do with each weight as soon as it is read from a file: round it to int8, or nothing."""
     if dtype != torch.int8:
         return None
     require_numba()
@@ -58,50 +69,30 @@ def converter(dtype: torch.dtype) -> Callable[[Tensor], Any] | None:
     return quantize
 
 
-def has_loops(config: GPTConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
-              num_steps: int | None, log: Log) -> bool:
-    """Whether a run uses the loops of CPUBackend: on a CPU in float32 and int8, unless it is too short to pay for them.
-
-    Without numba, log gets a line, and int8 raises ValueError.
-    """
+def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
+                  num_steps: int | None) -> bool:
+    """Whether a run should use CPUBackend's kernels: on a CPU in float32 and int8, unless it is too short for them."""
     if dtype == torch.int8:
-        require_numba()
         return True
     if device.type != "cpu" or dtype != torch.float32 or options.compile or options.exact:
         return False
-    if num_steps is not None and plain_seconds(config, num_steps) < MIN_PLAIN_SECONDS:
-        return False
-    try:
-        require_numba()
-        return True
-    except ValueError as error:
-        log(f"{error}; continuing without the loops, which is slower")
-        return False
+    return num_steps is None or estimate_eager_seconds(config, num_steps) >= MIN_EAGER_SECONDS
 
 
 def require_numba() -> None:
-    """Raises ValueError if numba cannot be imported, as with a Python or a processor that it does not support."""
+    """Raise ValueError if numba cannot be imported, as with a Python or a processor that it does not support."""
     try:
         import numba  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"the loops for CPUs, and dtype=int8, need numba ({error}): pip install numba") from None
+        raise ValueError(f"the compiled kernels for CPUs, and dtype=int8, need numba ({error}): pip install "
+                         "numba") from None
 
 
-def plain_seconds(config: GPTConfig, num_steps: int) -> float:
+def estimate_eager_seconds(config: GPTConfig, num_steps: int) -> float:
     """About how long EagerBackend takes for these steps on a CPU. Past block_size, each step is a whole window."""
     num_weights, num_windows = num_step_weights(config), max(0, num_steps - config.block_size)
     step = config.n_layer * SECONDS_PER_LAYER + num_weights * SECONDS_PER_WEIGHT
     return num_steps * step + num_windows * config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT
-
-
-def choose_backend(device: torch.device, options: ModelOptions, log: Log) -> Callable[[GPT], Backend]:
-    """The function that makes the backend of a GPT."""
-    if options.exact:
-        return ExactBackend
-    if device.type == "cuda":
-        from sampling.backends.cuda import CUDABackend
-        return partial(CUDABackend, compile=options.compile, cuda_graphs=options.cuda_graphs, log=log)
-    return partial(EagerBackend, compile=options.compile)
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:

@@ -42,9 +42,9 @@ def cores_are_busy() -> bool:
     return num_others >= (os.cpu_count() or 1) / 2
 
 
-def max_batch_size(backend: "Backend", length: int, num_processes: int = 1) -> int:
-    """How many samples of length tokens to generate at once: as many as half of the free memory holds, at most
-    backend.max_rows.
+def default_batch_size(backend: "Backend", length: int, num_processes: int = 1) -> int:
+    """The batch size for samples of length tokens if the user gives none: as many as half of the free memory holds, at
+    most backend.max_rows.
 
     num_processes is the number of processes that share the machine's memory. GPU memory is not divided: if processes
     share a GPU and it runs out of memory, the engine halves its batches.

@@ -6,10 +6,9 @@ import torch
 
 from sampling.backends.backend import Backend
 from sampling.backends.devices import autocast
-from sampling.backends.draft import prepare_draft
 from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.generation.speculation import Speculation
+from sampling.generation.speculation import Speculation, prepare_draft
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.messages import Log, warn
 from sampling.params import ModelOptions
@@ -20,24 +19,21 @@ from sampling.sampler.row_streams import draws_like_multinomial
 class LoadedModel:
     """A model that is ready to generate.
 
-    checkpoint: where the model is from, without its weights.
-    is_exact: whether backend is an ExactBackend. speculation: decodes with a draft, if there is one.
+    checkpoint: where the model is from, without its weights. speculation: decodes with a draft, if there is one.
     """
     backend: Backend
     tokenizer: Tokenizer
     checkpoint: Checkpoint
     dtype: torch.dtype
     num_params: int
-    is_exact: bool = False
     speculation: Speculation | None = None
 
     @property
     def dtype_name(self) -> str:
-        """The name of the dtype in the setting dtype, such as "float32"."""
+        """Such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     def autocast(self) -> torch.autocast:
-        """The context in which the model runs."""
         return autocast(self.backend.device, self.dtype)
 
 
@@ -55,5 +51,5 @@ def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device,
     if device.type == "cuda" and not draws_like_multinomial(device, backend.config.vocab_size):
         log("the random numbers are not those of torch.multinomial here: the samples are good, but not the ones that "
             "nanoGPT generates with this seed")
-    return LoadedModel(backend, tokenizer, checkpoint, dtype, sum(map(math.prod, shapes.values())), options.exact,
-                       Speculation(backend, draft, log) if draft else None)
+    speculation = Speculation(backend, *draft, options.draft == "int8", log) if draft else None
+    return LoadedModel(backend, tokenizer, checkpoint, dtype, sum(map(math.prod, shapes.values())), speculation)

@@ -62,11 +62,12 @@ class Decoder:
         try:
             for step in range(num_steps):
                 for row, rest in enumerate(rests):
-                    if step == len(rest) > 0: # undo the draws that were made during the prompt
+                    if rest and step == len(rest): # undo the draws that were made during the prompt
                         streams.restart(row)
                 logits = backend.logits(unread, cache, num_needed=self.num_needed).expand(len(window), -1) # (B, V)
                 output = self.sample(logits, window, streams, forced[step] if step < len(forced) else None)
-                rows, token = (yield output), output.ids
+                rows = yield output
+                token = output.ids
                 if rows is not None:
                     window, token, forced, rests = window[rows], token[rows], forced[:, rows], [rests[i] for i in rows]
                     streams.select_rows(rows)

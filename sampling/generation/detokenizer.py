@@ -26,17 +26,18 @@ class IncrementalDetokenizer:
         is_last = len(sample.tokens) + 1 == self.max_new_tokens
         text = self.decode(token_id, is_last)
         sample.tokens.append(Token(token_id, text, logprob, tuple(zip(top_texts, top, strict=True))))
-        text = self.withheld + text # that is not emittable yet
-        starts = [start for stop in self.stop_texts if (start := text.find(stop)) >= 0]
-        if starts:
-            sample.finish_reason, end = "stop", min(starts)
-            self.truncate(len(text) - end)
+        pending_text = self.withheld + text # not emittable yet
+        stop_starts = [start for stop in self.stop_texts if (start := pending_text.find(stop)) >= 0]
+        if stop_starts:
+            sample.finish_reason, end = "stop", min(stop_starts)
+            self.truncate(len(pending_text) - end)
         elif is_last:
-            sample.finish_reason, end = "length", len(text)
+            sample.finish_reason, end = "length", len(pending_text)
         else:
-            end = len(text) - max((partial_match_len(text, stop) for stop in self.stop_texts), default=0)
+            lengths = [partial_match_len(pending_text, stop) for stop in self.stop_texts]
+            end = len(pending_text) - max(lengths, default=0)
         sample.num_emittable_chars += end
-        self.withheld = text[end:]
+        self.withheld = pending_text[end:]
 
     def truncate(self, num_chars: int) -> None:
         """Remove this many characters from the end of the text. The tokens stay, but their text becomes shorter."""

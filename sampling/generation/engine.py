@@ -39,15 +39,17 @@ class Engine:
 
     def __post_init__(self):
         model, params, backend = self.model, self.params, self.model.backend
-        if model.is_exact:
+        if backend.is_exact:
             check_exact({**vars(params), "batch_size": self.batch_size})
         self.is_cuda, self.block_size = backend.device.type == "cuda", backend.config.block_size
         self.run_stream = RunStream(params.seed, backend.device, model.checkpoint.num_init_draws,
                                     draws_per_sample=params.max_new_tokens, vocab_size=backend.config.vocab_size)
-        # On CUDA, nanoGPT computes in the dtype of the logits. On other devices it has no autocast: they are float32.
-        as_nanogpt = model.is_exact or (self.is_cuda and not model.checkpoint.is_huggingface)
+        # On CUDA, nanoGPT samples in the dtype of the logits, and transformers in float32. On other devices, nanoGPT's
+        # logits are float32.
+        in_logits_dtype = backend.is_exact or (self.is_cuda and not model.checkpoint.is_huggingface)
+        all_columns = backend.is_exact or self.is_cuda # nanoGPT's own operation, for which no GPU waits
         sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
-                          all_columns=self.is_cuda or model.is_exact, in_logits_dtype=as_nanogpt)
+                          all_columns=all_columns, in_logits_dtype=in_logits_dtype)
         self.decoder = Decoder(backend, sampler, params.num_logprobs, params.context_shift)
         # After a flush, rows with a stop text can leave the batch. But each flush waits for a GPU.
         if self.is_cuda:
@@ -64,6 +66,7 @@ class Engine:
         requests = iter(requests)
         if self.params.max_new_tokens == 0:
             yield from (Sample(request, finish_reason="length") for request in requests if not request.already_saved)
+            return
         while batch := next_batch(requests, self.batch_size):
             samples = [Sample(request) for request in batch]
             waiting = deque(sample for sample in samples if not sample.request.already_saved)
@@ -84,7 +87,7 @@ class Engine:
             except (MemoryError, RuntimeError) as error:
                 if len(batch) == 1 or not is_out_of_memory(error):
                     raise
-            # This is not in the except clause, where the error still holds the tensors of the batch.
+            # outside of the except clause, because the error holds the tensors of the batch
             self.batch_size = len(batch) // 2
             self.log(f"out of memory with {len(batch)} samples at once: continuing with {self.batch_size}")
             return_freed_memory()
@@ -104,7 +107,7 @@ class Engine:
         last_steps = {row.first_step + self.params.max_new_tokens for row in rows} # after which samples are finished
         streams = RowStreams(self.run_stream, [sample.index for sample in samples])
         speculation = self.model.speculation
-        if speculation and speculation.is_on(prompts, max(last_steps), self.params.context_shift):
+        if speculation and speculation.should_draft(prompts, max(last_steps), self.params.context_shift):
             steps = speculation.decode(self.decoder, prompts[0], streams, max(last_steps))
         else:
             steps = self.decoder.decode(prompts, streams, max(last_steps))
@@ -117,9 +120,9 @@ class Engine:
             self.flush(pending, num_steps - len(pending), rows)
             pending = []
             yield
-            kept = self.rows_to_keep(rows)
-            if kept == []:
+            if all(row.sample.finish_reason for row in rows):
                 break
+            kept = self.rows_to_keep(rows)
             if kept is not None:
                 rows = [rows[i] for i in kept]
         steps.close()
@@ -127,10 +130,8 @@ class Engine:
     def rows_to_keep(self, rows: list[IncrementalDetokenizer]) -> list[int] | None:
         """The indices of the unfinished rows; None: keep all rows, because too few have finished."""
         unfinished = [i for i, row in enumerate(rows) if not row.sample.finish_reason]
-        if len(unfinished) == len(rows):
-            return None
         is_small_gain = len(rows) <= MIN_ROWS_TO_SHRINK or 2 * len(unfinished) > len(rows)
-        return None if unfinished and self.is_cuda and is_small_gain else unfinished
+        return None if len(unfinished) == len(rows) or (self.is_cuda and is_small_gain) else unfinished
 
     def flush(self, pending: list[Step], num_before: int, rows: list[IncrementalDetokenizer]) -> None:
         """Append the tokens of the pending steps, which follow num_before steps of the batch, to the samples."""

@@ -1,16 +1,20 @@
-"""Speculative decoding that keeps the text: a draft proposes tokens, and the target decides each of them.
+"""Speculative decoding that keeps the text: a draft proposes tokens, and the target checks each of them.
 
 The draft samples with the random numbers that the target will use at the same positions. So it mostly proposes the
 target's own tokens, and one pass of the target computes the logits of several positions. docs/speculation.md explains
 why the text stays the same.
 """
 from collections.abc import Generator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sampling.backends.backend import Backend, Cache
-from sampling.backends.draft import Draft
+from model import GPTConfig
+from sampling.backends.backend import Backend, Cache, num_step_weights
+from sampling.backends.prepare import prepare_backend
+from sampling.checkpoints.checkpoint import Checkpoint, named_errors
+from sampling.checkpoints.nanogpt import load_by_name
 from sampling.generation.decode import Decoder, Step, crop
 from sampling.messages import Log, warn
 from sampling.sampler.row_streams import RowStreams
@@ -20,13 +24,40 @@ from sampling.sampler.sampler import are_valid
 NUM_CHECKED, NUM_ACCEPTED, DECAY = 8.0, 7.0, 0.95
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
 PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32; two Intel processors had a PASS_COST of 1.1, 1.5
+OVERHEAD_BYTES_PER_LAYER = 7_000_000 # norms, attention and operator calls take as long as reading so many bytes
 
 
-def best_length(rate: float, relative_cost: float) -> int:
+def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log: Log = warn) -> tuple[Backend, float]:
+    """Load the draft of a target, on a CPU. Call this before prepare_backend takes the target's weights.
+
+    name: "int8" is the target itself in int8, otherwise a model's name, folder or file.
+    Returns the draft, and the time of one of its steps in steps of the target. Raises ValueError or OSError if that
+    cannot be the draft.
+    """
+    with named_errors(f"draft={name}"):
+        if name == "int8":
+            checkpoint, dtype = replace(target, state_dict=dict(target.state_dict)), torch.int8
+        else:
+            checkpoint, dtype = load_by_name(name, log=log), target_dtype
+        size, target_size = checkpoint.vocab_size, target.vocab_size
+        if size != target_size:
+            raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: "
+                             "the two must be equal; choose another draft, or leave it out")
+        draft = prepare_backend(checkpoint, torch.device("cpu"), dtype, log=log)
+    target_cost = step_cost(GPTConfig(**target.model_args), target_dtype.itemsize)
+    return draft, step_cost(draft.config, dtype.itemsize) / target_cost
+
+
+def step_cost(config: GPTConfig, bytes_per_weight: int) -> float:
+    """The cost of a step of one row, which mostly waits for memory: the bytes that it reads, and the overhead."""
+    return num_step_weights(config) * bytes_per_weight + config.n_layer * OVERHEAD_BYTES_PER_LAYER
+
+
+def best_num_proposals(rate: float, relative_cost: float) -> int:
     """How many tokens the draft should propose in a round: from 2 to 8, with the largest speedup; 0 if none is faster.
 
     rate: the acceptance rate. A round of k proposals gives 1 + rate + ... + rate**k tokens (Leviathan et al., 2023).
-    relative_cost: see Draft. No time is measured, so the same command always takes the same passes.
+    relative_cost: see prepare_draft. No time is measured, so the same command always takes the same passes.
     """
     def speedup(k):
         num_tokens = sum(rate**i for i in range(k + 1))
@@ -36,50 +67,54 @@ def best_length(rate: float, relative_cost: float) -> int:
 
 
 class Speculation:
-    """Decodes with a draft, where it can save time: for one sample, inside the window of block_size tokens, and with
-    context_shift also past it. Elsewhere, log gets the reason, once.
+    """Decodes one sample with a draft, up to block_size tokens, and with context_shift also past it.
+
+    relative_cost: see prepare_draft. is_int8_copy: whether the draft is the target itself, in int8.
+    Logs once why the draft is not used.
     """
 
-    def __init__(self, target: Backend, draft: Draft, log: Log = warn):
-        self.target, self.draft, self.log = target, draft, log
+    def __init__(self, target: Backend, draft: Backend, relative_cost: float, is_int8_copy: bool = False,
+                 log: Log = warn):
+        self.target, self.draft, self.relative_cost, self.log = target, draft, relative_cost, log
         # An int8 copy of the target reads the target's own keys and values, instead of computing them again.
-        self.shares_cache = draft.is_copy and type(target) is type(draft.backend)
-        self.was_said: set[str] = set() # messages
+        self.shares_cache = is_int8_copy and type(target) is type(draft)
+        self.logged: set[str] = set() # messages
         self.is_broken = False # whether the draft's logits were NaN or infinite
         self.num_proposed = self.num_accepted = 0 # of all samples
 
-    def is_on(self, prompts: list[list[int]], num_steps: int, context_shift: bool) -> bool:
+    def should_draft(self, prompts: list[list[int]], num_steps: int, context_shift: bool) -> bool:
         """Whether to use the draft for these prompts. Logs why not, or where in the text it will be off."""
-        block_size, draft_block_size = self.target.config.block_size, self.draft.backend.config.block_size
+        block_size, draft_block_size = self.target.config.block_size, self.draft.config.block_size
         if len(prompts) > 1:
-            self.say("the draft is off: several samples at once are faster without it; batch_size=1 turns it on")
+            self.log_once("the draft is off: several samples at once are faster without it; batch_size=1 turns it on")
             return False
-        if best_length(NUM_ACCEPTED / NUM_CHECKED, self.draft.relative_cost) == 0:
-            self.say("the draft is off: its steps take too long, compared with the model's, to save time")
+        if best_num_proposals(NUM_ACCEPTED / NUM_CHECKED, self.relative_cost) == 0:
+            self.log_once("the draft is off: its steps take too long, compared with the model's, to save time")
             return False
         num_tokens = len(prompts[0]) + num_steps
         if num_tokens > draft_block_size and draft_block_size < block_size:
-            self.say(f"the draft is used only while the window has at most {draft_block_size} tokens, its own "
-                     "block_size")
+            self.log_once(f"the draft is used only while the window has at most {draft_block_size} tokens, its own "
+                          "block_size")
         elif num_tokens > block_size and not context_shift:
-            self.say(f"the draft is used only up to block_size: {block_size} tokens, including the prompt")
+            self.log_once(f"the draft is used only up to block_size: {block_size} tokens, including the prompt")
         return True
 
     @torch.no_grad()
     def decode(self, decoder: Decoder, prompt: list[int], streams: RowStreams,
                num_steps: int) -> Generator[Step, None, None]:
         """Continue a prompt, of at most block_size tokens, by num_steps: the steps of Decoder.decode."""
-        target, draft, cost = self.target, self.draft.backend, self.draft.relative_cost
+        target, draft, cost = self.target, self.draft, self.relative_cost
         block_size, capacity = target.config.block_size, len(prompt) + num_steps
         cache = target.new_cache(1, min(capacity, block_size))
         draft_cache = cache if self.shares_cache else draft.new_cache(1, min(capacity, draft.config.block_size))
         ids = torch.tensor([prompt]) # (1, S)
-        proposals = ids[:, :0] # none: the first pass is the prefill, as without a draft
+        proposals = ids[:, :0] # none: the first pass is the prefill
         checked, accepted = NUM_CHECKED, NUM_ACCEPTED # proposals, up to the first that was rejected in each round
-        num_wanted = best_length(accepted / checked, cost) # how many tokens to propose; 0: the draft is off
+        num_wanted = best_num_proposals(accepted / checked, cost) # how many tokens to propose; 0: the draft is off
         while True:
             k, unread = proposals.size(1), torch.cat([ids[:, cache.seq_len:], proposals], dim=1)
-            # While the draft is on, passes without proposals are too rare to prepare the LM head's shortlist for.
+            # Without proposals, a few logits are enough; but while the draft is on, such passes are too rare to prepare
+            # the LM head's shortlist for.
             all_logits = target.logits(unread, cache, k + 1, None if num_wanted else decoder.num_needed)
             num_accepted, self.num_proposed = 0, self.num_proposed + k
             for logits in all_logits.split(1):
@@ -104,7 +139,7 @@ class Speculation:
             draft_cache.seq_len = min(draft_cache.seq_len, num_right)
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
             draft_room = draft.config.block_size + 1 - ids.size(1)
-            num_wanted = 0 if self.is_broken or draft_room <= 0 else best_length(accepted / checked, cost)
+            num_wanted = 0 if self.is_broken or draft_room <= 0 else best_num_proposals(accepted / checked, cost)
             room = min(draft_room, block_size - ids.size(1), num_steps - 1) if num_right else 0
             proposals = self.propose(ids, min(num_wanted, room), draft_cache, decoder, streams)
             cache.seq_len = num_right # the draft has written more if it shares the cache
@@ -116,19 +151,18 @@ class Speculation:
         """
         sampler, extended = decoder.sampler, ids
         for ahead in range(num_proposals):
-            logits = self.draft.backend.logits(extended[:, cache.seq_len:], cache, num_needed=sampler.num_needed)
+            logits = self.draft.logits(extended[:, cache.seq_len:], cache, num_needed=sampler.num_needed)
             if not are_valid(logits):
                 self.is_broken = True
-                self.say("the draft is off: its logits are NaN or infinite")
+                self.log_once("the draft is off: its logits are NaN or infinite")
                 return ids[:, :0]
             token = sampler(logits, extended, None if sampler.is_greedy else streams.peek(ahead))
             extended = torch.cat([extended, token], dim=1)
         return extended[:, ids.size(1):]
 
-    def say(self, message: str) -> None:
-        """Log a message, unless it was logged before."""
-        if message not in self.was_said:
-            self.was_said.add(message)
+    def log_once(self, message: str) -> None:
+        if message not in self.logged:
+            self.logged.add(message)
             self.log(message)
 
     def summary(self) -> str:

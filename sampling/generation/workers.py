@@ -5,7 +5,7 @@ in order. Each sample has its own offset in the random stream, so the samples ar
 """
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -16,10 +16,6 @@ if TYPE_CHECKING: # the import would load torch
     from sampling.generation.engine import Engine
 
 T = TypeVar("T")
-
-RESUME = "with out_file, the same command resumes the run"
-PROCESS_LOST = f"another process of this run has ended; {RESUME}"
-TERMINATED = f"torchrun ended this run, as it does when one of its processes fails; {RESUME}"
 
 
 class Workers:
@@ -37,7 +33,8 @@ class Workers:
         if self.world_size > 1:
             import torch.distributed as dist
             with stdout_to_stderr():
-                dist.init_process_group("gloo", timeout=timedelta(days=7)) # a lost process is an error at once anyway
+                # The timeout is long, because a lost process raises an error at once, whatever the timeout.
+                dist.init_process_group("gloo", timeout=timedelta(days=7))
             if self.is_main: # torchrun sends SIGTERM when another process has failed
                 signal.signal(signal.SIGTERM, end_on_sigterm)
         return self
@@ -51,11 +48,12 @@ class Workers:
         try:
             dist.all_gather_object(values, value)
         except RuntimeError as error: # torch's own message is long
-            raise ValueError(PROCESS_LOST) from error
+            raise ValueError("another process of this run has ended; with out_file, the same command resumes the "
+                             "run") from error
         return values
 
     def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every rank."""
+        """Rank 0's value, on every rank."""
         return self.all_gather(value)[0]
 
     @contextmanager
@@ -78,12 +76,7 @@ class Workers:
             rank, error = min(errors.items())
             raise ValueError(f"process {rank}: {error}" if rank else error)
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This rank's part of the items. The parts are consecutive, and their sizes differ by at most one."""
-        start, end = (len(items) * rank // self.world_size for rank in (self.rank, self.rank + 1))
-        return items[start:end]
-
-    def imap(self, engine: "Engine", requests: Iterable[SampleRequest]) -> Iterator[Sample]:
+    def generate(self, engine: "Engine", requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Generate all requests. Rank 0 yields the samples in order; other ranks yield nothing."""
         if self.world_size == 1:
             yield from engine.generate(requests)
@@ -91,9 +84,10 @@ class Workers:
         from sampling.generation.engine import next_batch
         requests = iter(requests)
         while batch := self.broadcast(next_batch(requests, self.world_size * engine.batch_size)):
+            start, end = (len(batch) * rank // self.world_size for rank in (self.rank, self.rank + 1))
             samples = []
             with self.fail_together():
-                for sample in engine.generate(self.share(batch)):
+                for sample in engine.generate(batch[start:end]):
                     if self.is_main:
                         yield sample
                     elif sample.finish_reason:
@@ -122,5 +116,6 @@ def stdout_to_stderr() -> Iterator[None]:
 
 def end_on_sigterm(*_) -> None:
     """A signal handler that ends the process. Python's streams may be in use, so this does not write to them."""
-    os.write(2, f"error: {TERMINATED}\n".encode())
+    os.write(2, b"error: torchrun ended this run, as it does when one of its processes fails; with out_file, the same "
+                b"command resumes the run\n")
     os._exit(143)

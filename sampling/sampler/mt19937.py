@@ -64,7 +64,7 @@ def jump(generator: torch.Generator, num_blocks: int) -> None:
 
 
 def get_fields(generator: torch.Generator) -> np.ndarray:
-    """A copy of the generator's state, in units of 32 bits."""
+    """A copy of the state, in units of 32 bits."""
     return generator.get_state().numpy().view(np.uint32)
 
 

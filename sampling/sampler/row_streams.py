@@ -54,11 +54,9 @@ class RowStreams:
             self.restart(row)
 
     def restart(self, row: int) -> None:
-        """Reset the generator of this row to the start of its sample."""
         self.generators[row].set_state(self.states[row])
 
     def select_rows(self, rows: list[int]) -> None:
-        """Keep these rows only."""
         self.generators, self.states = [self.generators[i] for i in rows], [self.states[i] for i in rows]
         self.numbers = self.numbers[:len(rows)]
 

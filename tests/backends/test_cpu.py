@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import as_checkpoint, make_gpt
+from oracles import reference_generate
 from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import GELU, CPUBackend, Shortlist, multiply, quantize
@@ -64,8 +65,8 @@ def int8(request):
 def one_set_of_types():
     """Each kernel is compiled once, when the backend is made: an array of another layout would compile it again."""
     yield
-    linear = *kernels.linear_row.values(), *kernels.linear_rows.values()
-    assert {len(kernel.signatures) for kernel in (kernels.layer_norm, kernels.attention, *linear)} <= {0, 1}
+    used = kernels.layer_norm, kernels.attention, *kernels.linear.values()
+    assert {len(kernel.signatures) for kernel in used} <= {0, 1}
 
 
 @pytest.mark.usefixtures("all_threads")
@@ -117,18 +118,17 @@ def test_a_cache_keeps_the_selected_rows(int8):
 
 @pytest.mark.parametrize("gelu", ["none", "tanh"])
 def test_a_hundred_and_thirty_rows_have_the_logits_of_the_model(gelu, int8):
-    """More than MAX_LOOP_ROWS: in float32, torch multiplies them."""
+    """More than MAX_KERNEL_ROWS: in float32, torch multiplies them."""
     backend, model = make_backend(make_gpt(gelu=gelu), int8)
     ids, cache = random_prompt(3, 130), backend.new_cache(130, 16)
     for i in range(3):
         assert_close(backend.logits(ids[:, i:i + 1], cache), all_logits(model, ids)[:, i])
 
 
-def test_more_than_block_size_tokens_are_refused():
-    backend, _ = make_backend(make_gpt())
-    backend.logits(random_prompt(16), cache := backend.new_cache(1, 16))
-    with pytest.raises(ValueError, match=r"^cannot process 17 tokens: block_size is 16$"):
-        backend.logits(random_prompt(1), cache)
+def test_int8_text_past_block_size_is_that_of_the_rounded_model():
+    (backend, model), ids = make_backend(make_gpt(), int8=True), random_prompt(5, 3)
+    expected = reference_generate(model, ids, 40, temperature=0)[:, 5:].tolist()
+    assert decode(backend, ids.tolist(), 40, temperature=0) == expected
 
 
 # ---- weights

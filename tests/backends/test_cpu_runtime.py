@@ -1,4 +1,4 @@
-"""The loops are compiled once on a machine, whatever happens meanwhile, and use as many threads as they are worth."""
+"""The kernels are compiled once on a machine, whatever happens meanwhile, and use as many threads as they are worth."""
 import os
 import shutil
 import signal
@@ -58,7 +58,7 @@ def is_compiled(lines):
     """Whether the lines say that loops were compiled, and for how long; if not, there must be none."""
     if not lines:
         return False
-    assert lines[0] == "compiling loops for this processor, once ..."
+    assert lines[0] == "compiling kernels for this processor, once ..."
     assert lines[1].startswith("compiled in ") and lines[1].endswith(" s") and len(lines) == 2
     return 0.2 < float(lines[1].split()[2]) < 100
 

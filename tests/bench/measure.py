@@ -25,7 +25,7 @@ class Case:
     """One line of a table. command(length) starts a process that generates length tokens per sample.
 
     The process is timed for two lengths. The rate is the difference in tokens divided by the difference in time, so
-    start-up and loading cancel out. sample.py uses its loops only in runs that pay for them (MIN_PLAIN_SECONDS in
+    start-up and loading cancel out. sample.py uses its kernels only in runs that pay for them (MIN_EAGER_SECONDS in
     backends/prepare.py), so its shorter length must be long enough for them, if the longer one is.
     """
 

@@ -1,7 +1,6 @@
-"""Engine: requests in, samples out."""
-from concurrent.futures import ThreadPoolExecutor
+"""Engine: requests in, samples out; and how several processes share them."""
+import os
 from dataclasses import replace
-from itertools import zip_longest
 
 import pytest
 import torch
@@ -9,10 +8,9 @@ import torch
 import engines
 from engines import PARAMS, PROMPTS, LeastBackend, expected_texts, load, make_requests, on_fake_gpu, run
 from models import CHARS, make_gpt
-from oracles import nanogpt_samples
 from sampling.backends.eager import EagerBackend
-from sampling.checkpoints.build import count_init_draws
-from sampling.generation.engine import Engine, group_by_length, next_batch
+from sampling.generation.engine import Engine, group_by_length
+from sampling.generation.workers import Workers, stdout_to_stderr
 from sampling.params import Prompt, Sample, SampleRequest
 from sampling.sampler.sampler import NOT_FINITE
 
@@ -26,13 +24,6 @@ def test_samples_are_yielded_in_order_with_the_text_that_each_would_have_alone(t
         assert len(taken) < len(found) + batch_size, "requests are read one batch at a time"
     assert found == [(i, text, "length") for i, text in enumerate(expected_texts(requests, tokenizer, max_new_tokens))]
     assert [sample.text for sample in run(engine, requests[9:])] == [text for _, text, _ in found[9:]]
-
-
-def test_samples_are_nanogpts_which_draws_random_numbers_for_its_weights_first(tokenizer):
-    weights, config, prompt = make_gpt().state_dict(), vars(make_gpt().config), tokenizer.encode("O")
-    expected = nanogpt_samples(config, weights, 3, prompt, 3, 20, temperature=0.9, top_k=30)
-    engine = Engine(load(tokenizer, num_init_draws=count_init_draws(weights)), PARAMS, 2)
-    assert [prompt + sample.token_ids for sample in run(engine, make_requests(tokenizer, ["O"], 3))] == expected
 
 
 def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(tokenizer):
@@ -49,13 +40,7 @@ def request(index, prompt_length=1, already_saved=False):
     return SampleRequest(index, Prompt("a" * prompt_length), list(range(prompt_length)), already_saved)
 
 
-def test_fully_saved_batches_are_skipped_and_other_batches_stay_complete():
-    requests = iter([request(i, already_saved=i in (0, 1, 2, 4, 6, 7, 8)) for i in range(10)])
-    assert [[item.index for item in next_batch(requests, 3)] for _ in range(3)] == [[3, 4, 5], [9], []]
-
-
 @pytest.mark.parametrize("lengths, block_size, expected", [
-    ([5, 5, 5], 99, [[0, 1, 2]]),
     ([1, 30, 11, 40, 12], 99, [[0, 2], [1, 3], [4]]), # 12 is too far from 1, and 30 from 12
     ([30, 1, 2], 99, [[0], [1, 2]]), # in the order of their first samples
     ([30, 1, 2], 8, [[0, 1, 2]]), # the model sees 8 tokens of the first
@@ -79,21 +64,15 @@ def test_logprobs_are_those_of_the_model_at_temperature_1(tokenizer, num_logprob
             ids.append(token.id)
 
 
-def test_a_stream_yields_the_first_unfinished_sample_at_every_step_and_then_each_finished_one(tokenizer):
-    engine = Engine(load(tokenizer), replace(PARAMS, max_new_tokens=3), 2, stream=True)
-    found = [(s.index, s.num_tokens, s.finish_reason) for s in engine.generate(make_requests(tokenizer, ["O", "x"]))]
-    assert found == [(0, 1, None), (0, 2, None), (0, 3, "length"), (1, 3, "length")]
-
-
 @pytest.mark.parametrize("batch_size, stream", [(1, True), (6, True), (6, False)])
-@pytest.mark.parametrize("backend", [EagerBackend, engines.static_steps_on_fake_gpu], ids=["cpu", "gpu"])
-def test_a_sample_ends_where_a_stop_text_begins(tokenizer, backend, batch_size, stream):
-    requests = make_requests(tokenizer, PROMPTS)
-    full = expected_texts(requests, tokenizer, 30)
+def test_a_sample_ends_where_a_stop_text_begins_and_the_rows_that_stay_keep_their_text(tokenizer, make_backend,
+                                                                                       batch_size, stream):
+    backend, requests = make_backend(make_gpt()), make_requests(tokenizer, PROMPTS)
+    full = expected_texts(requests, tokenizer, 30, device=backend.device)
     stops = [full[0][13:16], full[1][28:30], full[2][:2], full[5][20:24], full[6][9:12] + "\n\n"]
-    params, model = replace(PARAMS, max_new_tokens=30, stop=stops), load(tokenizer, backend(make_gpt()))
+    params, model = replace(PARAMS, max_new_tokens=30, stop=stops), load(tokenizer, backend)
     found = run(Engine(model, params, batch_size, stream), requests)
-    assert [sample.text for sample in found] == expected_texts(requests, tokenizer, 30, stops)
+    assert [sample.text for sample in found] == [engines.truncate_at_stop(text, stops) for text in full]
     assert [sample.finish_reason == "length" for sample in found] == [sample.text in full for sample in found]
     if stream:
         streamed = engines.streamed_texts(Engine(model, params, batch_size, stream), requests)
@@ -162,18 +141,26 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
     assert str(error.value) == NOT_FINITE and yielded == {0, 1}
 
 
-def test_two_runs_of_one_model_may_be_interleaved_or_in_two_threads(tokenizer, make_backend):
-    model, params = load(tokenizer, make_backend(make_gpt())), replace(PARAMS, max_new_tokens=40)
-    requests = make_requests(tokenizer, PROMPTS[:2]), make_requests(tokenizer, PROMPTS[6:])
-    expected = [expected_texts(part, tokenizer, 40, device=model.backend.device) for part in requests]
+# ---- several processes: script/test_distributed.py starts them
 
-    def texts(part):
-        return [sample.text for sample in run(Engine(model, params, 2), part)]
-    if not isinstance(model.backend, LeastBackend): # its logits are overwritten
-        with ThreadPoolExecutor(2) as threads:
-            for _ in range(3): # later runs use what earlier ones left
-                assert list(threads.map(texts, requests)) == expected
-    found, streams = [], [Engine(model, params, stream=True).generate(part) for part in requests]
-    for pair in zip_longest(*streams):
-        found += [sample.text for sample in pair if sample and sample.finish_reason]
-    assert sorted(found) == sorted(expected[0] + expected[1])
+TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4")
+
+
+@pytest.mark.parametrize("variables, expected", [
+    (TORCHRUN, (5, 8, 1, 4, False)), ({}, (0, 1, None, 1, True)),
+    (dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="3"), (0, 1, None, 1, True)), # a cluster's own
+], ids=["torchrun", "none", "a cluster's"])
+def test_rank_and_world_size_come_from_torchrun_if_it_started_the_process(variables, expected, monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    workers = Workers()
+    assert (workers.rank, workers.world_size, workers.local_rank, workers.local_world_size, workers.is_main) == expected
+
+
+def test_output_of_gloo_goes_to_stderr(capfd):
+    with stdout_to_stderr():
+        os.write(1, b"a greeting")
+    os.write(1, b"a sample")
+    assert capfd.readouterr() == ("a sample", "a greeting")

@@ -5,15 +5,12 @@ import pytest
 import torch
 
 from engines import LeastBackend, load, make_requests, run
-from models import add_noise, make_gpt
-from project import PROJECT
-from sampling.backends.draft import Draft
+from models import add_noise, as_checkpoint, make_gpt, save_checkpoint
 from sampling.backends.eager import EagerBackend
-from sampling.checkpoints.nanogpt import load_checkpoint
+from sampling.backends.prepare import prepare_backend
 from sampling.generation.assembly import assemble
 from sampling.generation.engine import Engine
-from sampling.generation.speculation import Speculation, best_length
-from sampling.inputs.tokenizer import load_tokenizer
+from sampling.generation.speculation import Speculation, best_num_proposals, prepare_draft
 from sampling.params import ModelOptions, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=28, temperature=0.9, top_k=30, seed=3) # with "The ", they fill the window
@@ -36,10 +33,10 @@ def make_model(seed=1, noise=0.0, block_size=32):
     return add_noise(model, noise)
 
 
-def speculate(draft="good", cost=0.05, log=lambda line: None, is_copy=False, draft_backend=LeastBackend):
+def speculate(draft="good", cost=0.05, log=lambda line: None, is_int8_copy=False, draft_backend=LeastBackend):
     """Speculation with one of the DRAFTS, whose steps cost this share of the model's."""
-    draft = Draft(draft_backend(make_model(**DRAFTS[draft])), cost, is_copy)
-    return Speculation(LeastBackend(make_model()), draft, log)
+    draft = draft_backend(make_model(**DRAFTS[draft]))
+    return Speculation(LeastBackend(make_model()), draft, cost, is_int8_copy, log)
 
 
 def check_text(tokenizer, speculation, params=PARAMS, samples_per_prompt=1, **settings):
@@ -68,11 +65,11 @@ def test_text_is_that_of_a_run_without_a_draft(tokenizer, draft, lowest_rate, hi
     accepted, proposed = speculation.num_accepted, speculation.num_proposed
     assert accepted <= highest_rate * proposed and (accepted >= lowest_rate * proposed or params.stop)
     assert (proposed > 0) == (params.max_new_tokens > 1 and draft != "broken")
-    assert draft != "broken" or len(speculation.draft.backend.needed) < 2, "it is not asked again"
+    assert draft != "broken" or len(speculation.draft.needed) < 2, "it is not asked again"
 
 
 def test_a_copy_of_the_model_shares_its_cache_and_changes_no_text(tokenizer):
-    speculation = speculate("imperfect", is_copy=True)
+    speculation = speculate("imperfect", is_int8_copy=True)
     for context_shift in False, True:
         check_text(tokenizer, speculation, replace(PARAMS, max_new_tokens=80, context_shift=context_shift))
     assert speculation.shares_cache and speculation.num_accepted
@@ -81,13 +78,13 @@ def test_a_copy_of_the_model_shares_its_cache_and_changes_no_text(tokenizer):
 def test_after_a_wrong_pass_a_good_draft_is_good_again(tokenizer):
     speculation = speculate(cost=0.02, draft_backend=SometimesWrongBackend)
     check_text(tokenizer, speculation, samples_per_prompt=4)
-    num_wrong = len(speculation.draft.backend.needed) // 5
+    num_wrong = len(speculation.draft.needed) // 5
     assert num_wrong > 3 and speculation.num_accepted > speculation.num_proposed / 3
 
 
 def test_a_bad_draft_is_turned_off_and_then_the_model_computes_only_the_logits_that_it_must(tokenizer):
     check_text(tokenizer, speculation := speculate("bad", cost=0.4), replace(PARAMS, temperature=1.5))
-    assert 0 < speculation.num_proposed <= 20 and len(speculation.draft.backend.needed) <= 20
+    assert 0 < speculation.num_proposed <= 20 and len(speculation.draft.needed) <= 20
     assert speculation.target.needed[0] is None and speculation.target.needed[-1] == PARAMS.top_k
 
 
@@ -120,17 +117,27 @@ def test_one_line_says_where_the_draft_is_off(tokenizer, draft, cost, batch_size
 
 @pytest.mark.parametrize("cost, rate, expected", [(0.05, 1.0, 8), (0.35, 0.99, 8), (0.05, 0.75, 6), (0.02, 0.2, 0)])
 def test_the_number_of_proposals_follows_the_share_that_is_accepted(cost, rate, expected):
-    assert best_length(rate, cost) == expected
+    assert best_num_proposals(rate, cost) == expected
 
 
-def test_the_demo_in_8_bits_is_a_good_draft_of_itself():
-    samples = []
-    for draft in None, "int8":
-        checkpoint = load_checkpoint(PROJECT / "out-shakespeare-char")
-        tokenizer, options = load_tokenizer(checkpoint, pytest.fail), ModelOptions(draft=draft)
-        model = assemble(checkpoint, tokenizer, torch.device("cpu"), torch.float32, options)
-        if draft: # the demo is so small that the draft would be off
-            model.speculation.draft = model.speculation.draft._replace(relative_cost=0.1)
-        samples += run(Engine(model, SamplingParams(max_new_tokens=120)), make_requests(tokenizer, ["The "]))
-    assert samples[0].text == samples[1].text
-    assert model.speculation.num_accepted > 0.7 * model.speculation.num_proposed > 60
+# ---- preparing a draft
+
+IDS, FLOAT32 = torch.tensor([[5, 9, 30, 2]]), torch.float32
+
+
+@torch.no_grad()
+def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is():
+    target, expected = as_checkpoint(make_gpt(n_embd=64)), make_gpt(n_embd=64)(IDS)[0][:, -1]
+    draft, relative_cost = prepare_draft("int8", target, FLOAT32)
+    backend = prepare_backend(target, torch.device("cpu"), FLOAT32)
+    torch.testing.assert_close(backend.logits(IDS, None), expected, atol=2e-5, rtol=1e-4)
+    assert 0.001 < (draft.logits(IDS, None) - expected).norm() / expected.norm() < 0.05
+    assert 0.2 < relative_cost < 1
+
+
+def test_a_draft_with_another_vocabulary_or_on_another_device_is_refused(tmp_path):
+    save_checkpoint(tmp_path, make_gpt(vocab_size=60))
+    with pytest.raises(ValueError, match="has a vocabulary of 60 tokens, but the model has 61: the two must be equal"):
+        prepare_draft(str(tmp_path), as_checkpoint(make_gpt()), FLOAT32)
+    with pytest.raises(ValueError, match=r"^draft works only on a CPU, .*; got cuda:1: leave out draft, or use"):
+        assemble(None, None, torch.device("cuda:1"), torch.bfloat16, ModelOptions(draft="int8"))

@@ -37,11 +37,6 @@ def test_rows_draw_what_consecutive_samples_draw(vocab_size, each_build):
         assert torch.equal(draw(RowStreams(run, rows), STEPS), expected[rows])
 
 
-def test_exponentials_of_candidates_are_those_of_their_ids(each_build):
-    numbers, ids = RowStreams(make_run(), [0, 1]).next(), torch.tensor([[3, 49, 0], [7, 7, 1]])
-    assert torch.equal(exponentials(numbers, ids), exponentials(numbers, None).gather(1, ids))
-
-
 def test_rows_that_leave_or_restart_do_not_change_the_others(each_build):
     alone = [draw(RowStreams(make_run(), [sample]), STEPS)[0] for sample in (0, 2, 5)]
     streams = RowStreams(make_run(), [0, 2, 5])

@@ -69,13 +69,6 @@ def test_a_temperature_that_overflows_one_row_leaves_the_others_as_they_are():
     assert Sampler(10**300)(logits, None, noise).tolist() == [[2], [2]], "a large int is a temperature too"
 
 
-@EVERYWHERE
-def test_logits_are_not_changed_and_temperature_0_needs_no_random_numbers(all_columns):
-    logits, ids = FOUR.clone(), torch.tensor([[1]])
-    Sampler(0.7, 2, 0.9, 0.1, 1.2, all_columns=all_columns)(logits, ids, torch.ones(1, 4))
-    assert Sampler(0, 2, all_columns=all_columns)(logits, ids, None) == 1 and torch.equal(logits, FOUR)
-
-
 @pytest.mark.parametrize("settings, expected", [
     (dict(top_k=20, top_p=0.7), 20), (dict(temperature=0, top_k=20), 1), (dict(top_p=0.5), None), (dict(top_k=0), None),
     (dict(top_k=20, repetition_penalty=1.1), None), (dict(temperature=0, repetition_penalty=0.9), None),
