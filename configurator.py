@@ -26,7 +26,6 @@ from typing import Any
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
               "None": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-MAX_INT_BITS = 4000 # Python refuses to print much longer integers
 
 Log = Callable[[str], None]
 Validate = Callable[[dict[str, Any]], None]
@@ -55,40 +54,39 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
     if {"--help", "-h"} & set(arguments):
         print(help_text(scope.get("__doc__") or "", settings, shutil.get_terminal_size().columns), end="", flush=True)
         sys.exit(0)
-    changes, files, hint = {}, {}, "" # files: setting -> the path of the file that changed it
+    changes, files = {}, {} # files: setting -> the path of the file that changed it
     while arguments:
         if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
             name, value = parse_argument(arguments, settings, aliases)
-            hint = quoting_hint(name, value, arguments) if isinstance(value, str) else ""
-            again = name in changes and name not in files
-            changes[name] = combine(changes[name], value, settings[name].types) if again else value
+            is_repeated_flag = name in changes and name not in files # after a file, a flag replaces the file's value
+            changes[name] = combine(changes[name], value, settings[name].types) if is_repeated_flag else value
             files.pop(name, None)
         else:
-            path, source = read_file(arguments.pop(0), scope["__file__"], hint)
+            path, source = read_file(arguments.pop(0), scope["__file__"])
             found = run_file(path, source, scope | changes, settings, log, ignore)
-            changes, files, hint = changes | found, files | dict.fromkeys(found, path), ""
+            changes, files = changes | found, files | dict.fromkeys(found, path)
     values = {name: scope[name] for name in settings} | changes
     check(values, validate, scope, files)
-    scope.update(changes)
     if changes:
         log("settings: " + ", ".join(f"{name}={value!r:.100}" for name, value in changes.items()))
+    scope.update(changes)
     return values
 
 
 def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    """Raises ValueError if the values are not valid. The message names the settings file that has them."""
-    message = error_of(validate, values)
-    for path in dict.fromkeys(files.values()) if message else ():
+    """Raise ValueError if the values are not valid. The message names the settings file that has them."""
+    message = validation_error(validate, values)
+    if message is None:
+        return
+    for path in dict.fromkeys(files.values()):
         # A file is the cause if the error changes when its settings are reset to their defaults.
         defaults = {name: scope[name] for name, source in files.items() if source == path}
-        if error_of(validate, values | defaults) != message:
+        if validation_error(validate, values | defaults) != message:
             raise ValueError(f"{path}: {message}")
-    if message:
-        raise ValueError(message)
+    raise ValueError(message)
 
 
-def error_of(validate: Validate, values: dict[str, Any]) -> str | None:
-    """What is wrong with the values; None if they are valid."""
+def validation_error(validate: Validate, values: dict[str, Any]) -> str | None:
     try:
         validate(values)
     except ValueError as error:
@@ -176,25 +174,25 @@ def parse(name: str, text: str, types: list[str]) -> Any:
 
 
 def combine(earlier: Any, value: Any, types: list[str]) -> Any:
-    """The value of a setting that is given twice: the later value, or a list of both if it takes text or a list."""
+    """Return the value of a flag that is given twice: the later one, or if the setting takes text or a list, both."""
     if not {"str", "list"} <= set(types) or earlier is None or value is None:
         return value
     earlier, value = (given if isinstance(given, list) else [given] for given in (earlier, value))
     return earlier + value
 
 
-def coerce(name: str, value: Any, types: list[str], given: Any) -> Any:
-    """Return value if it has one of these types, or a float for an int. Raises ValueError, which shows given."""
+def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
+    """Return value if it has one of these types, or a float for an int.
+
+    Raises ValueError, which calls the setting label and shows given.
+    """
     given_type = type_name(value)
-    allowed = f"{name} takes {' or '.join(TYPE_NAMES[t] for t in types)}"
-    if given_type == "int" and value.bit_length() > MAX_INT_BITS:
-        raise ValueError(f"{allowed}, got an integer of {value.bit_length()} bits")
     if given_type in types:
         return value
     with suppress(OverflowError):
         if given_type == "int" and "float" in types:
             return float(value)
-    raise ValueError(f"{allowed}, got {given!r:.100}")
+    raise ValueError(f"{label} takes {' or '.join(TYPE_NAMES[t] for t in types)}, got {given!r:.100}")
 
 
 def type_name(value: Any) -> str:
@@ -202,25 +200,19 @@ def type_name(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def read_file(path: str, script: str, hint: str) -> tuple[str, bytes]:
-    """The path and the content of a settings file, which may be relative to the script's folder.
+def read_file(path: str, script: str) -> tuple[str, bytes]:
+    """Return the path and the content of a settings file.
 
-    Raises ValueError if the file cannot be read; hint says what else the user may have meant.
+    A relative path is looked up in the working directory, then in the script's folder.
     """
     found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
         return found, Path(found).read_bytes()
     except (OSError, ValueError) as e: # ValueError: the path has a null byte
         why = e.strerror if isinstance(e, OSError) else e
-        advice = hint if hint and not path.endswith(".py") else "give settings as --key=value"
-        raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; {advice}") from None
-
-
-def quoting_hint(name: str, value: str, arguments: list[str]) -> str:
-    """How to write the value of --name if the words after it are part of it."""
-    text = " ".join([value, *takewhile(lambda word: not word.startswith("--"), arguments)])
-    quoted = shlex.quote(text) if set(text) & set('"$`!\\') else f'"{text}"' # Windows shells need double quotes
-    return f"a value with spaces needs quotes: --{name}={quoted:.200}"
+        advice = "" if path.endswith(".py") else '; a value with spaces needs quotes: --start="Once upon a time"'
+        raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; "
+                         f"give settings as --key=value{advice}") from None
 
 
 def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting], log: Log,

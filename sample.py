@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and 
 from configurator import override
 from sampling.backends.process import default_batch_size, peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
-from sampling.inputs.prompts import PromptSource, log_notices, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, make_requests, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs
@@ -75,51 +75,49 @@ interactive = False # ask for prompts and answer each with a sample
 watch = False # when the samples are done, wait until train.py saves a new ckpt.pt, and sample from it too; Ctrl-C ends
 
 
-def main(settings):
+def main(settings, workers):
     """Load the model, then generate, save and show samples. settings: the values of the settings above, by name."""
     import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
     from sampling.backends.prepare import compile_steps
-    from sampling.checkpoints.nanogpt import saves
+    from sampling.checkpoints.nanogpt import wait_for_saves
     from sampling.generation.engine import Engine
 
-    workers = Workers().connect() # one process, unless torchrun started more
+    if workers.world_size > 1 and (settings.interactive or settings.watch):
+        raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
+    workers.connect() # to the other processes, if torchrun started any
     settings.seed = workers.broadcast(choose_seed(settings.seed, log))
     params = SamplingParams.from_settings(vars(settings), num_logprobs(vars(settings)))
-    with workers.fail_together():
-        if workers.world_size > 1 and (settings.interactive or settings.watch):
-            raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
-        prompts = PromptSource(settings.start, vars(settings)) if workers.is_main and not settings.interactive else None
-        if settings.watch and prompts.is_pipe:
-            raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
     if settings.interactive:
         from sampling.repl import run_repl
-        run_repl(lambda: load(settings, params, workers)[0], params, settings.show_probs, settings.start)
-        return
+        return run_repl(lambda: load(settings, params, workers)[0], params, settings.show_probs, settings.start)
+    with workers.fail_together():
+        prompts = PromptSource(settings.start) if workers.is_main else None
+        if settings.watch and prompts.is_pipe:
+            raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
     outputs = Outputs(vars(settings))
-    for _ in saves(settings.out_dir, log) if settings.watch else [None]:
-        model, num_total, max_prompt_len = load(settings, params, workers, prompts)
+    rounds = wait_for_saves(settings.out_dir, log) if settings.watch else [None]
+    for _ in rounds:
+        model, num_total, batch_size = load(settings, params, workers, prompts)
         with workers.fail_together():
+            requests = [] # of rank 0, which has the prompts
             if prompts:
-                outputs.open(model)
-                requests = outputs.resume(prompts.requests(model.tokenizer, settings.num_samples))
+                requests = outputs.open(model, make_requests(prompts, model.tokenizer, settings.num_samples))
                 requests = log_notices(requests, model.tokenizer, model.backend.config.block_size, log)
         with torch.no_grad(), model.autocast():
-            longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
-            batch_size = settings.batch_size or default_batch_size(model.backend, longest, workers.local_world_size)
             if settings.compile:
                 compile_steps(model.backend, min(batch_size, num_total or batch_size), log)
             printer = Printer(model.tokenizer, settings.show_probs)
             progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
-            engine = Engine(model, params, batch_size, stream=is_tty(sys.stdout) and not outputs.uses_stdout, log=log,
-                            on_tokens=progress.add_tokens)
-            for sample in workers.generate(engine, requests if prompts else []): # rank 0 has the prompts
+            stream = is_tty(sys.stdout) and not outputs.uses_stdout
+            engine = Engine(model, params, batch_size, stream, log=log, on_tokens=progress.add_tokens)
+            for sample in workers.generate(engine, requests):
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                     progress.add_sample(sample)
                 if not outputs.uses_stdout:
                     printer.update(sample)
-        outputs.finish()
+        outputs.write_page()
         progress.close(peak_memory(model.backend.device))
         if model.speculation:
             log(model.speculation.summary())
@@ -127,7 +125,7 @@ def main(settings):
 
 
 def load(settings, params, workers, prompts=None):
-    """The model, ready to generate; for the prompts, the number of samples and the longest length, None if unknown."""
+    """Load the model with its tokenizer. Returns (model, number of samples or None if unknown, batch size)."""
     from sampling.backends.devices import choose_device, choose_dtype
     from sampling.backends.prepare import weight_converter
     from sampling.checkpoints.huggingface import load_gpt2
@@ -138,16 +136,16 @@ def load(settings, params, workers, prompts=None):
     with workers.fail_together():
         device = choose_device(settings.device, workers.local_rank, log)
         dtype = choose_dtype(device, settings.dtype, settings.exact)
-        how = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=log)
+        load_options = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=log)
         if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
-            checkpoint = load_checkpoint(settings.out_dir, **how)
+            checkpoint = load_checkpoint(settings.out_dir, **load_options)
         else: # GPT-2
-            checkpoint = load_gpt2(settings.init_from, **how)
-        tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # its meta.pkl, or else GPT-2's encoding
+            checkpoint = load_gpt2(settings.init_from, **load_options)
+        tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
         warn_about_stop_texts(params.stop_texts, tokenizer, log)
         lengths = prompts.count_and_max_len(tokenizer, settings.num_samples) if prompts else (None, None)
     num_total, max_prompt_len = workers.broadcast(lengths)
-    # How many steps the run takes, if its batches are as large as possible; None: unknown, as in a session.
+    # How many steps the run takes in full batches, by default of 64 on a CPU; None: unknown, as in a session.
     num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens
     options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
     with workers.fail_together():
@@ -156,12 +154,15 @@ def load(settings, params, workers, prompts=None):
     if not gc.isenabled():
         gc.freeze() # the collector need not look at what exists by now
         gc.enable()
-    return model, num_total, max_prompt_len
+    longest = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
+    batch_size = settings.batch_size or default_batch_size(model.backend, longest, workers.local_world_size)
+    return model, num_total, batch_size
 
 
 def command(owns_process=True):
-    """Run with the command line's arguments. owns_process: nothing else goes on in this process, which ends at once."""
-    setup_console(Workers().is_main, owns_process)
+    """Run with the command line's arguments. owns_process: nothing else runs in this process; it may end at once."""
+    workers = Workers() # one process, unless torchrun started more
+    setup_console(workers.is_main, owns_process)
     with report_user_errors(status=2):
         settings = SimpleNamespace(**override(globals(), sys.argv[1:], validate=check_settings, log=log,
                                               aliases=ALIASES, ignore=training_settings))
@@ -169,7 +170,7 @@ def command(owns_process=True):
         shorten_spinning() # before torch is imported
         gc.disable() # looking for garbage takes 0.15 s while torch and the model are loaded, and there is none
     with report_user_errors():
-        main(settings)
+        main(settings, workers)
     if owns_process:
         hard_exit()
 

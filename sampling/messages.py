@@ -1,4 +1,4 @@
-"""What users are told, and how errors are recognised. Imports no torch: a mistake is answered before it is loaded."""
+"""Messages to the user: where they go, how values are shown, and which errors mean out of memory. Imports no torch."""
 import logging
 import re
 from collections.abc import Callable, Collection
@@ -24,7 +24,6 @@ TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "
 
 
 def brief_repr(value: Any) -> str:
-    """The beginning of a value's repr."""
     try:
         return f"{value!r:.100}"
     except ValueError: # Python refuses to print an int of more than 4300 digits, also inside a list

@@ -1,9 +1,12 @@
-"""What is asked for and what came of it: settings with their rules, prompts, requests and samples. Imports no torch."""
+"""The rules of the settings, and the types SamplingParams, ModelOptions, Prompt, SampleRequest, Token and Sample.
+
+Imports no torch.
+"""
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -17,12 +20,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_name(value: Any) -> bool:
+def is_nonempty_text(value: Any) -> bool:
+    """Whether a value is a text, not empty, and without a null byte, which no path may have."""
     return isinstance(value, str) and value != "" and "\0" not in value
 
 
-def whole(lowest: int, highest: float = math.inf) -> Callable[[Any], bool]:
-    """The rule for whole numbers in this range."""
+def whole_number(lowest: int, highest: float = math.inf) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and is_number(value) and lowest <= value <= highest
 
 
@@ -32,35 +35,38 @@ def optional(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> which values it takes, and how to say so
     "init_from": (lambda v: v not in ("", "scratch"), "must be 'resume' or a Hugging Face id or folder"),
-    "tokenizer": (optional(is_name), "must be an encoding of tiktoken such as gpt2 or cl100k_base, a tokenizer.json or "
-                                     "its folder, a meta.pkl, or None"),
+    "tokenizer": (optional(is_nonempty_text),
+                  "must be an encoding of tiktoken such as gpt2 or cl100k_base, a tokenizer.json or its folder, "
+                  "a meta.pkl, or None"),
     "start": (bool, "is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'"),
-    "num_samples": (whole(1, 10**9), "must be from 1 to 10**9"),
-    "max_new_tokens": (whole(0, 10**9), "must be from 0 to 10**9"),
+    "num_samples": (whole_number(1, 10**9), "must be from 1 to 10**9"),
+    "max_new_tokens": (whole_number(0, 10**9), "must be from 0 to 10**9"),
     "temperature": (lambda v: is_number(v) and 0 <= v <= sys.float_info.max,
                     "must be 0 (always the most likely token) or a larger finite number"),
-    "top_k": (optional(whole(0)), "must be at least 1, or None or 0 for every token"),
+    "top_k": (optional(whole_number(0, 10**9)), "must be from 1 to 10**9, or None or 0 for every token"),
     "top_p": (optional(lambda v: is_number(v) and 0 < v <= 1),
               "must be above 0 and at most 1, or None for every token"),
     "min_p": (optional(lambda v: is_number(v) and 0 <= v <= 1), "must be from 0 to 1, or None for every token"),
     "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "must be from 0.01 to 100; 1 means no penalty"),
     "stop": (lambda v: all(isinstance(text, str) and text for text in as_list(v)),
              "must be a text or a list of texts, none of them empty, or None"),
-    "seed": (whole(-2**63, 2**64 - 1), "must be a whole number between -2**63 and 2**64 - 1, or random"),
+    "seed": (whole_number(-2**63, 2**64 - 1),
+             "must be a whole number from -2**63 to 2**64 - 1, or random in sample.py"),
     "device": (lambda v: isinstance(v, str) and re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
                "must be auto, cpu, cuda, cuda:N or mps"),
     "dtype": (lambda v: v in ("auto", "float32", "bfloat16", "float16", "int8"),
               "must be auto, float32, bfloat16, float16 or int8"),
     **dict.fromkeys(["compile", "cuda_graphs", "exact", "context_shift"],
                     (lambda v: isinstance(v, bool), "must be True or False")),
-    "draft": (optional(is_name), "must be int8, the name, folder or file of a model, or None"),
-    "batch_size": (optional(whole(1, 10**5)), "must be from 1 to 100000, or None"),
-    "out_file": (optional(is_name), "must be the path of a file, or None"),
-    "logprobs": (optional(whole(0, 1000)), "must be from 0 to 1000, or None to save none"),
-    "num_logprobs": (optional(whole(0)), "must be at least 0, or None for no log-probabilities"),
-    "html_file": (optional(lambda v: is_name(v) and v != "-"), "must be the path of a file, which - is not, or None"),
+    "draft": (optional(is_nonempty_text), "must be int8, the name, folder or file of a model, or None"),
+    "batch_size": (optional(whole_number(1, 10**5)), "must be from 1 to 100000, or None"),
+    "out_file": (optional(is_nonempty_text), "must be the path of a file, or None"),
+    "logprobs": (optional(whole_number(0, 1000)), "must be from 0 to 1000, or None to save none"),
+    "num_logprobs": (optional(whole_number(0)), "must be at least 0, or None for no log-probabilities"),
+    "html_file": (optional(lambda v: is_nonempty_text(v) and v != "-"),
+                  "must be the path of a file, or None; - is not allowed"),
 }
-EXACT = { # what exact=True allows: only what nanoGPT does
+EXACT_RULES = { # what exact=True allows: only what nanoGPT does
     "temperature": lambda v: v > 0, "top_p": lambda v: v in (None, 1), "min_p": lambda v: v in (None, 0),
     "repetition_penalty": lambda v: v == 1, "context_shift": lambda v: v is False,
     "batch_size": lambda v: v in (None, 1), "compile": lambda v: v is False, "draft": lambda v: v is None,
@@ -68,16 +74,15 @@ EXACT = { # what exact=True allows: only what nanoGPT does
 
 
 def check_values(values: Settings) -> None:
-    """Raise ValueError with the rule and the value, unless every value that has a rule keeps it."""
+    """Raise ValueError if a value breaks its rule in RULES. Names without a rule are not checked."""
     for name, (is_allowed, rule) in RULES.items():
         if name in values and not is_allowed(values[name]):
             raise ValueError(f"{name} {rule}; got {brief_repr(values[name])}")
 
 
 def check_settings(settings: Settings) -> None:
-    """Check all of sample.py's settings, by name. Raises ValueError, which says what is allowed and what was given."""
-    check_values({**settings, "seed": 0} if settings["seed"] == "random" else settings)
-    check_model_options(settings)
+    """Raise ValueError if sample.py's settings, by name, break a rule or exclude each other."""
+    check_options({**settings, "seed": 0} if settings["seed"] == "random" else settings)
     out_file, html_file = settings["out_file"], settings["html_file"]
     if out_file and html_file and os.path.realpath(out_file) == os.path.realpath(html_file):
         raise ValueError(f"out_file and html_file must be two files; got {out_file!r:.100} for both")
@@ -91,13 +96,15 @@ def check_settings(settings: Settings) -> None:
         raise ValueError("logprobs are saved in out_file: give out_file too, or leave logprobs out")
 
 
-def check_model_options(options: Settings) -> None:
-    """Raise ValueError if two of the options, which have allowed values, exclude each other."""
+def check_options(options: Settings) -> None:
+    """Raise ValueError if a value breaks its rule, or if two options exclude each other."""
+    check_values(options)
     for name in "compile", "exact":
         if options["dtype"] == "int8" and options[name]:
             raise ValueError(f"dtype=int8 does not work with {name}=True: leave out one of them")
     if options["dtype"] == options["draft"] == "int8":
-        raise ValueError("draft=int8 is the model itself if dtype=int8: leave out draft, or use dtype=float32")
+        raise ValueError("draft=int8 has no use with dtype=int8, because both models would be the same: leave out "
+                         "draft, or use dtype=float32")
     if options["draft"] and options["compile"]:
         raise ValueError("draft does not work with compile=True: leave out compile, or "
                          f"draft={brief_repr(options['draft'])}")
@@ -106,15 +113,14 @@ def check_model_options(options: Settings) -> None:
 
 
 def check_exact(settings: Settings) -> None:
-    """Check settings or fields of SamplingParams for exact=True. Raises ValueError for what nanoGPT cannot do."""
-    for name, is_allowed in EXACT.items():
+    """Raise ValueError if settings, or fields of SamplingParams, ask for what nanoGPT cannot do."""
+    for name, is_allowed in EXACT_RULES.items():
         if name in settings and not is_allowed(settings[name]):
             raise ValueError("exact=True does only what nanoGPT does: leave out "
                              f"{name}={brief_repr(settings[name])}, or exact")
 
 
 def as_list(value: Any) -> list:
-    """Return a list unchanged, any other value as a list of one element, and None as an empty list."""
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
@@ -226,23 +232,3 @@ class Sample:
         """The sum of the tokens' log-probabilities; None if the tokens have none."""
         logprobs = [token.logprob for token in self.tokens]
         return None if None in logprobs else sum(logprobs)
-
-
-class TextCursor:
-    """Reads the text of an unfinished sample, each character once."""
-
-    def __init__(self, sample: Sample):
-        self.sample = sample
-        self.num_read = 0 # characters
-        self.token_index = self.offset = 0 # of the next character: its token, its position in the token's text
-
-    def read(self) -> Iterator[tuple[str, int]]:
-        """Yield the emittable text that was not read before, in parts: (text, the index of its token)."""
-        while self.num_read < self.sample.num_emittable_chars:
-            token = self.sample.tokens[self.token_index]
-            text = token.text[self.offset:self.offset + self.sample.num_emittable_chars - self.num_read]
-            if text:
-                yield text, self.token_index
-            self.num_read, self.offset = self.num_read + len(text), self.offset + len(text)
-            if self.offset == len(token.text):
-                self.token_index, self.offset = self.token_index + 1, 0

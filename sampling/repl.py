@@ -10,12 +10,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 from configurator import parse, suggest
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
-from sampling.inputs.prompts import PromptSource, log_notices, parse_start, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, make_requests, parse_start, warn_about_stop_texts
 from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choose_seed
@@ -23,7 +21,7 @@ from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choos
 # The settings that a command may change, and the names that configurator gives to the types of their values.
 TYPES = {f.name: [t.__name__.removesuffix("Type") for t in get_args(f.type) or [f.type]]
          for f in fields(SamplingParams) if f.name != "num_logprobs"} | {"show_probs": ["bool"]}
-DEFAULT_START = "\n" # the default of the setting start
+DEFAULT_START = "\n" # as in sample.py
 QUIT = ":quit", ":q", ":exit", "exit"
 GREETING = "type a prompt, or :help; Ctrl-D ends the session"
 HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
@@ -42,7 +40,6 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
     """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is DEFAULT_START.
 
     load: loads the model, at the start and for :reload. params, show_probs: the initial settings.
-    Raises ValueError if standard input or output is closed, and what load raises at the start.
     """
     if sys.stdin is None or sys.stdout is None:
         raise ValueError("interactive=True needs standard input and standard output, but one of them is closed")
@@ -53,15 +50,14 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
     engine, printer = Engine(model, params, stream=True, log=log), Printer(model.tokenizer, show_probs)
     session = Session(load, params, engine, printer)
     del model, engine # :reload needs their memory
-    handler = signal.getsignal(signal.SIGINT)
-    session.record_interrupts()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler) # it ends what runs, but not the session
     if is_tty(sys.stdin):
         log(GREETING)
     try:
         with line_editing():
             if start != DEFAULT_START:
-                session.respond(repr(start)) # quoted, because respond parses it again
-            while (line := session.read_line()) not in (None, *QUIT):
+                session.attempt(session.print_samples, start)
+            while (line := read_line()) not in (None, *QUIT):
                 session.respond(line)
     finally:
         signal.signal(signal.SIGINT, handler) # a notebook goes on
@@ -79,89 +75,58 @@ class Session:
     next_index: int = 0 # the index of the next sample
     last: Sample | None = None
     shows_prompt: bool = True # whether the last sample was printed with its prompt
-    is_interrupted: bool = False # Ctrl-C was pressed since the latest line was read
-
-    def record_interrupts(self) -> None:
-        """From now on, only record Ctrl-C. An exception during generation could make the model's state inconsistent."""
-        self.is_interrupted = False
-        signal.signal(signal.SIGINT, self.interrupt)
-
-    def interrupt(self, *_) -> None:
-        """A signal handler: end the sample after its latest token."""
-        self.is_interrupted = True
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """In this block, Ctrl-C raises KeyboardInterrupt: it may wait for the user, or for another program."""
-        try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            yield
-        finally:
-            self.record_interrupts()
-
-    def read_line(self) -> str | None:
-        """Read the next line; None after the last one. Ctrl-C discards the line and starts a new one."""
-        while True:
-            try:
-                with self.interruptible():
-                    return input_line()
-            except KeyboardInterrupt:
-                end_line()
-            except EOFError:
-                if is_tty(sys.stdin):
-                    end_line()
-                return None
 
     def respond(self, line: str) -> None:
-        """Run a command, or print a sample for a prompt. Logs an error if the line is wrong."""
+        """Run a command, or print a sample for a prompt."""
+        if line.startswith(":") and "\n" not in line:
+            self.attempt(self.run_command, line[1:].strip())
+        elif line:
+            self.attempt(self.print_samples, parse("start", line, ["str"]))
+
+    def attempt(self, action: Callable[[str], None], text: str) -> None:
+        """Call action(text). Log an error of the user, and end it at Ctrl-C."""
         try:
-            if line.startswith(":") and "\n" not in line:
-                self.run_command(line[1:].strip())
-            elif line:
-                self.print_samples(parse("start", line, ["str"]))
-        except KeyboardInterrupt: # while a prompt file was read
+            action(text)
+        except KeyboardInterrupt:
             end_line()
         except (ValueError, OSError) as error:
             log(f"error: {error}")
         self.printer.reset()
 
     def print_samples(self, start: str) -> None:
-        """Print a sample for each prompt that start names. Raises ValueError if there is none."""
+        """Print a sample for each prompt that start names."""
         if not start:
             raise ValueError('the prompt is empty, but a sample needs something to continue, such as a newline: "\\n"')
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
-        with self.interruptible(): # a file may be a pipe that nobody writes to
-            source = PromptSource(start)
-        model = self.loaded().model
-        requests = source.requests(model.tokenizer, 1, self.next_index)
+        model = self.require_engine().model
+        requests = make_requests(PromptSource(start), model.tokenizer, 1, self.next_index)
         for request in log_notices(requests, model.tokenizer, model.backend.config.block_size, log):
-            self.print_sample(request)
-            if self.is_interrupted:
+            if not self.print_sample(request):
                 return
 
-    def print_sample(self, request: SampleRequest, shows_prompt: bool = True) -> None:
-        """Generate a sample, and stream it to the terminal. Ctrl-C ends it."""
-        engine = self.loaded()
+    def print_sample(self, request: SampleRequest, shows_prompt: bool = True) -> bool:
+        """Generate a sample, and stream it to the terminal. Returns False if Ctrl-C has ended it."""
+        engine = self.require_engine()
         self.next_index, self.shows_prompt = request.index + 1, shows_prompt
         # The same engine for every prompt: its CUDA graphs are kept, and the next sample follows in its random stream.
-        with torch.no_grad(), engine.model.autocast():
+        with recorded_interrupts() as interrupts, engine.model.autocast():
             for sample in engine.generate([request]):
                 self.last = sample
                 self.printer.update(sample, shows_prompt)
-                if self.is_interrupted:
+                if interrupts:
                     print(flush=True)
-                    return
+                    return False
+        return True
 
-    def loaded(self) -> Engine:
-        """The engine. Raises ValueError if there is none."""
+    def require_engine(self) -> Engine:
         if self.engine is None:
-            raise ValueError("no model is loaded: mend the checkpoint, then type :reload")
+            raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
         return self.engine
 
     def run_command(self, command: str) -> None:
-        """Run the command that was typed after the colon. Raises ValueError if it is unknown or its value is wrong."""
+        """Run the command that was typed after the colon."""
         word, *rest = command.split() or [""]
         if word in COMMANDS:
             if rest:
@@ -172,12 +137,10 @@ class Session:
             self.change_setting(name.replace("-", "_"), text)
 
     def show_settings(self) -> None:
-        """List the settings that a command may change."""
         values = {**vars(self.params), "show_probs": self.printer.show_probs}
         log("\n".join(f"  {name}={values[name]!r}" for name in TYPES))
 
     def change_setting(self, name: str, text: str) -> None:
-        """Change one setting. Raises ValueError if there is no such setting, or the value is not allowed."""
         if name not in TYPES:
             raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, 'quit', *TYPES])}; :help lists "
                              "all commands; put a prompt that begins with a colon in quotes")
@@ -185,39 +148,35 @@ class Session:
             raise ValueError(f":{name} needs a value: :{name}=...")
         is_random = name == "seed" and text == "random"
         value = choose_seed(text, log, ":seed") if is_random else parse(name, text or "True", TYPES[name])
-        changes = {name: value}
+        change = {"num_logprobs": 0 if value else None} if name == "show_probs" else {name: value}
+        params = replace(self.params, **change)
+        self.engine = replace(self.require_engine(), params=params) # an exact model refuses some values
+        self.params = params
         if name == "show_probs":
             self.printer.set_show_probs(value)
-            changes = {"num_logprobs": 0 if value else None}
-        params = replace(self.params, **changes)
-        self.engine = replace(self.loaded(), params=params) # an exact model refuses some values
-        self.params = params
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
             warn_about_stop_texts(params.stop_texts, self.printer.tokenizer, log)
 
     def sample_again(self) -> None:
-        """Print another sample for the last prompt. Raises ValueError if there is none."""
-        self.print_sample(replace(self.last_sample().request, index=self.next_index), self.shows_prompt)
+        self.print_sample(replace(self.require_sample().request, index=self.next_index), self.shows_prompt)
 
     def continue_last(self) -> None:
-        """Continue the last sample. Raises ValueError if there is none, or if its text cannot be encoded."""
-        sample = self.last_sample()
+        sample = self.require_sample()
         text = sample.prompt.text + sample.text[:sample.num_emittable_chars]
         # After a stop text or Ctrl-C, token_ids has tokens that the user did not see.
         shows_all = sample.finish_reason == "length"
         ids = sample.request.prompt_ids + sample.token_ids if shows_all else self.printer.tokenizer.encode(text)
         self.print_sample(SampleRequest(self.next_index, Prompt(text), ids), shows_prompt=False)
 
-    def last_sample(self) -> Sample:
-        """The last sample. Raises ValueError if there is none."""
+    def require_sample(self) -> Sample:
         if self.last is None:
             raise ValueError("there is no sample yet: type a prompt")
         return self.last
 
     def reload(self) -> None:
-        """Load the model again, with the settings of the session. Raises ValueError or OSError if that fails."""
+        """Load the model again, with the settings of the session."""
         self.engine = None # its memory must be free before the next model is loaded
         model = self.load()
         before, self.printer.tokenizer = self.printer.tokenizer, model.tokenizer
@@ -230,16 +189,35 @@ COMMANDS = {**dict.fromkeys(["help", "h", "?"], lambda session: log(HELP)), "set
             "again": Session.sample_again, "continue": Session.continue_last, "reload": Session.reload}
 
 
+@contextmanager
+def recorded_interrupts() -> Iterator[list]:
+    """In this block, Ctrl-C only adds to a list: an exception could leave the model in an inconsistent state."""
+    interrupts = []
+    try:
+        signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 # ---- reading lines
 
+def read_line() -> str | None:
+    """Read the next line; None after the last one. Ctrl-C discards the line and starts a new one."""
+    while True:
+        try:
+            return input_line()
+        except KeyboardInterrupt:
+            end_line()
+        except EOFError:
+            if is_tty(sys.stdin):
+                end_line()
+            return None
+
+
 def input_line() -> str:
-    """Read a line. A user at a terminal sees "> " first, on standard error if standard output is not a terminal."""
-    sign = "> " if is_tty(sys.stdin) else ""
-    if sign and not is_tty(sys.stdout):
-        if is_tty(sys.stderr):
-            print(sign, end="", file=sys.stderr, flush=True)
-        sign = ""
-    line = input(sign)
+    """Read a line, or several that were pasted. A user at a terminal sees "> " first."""
+    line = input("> " if is_tty(sys.stdin) and is_tty(sys.stdout) else "")
     line = line.removeprefix("\ufeff").removesuffix("\r") # a file may come from Windows
     if line.count("\n") == 1: # a single line, pasted with its newline
         line = line.removesuffix("\n")

@@ -1,6 +1,6 @@
 """TextGenerator, which sampling.load returns: text in, text out."""
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -13,16 +13,7 @@ from sampling.generation.engine import Engine
 from sampling.inputs.prompts import make_requests
 from sampling.inputs.tokenizer import load_tokenizer
 from sampling.messages import info, warn
-from sampling.params import (
-    ModelOptions,
-    Prompt,
-    Sample,
-    SampleRequest,
-    SamplingParams,
-    TextCursor,
-    check_model_options,
-    check_values,
-)
+from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, check_options, check_values
 
 
 class TextGenerator:
@@ -34,10 +25,7 @@ class TextGenerator:
     @classmethod
     def load(cls, name: str | os.PathLike, device: str, dtype: str, options: ModelOptions,
              tokenizer: str | None = None) -> "TextGenerator":
-        """See sampling.load."""
-        settings = {**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer}
-        check_values(settings)
-        check_model_options(settings)
+        check_options({**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer})
         torch_device = choose_device(device, log=warn)
         torch_dtype = choose_dtype(torch_device, dtype, options.exact)
         with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
@@ -54,8 +42,6 @@ class TextGenerator:
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
         params = params or SamplingParams()
-        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
-            raise TypeError(f"prompts must be a str or a list of str; got {prompts!r:.100}")
         requests = self.make_requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
         longest = max((len(request.prompt_ids) for request in requests), default=0)
         size = batch_size or default_batch_size(self.model.backend, longest + params.max_new_tokens)
@@ -66,17 +52,15 @@ class TextGenerator:
 
         Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it; TypeError if it is not a str.
         """
-        if not isinstance(prompt, str):
-            raise TypeError(f"stream takes one prompt, a str; got {prompt!r:.100}")
-        cursor = None
+        num_chars = 0
         for sample in self.run(self.make_requests([prompt], num_samples=1), params or SamplingParams(), stream=True):
-            cursor = cursor or TextCursor(sample)
-            for text, _ in cursor.read():
+            if text := sample.text[num_chars:sample.num_emittable_chars]:
+                num_chars += len(text)
                 yield text
 
     def run(self, requests: list[SampleRequest], params: SamplingParams, batch_size: int = 1,
             stream: bool = False) -> Iterator[Sample]:
-        """See Engine.generate. Each call starts at the seed again."""
+        """Generate the samples of these requests. With stream, they come unfinished too, after each step."""
         with torch.inference_mode(False): # otherwise, tensors of the engine could not be changed outside of it
             samples = Engine(self.model, params, batch_size, stream).generate(requests)
         while True:
@@ -88,7 +72,6 @@ class TextGenerator:
             yield sample
 
     def make_requests(self, prompts: list[str], num_samples: int) -> list[SampleRequest]:
-        """Make num_samples requests for each prompt."""
         for prompt in prompts:
             if not isinstance(prompt, str):
                 raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import re
-import struct
 import subprocess
 import sys
 import zipfile
@@ -85,10 +84,10 @@ def poison(valid_checkpoint, key="config", piece=b"N", **options):
     return out.getvalue()
 
 
-def write_attack(kind, payload, folder, valid_checkpoint, key="model", records=()):
+def write_attack(kind, payload, folder, valid_checkpoint, key="model"):
     """Write a file of this kind with the payload, a piece of pickle, to folder/out. Return the init_from for it.
 
-    key: which entry of a ckpt.pt the payload replaces. records: those of an old ckpt.pt, of float32.
+    key: which entry of a ckpt.pt the payload replaces. An old ckpt.pt is one of torch before 1.6.
     """
     out = folder / "out"
     save_meta(out / "meta.pkl")
@@ -101,9 +100,7 @@ def write_attack(kind, payload, folder, valid_checkpoint, key="model", records=(
         return "out"
     elif kind == "old ckpt.pt":
         start = b"".join(pickle.dumps(part, 2) for part in (0x1950a86a20f9469cfc6c, 1001, {}))
-        keys = pickle.dumps([str(i) for i in range(len(records))], 2)
-        stored = b"".join(struct.pack("<q", len(record) // 4) + record for record in records)
-        write_settled(out / "ckpt.pt", start + b"\x80\x02" + payload + b"." + keys + stored)
+        write_settled(out / "ckpt.pt", start + b"\x80\x02" + payload + b"." + pickle.dumps([], 2))
     else:
         write_settled(out / "ckpt.pt", poison(valid_checkpoint, key, payload))
     return "resume"

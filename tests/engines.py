@@ -12,7 +12,7 @@ from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.assembly import LoadedModel
-from sampling.params import Prompt, SampleRequest, SamplingParams, TextCursor
+from sampling.params import Prompt, SampleRequest, SamplingParams
 
 PROMPTS = ["The ", "Thou", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "]
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
@@ -88,10 +88,9 @@ def run(engine, requests):
 
 def streamed_texts(engine, requests):
     """The texts as a reader of the stream gets them: each character once."""
-    texts, cursors = [""] * len(requests), {}
+    texts = [""] * len(requests)
     for sample in engine.generate(requests):
-        cursor = cursors.setdefault(sample.index, TextCursor(sample))
-        texts[sample.index] += "".join(text for text, _ in cursor.read())
+        texts[sample.index] += sample.text[len(texts[sample.index]):sample.num_emittable_chars]
     return texts
 
 

@@ -1,7 +1,6 @@
 """Small random models, and the files that contain them."""
 import pickle
 import struct
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -33,7 +32,7 @@ def as_checkpoint(model):
     weights, config = dict(model.state_dict()), model.config
     if config.tie_word_embeddings:
         weights["transformer.wte.weight"] = weights["lm_head.weight"]
-    return Checkpoint("out/ckpt.pt", asdict(config), weights, config.vocab_size, Path("out"))
+    return Checkpoint("out/ckpt.pt", config, weights, Path("out"))
 
 
 def add_noise(model, std):

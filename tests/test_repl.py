@@ -9,7 +9,9 @@ from subprocess import DEVNULL
 import pytest
 
 import terminal
+from configurator import find_settings
 from models import make_gpt, save_checkpoint, save_meta
+from project import SCRIPT
 from sampling import repl
 from script_process import CLOSED, start_script
 from terminal import Terminal
@@ -169,11 +171,14 @@ def test_a_sample_can_be_continued(session, run):
 
 
 def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run):
-    first, _ = run("--num_samples=1", "--start=The ").split("N", 1)
-    second = run("--num_samples=1", f"--start={first}").removeprefix(first)
-    session.type(":stop=N\nThe \n")
+    greedy = "--num_samples=1", "--temperature=0", "--repetition_penalty=10"
+    whole = run(*greedy, "--start=The ")
+    first, stop = whole[:8], whole[8]
+    second = run(*greedy, f"--start={first}").removeprefix(first)
+    assert second.startswith(stop)
+    session.type(f":temperature=0\n:repetition_penalty=10\n:stop={stop}\nThe \n")
     session.wait_for(first + RULE)
-    session.type(":stop=None\n:seed=1337\n:continue\n")
+    session.type(":stop=None\n:continue\n")
     session.wait_for(f":continue\n{second}")
 
 
@@ -202,7 +207,7 @@ def test_reload_loads_a_newer_checkpoint_and_keeps_the_settings(start, run, char
     (folder / "ckpt.pt").write_bytes(b"not a checkpoint")
     os.utime(folder / "ckpt.pt", (1, 1)) # the loader waits for a file that has just changed
     session.answer(":reload", "error: cannot read ", "> ")
-    session.answer(":again", "error: no model is loaded: mend the checkpoint, then type :reload\n> ")
+    session.answer(":again", "error: no model is loaded: repair or replace the checkpoint, then type :reload\n> ")
     (folder / "ckpt.pt").write_bytes(whole)
     session.answer(":reload", "> ")
     session.answer("The ", newer + "> ")
@@ -237,18 +242,11 @@ def test_a_pasted_line_may_have_its_newline(pasted, line, monkeypatch):
     assert repl.input_line() == line
 
 
-def test_with_samples_in_a_pipe_the_session_asks_on_the_terminal(start):
-    session = start(stdout=False)
-    session.type("The \n")
-    session.wait_for("The \n> ")
-    session.type("\x04")
-    assert session.read_to_end() == "\n"
-
-
 @pytest.mark.parametrize("start, prompts", [(":The ", [":The ", "O"]), ('"\\n"', ["O"])], ids=repr)
 def test_the_setting_start_is_the_first_prompt(reply, start, prompts):
     texts = reply(b"O\n", f"--start={start}", "--temperature=0").stdout.split(RULE)[:-1]
     assert len(texts) == len(prompts) and all(map(str.startswith, texts, prompts))
+    assert find_settings(SCRIPT)["start"].default == repl.DEFAULT_START # which is no prompt
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte-order-mark"])

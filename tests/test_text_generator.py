@@ -45,9 +45,9 @@ def test_prompts_may_be_any_iterable_of_texts(generator):
     with pytest.raises(TypeError, match=r"^a prompt must be a str; got \[1, 2\]$"):
         generator.generate(["A", [1, 2]], PARAMS)
     for prompts in None, 5, b"A":
-        with pytest.raises(TypeError, match=r"^prompts must be a str or a list of str; got "):
+        with pytest.raises(TypeError):
             generator.generate(prompts, PARAMS)
-    with pytest.raises(TypeError, match="stream takes one prompt, a str; got"):
+    with pytest.raises(TypeError, match=r"^a prompt must be a str; got \['A', 'B'\]$"):
         next(generator.stream(["A", "B"], PARAMS))
 
 

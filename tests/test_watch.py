@@ -18,6 +18,7 @@ from models import make_gpt, save_checkpoint
 from project import RULE, SCRIPT
 from sampling.checkpoints import nanogpt
 from sampling.generation import assembly
+from sampling.generation.workers import Workers
 from script_process import start_script
 
 RUN = ("--start=The ", "--num_samples=2", "--max_new_tokens=9", "--device=cpu", "--watch", "--out_file=a.jsonl",
@@ -97,12 +98,12 @@ def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_c
         return load(*arguments, **options)
     monkeypatch.setattr(assembly, "assemble", assemble_and_note)
     monkeypatch.setattr(nanogpt, "load_checkpoint", load_and_note)
-    monkeypatch.setattr(nanogpt, "saves", lambda *_: range(3))
+    monkeypatch.setattr(nanogpt, "wait_for_saves", lambda *_: range(3))
     settings = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
     changed = dict(out_dir=str(char_checkpoint), device="cpu", num_samples=2, max_new_tokens=9) | changes
     monkeypatch.setattr(sys, "stdin", io.StringIO("The \n:reload\n:again\n")) # of a session
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    sample.main(SimpleNamespace(**settings | changed))
+    sample.main(SimpleNamespace(**settings | changed), Workers())
     gc.unfreeze() # sample.py freezes what it has loaded: a cycle of references would keep the model for ever
     assert num_alive == num_models * [0] and capsys.readouterr().out.count(RULE) >= num_models
 
@@ -123,7 +124,7 @@ def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch):
             os.utime(path, ns=(len(sizes), time.time_ns()))
     monkeypatch.setattr(nanogpt.time, "sleep", sleep)
     lines = []
-    for _ in nanogpt.saves(tmp_path, lines.append):
+    for _ in nanogpt.wait_for_saves(tmp_path, lines.append):
         sizes.append(path.stat().st_size)
         if len(sizes) == 3:
             path.write_bytes(b"12345") # a save during the run

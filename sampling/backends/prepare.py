@@ -32,7 +32,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
-    config = GPTConfig(**checkpoint.model_args)
+    config = checkpoint.config
     use_kernels = wants_kernels(config, device, dtype, options, num_steps)
     if use_kernels:
         try:

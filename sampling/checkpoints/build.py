@@ -22,7 +22,7 @@ VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
-def plain_name(name: str) -> str:
+def nanogpt_name(name: str) -> str:
     """nanoGPT's name of a tensor: without the prefixes of torch.compile and DDP, which may be in either order, and with
     the prefix that is missing where only the model's transformer was saved.
     """
@@ -30,12 +30,11 @@ def plain_name(name: str) -> str:
     return f"transformer.{name}" if name.split(".")[0] in ("wte", "wpe", "h", "ln_f") else name
 
 
-def require_tensors(tensors: object, file: TensorFile) -> StoredTensors:
-    """The tensors of a file by nanoGPT's names, without mask buffers.
+def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
+    """The tensors of a file by nanoGPT's names, without mask buffers. Raises ValueError unless they lie in the file.
 
-    Raises ValueError unless they are floating point tensors by name, which lie in the file. Views made by expand, or
-    one record under many names, can claim far more bytes than the file has. Twice its bytes are allowed, because a tied
-    head is stored once and named twice.
+    Views made by expand, or one record under many names, can claim far more bytes than the file has. Twice its bytes
+    are allowed, because a tied head is stored once and named twice.
     """
     require(isinstance(tensors, dict) and tensors,
             f"it must hold tensors by name, but holds {repr_or_type(tensors or None)}")
@@ -47,7 +46,7 @@ def require_tensors(tensors: object, file: TensorFile) -> StoredTensors:
             require(tensor.dtype.is_floating_point,
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
             file.check(tensor)
-            stored[plain_name(name)] = file, tensor
+            stored[nanogpt_name(name)] = file, tensor
     size, claimed = sum(file.sizes.values()), sum(tensor.nbytes for _, tensor in stored.values())
     require(claimed <= 2 * size, f"it has {size} bytes of tensors, but claims tensors of {claimed} bytes")
     return stored
@@ -55,13 +54,13 @@ def require_tensors(tensors: object, file: TensorFile) -> StoredTensors:
 
 def read_model(model_args: dict, stored: StoredTensors, convert: Convert | None, with_crc32: bool,
                adjust: Callable[[str, Tensor], Tensor] | None = None) -> dict:
-    """Read the tensors in float32. Returns the fields model_args, state_dict, vocab_size and crc32 of a Checkpoint.
+    """Read the tensors in float32. Returns the fields config, state_dict and crc32 of a Checkpoint.
 
     convert: called with each weight of a Linear and of the token embedding as soon as it is read; its result is in the
     state_dict instead, so that one such weight is in memory at a time. adjust: called before, with name and tensor.
-    The head is tied if it and the embedding hold the same numbers, even as two tensors or in two precisions. Then one
-    object is in the state_dict under both names. The checksum is a CRC-32 over the tensors in the order of their names,
-    a tied head once. Raises ValueError unless model_args and the tensors fit; RejectedFileError as TensorFile.read.
+    The head is tied if it and the embedding hold the same numbers: then one object is in the state_dict under both
+    names. The checksum is a CRC-32 over the tensors in the order of their names, a tied head once. Raises ValueError
+    unless model_args and the tensors fit, RejectedFileError if a record is damaged.
     """
     def read(name: str) -> Tensor:
         file, tensor = stored[name]
@@ -84,27 +83,23 @@ def read_model(model_args: dict, stored: StoredTensors, convert: Convert | None,
         state_dict[name] = convert(tensor) if convert and tensor.dim() == 2 and name != POSITIONS else tensor
     if is_tied:
         state_dict[EMBEDDING] = state_dict[HEAD]
-    return {"model_args": {**model_args, "tie_word_embeddings": is_tied},
+    return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}),
             "state_dict": {name: state_dict[name] for name in stored},
-            "vocab_size": stored[EMBEDDING][1].shape[0], "crc32": f"{crc:08x}" if with_crc32 else None}
+            "crc32": f"{crc:08x}" if with_crc32 else None}
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises ValueError unless the tensors have the names and shapes of a model with these fields of GPTConfig."""
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
     require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
     require(model_args.get("n_layer") == num_layers, # a model of 10**9 layers would never be built
             f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
-    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(model_args).state_dict().items()}
-    problems = {
-        "missing": [name for name in shapes if name not in tensors],
-        "unexpected": [name for name in tensors if name not in shapes],
-        "misshapen": [f"{name} {tensor.shape} instead of {shapes[name]}" for name, tensor in tensors.items()
-                      if tensor.shape != shapes.get(name, tensor.shape)]}
-    parts = [f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-             for kind, names in problems.items() if names]
-    if parts:
-        raise ValueError(f"the tensors do not fit the model; {'; '.join(parts)}")
+    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(GPTConfig(**model_args)).state_dict().items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
+                for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
+    more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
+    if problems:
+        raise ValueError(f"the tensors do not fit the model: {'; '.join(problems[:5])}{more}")
 
 
 def repr_or_type(value: object) -> str:
@@ -116,10 +111,9 @@ def repr_or_type(value: object) -> str:
 def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
     """How many 32-bit random numbers nanoGPT's GPT(config) draws on the CPU for a model with these tensors.
 
-    nanoGPT sets the seed and builds the model, which draws initial weights. Then it loads the checkpoint and samples.
-    PyTorch first initialises every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then
-    initialises the weights of both with normal_, and every c_proj.weight once more. The tensors have nanoGPT's names,
-    a tied lm_head both of its names, and both count.
+    nanoGPT sets the seed and builds the model, before it loads the checkpoint and samples. PyTorch first initialises
+    every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then initialises the weights of both with
+    normal_, and every c_proj.weight once more. A tied lm_head counts under both of its names.
     """
     sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     draws = few = 0
@@ -139,8 +133,8 @@ def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
 
 
 def build_gpt(checkpoint: Checkpoint) -> GPT:
-    """A model in eval mode that holds the tensors of a Checkpoint, not copies. Takes them out of the Checkpoint."""
-    model = empty_gpt(checkpoint.model_args)
+    """A model in eval mode, which takes the tensors out of the Checkpoint."""
+    model = empty_gpt(checkpoint.config)
     model.load_state_dict(checkpoint.state_dict, assign=True)
     if model.config.tie_word_embeddings:
         model.transformer.wte.weight = model.lm_head.weight
@@ -148,10 +142,10 @@ def build_gpt(checkpoint: Checkpoint) -> GPT:
     return model.eval()
 
 
-def empty_gpt(model_args: dict) -> GPT:
+def empty_gpt(config: GPTConfig) -> GPT:
     """A model whose tensors have shapes, but no memory. It takes no time and no random numbers."""
     with torch.device("meta"), SkipInit():
-        return GPT(GPTConfig(**model_args))
+        return GPT(config)
 
 
 class SkipInit(TorchFunctionMode):

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sampling.messages import Log, is_out_of_memory
 
-Convert = Callable[[Any], Any] # from a float32 tensor; this module must not import torch, which takes a second
+if TYPE_CHECKING: # it imports torch, which takes a second
+    from model import GPTConfig
+
+Convert = Callable[[Any], Any] # from a float32 tensor
 MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds
 POLL = 0.01 # seconds between two attempts: a quick writer leaves little time between two saves
 MAX_TEXT_BYTES = 2**24 # a tokenizer.json of 250,000 tokens has 12 million
@@ -22,20 +25,18 @@ class Checkpoint:
     """The content of a ckpt.pt, or of the files of a Hugging Face model. It is data only: nothing in a file was run.
 
     The tensors have nanoGPT's names and are float32, unless a convert function made something else of the weights.
-    They fit model_args.
+    They fit config.
     """
     path: str # the file, or the folder or Hugging Face id as it was given; for messages and JSONL
-    model_args: dict # GPTConfig's fields
+    config: "GPTConfig"
     state_dict: dict
-    vocab_size: int # rows of the token embedding
     folder: Path # of the file or the model; it may hold the tokenizer
-    dataset: object = None # train.py's setting, of any type; data/<dataset> may hold the tokenizer
     crc32: str | None = None # of all tensors in float32, 8 hexadecimal digits, if with_crc32 asked for it
     is_huggingface: bool = False # otherwise it is a ckpt.pt
     num_init_draws: int = 0 # how many 32-bit random numbers nanoGPT draws to initialise such a model
     iter_num: int | None = None # how many steps the model was trained
     val_loss: float | None = None
-    meta: dict = field(default_factory=dict) # the checkpoint's config, with the settings of the training: plain data
+    raw_config: dict = field(default_factory=dict) # the settings of train.py, or config.json: plain data of any type
 
     def describe(self) -> str:
         """One line for the user: what was loaded."""
@@ -44,9 +45,14 @@ class Checkpoint:
         return f"{self.path}: {', '.join(filter(None, [iteration, loss])) or 'loaded'}"
 
 
-def snapshots_in(folder: str | Path) -> list[Path]:
-    """The .pt files in a folder, the newest first: forks save ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt."""
-    files = filter(Path.is_file, Path(folder).glob("*.pt"))
+def is_checkpoint(name: str | os.PathLike) -> bool:
+    """Whether this is a file, or a folder with a ckpt.pt."""
+    return os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt"))
+
+
+def snapshots_in(folder: str | Path, pattern: str = "*.pt") -> list[Path]:
+    """Files in a folder, the newest first: forks save ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt."""
+    files = filter(Path.is_file, Path(folder).glob(pattern))
     return sorted(files, key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
 
 
@@ -63,12 +69,12 @@ class DamagedFileError(RejectedFileError):
         super().__init__(f"it is damaged or incomplete ({reason}); copy it again, or use another one")
 
 
-class BeingWrittenError(Exception):
-    """A file changed while it was read, or it is damaged and was changed lately."""
+class NamedFileError(ValueError):
+    """Why a file cannot be read. The message names the file, so named_errors leaves it as it is."""
 
 
 def require(condition: object, reason: str) -> None:
-    """Raises RejectedFileError with this reason unless the condition holds."""
+    """Raises RejectedFileError with this reason unless the condition holds. For blocks inside named_errors."""
     if not condition:
         raise RejectedFileError(reason)
 
@@ -80,18 +86,17 @@ def first_sentence(error: BaseException) -> str:
 
 @contextmanager
 def named_errors(source: object) -> Iterator[None]:
-    """Turn an exception inside the block into a ValueError that names the source. OSError and lack of memory pass."""
+    """Turn an exception inside the block into one that names the source. OSError and lack of memory pass."""
     try:
         yield
-    except (OSError, MemoryError, BeingWrittenError):
+    except (OSError, MemoryError, NamedFileError):
         raise
     except Exception as e: # a file that holds no model can make torch raise any exception
-        is_named = isinstance(e, ValueError) and str(e).startswith(("cannot read ", "cannot load ", str(source)))
-        if is_named or is_out_of_memory(e):
+        if is_out_of_memory(e):
             raise
         verb = "read" if isinstance(e, RejectedFileError) else "load"
         one_line = " ".join(str(e).splitlines()) # a name in a damaged file may have a newline
-        raise ValueError(f"cannot {verb} {source}: {one_line:.1000}") from None
+        raise NamedFileError(f"cannot {verb} {source}: {one_line:.1000}") from None
 
 
 # ---- files
@@ -99,45 +104,36 @@ def named_errors(source: object) -> Iterator[None]:
 def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any], log: Log) -> Any:
     """The result of read, which gets the open files at these paths. Raises ValueError, which names the source.
 
-    While a training writes the files, they are read again, for up to MAX_WAIT seconds.
+    While a training writes the files, they are read again, for up to MAX_WAIT seconds. They must never be mapped: a
+    training may truncate them at any time, and a process that then touches a mapped page dies. They are open only
+    here: Windows lets nobody write an open file.
     """
     end, is_waiting = time.monotonic() + MAX_WAIT, False
     while True:
-        try:
-            with named_errors(source):
-                return read_unchanged(paths, read)
-        except BeingWrittenError:
-            if time.monotonic() > end:
-                raise ValueError(f"{source} is being written, and was never complete for {MAX_WAIT} seconds: try again "
-                                 "between two saves, or copy the file when it is complete") from None
-            if not is_waiting:
-                log(f"{source} is being written: waiting")
-            is_waiting = True
+        with named_errors(source), ExitStack() as stack:
+            files = [stack.enter_context(open(path, "rb")) for path in paths]
+            before = file_states(files)
+            try:
+                result = read(*files)
+                if file_states(files) == before:
+                    return result
+            except Exception as e:
+                is_recent = any(abs(time.time() - changed) < MAX_WAIT for _, changed in before)
+                if file_states(files) == before and not (is_recent and isinstance(e, DamagedFileError)):
+                    raise
+        result = None # its memory must be free before the next attempt
+        if time.monotonic() > end:
+            raise ValueError(f"{source} is being written, and was never complete for {MAX_WAIT} seconds: try again "
+                             "between two saves, or copy the file when it is complete")
+        if not is_waiting:
+            log(f"{source} is being written: waiting")
+        is_waiting = True
         time.sleep(POLL)
 
 
-def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
-    """The result of read, which gets the open files. Raises BeingWrittenError if a training may be writing them.
-
-    The files must never be mapped: a training may truncate them at any time, and a process that then touches a mapped
-    page dies. They are open only here: Windows lets nobody write an open file.
-    """
-    def states() -> list[tuple[int, float]]:
-        return [(status.st_size, status.st_mtime) for status in (os.fstat(file.fileno()) for file in files)]
-
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(path, "rb")) for path in paths]
-        before = states()
-        try:
-            result = read(*files)
-        except Exception as e:
-            is_recent = any(abs(time.time() - changed) < MAX_WAIT for _, changed in before)
-            if states() != before or (isinstance(e, DamagedFileError) and is_recent):
-                raise BeingWrittenError from None
-            raise
-        if states() != before:
-            raise BeingWrittenError
-        return result
+def file_states(files: Sequence[BinaryIO]) -> list[tuple[int, float]]:
+    """The size and the time of the last change of each open file."""
+    return [(status.st_size, status.st_mtime) for status in (os.fstat(file.fileno()) for file in files)]
 
 
 def read_json(path: Path) -> dict:
@@ -146,20 +142,24 @@ def read_json(path: Path) -> dict:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"cannot read {path}: it is damaged, or not JSON ({error}); copy it again") from None
-    require(isinstance(content, dict), f"{path} must hold an object, got {type(content).__name__}")
+        raise NamedFileError(f"cannot read {path}: it is damaged, or not JSON ({error}); copy it again") from None
+    if not isinstance(content, dict):
+        raise NamedFileError(f"{path} must hold an object, got {type(content).__name__}")
     return content
 
 
 def read_text(path: Path) -> str:
     """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
-    require(path.is_file(), f"{path} is missing, or not a regular file") # a device or a pipe may never end
-    require(path.stat().st_size <= MAX_TEXT_BYTES, f"cannot read {path}: it has more than {MAX_TEXT_BYTES >> 20} MiB; "
-            "without indentation it may be small enough: load it with Python's json, and save it with indent=None")
+    if not path.is_file(): # a device or a pipe may never end
+        raise NamedFileError(f"{path} is missing, or not a regular file")
+    if path.stat().st_size > MAX_TEXT_BYTES:
+        raise NamedFileError(f"cannot read {path}: it has more than {MAX_TEXT_BYTES >> 20} MiB; without indentation it "
+                             "may be small enough: load it with Python's json, and save it with indent=None")
     try:
         text = path.read_text("utf-8")
     except ValueError as error:
-        raise ValueError(f"cannot read {path}: it is not UTF-8 ({first_sentence(error)})") from None
+        raise NamedFileError(f"cannot read {path}: it is not UTF-8 ({first_sentence(error)})") from None
     num_values = max(text.count("\n" if path.suffix == ".txt" else ","), 2 * (text.count("[") + text.count("{")))
-    require(num_values <= MAX_VALUES, f"cannot read {path}: it has more than {MAX_VALUES} values or lines")
+    if num_values > MAX_VALUES:
+        raise NamedFileError(f"cannot read {path}: it has more than {MAX_VALUES} values or lines")
     return text

@@ -1,16 +1,16 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from torch import Tensor
 
 from model import GPT
-from sampling.checkpoints import checkpoint as files
-from sampling.checkpoints.build import EMBEDDING, HEAD, build_gpt, read_model, require_tensors
-from sampling.checkpoints.checkpoint import Checkpoint, Convert
-from sampling.checkpoints.other_programs import read_own_file, refuse_own_tensors
+from sampling.checkpoints.build import EMBEDDING, HEAD, build_gpt, read_model, tensors_by_name
+from sampling.checkpoints.checkpoint import Checkpoint, Convert, is_checkpoint, read_complete, read_json, snapshots_in
+from sampling.checkpoints.other_programs import read_nanogpt_file, require_huggingface_tensors
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.messages import Log, warn
 
@@ -27,9 +27,9 @@ CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 
 def load_gpt(name_or_folder: str, override_args: dict | None = None) -> GPT:
-    """The GPT of load_gpt2. override_args replaces GPTConfig fields that no tensor depends on, such as dropout."""
+    """Load GPT-2 as a GPT. override_args replaces GPTConfig fields that no tensor depends on, such as dropout."""
     checkpoint = load_gpt2(name_or_folder)
-    checkpoint.model_args |= override_args or {}
+    checkpoint.config = replace(checkpoint.config, **override_args or {})
     return build_gpt(checkpoint)
 
 
@@ -37,9 +37,8 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
               log: Log = warn) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
-    Reads config.json and the weights, in one file or in shards. Uses pytorch_model.bin only if there are no
-    safetensors. The other arguments are those of nanogpt.load_checkpoint.
-    Raises ValueError or OSError if these files are not available, are damaged or hold another model.
+    The other arguments are those of nanogpt.load_checkpoint. Raises ValueError or OSError if the files are not
+    available, are damaged or hold another model.
     """
     folder, config = find_model(name_or_folder, log)
     model_args, paths = gpt2_model_args(config, folder), weight_files(folder)
@@ -48,8 +47,8 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
         stored = {}
         for file in weights:
             tensor_file = read_tensor_file(file)
-            stored |= require_tensors(tensor_file.content, tensor_file)
-        refuse_own_tensors(paths[0], {name: tensor for name, (_, tensor) in stored.items()})
+            stored |= tensors_by_name(tensor_file.content, tensor_file)
+        require_huggingface_tensors({name: tensor for name, (_, tensor) in stored.items()})
         for name, (file, tensor) in stored.items():
             if name.endswith(CONV1D_WEIGHTS): # Conv1D stores a Linear's weight transposed
                 stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
@@ -57,14 +56,16 @@ def load_gpt2(name_or_folder: str, convert: Convert | None = None, with_crc32: b
             stored[HEAD] = stored[EMBEDDING]
         return read_model(model_args, stored, convert, with_crc32, scaler(config, model_args))
 
-    model = files.read_complete(paths[0] if len(paths) == 1 else folder, paths, read, log)
-    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, meta=config, **model)
+    model = read_complete(paths[0] if len(paths) == 1 else folder, paths, read, log)
+    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, raw_config=config, **model)
     log(checkpoint.describe())
     return checkpoint
 
 
 def scaler(config: dict, model_args: dict) -> Callable[[str, Tensor], Tensor]:
-    """A function (name, tensor) -> tensor. GPT's attention scale is 1/sqrt(D): other ones go into the queries."""
+    """A function (name, tensor) -> tensor. If config.json sets another attention scale than 1/sqrt(D), it multiplies
+    the query weights by the ratio.
+    """
     by_layer, is_scaled = config.get("scale_attn_by_inverse_layer_idx", False), config.get("scale_attn_weights", True)
 
     def scale(name: str, tensor: Tensor) -> Tensor:
@@ -91,29 +92,28 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 # ---- files
 
 def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
-    """The folder with the files of the model, and its config.json. Raises ValueError if there is no such folder."""
-    is_file, is_safetensors = os.path.isfile(name_or_folder), name_or_folder.endswith(".safetensors")
-    is_checkpoint = (is_file and not is_safetensors) or os.path.isfile(os.path.join(name_or_folder, "ckpt.pt"))
-    files.require(not is_checkpoint, f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
-                                     f"--out_dir={name_or_folder}")
-    if is_file:
-        refuse_tensors(Path(name_or_folder), log)
+    """The folder with the files of the model, and its config.json."""
+    if name_or_folder.endswith(".safetensors") and os.path.isfile(name_or_folder):
+        raise_for_weights_file(Path(name_or_folder), log)
+    if is_checkpoint(name_or_folder):
+        raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
+                         f"--out_dir={name_or_folder}")
     folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
     path = folder / "config.json"
-    config = files.read_json(path) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     if "model_type" in config:
         return folder, config
-    if weights := sorted(filter(Path.is_file, folder.glob("*.safetensors"))):
-        refuse_tensors(weights[0], log)
-    if snapshots := files.snapshots_in(folder):
+    if weights := snapshots_in(folder, "*.safetensors"):
+        raise_for_weights_file(weights[0], log)
+    if snapshots := snapshots_in(folder):
         raise ValueError(f"{folder} has neither config.json nor ckpt.pt, but {snapshots[0].name}: give its path, "
                          f"--out_dir={snapshots[0]}")
     raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json with a model_type")
 
 
-def refuse_tensors(path: Path, log: Log) -> None:
-    """Raises ValueError, which says what to do, for a file of tensors that is not of a Hugging Face model."""
-    files.read_complete(path, [path], lambda file: read_own_file(file, path), log)
+def raise_for_weights_file(path: Path, log: Log) -> NoReturn:
+    """Always raises ValueError, which says what to do with this file."""
+    read_complete(path, [path], lambda file: read_nanogpt_file(file, path), log)
     raise ValueError(f"{path} holds no tensors")
 
 
@@ -135,19 +135,19 @@ def download(name: str) -> Path:
                    "access to it (set HF_TOKEN, or run 'hf auth login')")
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
         message = (f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, and the "
-                   f"hub did not answer ({files.first_sentence(e)}); set HF_ENDPOINT for a mirror, or on a machine "
+                   f"hub did not answer ({e!r:.200}); set HF_ENDPOINT for a mirror, or on a machine "
                    f"that reaches the hub, run 'hf download {name} --local-dir DIR', then give DIR instead of the name")
     raise ValueError(message)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weight files: one file, or all its shards. Prefers safetensors. Raises ValueError if there are none."""
+    """The weight files: one file, or all its shards. Prefers safetensors to pytorch_model.bin."""
     for stem, suffix in ("model", "safetensors"), ("pytorch_model", "bin"):
         if (folder / f"{stem}.{suffix}").is_file():
             return [folder / f"{stem}.{suffix}"]
         if shards := sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*.{suffix}"))): # -00001-of-00003
             total = shards[-1].stem.rpartition("-")[2]
-            files.require(total == f"{len(shards):05}",
-                          f"{folder} has only {len(shards)} of {total} shards: download the model again")
+            if total != f"{len(shards):05}":
+                raise ValueError(f"{folder} has only {len(shards)} of {total} shards: download the model again")
             return shards
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor the shards of either")

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from model import GPTConfig
-from sampling.checkpoints import checkpoint as files
-from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, require_tensors
-from sampling.checkpoints.checkpoint import Checkpoint, Convert, require
+from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, tensors_by_name
+from sampling.checkpoints.checkpoint import Checkpoint, Convert, is_checkpoint, read_complete, require, snapshots_in
 from sampling.checkpoints.huggingface import load_gpt2
-from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, read_own_file
-from sampling.checkpoints.pickles import StoredTensor, fields_of
+from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, read_nanogpt_file
+from sampling.checkpoints.pickles import Record, StoredTensor, fields_of
 from sampling.checkpoints.tensor_files import TensorFile
 from sampling.messages import Log, warn
 
 WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
-PROJECT = Path(__file__).resolve().parents[2]
 MODEL_KEYS = "model", "model_state_dict"
 BUILD_NANOGPT_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # of its GPTConfig
 KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
@@ -30,56 +28,49 @@ HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|label_smoot
 def load_by_name(name: str | os.PathLike, convert: Convert | None = None, with_crc32: bool = False,
                  log: Log = warn) -> Checkpoint:
     """load_checkpoint if there is a ckpt.pt at this path or in this folder, otherwise load_gpt2."""
-    is_checkpoint = os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt"))
-    return (load_checkpoint if is_checkpoint else load_gpt2)(os.fspath(name), convert, with_crc32, log)
+    return (load_checkpoint if is_checkpoint(name) else load_gpt2)(os.fspath(name), convert, with_crc32, log)
 
 
 def load_checkpoint(out_dir: str | Path, convert: Convert | None = None, with_crc32: bool = False,
                     log: Log = warn) -> Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
-    convert: what state_dict holds of the weights of Linears and of the token embedding, as a function of the weight, a
-    float32 tensor (out, in) or (V, E); one weight is in memory at a time. with_crc32: also compute a checksum of all
-    tensors. log gets what was loaded.
-    Raises FileNotFoundError if there is no such file; OSError if it cannot be opened; ValueError if it is damaged, is
-    still being written after ten seconds, is not a checkpoint, or holds anything but data.
+    convert: a function that is called with the float32 weight of each Linear (out, in) and of the token embedding
+    (V, E), such as quantize. Its result replaces the weight in state_dict, so that only one weight is in memory in
+    float32. with_crc32: also compute a checksum of all tensors. Raises OSError if the file cannot be opened, ValueError
+    if it is damaged, is not a checkpoint, or holds anything but data.
     """
     path = find_checkpoint(out_dir)
-    checkpoint, harmless = files.read_complete(
-        path, [path], lambda file: read_checkpoint(file, path, convert, with_crc32), log)
-    if harmless:
-        log(f"{path} has settings that change nothing here: {', '.join(harmless):.200}")
+    checkpoint = read_complete(path, [path], lambda file: read_checkpoint(file, path, convert, with_crc32), log)
     log(checkpoint.describe())
     return checkpoint
 
 
-def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None,
-                    with_crc32: bool) -> tuple[Checkpoint, list[str]]:
-    """Read an open file once. Also returns the fields of its model_args that change nothing."""
-    tensor_file = read_own_file(file, path)
-    tensors, model_args, harmless = model_entries(tensor_file.content)
-    stored = require_tensors(tensors, tensor_file)
+def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None, with_crc32: bool) -> Checkpoint:
+    tensor_file = read_nanogpt_file(file, path)
+    tensors, model_args = model_entries(tensor_file.content)
+    stored = tensors_by_name(tensors, tensor_file)
     for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
         if missing not in stored and present in stored:
             stored[missing] = stored[present]
     # Older checkpoints have no bias in model_args: the tensors show it.
     model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
     config = fields_of(tensor_file.content.get("config")) # nanoGPT: train.py's; build-nanogpt: the sizes
-    meta, iter_num = config if isinstance(config, dict) else {}, read_number(tensor_file, "iter_num", "step")
+    iter_num = read_number(tensor_file, "iter_num", "step")
     return Checkpoint(
-        path=str(path), folder=path.parent, dataset=meta.get("dataset"), meta=meta,
+        path=str(path), folder=path.parent, raw_config=config if isinstance(config, dict) else {},
         iter_num=None if iter_num is None else int(iter_num),
         val_loss=read_number(tensor_file, "best_val_loss", "val_loss"),
         # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
         num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
-        **read_model(model_args, stored, convert, with_crc32)), harmless
+        **read_model(model_args, stored, convert, with_crc32))
 
 
-def model_entries(content: object) -> tuple[object, dict, list[str]]:
-    """The entry with the tensors, the fields of GPTConfig, and the names of other fields that change nothing.
+def model_entries(content: object) -> tuple[object, dict]:
+    """The entry with the tensors, and the fields of GPTConfig.
 
-    nanoGPT saves the entries model and model_args; build-nanogpt saves model and config. Raises ValueError if the file
-    holds neither pair, or if a field may change what the model computes.
+    nanoGPT saves the entries model and model_args; build-nanogpt saves model and config. Raises ValueError if a field
+    may change what the model computes.
     """
     entries = content if isinstance(content, dict) else {}
     model_key = next((key for key in MODEL_KEYS if key in entries), None)
@@ -95,17 +86,18 @@ def model_entries(content: object) -> tuple[object, dict, list[str]]:
     for name, value in fields.items():
         require(isinstance(name, str) and isinstance(value, str | int | float | None),
                 f"its {args_key} must hold numbers and text, got {repr_or_type(name)}: {repr_or_type(value)}")
-    known, others = fields.keys() & KNOWN_FIELDS, fields.keys() - KNOWN_FIELDS
-    active = sorted(name for name in others if fields[name] and not HARMLESS_FIELD.fullmatch(name))
+    known = fields.keys() & KNOWN_FIELDS
+    active = sorted(name for name in fields.keys() - known if fields[name] and not HARMLESS_FIELD.fullmatch(name))
     require(not active,
             f"its {args_key} has fields that a GPT does not have: {', '.join(active):.200}; if the model is a GPT, "
             f'save only a GPT\'s fields: torch.save({{"model": model.state_dict(), "{args_key}": '
             f'{{name: getattr(model.config, name) for name in {sorted(known)}}}}}, "ckpt.pt")')
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
-    is_record = args_key == "config" or fields is not entries[args_key]
-    gelu = {"gelu": "tanh"} if is_record and known == BUILD_NANOGPT_FIELDS else {}
+    was_object = isinstance(entries[args_key], Record)
+    is_build_nanogpt = (args_key == "config" or was_object) and known == BUILD_NANOGPT_FIELDS
+    gelu = {"gelu": "tanh"} if is_build_nanogpt else {}
     model_args = {name: fields[name] for name in known if fields[name] is not None}
-    return entries[model_key], gelu | model_args, sorted(others)
+    return entries[model_key], gelu | model_args
 
 
 def read_number(file: TensorFile, *names: str) -> float | None:
@@ -119,9 +111,8 @@ def read_number(file: TensorFile, *names: str) -> float | None:
 # ---- finding the file
 
 def find_checkpoint(out_dir: str | Path) -> Path:
-    """The path of ckpt.pt in out_dir, or out_dir if it is a file.
-
-    Raises FileNotFoundError if there is none; the message names what is there or nearby.
+    """The path of ckpt.pt in out_dir, or out_dir if it is a file, or a .safetensors file in out_dir, for which
+    read_nanogpt_file raises the advice. Raises FileNotFoundError, which names what is there, if there is none.
     """
     folder, path = Path(out_dir), Path(out_dir)
     if path.is_dir():
@@ -130,35 +121,30 @@ def find_checkpoint(out_dir: str | Path) -> Path:
         return path
     if has_model_type(folder):
         raise FileNotFoundError(f"{folder} holds a Hugging Face model, but no ckpt.pt; pass --init_from={folder}")
-    if snapshots := files.snapshots_in(folder):
+    if snapshots := snapshots_in(folder):
         names = ", ".join(snapshot.name for snapshot in snapshots[:5]) + (", ..." if len(snapshots) > 5 else "")
         raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
-    if weights := sorted(filter(Path.is_file, folder.glob("*.safetensors"))):
-        return weights[0] # read_own_file says what to do with it
-    found = [path for base in (PROJECT, Path(), folder.parent, folder) for path in sorted(base.glob("*/*.pt"))
-             if re.search("ckpt|checkpoint|model", path.name)]
-    nearby = {path.resolve(): str(path.parent if path.name == "ckpt.pt" else path) for path in found}
-    hint = f"; checkpoints nearby: {', '.join(sorted(nearby.values())[:5])}" if nearby else ""
-    raise FileNotFoundError(f"there is no checkpoint at {path}{hint}; pass --out_dir=FOLDER_OR_FILE, or "
-                            "--init_from=gpt2 for GPT-2")
+    if weights := snapshots_in(folder, "*.safetensors"):
+        return weights[0]
+    raise FileNotFoundError(f"there is no checkpoint at {path}; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for "
+                            "GPT-2")
 
 
 # ---- waiting for the next save
 
-def saves(out_dir: str | Path, log: Log = warn) -> Iterator[None]:
-    """Yield at once, and again whenever the checkpoint in out_dir has been saved anew. Never ends.
-
-    Raises what find_checkpoint raises.
-    """
+def wait_for_saves(out_dir: str | Path, log: Log = warn) -> Iterator[None]:
+    """Yield at once, and again whenever the checkpoint in out_dir has been saved anew. Never ends."""
     path = find_checkpoint(out_dir)
     while True:
         state = loaded = file_state(path) # before it is loaded: a save during the run counts
         yield
         log(f"waiting for the next save of {path}")
-        before = None
-        while state in (loaded, None) or state != before: # it must stay the same for a while: then the save is over
+        while True:
             time.sleep(WATCH_POLL)
-            before, state = state, file_state(path)
+            previous, state = state, file_state(path)
+            is_new = state not in (loaded, None)
+            if is_new and state == previous: # it stayed the same for a while: the save is over
+                break
 
 
 def file_state(path: Path) -> tuple[int, int, int] | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from sampling.checkpoints.build import EMBEDDING, HEAD, POSITIONS, plain_name
+from sampling.checkpoints.build import nanogpt_name
 from sampling.checkpoints.checkpoint import RejectedFileError, read_json
 from sampling.checkpoints.pickles import StoredTensor
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
@@ -14,24 +14,22 @@ LLM_C_MAGIC = {20240326, 20240327, 20240328, 20240520, 20240527} # in its files 
 LIGHTNING_KEY = "pytorch-lightning_version"
 QKV = "transformer.h.0.attn.c_attn.weight" # in nanoGPT, build-nanogpt, minGPT and Hugging Face
 
-# A pattern of tensor names, and what such a model can be sampled with. {path} and {folder} are those of the file.
-ARCHITECTURES = {
-    r"layers\.\d+\.attention\.wq\.weight":
-        "it holds a model of llama2.c, whose architecture is Llama's; sample from it with llama2.c itself: "
-        "'python sample.py --checkpoint={path}'",
-    r"transformer\.h\.\d+\.(norm_1|attn\.(attn|qkv))\.weight":
-        "it holds a model of litgpt, whose architectures have other layers than GPT-2's; sample from it with litgpt "
-        "itself: 'litgpt generate {folder}'",
-    r"transformer\.h\.\d+\.attn\.c_[qkv]\.weight":
-        "it holds a nanochat model, whose architecture is not GPT-2's; sample from it with nanochat itself: "
-        "'python -m scripts.base_eval --eval sample' for a base model, 'python -m scripts.chat_cli' for a chat model",
-    r"(tok_emb|pos_emb|blocks\.\d+\.attn\.(key|query|value))(\.weight)?":
-        "it holds a model of an early minGPT, whose attention layers have other tensors than nanoGPT's; sample from it "
-        "with minGPT itself: 'from mingpt.utils import sample'",
-}
+SAVE_WITH_SIZES = ( # with only these five sizes, "config" selects the tanh form of GELU
+    'save it with its sizes: torch.save({"model": state_dict, "model_args": dict(block_size=?, vocab_size=?, '
+    'n_layer=?, n_head=?, n_embd=?)}, "ckpt.pt"), with "config" instead of "model_args" for a model of build-nanogpt '
+    "or minGPT; then pass --out_dir=ckpt.pt")
+# A pattern of tensor names, the program whose models have them, and a command of it that samples.
+ARCHITECTURES = [
+    (r"layers\.\d+\.attention\.wq\.weight", "llama2.c", "'python sample.py --checkpoint={path}'"),
+    (r"transformer\.h\.\d+\.(norm_1|attn\.(attn|qkv))\.weight", "litgpt", "'litgpt generate {folder}'"),
+    (r"transformer\.h\.\d+\.attn\.c_[qkv]\.weight", "nanochat",
+     "'python -m scripts.base_eval --eval sample', or for a chat model 'python -m scripts.chat_cli'"),
+    (r"(tok_emb|pos_emb|blocks\.\d+\.attn\.(key|query|value))(\.weight)?", "an early minGPT",
+     "'from mingpt.utils import sample'"),
+]
 
 
-def read_own_file(file: BinaryIO, path: Path) -> TensorFile:
+def read_nanogpt_file(file: BinaryIO, path: Path) -> TensorFile:
     """read_tensor_file, but raises ValueError, which says what to do, for a file of another program."""
     start, found, error = file.read(4), None, None
     try:
@@ -69,10 +67,11 @@ def identify(path: Path, start: bytes, pickled: bytes, entries: dict) -> str | N
     is_bare = bool(entries) and all(isinstance(value, StoredTensor) for value in entries.values())
     tensors = entries if is_bare else entries.get("model", entries.get("model_state_dict"))
     tensors = tensors if isinstance(tensors, dict) else {}
-    plain = {plain_name(name): tensor for name, tensor in tensors.items() if isinstance(name, str)}
-    for pattern, message in ARCHITECTURES.items():
+    plain = {nanogpt_name(name): tensor for name, tensor in tensors.items() if isinstance(name, str)}
+    for pattern, program, command in ARCHITECTURES:
         if any(re.fullmatch(pattern, name) for name in plain):
-            return message
+            return (f"it holds a model of {program}, whose architecture is not GPT-2's; sample from it with that "
+                    f"program: {command}")
     return describe_bare_tensors(path, plain) if is_bare else None
 
 
@@ -87,40 +86,19 @@ def describe_bare_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> st
     if is_conv1d(tensors[QKV]):
         return ("it holds the tensors of a Hugging Face GPT-2, but its folder has no config.json; save the model with "
                 "model.save_pretrained(DIR), then pass --init_from=DIR")
-    return ("it holds only a state_dict, and n_head cannot be inferred from its tensors; "
-            f"{saving_advice(path, tensors)}")
+    return f"it holds only a state_dict, and n_head cannot be inferred from its tensors; {SAVE_WITH_SIZES}"
 
 
-def refuse_own_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+def require_huggingface_tensors(tensors: Mapping[str, StoredTensor]) -> None:
     """Raises ValueError if the weights of a Hugging Face model are nanoGPT's tensors."""
     if QKV in tensors and not is_conv1d(tensors[QKV]):
         raise ValueError("it holds nanoGPT's tensors, which are not transposed like Hugging Face's; "
-                         f"{saving_advice(path, tensors)}")
+                         f"{SAVE_WITH_SIZES}")
 
 
 def is_conv1d(qkv: StoredTensor) -> bool:
     """Whether the weight is (E, 3E), as in Hugging Face's GPT-2, instead of (3E, E)."""
     return len(qkv.shape) == 2 and qkv.shape[0] < qkv.shape[1]
-
-
-def saving_advice(path: Path, tensors: Mapping[str, StoredTensor]) -> str:
-    """A command that saves the tensors with the model's sizes. It has "?" for each size that the tensors do not show.
-
-    build-nanogpt and minGPT use the tanh form of GELU. A config with only these five sizes selects that form.
-    """
-    def size(name: str, axis: int) -> object:
-        shape = tensors[name].shape if name in tensors else ()
-        return shape[axis] if len(shape) == 2 else "?"
-
-    layers = {name.split(".")[2] for name in tensors if name.startswith("transformer.h.")}
-    sizes = {"block_size": size(POSITIONS, 0), # a tied tensor may be stored under one of its names
-             "vocab_size": size(EMBEDDING if EMBEDDING in tensors else HEAD, 0), "n_layer": len(layers), "n_head": "?",
-             "n_embd": size(POSITIONS, 1)}
-    loader = "safetensors.torch.load_file" if path.suffix == ".safetensors" else "torch.load"
-    return (f'save it with its sizes: torch.save({{"model": {loader}({str(path)!r}), "model_args": '
-            f'dict({", ".join(f"{name}={value}" for name, value in sizes.items())})}}, "ckpt.pt"), with "config" '
-            'instead of "model_args" for a model of build-nanogpt or minGPT; replace each ? by the model\'s own '
-            "number; then pass --out_dir=ckpt.pt")
 
 
 def has_model_type(folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """Reads pickles as data.
 
-A pickle runs code by naming classes and functions. The unpicklers here know only a short list of names, and what stands
-behind each name is ours. A tensor becomes a note of where its bytes lie.
+A pickle runs code by naming classes and functions. The unpickler here knows only a short list of names, and each stands
+for a harmless function of this file. A tensor becomes a note of where its bytes lie.
 """
 import io
 import math
@@ -22,9 +22,9 @@ from sampling.messages import is_out_of_memory
 MAX_PICKLE_BYTES = 2**23
 MAX_OPCODES = 2**21
 MAX_COPIES = 2**20 # values that a pickle lets functions copy
-KEYS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2), "ADDITEMS": slice(-1),
-        "FROZENSET": slice(None)} # which operands of an opcode are hashed
-NO_KEYS = "it has keys that are neither text nor numbers"
+HASHED_OPERANDS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2),
+                   "ADDITEMS": slice(-1), "FROZENSET": slice(None)}
+NOT_PLAIN_KEYS = "it has keys that are neither text nor numbers"
 
 
 class StoredTensor(NamedTuple):
@@ -41,8 +41,8 @@ class StoredTensor(NamedTuple):
 
 
 @contextmanager
-def as_damage() -> Iterator[None]:
-    """Turn what zipfile, pickle or torch raise for damaged files, which may be anything, into DamagedFileError."""
+def damaged_if_fails() -> Iterator[None]:
+    """Inside this block, any exception means a damaged file: raise DamagedFileError instead."""
     try:
         yield
     except (RejectedFileError, MemoryError):
@@ -54,12 +54,12 @@ def as_damage() -> Iterator[None]:
 
 
 def check_pickle(pickled: bytes) -> int:
-    """The length of the first pickle in these bytes, which the C unpickler then reads without harm to this process.
+    """Check the first pickle in these bytes before the C unpickler reads it, and return its length.
 
-    That unpickler makes room for any memo index that it meets, up to gigabytes. Python overflows the C stack when it
-    hashes deeply nested tuples, and hashing those that hold one twice at each level never ends. So keys must be plain:
-    pickletools knows which values each opcode takes from the stack and leaves there. Raises RejectedFileError beyond
-    these limits. A damaged pickle can raise anything.
+    Two things could harm the process: a huge memo index, which allocates gigabytes, and a dict key or set item made of
+    nested tuples, whose hash never ends or overflows the stack. So memo indices are limited, and keys must be plain:
+    pickletools knows which values each opcode takes from the stack and leaves there. Raises RejectedFileError for
+    either. A damaged pickle can raise anything.
     """
     stream, mark, memo = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), pickletools.markobject, {}
     stack: list[bool | None] = [] # whether each value is made of others; None is a mark
@@ -79,7 +79,8 @@ def check_pickle(pickled: bytes) -> int:
                     operands.append(value)
                 fixed = fixed[:fixed.index(mark)]
             operands += [stack.pop() for _ in fixed] # the top of the stack is the first of them
-            require(not any(operands[KEYS[opcode.name]] if opcode.name in KEYS else ()), NO_KEYS)
+            hashed = operands[HASHED_OPERANDS[opcode.name]] if opcode.name in HASHED_OPERANDS else []
+            require(not any(hashed), NOT_PLAIN_KEYS)
             stack += [None if after is mark else bool(operands) for after in opcode.stack_after]
     return stream.tell()
 
@@ -93,10 +94,11 @@ class ForbiddenNameError(RejectedFileError):
 
 
 class DataUnpickler(pickle.Unpickler):
-    """Reads the first pickle in some bytes. length: of that pickle. dtypes: those of the records that it names."""
+    """Reads the first pickle in some bytes."""
 
     def __init__(self, pickled: bytes):
-        self.pickled, self.length, self.dtypes, self.num_copies = pickled, check_pickle(pickled), {}, 0
+        check_pickle(pickled)
+        self.pickled, self.num_copies = pickled, 0
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
 
     def find_class(self, module: str, name: str) -> Any:
@@ -105,13 +107,13 @@ class DataUnpickler(pickle.Unpickler):
         if full in DTYPES:
             return DTYPES[full]
         if full in FUNCTIONS:
-            return self.limited(FUNCTIONS[full])
+            return self.with_copy_limit(FUNCTIONS[full])
         if re.fullmatch(r"([A-Za-z_]\w*\.)+GPTConfig", full[:200], re.ASCII):
             return type("GPTConfig", (Record,), {}) # a new class: a pickle cannot change another file's
         raise ForbiddenNameError(full, self.pickled)
 
-    def limited(self, function: Callable) -> Callable:
-        """The function, for as long as it gets few values: copies of copies could fill memory."""
+    def with_copy_limit(self, function: Callable) -> Callable:
+        """Wrap a function: it raises RejectedFileError when all calls together got more than MAX_COPIES values."""
         def call(*arguments):
             self.num_copies += sum(len(argument) for argument in arguments if hasattr(argument, "__len__"))
             require(self.num_copies <= MAX_COPIES, "it copies more values than a checkpoint has")
@@ -123,7 +125,6 @@ class DataUnpickler(pickle.Unpickler):
         kind, dtype, key, *_ = saved_id
         require(kind == "storage" and isinstance(dtype, torch.dtype) and isinstance(key, str)
                 and not any(saved_id[5:]), "it has a record that torch.save does not write")
-        self.dtypes[key] = dtype
         return StoredTensor(key, dtype, (), (), 0)
 
 
@@ -135,8 +136,7 @@ def rebuild_tensor(record: StoredTensor, offset: int, shape: tuple, strides: tup
 
 
 def plain_set(items: list) -> set:
-    """Stands in for set, but hashes no tuples."""
-    require(not any(isinstance(item, tuple) for item in items), NO_KEYS)
+    require(not any(isinstance(item, tuple) for item in items), NOT_PLAIN_KEYS)
     return set(items)
 
 
@@ -161,7 +161,7 @@ def fields_of(config: object) -> object:
     return config.state if isinstance(config, Record) else config
 
 
-def python_number(dtype: Record, data: bytes) -> Any:
+def numpy_scalar(dtype: Record, data: bytes) -> Any:
     """Stands in for numpy's function that makes scalars. Returns a number or text; None for other types."""
     import numpy as np
     if not re.fullmatch(r"[biufcUS]\d{1,4}", dtype.arguments[0]) or not isinstance(data, bytes):
@@ -176,7 +176,7 @@ FUNCTIONS: dict[str, Callable] = {
     "torch.device": lambda *parts: None,
     "_codecs.encode": lambda text, encoding: text.encode("latin1"), # so pickle's protocol 2 writes bytes
     "numpy.dtype": Record,
-    "numpy._core.multiarray.scalar": python_number, "numpy.core.multiarray.scalar": python_number,
+    "numpy._core.multiarray.scalar": numpy_scalar, "numpy.core.multiarray.scalar": numpy_scalar,
     **{f"pathlib{module}.{kind}Path": lambda *parts: posixpath.join("", *parts) or "." for module in ("", "._local")
        for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")},
     **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},

@@ -1,11 +1,12 @@
 """Reads files of torch.save and of safetensors as data.
 
-A file of torch.save is a zip of one pickle and of records, the bytes of the tensors; before torch 1.6 it was a few
-pickles and then the records. Only the tensors that a model needs are read.
+A file of torch.save is a zip of one pickle and of records, the bytes of tensors. Only a model's tensors are read.
 """
+import io
 import json
 import math
 import os
+import pickle
 import re
 import sys
 import zipfile
@@ -17,11 +18,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sampling.checkpoints.checkpoint import DamagedFileError, require
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, as_damage
+from sampling.checkpoints.checkpoint import DamagedFileError, RejectedFileError, require
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, check_pickle, damaged_if_fails
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
-OLD_MAGIC = 0x1950a86a20f9469cfc6c
 MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -30,11 +30,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(eq=False)
 class TensorFile:
-    """An open file of tensors."""
     content: Any # what was saved, with a StoredTensor in place of each tensor
     sizes: dict[str, int] # the bytes of each record, by its key
     open_record: Callable[[str], AbstractContextManager[BinaryIO]]
-    kept: dict[tuple, Tensor] = field(default_factory=dict) # the last record, if the last tensor was a part of it
+    last_record: dict[tuple, Tensor] = field(default_factory=dict) # if the last tensor was a part of it
 
     def check(self, stored: StoredTensor) -> None:
         """Raises RejectedFileError if the tensor is not inside its record."""
@@ -47,11 +46,11 @@ class TensorFile:
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         require(not rest and (0 in shape or last < length), "one of its tensors reaches beyond its record")
 
-    @as_damage()
+    @damaged_if_fails()
     def read(self, stored: StoredTensor) -> Tensor:
         """Read a tensor straight into its memory. Raises RejectedFileError if its record is damaged or cut."""
         self.check(stored)
-        record = self.kept.get(stored[:2])
+        record = self.last_record.get(stored[:2])
         if record is None:
             record = torch.empty(self.sizes[stored.key] // stored.dtype.itemsize, dtype=stored.dtype)
             target = memoryview(record.view(torch.uint8).numpy())
@@ -60,11 +59,11 @@ class TensorFile:
                     part = target[start:start + CHUNK]
                     if file.readinto(part) != len(part):
                         raise DamagedFileError("it is cut short")
-        self.kept = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
+        self.last_record = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
         return record.as_strided(stored.shape, stored.strides, stored.offset)
 
 
-@as_damage()
+@damaged_if_fails()
 def read_tensor_file(file: BinaryIO) -> TensorFile:
     """The content of an open file of torch.save or of safetensors. It must stay open while tensors are read.
 
@@ -80,8 +79,7 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
 
 
 def read_zip(file: BinaryIO) -> TensorFile:
-    """A file of torch 1.6 or later."""
-    archive, file_size = zipfile.ZipFile(file), size_of(file)
+    archive, file_size = zipfile.ZipFile(file), file.seek(0, os.SEEK_END)
     infos = {info.filename: info for info in archive.infolist()}
     pickle_name = next(name for name in infos if re.fullmatch("[^/]*/data.pkl", name))
     for info in infos.values():
@@ -102,39 +100,23 @@ def read_zip(file: BinaryIO) -> TensorFile:
 
 
 def read_old_file(file: BinaryIO) -> TensorFile:
-    """A file of an older torch: five pickles (a magic number, a version, the sizes of C types, the content, and the
-    keys of its records), then each record after the number of its elements. There are no checksums.
-    """
-    values, dtypes = [], {}
-    for _ in range(5):
-        start = file.tell()
-        unpickler = DataUnpickler(file.read(MAX_PICKLE_BYTES))
-        values.append(unpickler.load())
-        dtypes |= unpickler.dtypes
-        if values[0] != OLD_MAGIC:
-            raise DamagedFileError("torch.save did not write it")
-        file.seek(start + unpickler.length)
-    require(values[2].get("little_endian") is not False, "it was saved on a machine with another byte order")
-    places, position = {}, file.tell()
-    for key in values[4]:
+    """A file of torch before 1.6: five pickles, and then the records. torch reads it as data, and saves it as a zip."""
+    position = 0
+    for _ in range(5): # torch does not check what check_pickle checks
         file.seek(position)
-        places[key] = position + 8, int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
-        position = sum(places[key])
-        if position > size_of(file):
-            raise DamagedFileError("it is cut short")
-    return raw_tensor_file(file, values[3], places)
-
-
-def raw_tensor_file(file: BinaryIO, content: Any, places: dict[str, tuple[int, int]]) -> TensorFile:
-    """A file whose records are bytes without a checksum: the position and the number of bytes of each."""
-    def open_record(key: str) -> AbstractContextManager[BinaryIO]:
-        file.seek(places[key][0])
-        return nullcontext(file)
-    return TensorFile(content, {key: size for key, (_, size) in places.items()}, open_record)
+        position += check_pickle(file.read(MAX_PICKLE_BYTES))
+    file.seek(0)
+    try:
+        content = torch.load(file, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:
+        raise RejectedFileError("it is damaged, or holds more than tensors, numbers and text") from None
+    converted = io.BytesIO()
+    torch.save(content, converted)
+    return read_zip(converted)
 
 
 def read_safetensors(file: BinaryIO) -> TensorFile:
-    """A safetensors file: the length of its header, the header in JSON, and the bytes. There are no checksums."""
+    """A file of the length of its header, the header in JSON, and the bytes of the tensors. There are no checksums."""
     header_bytes = int.from_bytes(file.read(8), "little")
     require(header_bytes <= MAX_HEADER_BYTES,
             f"it claims a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")
@@ -147,11 +129,11 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
         content[key] = StoredTensor(key, DTYPES[entry["dtype"]], tuple(shape), strides, 0)
         places[key] = start + begin, end - begin
         require(0 <= begin <= end and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
-    if start + max((entry["data_offsets"][1] for entry in header.values()), default=0) != size_of(file):
+    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != file.seek(0, os.SEEK_END):
         raise DamagedFileError("it is cut short, or longer than its header says")
-    return raw_tensor_file(file, content, places)
 
-
-def size_of(file: BinaryIO) -> int:
-    """The bytes of an open file."""
-    return os.fstat(file.fileno()).st_size
+    def open_record(key: str) -> AbstractContextManager[BinaryIO]:
+        file.seek(places[key][0])
+        return nullcontext(file)
+    return TensorFile(content, {key: size for key, (_, size) in places.items()}, open_record)

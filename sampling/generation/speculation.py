@@ -39,12 +39,12 @@ def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log:
             checkpoint, dtype = replace(target, state_dict=dict(target.state_dict)), torch.int8
         else:
             checkpoint, dtype = load_by_name(name, log=log), target_dtype
-        size, target_size = checkpoint.vocab_size, target.vocab_size
+        size, target_size = checkpoint.config.vocab_size, target.config.vocab_size
         if size != target_size:
-            raise ValueError(f"draft={name} has a vocabulary of {size} tokens, but the model has {target_size}: "
-                             "the two must be equal; choose another draft, or leave it out")
+            raise ValueError(f"it has a vocabulary of {size} tokens, but the model has {target_size}: the two must be "
+                             "equal; choose another draft, or leave it out")
         draft = prepare_backend(checkpoint, torch.device("cpu"), dtype, log=log)
-    target_cost = step_cost(GPTConfig(**target.model_args), target_dtype.itemsize)
+    target_cost = step_cost(target.config, target_dtype.itemsize)
     return draft, step_cost(draft.config, dtype.itemsize) / target_cost
 
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Collection
 
 from sampling.checkpoints.checkpoint import named_errors, require
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, as_damage
-from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, damaged_if_fails
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
 
 # The fields in which prepare scripts name a tokenizer, and names for what stoi and itos describe.
 NAME_FIELDS = ("tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type", "tokenizer_file", "tokenizer_path",
@@ -16,48 +16,44 @@ ADVICE = ("pass --tokenizer=NAME|FILE, an encoding of tiktoken or a tokenizer.js
           "SentencePiece model to one)")
 
 
-class CharTokenizer(TokenizerOfBytes):
+class CharTokenizer(ByteDecodingTokenizer):
     """One token for each character, or for each byte of the text in UTF-8.
 
-    meta: the content of the meta.pkl at path, if it was read already. Raises ValueError if it is no vocabulary, OSError
-    if it cannot be opened.
+    meta: the content of the meta.pkl at path, if it was read already.
     """
     joins_spaces = False
 
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
         self.source = str(path)
-        self.stoi, itos = vocabulary(self.source, read_meta(path) if meta is None else meta)
+        self.stoi, itos = parse_vocabulary(self.source, read_meta(path) if meta is None else meta)
         self.size = 1 + max([*self.stoi.values(), *itos])
         self.is_bytes = any(isinstance(symbol, int) for symbol in self.stoi)
         self.pieces = {i: bytes([symbol]) if self.is_bytes else symbol.encode("utf-8", "replace")
                        for i, symbol in itos.items()}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises ValueError if it has characters that are not in the vocabulary."""
         if self.is_bytes:
             require_unicode(text)
         symbols = text.encode() if self.is_bytes else text
         if unknown := set(symbols) - self.stoi.keys():
-            raise ValueError(self._describe(unknown, symbols))
+            raise ValueError(self._unknown_message(unknown, symbols))
         return [self.stoi[symbol] for symbol in symbols]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token in UTF-8; U+FFFD if it is unknown."""
         return self.pieces.get(token_id, REPLACEMENT.encode())
 
-    def _describe(self, unknown: Collection, symbols: str | bytes) -> str:
-        """The message for a prompt with unknown characters or bytes: which, where, and what to do."""
-        positions = {} # of each unknown symbol
+    def _unknown_message(self, unknown: Collection, symbols: str | bytes) -> str:
+        first = {} # the first position of each unknown symbol
         for i, symbol in enumerate(symbols, 1):
             if symbol in unknown:
-                positions.setdefault(symbol, []).append(i)
-        listed = [f"{bytes([symbol]) if self.is_bytes else symbol!r} at {', '.join(map(str, at[:3]))}"
-                  f"{' ...' if len(at) > 3 else ''}" for symbol, at in positions.items()]
+                first.setdefault(symbol, i)
+        listed = [f"{bytes([symbol]) if self.is_bytes else symbol!r} at {i}" for symbol, i in first.items()]
         more = f"; {len(listed) - 5} more" if len(listed) > 5 else ""
         return (f"the prompt has {'bytes' if self.is_bytes else 'characters'} that {self.source} lacks: "
-                f"{'; '.join(listed[:5])}{more} (counted from 1){'' if self.is_bytes else self._advice(positions)}")
+                f"{'; '.join(listed[:5])}{more} (counted from 1){'' if self.is_bytes else self._advice(first)}")
 
     def _advice(self, unknown: Collection[str]) -> str:
+        """What the user may do about these unknown characters."""
         if "\\" in unknown and "\n" in self.stoi:
             return r"""; for a newline pass --start='"\n"', or --start=$'\n' in bash"""
         if "\r" in unknown and "\n" in self.stoi:
@@ -66,30 +62,34 @@ class CharTokenizer(TokenizerOfBytes):
         return f"; it has {', '.join(map(repr, swapped[:5])) or repr(''.join(sorted(self.stoi)))[:200]}"
 
 
-def vocabulary(source: str, meta: dict) -> tuple[dict, dict]:
+def parse_vocabulary(source: str, meta: dict) -> tuple[dict, dict]:
     """stoi and itos, in which a byte is an int. Raises ValueError unless they map symbols to token ids, and back."""
     stoi, itos = meta.get("stoi"), meta.get("itos", {})
     itos = dict(enumerate(itos)) if isinstance(itos, list) else itos
-    require(isinstance(stoi, dict) and isinstance(itos, dict), f"cannot read {source}: stoi or itos is not a dict")
-    stoi, itos = {plain(symbol): i for symbol, i in stoi.items()}, {i: plain(symbol) for i, symbol in itos.items()}
+    if not (isinstance(stoi, dict) and isinstance(itos, dict)):
+        raise ValueError(f"cannot read {source}: stoi or itos is not a dict")
+    stoi = {byte_as_int(symbol): i for symbol, i in stoi.items()}
+    itos = {i: byte_as_int(symbol) for i, symbol in itos.items()}
     ids, symbols = [*stoi.values(), *itos], [*stoi, *itos.values()]
     are_bytes = all(type(symbol) is int and 0 <= symbol < 256 for symbol in symbols)
-    require(ids and all(type(i) is int and i >= 0 for i in ids) and (are_bytes or {*map(type, symbols)} == {str}),
-            f"{source} must map characters or bytes to token ids in stoi, and token ids to them in itos")
-    for symbol in () if are_bytes else symbols:
-        require(len(symbol) <= 1 or SPECIAL_TOKEN.fullmatch(symbol),
-                f"{source} has the token {symbol!r:.40} of several characters, so it is no vocabulary of characters; "
-                f"{ADVICE}")
+    are_ids = ids and all(type(i) is int and i >= 0 for i in ids)
+    if not (are_ids and (are_bytes or {*map(type, symbols)} == {str})):
+        raise ValueError(f"{source} must map characters or bytes to token ids in stoi, and token ids to them in itos")
+    for symbol in [] if are_bytes else symbols:
+        if len(symbol) > 1 and not SPECIAL_TOKEN.fullmatch(symbol):
+            raise ValueError(f"{source} has the token {symbol!r:.40} of several characters, so it is no vocabulary of "
+                             f"characters; {ADVICE}")
     # Several characters may share an id, and several ids may share a character. But the two dicts must not conflict.
     pairs, reverse = set(stoi.items()), {(symbol, i) for i, symbol in itos.items()}
     known_symbols, known_ids = set(itos.values()), set(stoi.values())
     conflicts = [symbol for symbol, _ in pairs - reverse if symbol in known_symbols]
     conflicts += [symbol for symbol, i in reverse - pairs if i in known_ids]
-    require(not conflicts, f"{source} is damaged: stoi and itos disagree about {str(conflicts[:1])[1:-1]:.40}")
+    if conflicts:
+        raise ValueError(f"{source} is damaged: stoi and itos disagree about {conflicts[0]!r:.40}")
     return stoi, itos or {i: symbol for symbol, i in stoi.items()}
 
 
-def plain(symbol: object) -> object:
+def byte_as_int(symbol: object) -> object:
     """A byte as an int; anything else unchanged."""
     return symbol[0] if isinstance(symbol, bytes) and len(symbol) == 1 else symbol
 
@@ -97,7 +97,7 @@ def plain(symbol: object) -> object:
 def named_encoding(meta: dict, source: object) -> str | None:
     """The encoding of tiktoken that a meta.pkl, or a checkpoint's settings, name; None if they name no tokenizer.
 
-    Raises ValueError, which names the field, for any other tokenizer: its tokens must not be read as something else.
+    Raises ValueError for any other tokenizer: its tokens must not be read as something else.
     """
     for field in NAME_FIELDS:
         value = meta.get(field)
@@ -112,7 +112,7 @@ def named_encoding(meta: dict, source: object) -> str | None:
 
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
-    with open(path, "rb") as file, named_errors(path), as_damage():
+    with open(path, "rb") as file, named_errors(path), damaged_if_fails():
         meta = DataUnpickler(file.read(MAX_PICKLE_BYTES)).load()
         require(isinstance(meta, dict), f"it holds a {type(meta).__name__}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most

@@ -21,32 +21,29 @@ BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]",
 
 
 def find_tokenizer(folder: str | Path) -> Path | None:
-    """The main file of the tokenizer in a folder: tokenizer.json, vocab.json or vocab.txt; None if there is none.
-
-    Raises ValueError, which names the file, if the folder only has a tokenizer of a kind that is not supported.
-    """
+    """The main file of the tokenizer in a folder: tokenizer.json, vocab.json or vocab.txt; None if there is none."""
     folder = Path(folder)
     for name in "tokenizer.json", "vocab.json", "vocab.txt":
         if os.path.lexists(folder / name):
             return folder / name
-    merges = folder / "merges.txt"
-    require(not os.path.lexists(merges), f"{merges} needs a vocab.json in the same folder")
+    if os.path.lexists(folder / "merges.txt"):
+        raise ValueError(f"{folder / 'merges.txt'} needs a vocab.json in the same folder")
     for name in "tokenizer.model", "spiece.model", "sentencepiece.bpe.model":
-        require(not os.path.lexists(folder / name), f"{folder / name} is a SentencePiece model, which is not "
-                "supported; convert it to a tokenizer.json with transformers: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
+        if os.path.lexists(folder / name):
+            raise ValueError(f"{folder / name} is a SentencePiece model, which is not supported; convert it to a "
+                             "tokenizer.json with transformers: "
+                             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
     settings = read_optional(folder / "tokenizer_config.json")
-    require("auto_map" not in settings and class_name(settings) in ("", "GPT2Tokenizer"),
-            f"{folder / 'tokenizer_config.json'} asks for {class_name(settings) or 'custom code'!r:.60}, but the "
-            "folder has neither tokenizer.json, nor vocab.json and merges.txt, nor vocab.txt")
+    if "auto_map" in settings or class_name(settings) not in ("", "GPT2Tokenizer"):
+        raise ValueError(f"{folder / 'tokenizer_config.json'} asks for {class_name(settings) or 'custom code'!r:.60}, "
+                         "but the folder has neither tokenizer.json, nor vocab.json and merges.txt, nor vocab.txt")
     return None
 
 
 def read_tokenizer(path: Path) -> dict:
     """The tokenizer with this main file, as the content of a tokenizer.json.
 
-    Its added tokens include the special tokens that only the other files in the folder name. Raises ValueError if a
-    file is damaged or of a kind that is not supported, OSError if it cannot be opened.
+    Its added tokens include the special tokens that only the other files in the folder name.
     """
     settings = read_settings(path.parent)
     name, options = class_name(settings), {"add_prefix_space": settings.get("add_prefix_space") or False}
@@ -134,7 +131,8 @@ def add_special_tokens(content: dict, settings: dict) -> dict:
         text = token["content"]
         if text not in tokens:
             tokens[text] = token | {"special": True, "id": vocab.get(text, next_id)}
-            next_id += tokens[text]["id"] == next_id
+            if tokens[text]["id"] == next_id:
+                next_id += 1
     added = [{"id": token.get("id"), "content": text} | {flag: token.get(flag, False) for flag in FLAGS}
              for text, token in tokens.items()]
     return {**content, "added_tokens": added}

@@ -1,8 +1,8 @@
 """HFTokenizer: a tokenizer of Hugging Face's tokenizers library, from a tokenizer.json or from the older files.
 
-The library trusts its files, which may be a stranger's. Padding to a multiple of 2**40 allocates terabytes, thirty
-replacements that each double the text never finish, and some merges abort the process. So it gets only a vocabulary
-and steps that are known to be harmless. Each limit here is one check.
+The library trusts its files, which may be a stranger's. Padding to a multiple of 2**40 allocates terabytes; if thirty
+replacements each double the text, encoding never ends; and some merges abort the process. So the library gets only a
+vocabulary and steps that are known to be harmless.
 """
 import json
 import math
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sampling.checkpoints.checkpoint import first_sentence, named_errors, require
 from sampling.inputs.hf_files import read_tokenizer, vocab_of
-from sampling.inputs.tokenizer import REPLACEMENT, id_list, require_unicode
+from sampling.inputs.tokenizer import REPLACEMENT, require_unicode
 
 CONTEXT = 8 # the text of a token depends on at most this many tokens before it
 MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
@@ -50,7 +50,7 @@ class HFTokenizer:
         from tokenizers import Tokenizer
         self.source = str(path)
         with named_errors(path):
-            content = checked(read_tokenizer(path))
+            content = safe_content(read_tokenizer(path))
             vocab = vocab_of(content["model"])
             max_id = max(vocab.values())
             # Many tokenizers have an added padding token that their model lacks.
@@ -66,27 +66,23 @@ class HFTokenizer:
         self.byte_ids = {i for token, i in vocab.items() if token.startswith("<0x") and len(token) == 6}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises ValueError if the text is not valid Unicode, or cannot be encoded."""
         require_unicode(text)
         ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
-        require(ids, f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least one; pass "
-                     "another --start")
+        if not ids:
+            raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least "
+                             "one; pass another --start")
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; invalid UTF-8 bytes and unknown ids decode to U+FFFD."""
-        ids = id_list(ids)
+        ids = [int(i) for i in ids]
         if all(map(self._is_known, ids)):
             return self._text(ids)
         decode = self.incremental_decoder()
         return "".join(decode(token_id, last=i == len(ids)) for i, token_id in enumerate(ids, 1))
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for the sequence that continues these ids.
-
-        It decodes the last few tokens with the new one, and returns what this adds. The library's DecodeStream does so
-        too, but raises an exception if bytes that form no character follow bytes that do.
-        """
+        # Decodes the last few tokens with the new one, and returns what this adds. The library's DecodeStream does so
+        # too, but raises an exception if bytes that form no character follow bytes that do.
         context, held = [i for i in prompt_ids[-CONTEXT:] if self._is_known(i)], []
         while context and self._is_open(context): # no token continues the last character of the prompt
             context.pop()
@@ -116,21 +112,21 @@ class HFTokenizer:
 
 
 def call_library(function: Callable):
-    """The result of a function that uses the library. Raises ValueError if it fails: a panic is no Exception."""
+    """The result of a function that uses the library. Raises ValueError if it fails."""
     try:
         return function()
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:
+    except BaseException as error: # a Rust panic is no Exception
         raise ValueError(first_sentence(error)) from None
 
 
-def checked(content: dict) -> dict:
-    """The harmless part of a tokenizer.json. Raises ValueError if it needs anything that is not known to be harmless.
+def safe_content(content: dict) -> dict:
+    """The harmless part of a tokenizer.json. Raises ValueError if it needs more.
 
     Padding, truncation and the post-processor, which would add tokens to a prompt or remove some, are left out.
     """
-    parts = {part: checked_steps(content.get(part), part) for part in STEPS}
+    parts = {part: safe_steps(content.get(part), part) for part in STEPS}
     total_growth = math.prod(growth(step) for steps in parts.values() for step in steps)
     require(total_growth <= MAX_GROWTH, f"its steps could make a text more than {MAX_GROWTH} times longer")
     is_fused = False # the next decoders see the whole text as one token: later text must not change what they did
@@ -143,12 +139,11 @@ def checked(content: dict) -> dict:
     require(len(added) <= MAX_ADDED_TOKENS and all(map(is_text, (token["content"] for token in added))),
             f"it has more than {MAX_ADDED_TOKENS} added tokens, or one without 1 to {MAX_TEXT} characters")
     sequences = {part: {"type": "Sequence", STEPS[part][0]: steps} if steps else None for part, steps in parts.items()}
-    return {"version": "1.0", "model": checked_model(content.get("model")), "added_tokens": added,
+    return {"version": "1.0", "model": safe_model(content.get("model")), "added_tokens": added,
             "post_processor": None, **sequences}
 
 
-def checked_steps(content: object, part: str) -> list[dict]:
-    """The steps of a part of a tokenizer.json. Raises ValueError if one is not known to be harmless."""
+def safe_steps(content: object, part: str) -> list[dict]:
     sequence, allowed = STEPS[part]
     steps = flatten(content, part, sequence)
     require(len(steps) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
@@ -169,7 +164,7 @@ def growth(step: dict) -> float:
 
 
 def flatten(step: object, part: str, sequence: str) -> list[dict]:
-    """The steps of a part, which may be nested in Sequences. Raises ValueError if one is not an object."""
+    """The steps of a part, which may be nested in Sequences."""
     if step is None:
         return []
     require(isinstance(step, dict), f"its {part} must be an object")
@@ -184,7 +179,7 @@ def is_harmless(value: object) -> bool:
     if isinstance(value, dict):
         is_known = value in [{"Regex": expression} for expression in KNOWN_EXPRESSIONS]
         return is_known or (list(value) == ["String"] and is_text(value["String"]))
-    return value is None or value in range(CONTEXT + 1) or is_text(value)
+    return value is None or value in range(CONTEXT + 1) or is_text(value) # a larger number would need more context
 
 
 def is_text(value: object) -> bool:
@@ -192,8 +187,7 @@ def is_text(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT
 
 
-def checked_model(model: object) -> dict:
-    """The harmless part of a model. Raises ValueError if the model is damaged, or could abort or fill the memory."""
+def safe_model(model: object) -> dict:
     require(isinstance(model, dict), "its model must be an object")
     kind = model.get("type") or ("BPE" if "merges" in model else "Unigram" if isinstance(model.get("vocab"), list) else
                                  "WordPiece" if "max_input_chars_per_word" in model else "WordLevel") # older files

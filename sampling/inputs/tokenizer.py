@@ -36,26 +36,15 @@ class Tokenizer(Protocol):
         """
 
 
-class TokenizerOfBytes:
+class ByteDecodingTokenizer:
     """Decodes tokens that are bytes of a text in UTF-8. A subclass has token_bytes(token_id)."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; bytes that form no character become U+FFFD."""
-        return b"".join(map(self.token_bytes, id_list(ids))).decode(errors="replace")
+        return b"".join(map(self.token_bytes, map(int, ids))).decode(errors="replace")
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> Callable[[int, bool], str]:
-        """A function (id, last=False) -> text for one sequence. A character comes with the last of its bytes."""
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         return lambda token_id, last=False: decode(self.token_bytes(token_id), last)
-
-
-def id_list(ids: Iterable[int]) -> list[int]:
-    """Token ids as a list. Raises ValueError for a tensor or an array that does not have one dimension."""
-    if not hasattr(ids, "tolist"):
-        return list(ids)
-    if ids.ndim != 1:
-        raise ValueError(f"decode takes the ids of one text, in one dimension; got {ids.ndim} dimensions")
-    return ids.tolist()
 
 
 def require_unicode(text: str) -> None:
@@ -69,26 +58,25 @@ def require_unicode(text: str) -> None:
 # The modules of the tokenizers import what is above, so the functions below import them.
 
 def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a model.
+    """Load the tokenizer of a model. Raises ValueError if none is surely the model's, or if it cannot be loaded.
 
-    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, for a ckpt.pt, searches its
-    folder, data/<dataset>/ in the working directory, and data/<dataset>/ beside its folder: first for a meta.pkl, then
-    for a Hugging Face tokenizer. For a Hugging Face model, searches the folder of the model. If nothing is found, loads
-    the encoding that the training's settings in the checkpoint name, or else GPT-2's if the vocabulary has its size.
-    Raises ValueError if no tokenizer is surely the model's, or if it cannot be loaded.
+    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, searches folders_of(checkpoint)
+    for a meta.pkl, then for a Hugging Face tokenizer. If there is none, loads the encoding that the training's settings
+    in the checkpoint name, or else GPT-2's if the vocabulary has its size.
     """
+    from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
     for name in candidates(checkpoint) if tokenizer is None else [resolve(tokenizer)]:
         if found := load_from(name, checkpoint, log):
             return found
     if tokenizer is not None:
-        raise ValueError(f"{name} has no stoi, and names no tokenizer")
-    searched = ", ".join(os.path.join(folder, "") for folder in folders_of(checkpoint))
+        raise ValueError(f"{tokenizer} has no stoi, and names no tokenizer")
+    searched = ", ".join(dict.fromkeys(os.path.join(os.path.abspath(folder), "") for folder in folders_of(checkpoint)))
     lacks = (f"{checkpoint.folder} has no tokenizer of its own" if checkpoint.is_huggingface else
              f"neither meta.pkl nor tokenizer.json is in {searched}")
-    check_size(checkpoint, "GPT-2's encoding", ENCODINGS["gpt2"], prefix=f"{lacks}; ")
+    check_size(checkpoint, "GPT-2's encoding", ENCODINGS["gpt2"], is_guess=True, prefix=f"{lacks}; ")
     if checkpoint.is_huggingface:
         log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
-    return load_from("gpt2", checkpoint, log)
+    return TiktokenTokenizer("gpt2", log)
 
 
 def resolve(name: str) -> str | Path:
@@ -106,13 +94,10 @@ def resolve(name: str) -> str | Path:
 
 
 def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
-    """Yield the files and encodings that may be the checkpoint's tokenizer, the likeliest first.
-
-    Raises ValueError for a file in the folder of a data set that is outside of data/.
-    """
+    """Yield the files and encodings that may be the checkpoint's tokenizer, the likeliest first."""
     from sampling.inputs.char_tokenizer import named_encoding
     from sampling.inputs.hf_files import find_tokenizer
-    folders, dataset = folders_of(checkpoint), str(checkpoint.dataset)
+    folders, dataset = folders_of(checkpoint), str(checkpoint.raw_config.get("dataset"))
     is_outside = os.path.isabs(dataset) or ".." in dataset.replace("\\", "/").split("/")
     for find in [find_tokenizer] if checkpoint.is_huggingface else [find_meta, find_tokenizer]:
         for folder in folders:
@@ -121,42 +106,32 @@ def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
                     raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of "
                                      "data/; if it is the right file, copy it to the folder of ckpt.pt")
                 yield path
-    if encoding := named_encoding(checkpoint.meta, checkpoint.path):
+    if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         yield encoding
 
 
 def find_meta(folder: Path) -> Path | None:
-    """The meta.pkl in a folder, if there is one."""
     return folder / "meta.pkl" if os.path.isfile(folder / "meta.pkl") else None # Path.is_file fails for long names
 
 
 def folders_of(checkpoint: "Checkpoint") -> list[Path]:
-    """The folder of the checkpoint, and those that may hold its data set: in the working directory, and beside it.
-
-    dataset may be any object, since a checkpoint may be a stranger's.
-    """
-    folder, dataset = Path(checkpoint.folder), checkpoint.dataset
-    if not isinstance(dataset, str) or len(dataset) >= 1000 or "\0" in dataset:
+    """The folder of the checkpoint; of a ckpt.pt also data/<dataset>: in the working directory, and beside out_dir."""
+    folder, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # any type: it may be a stranger's
+    if checkpoint.is_huggingface or not isinstance(dataset, str) or len(dataset) >= 1000 or "\0" in dataset:
         return [folder]
-    project = Path(os.path.abspath(folder)).parent
-    here, beside = Path("data", dataset), project / "data" / dataset # an absolute dataset gives the same folder twice
-    is_here = here == beside or (project.is_dir() and project.samefile(os.curdir))
-    return [folder, here] if is_here else [folder, here, beside]
+    return [folder, Path("data", dataset), Path(os.path.abspath(folder)).parent / "data" / dataset]
 
 
 def load_from(name: str | Path, checkpoint: "Checkpoint", log: Log) -> Tokenizer | None:
-    """Load the encoding with this name, or the tokenizer in a file; None for a meta.pkl without a vocabulary.
-
-    Raises ValueError if it does not fit the checkpoint, or cannot be loaded.
-    """
+    """Load the encoding with this name, or the tokenizer in a file; None for a meta.pkl without a vocabulary."""
     from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
-    from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer, source_of
     from sampling.inputs.hf_tokenizer import HFTokenizer
+    from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer, encoding_label
     if isinstance(name, str):
-        check_size(checkpoint, source_of(name), ENCODINGS[name]) # first, because loading may download files
-        return GPT2Tokenizer(name, log)
+        check_size(checkpoint, encoding_label(name), ENCODINGS[name]) # first, because loading may download files
+        return TiktokenTokenizer(name, log)
     if name.suffix != ".pkl":
-        found = HFTokenizer(name, checkpoint.vocab_size)
+        found = HFTokenizer(name, checkpoint.config.vocab_size)
     else:
         meta = read_meta(name)
         if encoding := named_encoding(meta, name):
@@ -168,12 +143,16 @@ def load_from(name: str | Path, checkpoint: "Checkpoint", log: Log) -> Tokenizer
     return found
 
 
-def check_size(checkpoint: "Checkpoint", source: str, size: int, prefix: str = "") -> None:
-    """Raise ValueError, whose message begins with the prefix, unless a tokenizer of this size fits the model."""
-    is_padded = checkpoint.vocab_size <= 2 * size # to a round size, but not to more than twice the tokenizer's
-    if prefix: # nobody named this tokenizer, so only the sizes to which people pad GPT-2's vocabulary are sure
-        is_padded = checkpoint.vocab_size <= -(-size // 128) * 128 or checkpoint.vocab_size == 51_200
-    if not (size <= checkpoint.vocab_size and is_padded):
-        raise ValueError(f"{prefix}{source} has {size} tokens, but the model has {checkpoint.vocab_size}, so it is not "
-                         "the tokenizer of this model; pass --tokenizer=NAME|FILE, the tokenizer that it was trained "
+def check_size(checkpoint: "Checkpoint", source: str, size: int, is_guess: bool = False, prefix: str = "") -> None:
+    """Raise ValueError, whose message begins with the prefix, unless a tokenizer of this size fits the model.
+
+    is_guess: nobody named this tokenizer, so only the sizes to which people pad GPT-2's vocabulary are sure.
+    """
+    vocab_size = checkpoint.config.vocab_size
+    is_padded = vocab_size <= 2 * size # to a round size, but not to more than twice the tokenizer's
+    if is_guess:
+        is_padded = vocab_size <= -(-size // 128) * 128 or vocab_size == 51_200
+    if not (size <= vocab_size and is_padded):
+        raise ValueError(f"{prefix}{source} has {size} tokens, but the model has {vocab_size}, so it is not the "
+                         "tokenizer of this model; pass --tokenizer=NAME|FILE, the tokenizer that it was trained "
                          "with: an encoding of tiktoken such as cl100k_base, a tokenizer.json, or a meta.pkl")

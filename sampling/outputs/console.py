@@ -1,5 +1,4 @@
 """Shows messages on standard error, and ends the script. Only samples go to standard output."""
-import codecs
 import io
 import os
 import signal
@@ -28,8 +27,6 @@ class Console:
     is_main: bool = True
     owns_process: bool = True
     bar: "tqdm | None" = None # on standard error; log clears it before a message
-    lacks_characters: bool = False # standard output could not show a character
-    logged_replacements: bool = False # log_replacements has logged it
 
 
 _console = Console()
@@ -41,16 +38,16 @@ def setup_console(is_main: bool = True, owns_process: bool = True) -> None:
     On a terminal, characters that its encoding lacks become "?". Files and pipes get UTF-8.
 
     is_main=False silences all messages: only rank 0 of a run shows them.
-    owns_process=False: other code goes on in this process, such as a notebook. Ctrl-C and exits are left to it.
+    owns_process: no other code runs in this process, so the end of the run may call os._exit. Otherwise, as in a
+    notebook, Ctrl-C and exits raise exceptions.
     """
     _console.is_main, _console.owns_process, _console.bar = is_main, owns_process, None
     if owns_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Not a KeyboardInterrupt: it would show a traceback, and importing torch would swallow it.
         signal.signal(signal.SIGINT, lambda *_: hard_exit(130))
     if isinstance(sys.stdout, io.TextIOWrapper): # a notebook has another stream, which takes all characters
-        codecs.register_error("replace_and_note", replace_and_note)
         if is_tty(sys.stdout):
-            sys.stdout.reconfigure(errors="replace_and_note")
+            sys.stdout.reconfigure(errors="replace")
         else:
             sys.stdout.reconfigure(encoding="utf-8", errors="replace") # only lone surrogates are replaced
 
@@ -65,21 +62,7 @@ def log(text: str) -> None:
 
 
 def plural(count: int, noun: str) -> str:
-    """The count with its noun: "1 sample", "5 samples"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def replace_and_note(error: UnicodeEncodeError) -> tuple[str, int]:
-    """The codec error handler "replace", which remembers that it was needed."""
-    _console.lacks_characters = True
-    return codecs.replace_errors(error)
-
-
-def log_replacements() -> None:
-    """Log once that characters were replaced, if any were. Call this between two samples."""
-    if _console.lacks_characters and not _console.logged_replacements:
-        _console.logged_replacements = True
-        log(f"this terminal's encoding, {sys.stdout.encoding}, lacks some characters: each shows as a question mark")
 
 
 def shows_progress_bar() -> bool:
@@ -91,16 +74,19 @@ def shows_progress_bar() -> bool:
 
 
 def set_progress_bar(bar: "tqdm | None") -> None:
-    """Register the bar on standard error, so that messages do not run into it. None: there is no bar."""
+    """Register the bar on standard error, so that messages do not run into it."""
     _console.bar = bar
 
 
 @contextmanager
 def report_user_errors(status: int = 1) -> Iterator[None]:
-    """End the script with one line for every error that a user can cause. status: for ValueError and OSError."""
+    """End the script with one line for every error that a user can cause.
+
+    status: the exit status for ValueError and OSError; other errors of the user give 1.
+    """
     try:
         yield
-    except KeyboardInterrupt as interrupt: # only where other code goes on: see hard_exit
+    except KeyboardInterrupt as interrupt: # with owns_process=False; otherwise Ctrl-C has called hard_exit
         traceback.clear_frames(interrupt.__traceback__)
         raise
     except BrokenPipeError: # the program that reads the samples has ended, as in: python sample.py | head
@@ -129,7 +115,7 @@ def report_and_exit(status: int, message: str) -> NoReturn:
 
 
 def hard_exit(status: int = 0) -> NoReturn:
-    """End the script at once: torch's own shutdown takes 0.3 s. Raises SystemExit where other code goes on."""
+    """End the script at once: torch's own shutdown takes 0.3 s. Raises SystemExit if owns_process is False."""
     if _console.bar is not None:
         log("") # so that the shell's prompt begins on a new line
     elif status == 130 and _console.is_main:
@@ -141,7 +127,7 @@ def hard_exit(status: int = 0) -> NoReturn:
 
 
 def end_line() -> None:
-    """End the line on which the cursor of the terminal is. A signal handler may call this."""
+    """End the terminal's current line. A signal handler may call this."""
     for fd, stream in enumerate([sys.stdout, sys.stderr], 1):
         if is_tty(stream):
             with suppress(OSError):
@@ -150,12 +136,11 @@ def end_line() -> None:
 
 
 def sanitize(text: str) -> str:
-    """Replace the control characters of a text by symbols."""
+    """Replace control characters by symbols, except tab and newline."""
     return text.translate(CONTROL_PICTURES)
 
 
 def is_tty(stream: TextIO | None) -> bool:
-    """Whether a stream goes to a terminal."""
     return stream is not None and stream.isatty()
 
 

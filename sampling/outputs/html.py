@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sampling.outputs.console import log, plural, report_user_errors, setup_console
-from sampling.outputs.jsonl import is_json, parse_record
+from sampling.outputs.jsonl import is_complete, parse_record
 from sampling.outputs.output_file import PAGE, name_write_errors
 
 NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
@@ -26,30 +26,31 @@ FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a
 
 
 class Runs:
-    """Where the samples of some files are: for each prompt and index, the lines of the runs that have it.
+    """Finds the samples in some files, and which runs they belong to.
 
-    files: by the name that the page shows, the open files of it. A line in a later file of the same name replaces that
-    of the same sample. Raises ValueError, which names the line, for a line that sample.py did not write.
+    files: {name on the page: open file}. Raises ValueError, which names the line, if sample.py did not write it.
     """
 
-    def __init__(self, files: Mapping[str, list[BinaryIO]]):
+    def __init__(self, files: Mapping[str, BinaryIO]):
         self.rows: dict[tuple[str, int], dict[int, tuple[BinaryIO, int]]] = {} # prompt, index -> run -> where it is
-        infos: dict[str, dict[str, Any]] = {} # what the page shows about each run
-        for name, parts in files.items():
-            for file, start, record in (found for part in parts for found in read_records(part, name)):
+        self.infos: list[dict[str, Any]] = [] # what the page shows about each run
+        run_numbers: dict[str, int] = {}
+        for name, file in files.items():
+            for start, record in read_records(file, name):
                 info = run_info(record, name if len(files) > 1 else None)
                 key = json.dumps([name, record["checkpoint"].get("crc32"), info])
-                infos.setdefault(key, info)
+                if key not in run_numbers:
+                    run_numbers[key] = len(self.infos)
+                    self.infos.append(info)
                 row = self.rows.setdefault((record["prompt"], record["index"]), {})
-                row[list(infos).index(key)] = file, start
-        self.infos = list(infos.values())
-        self.shared = {name: value for name, value in (self.infos[0] if infos else {}).items()
+                row[run_numbers[key]] = file, start
+        self.shared = {name: value for name, value in (self.infos[0] if self.infos else {}).items()
                        if all(name in info and info[name] == value for info in self.infos)}
         self.differing = [{name: value for name, value in info.items() if name not in self.shared}
                           for info in self.infos]
 
     def records(self) -> Iterator[dict[int, dict[str, Any]]]:
-        """Yield the samples of each prompt and index, by the number of their run."""
+        """Yield for each prompt and index the samples of its runs: {number of the run: record}."""
         for places in self.rows.values():
             records = {}
             for run, (file, start) in sorted(places.items()):
@@ -58,72 +59,63 @@ class Runs:
             yield records
 
 
-def read_records(file: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, int, dict[str, Any]]]:
-    """Yield the file, the position and the record of each line, except a truncated last line."""
-    end = 0
+def read_records(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the position and the record of each line, except a truncated last line."""
+    start = 0
     file.seek(0)
-    for number, line in enumerate(file, 1):
-        if line.endswith(b"\n") or is_json(line):
-            where = f"{name or getattr(file, 'name', '')}, line {number}"
-            record = parse_record(line, where)
-            if not (isinstance(record.get("prompt"), str) and type(record.get("index")) is int):
-                raise ValueError(f"{where}: it has no prompt and index")
-            yield file, end, record
-        end += len(line)
+    for number, line in enumerate(filter(is_complete, file), 1):
+        yield start, parse_record(line, f"{name}, line {number}")
+        start += len(line)
 
 
 def run_info(record: Mapping[str, Any], name: str | None) -> dict[str, Any]:
-    """What the page shows about the run of a sample, by name."""
     settings = {setting: value for setting, value in record["settings"].items() if setting != "logprobs"}
     return {**({"file": name} if name else {}), "checkpoint": record["checkpoint"].get("path"),
             "iteration": record["checkpoint"].get("iter_num"), **settings}
 
 
-def write_page(path: str | os.PathLike, files: Mapping[str, list[BinaryIO]]) -> int:
-    """Write the page of these files, which Runs describes, in place of the page at path. Returns the number of samples.
-
-    Raises OSError, which names the page, if it cannot be written, and what Runs raises.
-    """
+def write_page(path: str | os.PathLike, files: Mapping[str, BinaryIO]) -> int:
+    """Write the page of these files, {name on the page: open file}, and return its number of samples."""
     runs = Runs(files)
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, article, tail = template.split("<!-- split here -->\n")
     # The browser applies the style and runs the script with these hashes, and no others.
     hashes = {element: content_hash(head, element) for element in ("style", "script")}
     path = os.path.realpath(path) # a link stays
-    part = f"{path}.part"
+    temporary = f"{path}.part"
     with name_write_errors(path):
         try:
-            with open(part, "w", encoding="utf-8", newline="\n") as page:
+            with open(temporary, "w", encoding="utf-8", newline="\n") as page:
                 page.write(fill(head, title=escape(title(runs.infos)), settings=definition_list(runs),
                                 layout="side-by-side" if len(runs.infos) > 1 else "", **hashes))
-                page.writelines(row(article, records, runs.differing) for records in runs.records())
+                page.writelines(section_html(article, records, runs.differing) for records in runs.records())
                 page.write(tail)
-            os.replace(part, path)
+            os.replace(temporary, path)
         finally:
             with suppress(OSError): # after an error, it is still there
-                os.unlink(part)
+                os.unlink(temporary)
     return sum(map(len, runs.rows.values()))
 
 
-def row(article: str, records: Mapping[int, Mapping[str, Any]], differing: list[dict[str, Any]]) -> str:
+def section_html(article: str, records: Mapping[int, Mapping[str, Any]], differing: list[dict[str, Any]]) -> str:
     """HTML for the samples of one prompt and index. If there is only one run, it is one article."""
     first = next(iter(records.values()))
     index, heading = first["index"], escape(f"Sample {first['index']}{shown_id(first.get('id'))}")
     prompt = f"<b>{escape(first['prompt'])}</b>"
     if len(differing) == 1:
         return fill(article, number=str(index), heading=f'<h2 id="title-{index}">{heading}</h2>', prompt=prompt,
-                    label=f"sample {index}", **parts_of(first))
+                    label=f"sample {index}", **article_values(first))
     articles = []
     for run, record in records.items():
-        label = escape(", ".join(map(shown, differing[run].items())) or f"run {run}")
+        label = escape(", ".join(map(setting_text, differing[run].items())) or f"run {run}")
         articles.append(fill(article, number=f"{index}-{run}", heading=f'<h3 id="title-{index}-{run}">{label}</h3>',
-                             prompt="", label=f"sample {index}, {label}", **parts_of(record)))
+                             prompt="", label=f"sample {index}, {label}", **article_values(record)))
     return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
             f'<div class="runs">\n{"".join(articles)}</div></section>\n')
 
 
-def parts_of(record: Mapping[str, Any]) -> dict[str, str]:
-    """The parts of an article that come from a record. Raises ValueError if a field is missing or of another type."""
+def article_values(record: Mapping[str, Any]) -> dict[str, str]:
+    """The values in an article that come from a record. Raises ValueError if a field is missing or of another type."""
     try:
         tokens, reason = record.get("logprobs", {"content": []})["content"], record["finish_reason"]
         return {"text": escape(record["text"]), "num_tokens": escape(plural(record["num_tokens"], "token")),
@@ -154,30 +146,28 @@ def fill(template: str, **values: str) -> str:
 
 
 def content_hash(page: str, element: str) -> str:
-    """The hash of an element's text, in the form of a Content-Security-Policy."""
+    """The hash of an element's text, as a Content-Security-Policy has it."""
     text = page.partition(f"<{element}>")[2].partition(f"</{element}>")[0]
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def title(infos: list[dict[str, Any]]) -> str:
-    """The page's title, which names the models. Of an absolute path it shows only the last part."""
+    """The page's title, which names the models: of a path, it shows only the last part."""
     names = []
     for info in infos:
         path = Path(str(info["checkpoint"] or ""))
         folder = path.parent if path.name == "ckpt.pt" else path
-        names.append((folder.name if folder.is_absolute() else str(folder)).removeprefix(".") or "a model")
+        names.append(folder.name or "a model")
     return f"Samples from {', '.join(dict.fromkeys(names)) or 'a model':.200}"
 
 
 def shown_id(prompt_id: Any) -> str:
-    """The prompt's id, as the heading of its sample shows it."""
     if prompt_id is None:
         return ""
     return f", id {prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)}"
 
 
-def shown(item: tuple[str, Any]) -> str:
-    """The name and the value of a setting, as the heading of a run shows it."""
+def setting_text(item: tuple[str, Any]) -> str:
     name, value = item
     return str(value) if name in ("file", "checkpoint") else f"{name} {value}"
 
@@ -191,17 +181,15 @@ def definition_list(runs: Runs) -> str:
 
 
 def clean(text: str) -> str:
-    """Replace what HTML cannot hold: lone surrogates and NUL."""
+    """The text with replacements for what HTML cannot hold: lone surrogates and NUL."""
     return text.encode("utf-8", errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def escape(text: str) -> str:
-    """The text as HTML on one line."""
     return html.escape(clean(text)).replace("\r", "&#13;").replace("\n", "&#10;")
 
 
 def utf16_length(text: str) -> int:
-    """The length of a text in JavaScript."""
     return len(text) + sum(char > "\uffff" for char in text)
 
 
@@ -211,7 +199,6 @@ def neg_millilogprob(logprob: float) -> int:
 
 
 def main() -> None:
-    """Make a page of files of samples, as the command line says."""
     *paths, page = sys.argv[1:] or [""]
     if not paths:
         raise ValueError("give one or more files of samples, and the page: "
@@ -219,7 +206,7 @@ def main() -> None:
     if os.path.exists(page) and not PAGE.match(Path(page).read_bytes()[:200]):
         raise ValueError(f"{page} is not a page of samples, so it is not replaced: give another name")
     with ExitStack() as stack:
-        files = {path: [stack.enter_context(open(path, "rb"))] for path in paths}
+        files = {path: stack.enter_context(open(path, "rb")) for path in paths}
         log(f"{page}: {plural(write_page(page, files), 'sample')}")
 
 

@@ -8,7 +8,7 @@ from sampling.params import Sample, SampleRequest, Token, as_list
 
 VERSION = 2 # of the fields of a line
 
-# The settings that decide the text of a sample, besides its prompt and the weights.
+# Settings that each line repeats; reproducibility_settings adds device and dtype. A resumed run has the same values.
 REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
                         "stop", "seed", "compile", "context_shift", "exact", "tokenizer")
 
@@ -22,21 +22,20 @@ class LineFormat:
 
     def __init__(self, checkpoint_id: dict[str, Any], settings: dict[str, Any], logprobs: int | None = None):
         self.checkpoint_id, self.logprobs = checkpoint_id, logprobs
-        # A resumed run must have the same settings. With logprobs among them, all lines of a file have the same fields.
+        # With logprobs among the settings of a run, all lines of a file have the same fields.
         self.settings = settings if logprobs is None else {**settings, "logprobs": logprobs}
 
     def line(self, sample: Sample) -> bytes:
-        """The line of a finished sample."""
         logprobs = {} if self.logprobs is None else {"logprobs": token_logprobs(sample.tokens, self.logprobs)}
         return encode_json({
-            **identity(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
+            **request_fields(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
             "finish_reason": sample.finish_reason, "cumulative_logprob": round_logprob(sample.cumulative_logprob),
             **logprobs, "seed": self.settings["seed"], "checkpoint": self.checkpoint_id, "settings": self.settings,
         }) + b"\n"
 
     def check(self, line: bytes, request: SampleRequest, where: str) -> None:
-        """Raise ValueError that names where and the difference, unless this is the line of this sample of this run."""
-        record, wanted = parse_record(line, where), identity(request)
+        """Raise ValueError, with where and the difference, unless this is the line of this sample of this run."""
+        record, wanted = parse_record(line, where), request_fields(request)
         self.check_settings(record, where)
         check_equal("the checkpoint's checksum", record["checkpoint"].get("crc32"), self.checkpoint_id["crc32"], where)
         for name in dict.fromkeys(["index", "prompt", "id", *wanted, *record]):
@@ -44,22 +43,16 @@ class LineFormat:
                 check_equal(name, record.get(name), wanted.get(name), where)
 
     def check_settings(self, record: Mapping[str, Any], where: str) -> None:
-        """Raise ValueError that names where and the difference, unless the record has the settings of this run."""
         saved = record["settings"]
         for name in dict.fromkeys([*self.settings, *saved]):
             check_equal(name, saved.get(name), self.settings.get(name), where)
 
 
 def check_equal(name: str, saved: Any, wanted: Any, where: str) -> None:
-    """Raise ValueError, which names where and the difference, unless the saved value is the wanted one."""
-    if saved == wanted:
-        return
-    difference = f"{name} is {saved!r:.100} there, and {wanted!r:.100} here"
-    if name == "num_samples" and None in (saved, wanted): # only a run of many prompts saves it
-        runs = ["one prompt" if value is None else "a file of many prompts" for value in (saved, wanted)]
-        difference = f"that run had {runs[0]}, and this one has {runs[1]}"
-    raise ValueError(f"{where}, is from another run: {difference}; give out_file another name, run with the settings "
-                     "of the file, or replace it with --overwrite")
+    if saved != wanted:
+        raise ValueError(f"{where}, is from another run: {name} is {saved!r:.100} there, and {wanted!r:.100} here; "
+                         "give out_file another name, run with the settings of the file, or replace it with "
+                         "--overwrite")
 
 
 def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
@@ -95,8 +88,8 @@ def round_logprob(logprob: float) -> float:
     return round(logprob, 3) + 0.0 # never -0.0
 
 
-def identity(request: SampleRequest) -> dict[str, Any]:
-    """The fields at the beginning of a sample's line."""
+def request_fields(request: SampleRequest) -> dict[str, Any]:
+    """The fields with which the line of a sample begins."""
     prompt = request.prompt
     return {
         "version": VERSION, "index": request.index, "prompt": prompt.text,
@@ -105,10 +98,15 @@ def identity(request: SampleRequest) -> dict[str, Any]:
     }
 
 
-def is_beginning(line: bytes, request: SampleRequest) -> bool:
-    """Whether a line without its newline is only the beginning of this sample's line."""
-    begin = encode_json(identity(request))[:-1]
-    return not is_json(line) and line[:len(begin)] == begin[:len(line)]
+def is_truncated_line_of(request: SampleRequest, line: bytes) -> bool:
+    """Whether a line is the truncated beginning of the line of this sample."""
+    begin = encode_json(request_fields(request))[:-1]
+    return not is_complete(line) and line[:len(begin)] == begin[:len(line)]
+
+
+def is_complete(line: bytes) -> bool:
+    """Whether a line is whole. The last line of a file may lack its newline, or more, after a run that was killed."""
+    return line.endswith(b"\n") or is_json(line)
 
 
 def is_json(line: bytes) -> bool:
@@ -123,8 +121,9 @@ def is_json(line: bytes) -> bool:
 def parse_record(line: bytes, where: str) -> dict[str, Any]:
     """The object in a line. Raises ValueError, which names where, unless it has the fields of this version."""
     record = json.loads(line) if is_json(line) else None
-    if not (isinstance(record, dict) and record.get("version") == VERSION and isinstance(record.get("settings"), dict)
-            and isinstance(record.get("checkpoint"), dict)):
+    types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
+    if not (isinstance(record, dict) and record.get("version") == VERSION
+            and all(type(record.get(name)) is kind for name, kind in types.items())):
         raise ValueError(f"{where}: not written by this version of sample.py; nothing is overwritten, so move the "
                          "file, or give another name")
     return record

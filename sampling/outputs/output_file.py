@@ -13,10 +13,7 @@ PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py"
 
 
 def open_output(path: str | os.PathLike) -> BinaryIO:
-    """Open a file for reading and appending, and lock it for this run. Its content stays.
-
-    Raises OSError or ValueError, which names the file, if that is not possible.
-    """
+    """Open a file for reading and appending, and lock it for this run. Its content stays."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path")
     with name_write_errors(path):
@@ -33,10 +30,7 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
 
 
 def check_replaceable(path: str | os.PathLike, start: str) -> None:
-    """Check that overwrite may replace this file: it holds samples, or is empty or new, and start does not name it.
-
-    Raises ValueError otherwise, and what open_output raises.
-    """
+    """Raise ValueError if overwrite may not replace this file: it holds the prompts, or sample.py did not write it."""
     kind, prompt_path = parse_start(start)
     with open_output(path) as file:
         if kind in FILE_KINDS and is_same_file(file, 0 if prompt_path == "-" else prompt_path):
@@ -59,25 +53,17 @@ def lock(file: BinaryIO) -> None:
             pass
 
 
-def is_same_file(file: BinaryIO, other: str | int) -> bool:
-    """Whether other, a path or a file descriptor, is the same file."""
+def is_same_file(file: BinaryIO, other: str | int) -> bool: # other: a path or a file descriptor
     with suppress(OSError): # there may be no such file, and the descriptor may be closed
         return os.path.samestat(os.fstat(file.fileno()), os.stat(other))
     return False
 
 
 def append(file: BinaryIO, data: bytes) -> None:
-    """Write to the end of the file, and flush. Raises OSError, which names the file, if that fails."""
     with name_write_errors(file.name):
         file.seek(0, os.SEEK_END) # the page reads the lines of the same file
         file.write(data)
         file.flush()
-
-
-def check_not_removed(file: BinaryIO) -> None:
-    """Raise OSError if the file was removed: what is written to it would be lost. A renamed file is fine."""
-    if not os.fstat(file.fileno()).st_nlink:
-        raise OSError(f"cannot write {file.name!r:.200}: it was removed during the run")
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 import math
 import os
 import sys
+from collections.abc import Iterator
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.outputs.console import has_colors, is_tty, log, log_replacements, sanitize
-from sampling.params import Sample, TextCursor, Token
+from sampling.outputs.console import has_colors, is_tty, log, sanitize
+from sampling.params import Sample, Token
 
 RULE = "---------------" # nanoGPT prints it after every sample
 
@@ -23,11 +24,16 @@ class Printer:
     def __init__(self, tokenizer: Tokenizer, show_probs: bool = False):
         self.tokenizer = tokenizer
         self.is_terminal, self.has_colors = is_tty(sys.stdout), has_colors(sys.stdout)
-        self.cursor = None # how much of the current sample was printed; None: nothing, not even its prompt
         self.set_show_probs(show_probs)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the current sample. The next update begins another one."""
+        self.is_begun = False
+        self.num_printed = 0 # characters, without the prompt
+        self.token_index = self.offset = 0 # of the next character: its token, its position in the token's text
 
     def set_show_probs(self, show_probs: bool) -> None:
-        """Switch the backgrounds on or off."""
         self.show_probs = show_probs
         if show_probs and not self.has_colors:
             log("show_probs has no effect: standard output is not a terminal, or NO_COLOR is set")
@@ -35,10 +41,10 @@ class Printer:
     def update(self, sample: Sample, shows_prompt: bool = True) -> None:
         """Print the new text of a sample, after its prompt (if shows_prompt), and the rule when it is finished."""
         parts = []
-        if self.cursor is None:
-            self.cursor = TextCursor(sample)
-            parts += [self._safe(self.tokenizer.decode(sample.request.prompt_ids))] if shows_prompt else []
-        for text, i in self.cursor.read():
+        if shows_prompt and not self.is_begun:
+            parts.append(self._safe(self.tokenizer.decode(sample.request.prompt_ids)))
+        self.is_begun = True
+        for text, i in self._new_text(sample):
             safe_text = self._safe(text)
             if self.show_probs and self.has_colors and sample.tokens[i].logprob is not None:
                 safe_text = colorize(safe_text, char_logprob(sample.tokens, i))
@@ -48,12 +54,16 @@ class Printer:
             self.reset()
         if text := "".join(parts):
             print(text, end="", flush=True)
-        if self.cursor is None:
-            log_replacements()
 
-    def reset(self) -> None:
-        """Forget the current sample. The next update begins another one."""
-        self.cursor = None
+    def _new_text(self, sample: Sample) -> Iterator[tuple[str, int]]:
+        """Yield the emittable text that was not printed before, in parts: (text, the index of its token)."""
+        while self.num_printed < sample.num_emittable_chars:
+            token_text = sample.tokens[self.token_index].text
+            text = token_text[self.offset:self.offset + sample.num_emittable_chars - self.num_printed]
+            yield text, self.token_index
+            self.num_printed, self.offset = self.num_printed + len(text), self.offset + len(text)
+            if self.offset == len(token_text):
+                self.token_index, self.offset = self.token_index + 1, 0
 
     def _safe(self, text: str) -> str:
         return sanitize(text) if self.is_terminal else text
@@ -69,11 +79,12 @@ def char_logprob(tokens: list[Token], index: int) -> float:
 
 
 def colorize(text: str, logprob: float) -> str:
-    """The text on a terminal background that shows how likely it was. Line ends have no background."""
+    """The text on a background that shows how likely it was. Line ends have no background."""
     tint = next((tint for limit, *tint in TINTS if math.exp(logprob) < limit), None)
     if tint is None:
         return text
-    (red, green, blue), of_256 = tint
-    background = f"2;{red};{green};{blue}" if os.environ.get("COLORTERM") in ("truecolor", "24bit") else f"5;{of_256}"
+    (red, green, blue), color_256 = tint
+    has_true_color = os.environ.get("COLORTERM") in ("truecolor", "24bit")
+    background = f"2;{red};{green};{blue}" if has_true_color else f"5;{color_256}"
     begin, end = f"\x1b[38;5;16;48;{background}m", "\x1b[0m" # black text, whatever the terminal's own colour
     return "\n".join(line and begin + line + end for line in text.split("\n"))

@@ -9,9 +9,7 @@ LOG_INTERVAL = 30 # seconds between two lines of progress
 
 
 class Progress:
-    """Counts samples and tokens, and shows a bar on standard error if shows_progress_bar().
-
-    If standard error is not a terminal, as with nohup, it logs a line every 30 seconds instead.
+    """Counts samples and tokens. Shows a bar, or if standard error is no terminal, as with nohup, a line now and then.
 
     total_samples: how many samples the run will generate; None if unknown.
     """
@@ -19,8 +17,8 @@ class Progress:
     def __init__(self, total_samples: int | None, max_new_tokens: int):
         self.total_samples, self.max_new_tokens = total_samples, max_new_tokens
         self.start_time = self.last_line_time = time.perf_counter()
-        self.num_samples = self.num_tokens = 0 # of finished samples
-        self.num_generated = 0 # tokens, of all samples
+        self.num_samples = 0 # finished ones
+        self.num_tokens = 0 # of all samples
         self.bar = None
         if shows_progress_bar():
             from tqdm import tqdm
@@ -30,25 +28,19 @@ class Progress:
 
     def add_tokens(self, num_tokens: int) -> None:
         """Advance the bar by num_tokens. A negative number takes back the tokens of a batch that ran out of memory."""
-        self.num_generated += num_tokens
+        self.num_tokens += num_tokens
+        now = time.perf_counter()
         if self.bar is not None:
             self.bar.update(num_tokens)
-        elif not is_tty(sys.stderr):
-            self.log_periodically()
-
-    def log_periodically(self) -> None:
-        """Log a line of progress, if LOG_INTERVAL has passed since the last one."""
-        now = time.perf_counter()
-        if now - self.last_line_time >= LOG_INTERVAL:
+        elif now - self.last_line_time >= LOG_INTERVAL and not is_tty(sys.stderr):
             self.last_line_time = now
             samples = (f"{self.num_samples} of {plural(self.total_samples, 'sample')}" if self.total_samples
                        else plural(self.num_samples, "sample"))
-            log(f"{samples}, {plural(self.num_generated, 'token')} so far: "
-                f"{rate_text(self.num_generated, now - self.start_time)}")
+            log(f"{samples}, {plural(self.num_tokens, 'token')} so far: "
+                f"{self.num_tokens / (now - self.start_time):.1f} tokens/s")
 
     def add_sample(self, sample: Sample) -> None:
-        """Count a finished sample."""
-        self.num_samples, self.num_tokens = self.num_samples + 1, self.num_tokens + sample.num_tokens
+        self.num_samples += 1
         if self.bar is not None:
             if self.bar.total:
                 self.bar.total -= self.max_new_tokens - sample.num_tokens # it stopped early
@@ -64,10 +56,4 @@ class Progress:
         seconds = time.perf_counter() - self.start_time
         peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
         log(f"{plural(self.num_samples, 'sample')}, {plural(self.num_tokens, 'token')} in {seconds:.1f} s: "
-            f"{rate_text(self.num_tokens, seconds)}{peak}")
-
-
-def rate_text(num_tokens: int, seconds: float) -> str:
-    """Tokens per second, with a decimal if there are fewer than ten."""
-    rate = num_tokens / seconds
-    return f"{rate:.{1 if rate < 9.95 else 0}f} tokens/s"
+            f"{self.num_tokens / seconds:.1f} tokens/s{peak}")

@@ -99,7 +99,7 @@ def test_what_the_hub_does_not_give_is_one_line(arguments, environment, message,
 def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache):
     vocab = json.loads((tiktoken_cache / GPT2_FILES["encoder.json"]).read_text())
     hub.files = {"tokenizer.json": json.dumps({"model": {"vocab": vocab}}).encode()}
-    code = "from sampling.inputs.gpt2_tokenizer import *; print(GPT2Tokenizer(log=print).encode('Hello world'))"
+    code = "from sampling.inputs.tiktoken_tokenizer import *; print(TiktokenTokenizer(log=print).encode('Hello world'))"
     command, env = [sys.executable, "-c", code], {**os.environ, **hub.env, "HTTPS_PROXY": "http://127.0.0.1:9"}
     dead = subprocess.run(command, cwd=PROJECT, env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True)
     assert dead.stdout.count(b" failed (") == dead.stdout.count(b"\n") == 2 and b"Retry" not in dead.stderr

@@ -12,7 +12,7 @@ import torch
 
 from model import GPT, GPTConfig
 from models import SHAPE, make_gpt, nanogpt_args, same_model, save_checkpoint
-from sampling.checkpoints.build import build_gpt, count_init_draws
+from sampling.checkpoints.build import count_init_draws
 from sampling.checkpoints.nanogpt import find_checkpoint, load_by_name, load_checkpoint
 from sampling.sampler.mt19937 import advance_mt19937
 
@@ -46,18 +46,10 @@ def lesson_config(gptconfig):
 
 # ---- finding the file
 
-def test_out_dir_may_be_the_checkpoint_file(tmp_path):
-    path = save_checkpoint(tmp_path / "out", make_gpt())
-    assert find_checkpoint(str(tmp_path / "out")) == find_checkpoint(str(path)) == path
 
-
-def test_the_error_for_a_missing_checkpoint_lists_others_nearby(tmp_path):
-    save_checkpoint(tmp_path / "out-a", make_gpt())
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "model_00001.pt").touch()
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*out.ckpt\.pt|no checkpoint at .*out") as error:
+def test_the_error_for_a_missing_checkpoint_names_the_path(tmp_path):
+    with pytest.raises(FileNotFoundError, match=rf"no checkpoint at {tmp_path / 'out'}; pass --out_dir="):
         find_checkpoint(tmp_path / "out")
-    assert all(name in str(error.value) for name in ("out-a", "out-shakespeare-char", "model_00001.pt"))
 
 
 def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
@@ -80,8 +72,8 @@ def test_fields_of_a_nanogpt_checkpoint(tmp_path):
     log, config = [], {"dataset": "shakespeare", "tokenizer": "tiktoken"}
     path = save_checkpoint(tmp_path / "out", make_gpt(vocab_size=70), config=config)
     checkpoint = load_checkpoint(tmp_path / "out", log=log.append)
-    assert (checkpoint.path, checkpoint.folder, checkpoint.dataset) == (str(path), path.parent, "shakespeare")
-    assert checkpoint.vocab_size == checkpoint.model_args["vocab_size"] == 70 and checkpoint.meta == config
+    assert (checkpoint.path, checkpoint.folder, checkpoint.raw_config) == (str(path), path.parent, config)
+    assert checkpoint.config == GPTConfig(**SHAPE | {"vocab_size": 70})
     assert (checkpoint.iter_num, checkpoint.val_loss, checkpoint.crc32) == (100, 1.5, None)
     assert log == [f"{path}: iteration 100, validation loss 1.5000"]
 
@@ -100,8 +92,8 @@ def test_the_line_says_what_the_checkpoint_has(changes, described, tmp_path):
 def test_fields_of_a_build_nanogpt_checkpoint(gptconfig, tmp_path):
     model = make_gpt()
     checkpoint = load_checkpoint(save_lesson(tmp_path, model, lesson_config(gptconfig)), log=lambda text: None)
-    assert checkpoint.model_args == SIZES | {"gelu": "tanh", "bias": True, "tie_word_embeddings": True}
-    assert (checkpoint.dataset, checkpoint.iter_num, checkpoint.val_loss) == (None, 19072, 3.05)
+    assert checkpoint.config == GPTConfig(**SIZES, gelu="tanh")
+    assert (checkpoint.iter_num, checkpoint.val_loss) == (19072, 3.05)
     assert checkpoint.num_init_draws == count_init_draws(model.state_dict())
 
 
@@ -174,13 +166,19 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}, {"_use_new_zipfile_serialization": False}],
-                         ids=["zip", "protocol-4", "old"])
+@pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}], ids=["protocol-2", "protocol-4"])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
     model = make_gpt(tie_word_embeddings=form != "head-untied")
     monkeypatch.setattr(torch, "save", partial(torch.save, **options))
     assert same_model(save_checkpoint(tmp_path, model, **FORMS[form](model)), model)
+
+
+def test_a_file_of_torch_before_1_6_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "save", partial(torch.save, _use_new_zipfile_serialization=False))
+    path = save_checkpoint(tmp_path, make_gpt())
+    monkeypatch.undo()
+    assert path.read_bytes()[:2] != b"PK" and same_model(path, make_gpt())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -216,13 +214,9 @@ def test_nanogpts_own_gptconfig_keeps_the_exact_gelu(gptconfig, tmp_path):
 # ---- fields of forks
 
 @pytest.mark.parametrize("field", [
-    {"rope": False}, {"n_kv_head": None}, {"moe_experts": 0}, {"flash": True}, {"use_flash_attention": True},
-    {"device": "cuda"}, {"label_smoothing": 0.1}, {"attn_pdrop": 0.1, "resid_dropout": 0.1},
-])
-def test_a_field_that_changes_no_arithmetic_gets_a_line(field, tmp_path):
-    log, path = [], save_checkpoint(tmp_path, make_gpt(), model_args=SHAPE | field)
-    build_gpt(load_checkpoint(path, log=log.append))
-    assert log[0] == f"{path} has settings that change nothing here: {', '.join(sorted(field))}" and len(log) == 2
+    {"rope": False}, {"n_kv_head": None}, {"flash": True}, {"device": "cuda"}, {"attn_pdrop": 0.1}])
+def test_a_field_that_changes_no_arithmetic_is_ignored(field, tmp_path):
+    assert same_model(save_checkpoint(tmp_path, make_gpt(), model_args=SHAPE | field), make_gpt())
 
 
 @pytest.mark.parametrize("field", [{"rope": True}, {"n_kv_head": 1}, {"norm": "rms"}])
@@ -242,7 +236,6 @@ def test_a_field_that_is_on_is_named_and_the_advice_works(key, field, tmp_path):
 @pytest.mark.parametrize("content, message", [
     ({"model": {}}, "must hold model and model_args, or model and config, but holds 'model'"),
     ([1, 2], "but holds list"), ({"model": [], "model_args": {}}, "must hold tensors by name"),
-    ({"model": {"a": 3}, "model_args": {}}, "holds 'a': int"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "names torch._utils._rebuild_sparse_tensor"),
     ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict, got int"),

@@ -1,20 +1,16 @@
 """Checkpoints that are not of nanoGPT or build-nanogpt: the error says what each is, and what to do with it."""
 import json
+import re
 import struct
-import subprocess
-import sys
 
 import pytest
-import safetensors.torch
 import torch
-from safetensors.torch import save_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 
 from attacks import write_settled
 from models import SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, same_model
 from sampling.checkpoints.huggingface import load_gpt2
 from sampling.checkpoints.nanogpt import load_checkpoint
-
-SIZES = "block_size=16, vocab_size=61, n_layer=2, n_head=?, n_embd=24"
 
 
 def error_of(path, load=load_checkpoint):
@@ -32,11 +28,13 @@ def save(folder, content, name="weights.pt"):
     return folder / name
 
 
-def run_advice(message, tmp_path, entry="model_args"):
+def run_advice(message, tmp_path, state_dict, entry="model_args"):
     """Run the command that the message gives for tensors without sizes. It writes tmp_path/ckpt.pt."""
-    command = message.split("sizes: ")[1].split(', with "config"')[0].replace("n_head=?", "n_head=2")
+    command = message.split("sizes: ")[1].split(', with "config"')[0]
+    for name in "block_size", "vocab_size", "n_layer", "n_head", "n_embd":
+        command = command.replace(f"{name}=?", f"{name}={SHAPE[name]}")
     exec(command.replace("model_args", entry).replace("ckpt.pt", str(tmp_path / "ckpt.pt")),
-         {"torch": torch, "safetensors": safetensors})
+         {"torch": torch, "state_dict": state_dict})
 
 
 # ---- tensors without sizes
@@ -55,9 +53,8 @@ def test_the_advice_for_a_bare_state_dict_works(entry, changes, prefix, tmp_path
     path = save(tmp_path, {(wrapper if name == "lm_head.weight" else prefix) + name.removeprefix("transformer."): tensor
                            for name, tensor in tensors.items()})
     message = error_of(path)
-    assert "n_head cannot be inferred from its tensors" in message and SIZES in message
-    assert 'for a model of build-nanogpt or minGPT; replace each ? by the model\'s own number; then pass' in message
-    run_advice(message, tmp_path, entry)
+    assert "n_head cannot be inferred from its tensors" in message
+    run_advice(message, tmp_path, torch.load(path, weights_only=True), entry)
     assert same_model(tmp_path, model)
 
 
@@ -72,7 +69,7 @@ def test_safetensors_of_a_nanogpt_model(tmp_path):
             for load in load_checkpoint, load_gpt2:
                 message = error_of(given, load)
                 assert "n_head cannot be inferred" in message and "pass --out_dir=ckpt.pt" in message
-    run_advice(message, tmp_path)
+    run_advice(message, tmp_path, load_file(path))
     assert same_model(tmp_path, model)
 
 
@@ -95,22 +92,17 @@ def test_the_tensors_of_a_hugging_face_model(tmp_path):
         assert f"belongs to a Hugging Face model; pass --init_from={tmp_path}" in error_of(path)
 
 
-def test_a_model_without_its_sizes(tmp_path):
-    message = error_of(save(tmp_path, {"model": make_gpt().state_dict(), "step": 3, "config": {"dataset": "letters"}}))
-    assert "it must hold model and model_args, or model and config, but holds 'model', 'step', 'config'" in message
-    assert 'save both: torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")' in message
-
-
 # ---- other programs
 
 LLAMA2_ARGS = {"dim": 288, "n_layers": 6, "n_heads": 6, "n_kv_heads": 6, "multiple_of": 32, "max_seq_len": 256}
 
 
 @pytest.mark.parametrize("names, advice", [
-    (["tok_emb.weight", "blocks.0.attn.key.weight", "head.weight"], "minGPT itself: 'from mingpt.utils import sample'"),
+    (["tok_emb.weight", "blocks.0.attn.key.weight", "head.weight"],
+     "early minGPT, .* program: 'from mingpt.utils import sample'"),
     (["transformer.wte.weight", "_orig_mod.transformer.h.0.attn.c_q.weight", "lm_head.weight"],
-     "nanochat itself: 'python -m scripts.base_eval --eval sample' for a base model"),
-    (["tok_embeddings.weight", "layers.0.attention.wq.weight"], "'python sample.py --checkpoint={path}'"),
+     "nanochat, .* program: 'python -m scripts.base_eval --eval sample', or for a chat model"),
+    (["tok_embeddings.weight", "layers.0.attention.wq.weight"], "llama2.c, .* 'python sample.py --checkpoint={path}'"),
     (["lm_head.weight", "transformer.h.0.norm_1.weight", "transformer.h.0.attn.qkv.weight"],
      "'litgpt generate {folder}'"),
     (["transformer.h.0.attn.attn.weight"], "'litgpt generate {folder}'"),
@@ -119,17 +111,15 @@ LLAMA2_ARGS = {"dim": 288, "n_layers": 6, "n_heads": 6, "n_kv_heads": 6, "multip
 def test_other_architectures(names, advice, tmp_path):
     tensors, path = {name: torch.ones(4, 4) for name in names}, tmp_path / "weights.pt"
     advice = advice.format(path=path, folder=tmp_path)
-    assert advice in error_of(save(tmp_path, tensors))
+    assert re.search(advice, error_of(save(tmp_path, tensors)))
     if "conv1.weight" not in names:
-        assert advice in error_of(save(tmp_path, {"model": tensors, "model_args": LLAMA2_ARGS}))
+        assert re.search(advice, error_of(save(tmp_path, {"model": tensors, "model_args": LLAMA2_ARGS})))
 
 
-def test_the_command_for_modded_nanogpt_prints_its_code(tmp_path):
-    content = {"step": 9, "code": "print('the model')", "model": {"embed.weight": torch.ones(2)}, "optimizers": []}
-    message = error_of(save(tmp_path, content, "state_step000009.pt"))
-    command = message.split('python -c "')[1].removesuffix('"')
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
-    assert "modded-nanogpt" in message and done.stdout == "print('the model')\n", done.stderr
+def test_modded_nanogpt(tmp_path):
+    path = save(tmp_path, {"step": 9, "code": "print(1)", "model": {"embed.weight": torch.ones(2)}, "optimizers": []})
+    message = error_of(path)
+    assert "modded-nanogpt" in message and f"torch.load('{path}', weights_only=True)['code']" in message
 
 
 class Linear(torch.nn.Linear):
@@ -140,12 +130,9 @@ class AttributeDict(dict):
     """What Lightning saves hyper-parameters as."""
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
-@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
-def test_a_whole_pickled_module(zipped, tmp_path):
+def test_a_whole_pickled_module(tmp_path):
     for content in Linear(2, 2), {"model": Linear(2, 2), "model_args": SHAPE}:
-        torch.save(content, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
-        message = error_of(tmp_path / "model.pt")
+        message = error_of(save(tmp_path, content))
         assert "holds a whole pickled module, and loading it could run code; if you trust the file" in message
         assert 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")' in message
 

@@ -3,7 +3,7 @@ import pytest
 
 from engines import truncate_at_stop
 from sampling.generation.detokenizer import IncrementalDetokenizer
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams
 
 
@@ -20,7 +20,7 @@ def append_all(tokenizer, ids, max_new_tokens, stop=None):
 
 @pytest.mark.parametrize("stop", [[], ["語"], ["\N{REPLACEMENT CHARACTER}"]], ids=ascii)
 def test_emittable_text_never_ends_inside_a_character(gpt2_encoding, stop):
-    tokenizer, text = GPT2Tokenizer(), "naïve 🙂 — 日本語 x"
+    tokenizer, text = TiktokenTokenizer(), "naïve 🙂 — 日本語 x"
     ids = tokenizer.encode(text)
     sample, shown = append_all(tokenizer, ids, len(ids), stop)
     assert sample.text == truncate_at_stop(text, stop) and all(text.startswith(part) for part in shown)
@@ -47,7 +47,7 @@ def test_a_possible_start_of_a_stop_text_is_not_emittable_but_for_that_of_the_la
 
 
 def test_a_stop_text_may_be_inside_one_token_or_span_several(gpt2_encoding):
-    tokenizer, text = GPT2Tokenizer(), "Hello there, something else"
+    tokenizer, text = TiktokenTokenizer(), "Hello there, something else"
     for stop in "ello", "lo the", "re, s", "g else", "some":
         sample, _ = append_all(tokenizer, tokenizer.encode(text), 99, stop)
         assert (sample.text, sample.finish_reason) == (truncate_at_stop(text, [stop]), "stop")

@@ -37,10 +37,8 @@ HOSTILE = {
     "many-steps": steps("normalizer", *[replace({"String": "a"}, "b")] * 100),
     "bytes-of-bytes": steps("pre_tokenizer", *[{"type": "ByteLevel", "use_regex": False}] * 16),
     "empty-pattern": steps("normalizer", replace({"String": ""}, "a")),
-    "many-ligatures": steps("normalizer", *[replace({"String": "a"}, "ﷺ"), {"type": "NFKC"}] * 8),
     "long-prepend": steps("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}),
     "strip-both-ends": steps("decoder", {"type": "Strip", "content": "a", "start": 2, "stop": 2}),
-    "long-strip": steps("decoder", {"type": "Strip", "content": "a", "start": 2**63, "stop": 0}),
     "across-tokens": steps("decoder", {"type": "Fuse"}, replace({"String": "ab"}, "c")),
     "fixed-length": steps("pre_tokenizer", {"type": "FixedLength"}),
     "endless-expression": steps("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}}),
@@ -48,7 +46,6 @@ HOSTILE = {
     # models
     "merge-inside-a-character": {"model": BPE | {"continuing_subword_prefix": "#", "merges": [["a", "é"]]}},
     "no-model": {"model": None}, "merge-of-nothing": {"model": BPE | {"merges": [["a", "b"], ["ab", "a"]]}},
-    "merges-of-three": {"model": BPE | {"merges": ["a b c"]}},
     "one-id-twice": {"model": BPE | {"vocab": {"a": 0, "b": 0}}},
     "far-id": {"model": BPE | {"vocab": VOCAB | {"xy": 2**40}}}, "no-vocabulary": {"model": BPE | {"vocab": {}}},
     "long-token": {"model": BPE | {"vocab": VOCAB | {"a" * 10**6: SIZE}}},
@@ -58,8 +55,8 @@ HOSTILE = {
     # added tokens and JSON
     "many-added-tokens": added(*[(i + SIZE, f"<{i}>") for i in range(20_000)]), "added-text-id": added(("5", "<a>")),
     "added-over-another": added((3, "<a>")), "added-after-a-gap": added((SIZE + 5, "<a>")),
-    "long-added": added((SIZE, "a" * 10**6)), "escape-codes": {"model": {"type": "\x1b[31m\n\r"}},
-    "deep": '{"a":' * 10**5, "many-lists": '{"a": [' + "[]," * 5 * 10**6 + "1]}", "list": "[]", "utf-16": "\ufeff{}",
+    "escape-codes": {"model": {"type": "\x1b[31m\n\r"}},
+    "deep": '{"a":' * 10**5, "many-lists": '{"a": [' + "[]," * 5 * 10**6 + "1]}",
 }
 
 

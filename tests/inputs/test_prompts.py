@@ -4,15 +4,14 @@ import os
 
 import pytest
 
-from hf_tokenizers import LINES, save_tokenizer
+from hf_tokenizers import save_tokenizer
 from models import CHARS, save_meta
 from project import RULE
 from sampling.inputs import prompts
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
-from sampling.inputs.hf_files import find_tokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
 from sampling.inputs.prompts import PromptSource, parse_start, read_prompts
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, SampleRequest
 from script_process import PIPE, start_script
 
@@ -41,18 +40,16 @@ def test_every_nonempty_line_is_a_prompt(tmp_path, content, lines):
 
 def test_jsonl_prompts_have_ids(tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a\\nb", "id": 7}\n\n{"id": {"x": 1}, "prompt": "c", "device": null}')
+    path.write_text('{"prompt": "a\\nb", "id": 7}\n\n{"id": {"x": 1}, "prompt": "c", "topic": null}')
     assert list(PromptSource(f"JSONL:{path}")) == [Prompt("a\nb", 7, f"{path}, line 1"),
-                                                   Prompt("c", {"x": 1}, f"{path}, line 3", {"device": None})]
-    with pytest.raises(ValueError, match="line 3: device is a setting of the whole run"):
-        list(PromptSource(f"JSONL:{path}", {"device": "cpu"}))
+                                                   Prompt("c", {"x": 1}, f"{path}, line 3", {"topic": None})]
 
 
 @pytest.mark.parametrize("line, message", [
     ('{"prompt": "b", "temperature": 1}', "temperature is a setting of the whole run, not of one prompt"),
     ('{"prompt": "b", "text": 1}', "out_file already has a field text"),
-    ("[]", "every line must be an object"), ('{"prompt": 5}', "every line must be an object"),
-    ('{"prompt": ""}', "every line must be an object"), ("[" * 10**5, "every line must be an object"),
+    ("[]", "every line must be an object"), ('{"prompt": ""}', "every line must be an object"),
+    ("[" * 10**5, "every line must be an object"),
     ('{"prompt": "a", "id": 1e999}', r".*; got '{\"prompt\".* \(Out of range float"),
     ('{"prompt": "a", "id": ' + "9" * 5000 + "}", r".*\(Exceeds the limit"),
     ('{"prompt": "', r".*\(Unterminated string"),
@@ -78,17 +75,11 @@ def test_the_error_names_a_file_without_prompts(tmp_path, monkeypatch, start, me
     assert message in str(error.value)
 
 
-def test_the_error_names_standard_input(run_script, char_checkpoint):
-    for content, message in (b"", "standard input is empty"), (b"[]\n", "standard input, line 1: every line must be"):
-        done = run_script(f"--out_dir={char_checkpoint}", "--start=JSONL:-", stdin=content)
-        assert done.returncode == 1 and f"error: {message}" in done.stderr
-
-
 def test_prompts_are_counted_and_checked_before_sampling(tmp_path, chars):
     (tmp_path / "p.txt").write_text("a\nabc\nca\n")
     source = PromptSource(f"LINES:{tmp_path}/p.txt")
     assert source.count_and_max_len(chars, 10) == (30, 3)
-    requests = list(source.requests(chars, 2, first_index=7))
+    requests = list(prompts.make_requests(source, chars, 2, first_index=7))
     assert [request.index for request in requests] == [7, 8, 9, 10, 11, 12]
     assert requests[2] == SampleRequest(9, Prompt("abc", location=f"{tmp_path}/p.txt, line 2"), chars.encode("abc"))
     (tmp_path / "p.txt").write_text("a\nab5\n")
@@ -136,48 +127,44 @@ def warnings_of(stop_texts, tokenizer):
     return lines
 
 
-def test_a_stop_text_that_cannot_end_a_sample_gets_a_warning(chars, gpt2_encoding):
+def test_a_stop_text_that_cannot_end_a_sample_gets_a_warning(chars, gpt2_encoding, tmp_path):
     assert warnings_of(["\n\n", "KING", CHARS], chars) == []
     lines = warnings_of(["KING", "<|endoftext|>", "\\n\\n", '["\\n", KING]', "5" * 10**6], chars)
     assert lines[0] == ("warning: the stop text '<|endoftext|>' cannot end a sample: "
                         f"{chars.source} never produces this text")
-    assert "'\\\\n\\\\n' has a backslash" in lines[1] and """--stop='"\\n\\n"'""" in lines[1] and len(lines[3]) < 500
-    assert lines[2].endswith(r'a list needs quotes around each text, such as ["\n\n", "KING"]')
-    assert warnings_of(["\n\n", " the", "<|endoftext|>", "é", "🙂", "\x00", "  "], GPT2Tokenizer()) == []
-    assert len(warnings_of(["a\udcff"], GPT2Tokenizer())) == 1 # no valid Unicode
-
-
-@pytest.mark.parametrize("kind, never", [
-    ("byte-level", None), ("byte-fallback", None), ("unigram-bytes", None), ("wordpiece", "KING"), ("suffix", "The"),
-    ("words", "\n"), ("unigram", "<|endoftext|>")])
-def test_any_part_of_a_text_may_be_a_stop_text(kind, never, tmp_path):
-    save_tokenizer(kind, tmp_path)
-    tokenizer = HFTokenizer(find_tokenizer(tmp_path), 10**6)
-    text = tokenizer.decode(tokenizer.encode(LINES[4]))
-    assert warnings_of([text[i:i + 5] for i in range(len(text) - 4) if "\\" not in text[i:i + 5]], tokenizer) == []
-    assert never is None or len(warnings_of([never], tokenizer)) == 1
+    assert "'\\\\n\\\\n' has a backslash" in lines[1] and """--stop='"\\n"'""" in lines[2] and len(lines[3]) < 500
+    assert warnings_of(["\n\n", " the", "<|endoftext|>", "é", "🙂", "\x00", "  "], TiktokenTokenizer()) == []
+    assert len(warnings_of(["a\udcff"], TiktokenTokenizer())) == 1 # no valid Unicode
+    save_tokenizer("wordpiece", tmp_path)
+    words = HFTokenizer(tmp_path / "tokenizer.json", 10**6) # its tokens have no spaces, but its text has
+    assert warnings_of([" world", "o the", "world "], words) == [] and len(warnings_of(["KING"], words)) == 1
 
 
 def request(index, text, tokenizer, location="", **more):
     return SampleRequest(index, Prompt(text, location=location), tokenizer.encode(text), **more)
 
 
-def test_the_first_prompt_that_is_too_long_is_logged(chars):
+def logged(requests, tokenizer):
+    """The lines about these requests, which are yielded unchanged, with a block_size of 16."""
+    lines = []
+    assert list(prompts.log_notices(iter(requests), tokenizer, 16, lines.append)) == requests
+    return lines
+
+
+def test_the_first_new_prompt_that_is_too_long_is_logged(chars):
     requests = [request(0, "a" * 16, chars), request(1, "b" * 20 + "c" * 16, chars, already_saved=True),
                 request(2, "ab cd" + "e" * 15, chars, "a.txt, line 3"), request(3, "x" * 17, chars)]
-    lines = []
-    for each, expected in zip(prompts.log_cropped(iter(requests), chars, 16, lines.append), requests, strict=True):
-        assert each is expected and len(lines) == (each.index >= 2)
-    assert lines == ["a.txt, line 3: the prompt has 20 tokens, but the model sees only the last 16, which begin with "
-                     "'deeeeeeeeeeeeeee'; of later prompts too, it sees at most 16"]
+    assert logged(requests, chars) == [
+        "a.txt, line 3: the prompt has 20 tokens, but the model sees only the last 16, which begin with "
+        "'deeeeeeeeeeeeeee'; of later prompts too, it sees at most 16"]
 
 
-def test_the_first_prompt_that_ends_in_a_space_is_logged_for_gpt2s_encoding(chars, gpt2_encoding, tmp_path):
+def test_the_first_new_prompt_that_ends_in_a_space_is_logged_for_gpt2s_encoding(chars, gpt2_encoding, tmp_path):
     save_tokenizer("byte-level", tmp_path / "own") # of a GPT-2 from the hub
-    for tokenizer in GPT2Tokenizer(), HFTokenizer(tmp_path / "own" / "tokenizer.json", 10**6):
-        requests, lines = [request(0, "a", tokenizer), request(1, "b ", tokenizer, already_saved=True),
-                           request(2, "c ", tokenizer, "a.txt, line 3"), request(3, "d ", tokenizer)], []
-        assert list(prompts.log_trailing_space(iter(requests), tokenizer, lines.append)) == requests # the text stays
-        assert lines == ["a.txt, line 3: the prompt ends in a space: a trailing space mostly gives worse text, because "
-                         f"in {tokenizer.source} a word begins with its space"]
-    assert len(list(prompts.log_trailing_space([request(0, "a ", chars)], chars, pytest.fail))) == 1
+    for tokenizer in TiktokenTokenizer(), HFTokenizer(tmp_path / "own" / "tokenizer.json", 10**6):
+        requests = [request(0, "a", tokenizer), request(1, "b ", tokenizer, already_saved=True),
+                    request(2, "c ", tokenizer, "a.txt, line 3"), request(3, "d ", tokenizer)]
+        assert logged(requests, tokenizer) == [
+            "a.txt, line 3: the prompt ends in a space: a trailing space mostly gives worse text, because in "
+            f"{tokenizer.source} a word begins with its space"]
+    assert logged([request(0, "a ", chars)], chars) == []

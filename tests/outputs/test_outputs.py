@@ -5,15 +5,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
 from models import make_gpt, save_checkpoint
 from pages import SETTINGS, finished_sample, make_tokens, model_of
 from project import RULE, SCRIPT
-from sampling.outputs import outputs as module
-from sampling.outputs.output_file import check_not_removed, open_output
+from sampling.outputs.output_file import open_output
 from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.params import Prompt, SampleRequest
 
@@ -22,19 +21,29 @@ RUN = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "-
 needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files or locks")
 
 
+@contextmanager
+def outputs_in(folder, **settings):
+    """Outputs of a.jsonl and a.html in a folder. They are closed after the block, as at the end of a process."""
+    paths = {"out_file": f"{folder}/a.jsonl", "html_file": f"{folder}/a.html"}
+    outputs = Outputs(SETTINGS | paths | settings)
+    try:
+        yield outputs
+    finally:
+        if outputs.jsonl:
+            outputs.jsonl.close()
+
+
 @pytest.fixture
 def run(tmp_path):
     """Run until count samples are saved: run(count, **settings) -> how many were already saved."""
     def run(count, models=None, die_after=99, **settings):
-        paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
-        with closing(Outputs(SETTINGS | paths | settings)) as outputs:
+        with outputs_in(tmp_path, **settings) as outputs:
             for model in models or [model_of()]:
-                outputs.open(model)
-                for request in outputs.resume(SampleRequest(index, Prompt("O"), []) for index in range(count)):
+                for request in outputs.open(model, [SampleRequest(index, Prompt("O"), []) for index in range(count)]):
                     if not request.already_saved and request.index < die_after:
                         outputs.write(finished_sample(request.index, "O", make_tokens(1 + request.index)))
                 if die_after == 99:
-                    outputs.finish()
+                    outputs.write_page()
         return outputs.num_saved
     return run
 
@@ -51,15 +60,15 @@ def finished(run_script, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     save_checkpoint(folder / "out", make_gpt())
     (folder / "prompts.txt").write_text("The \nO\n\nWhat is it?\nyes\n")
-    done = run_script(*RUN, "--out_file=whole.jsonl", "--html_file=whole.html", cwd=folder)
+    done = run_script(*RUN, "--out_file=whole.jsonl", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
 
 @pytest.fixture
 def folder(finished, tmp_path):
-    """A copy of that folder, without its pages."""
-    return shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.html*"))
+    """A copy of that folder."""
+    return shutil.copytree(finished[0], tmp_path / "run")
 
 
 @contextmanager
@@ -74,18 +83,12 @@ def redirected(descriptor, file):
         os.close(saved)
 
 
-def test_without_files_nothing_is_saved(run, tmp_path):
-    assert run(3, out_file=None, html_file=None) == 0
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_lines_of_a_run_hold_what_it_prints(finished):
     folder, printed = finished
     lines = [json.loads(line) for line in (folder / "whole.jsonl").read_bytes().splitlines()]
     assert [line["index"] for line in lines] == list(range(12)) and "logprobs" not in lines[0]
     assert "".join(f"{line['prompt']}{line['text']}\n{RULE}\n" for line in lines) == printed
     assert {line["finish_reason"] for line in lines} == {"stop", "length"}
-    assert (folder / "whole.html").read_bytes().count(b"</article>") == 12
 
 
 # ---- resuming
@@ -104,44 +107,34 @@ def test_a_run_resumes_a_file_truncated_anywhere(run_script, finished, folder, s
     assert num_saved == 0 or f"cut.jsonl {found}" in done.stderr
 
 
-@pytest.mark.parametrize("logprobs", [None, 2, 5])
 @pytest.mark.parametrize("end", [-1, -2, 0, 10], ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
-def test_lines_and_page_resume_together(run, contents, tmp_path, logprobs, end):
-    run(3, logprobs=logprobs)
+def test_lines_and_page_of_a_killed_run_become_those_of_a_whole_one(run, contents, tmp_path, end):
+    run(3)
     whole = contents()
     (tmp_path / "a.jsonl").write_bytes(whole[0][:end])
     if end >= 0: # a page is written after the first line
         (tmp_path / "a.html").unlink()
-    run(3, logprobs=logprobs)
+    run(3)
     assert contents() == whole
 
 
-@pytest.mark.parametrize("logprobs, name", [(None, "a.html.jsonl"), (4, "a.html.jsonl"), (5, None)])
-def test_files_that_grow_equal_files_made_at_once(run, contents, tmp_path, logprobs, name):
+@pytest.mark.parametrize("logprobs, num_top", [(None, 5), (2, 5), (7, 7)])
+def test_a_longer_run_adds_to_both_files(run, contents, tmp_path, logprobs, num_top):
     run(5, logprobs=logprobs)
     whole = contents()
-    assert {path.name for path in tmp_path.iterdir()} - {"a.jsonl", "a.html"} == ({name} if name else set())
     for path in tmp_path.iterdir():
         path.unlink()
     assert run(2, logprobs=logprobs) == 0 and run(5, logprobs=logprobs) == 2
     assert contents() == whole and b'"application/json">[[' in whole[1]
-
-
-def test_a_run_that_was_killed_has_lines_of_the_page_for_all_that_it_saved(run, contents, tmp_path):
-    run(4)
-    whole = contents()
-    run(4, die_after=3, overwrite=True)
-    with open(tmp_path / "a.html.jsonl", "ab") as file:
-        file.write(b'{"version": 2, "ind') # it was killed before the line of out_file
-    run(4)
-    assert contents() == whole
+    assert json.loads(whole[0].splitlines()[0])["settings"]["logprobs"] == num_top
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "a.html"}
 
 
 def test_the_page_grows_with_the_run_but_is_not_written_for_every_sample(contents, tmp_path):
-    with closing(Outputs(SETTINGS | {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"})) as outputs:
-        outputs.open(model_of())
+    with outputs_in(tmp_path) as outputs:
+        outputs.open(model_of(), [])
         for index, is_due, num_shown in [(0, True, 1), (1, False, 1), (2, True, 3)]:
-            outputs.page_time = 0 if is_due else outputs.page_time
+            outputs.next_page_time = 0 if is_due else outputs.next_page_time
             outputs.write(finished_sample(index, "O", make_tokens(1)))
             assert contents()[1].count(b"</article>") == num_shown
 
@@ -178,7 +171,7 @@ def test_the_file_of_another_run_is_refused_and_stays_unchanged(run_script, fold
     assert (folder / "whole.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"my notes\n", b"\n", b"{}\n", b"no line end", b'{"version": 2, "index": 1, "pro'])
+@pytest.mark.parametrize("content", [b"my notes\n", b"no line end", b'{"version": 2, "index": 1, "pro'])
 def test_other_files_are_refused_and_stay_unchanged(run, tmp_path, content):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*nothing is overwritten"):
@@ -257,13 +250,11 @@ def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, tmp_path,
     run(2, start="O", html_file=None)
     run(2, out_file="-", html_file=None)
     assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
-    told = []
-    monkeypatch.setattr(module, "log_replacements", lambda: told.append(True))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     outputs = Outputs(SETTINGS | {"out_file": "-"})
-    outputs.open(model_of())
+    outputs.open(model_of(), [])
     outputs.write(finished_sample(0, "\x1b\x9b", make_tokens(1)))
-    assert '"prompt": "\\u001b\ufffd"' in capsys.readouterr().out and told
+    assert '"prompt": "\\u001b\ufffd"' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings, number", [
@@ -286,17 +277,6 @@ def test_a_file_that_cannot_be_used_is_an_error_that_names_it(tmp_path):
     stdout_error = pytest.raises(ValueError, match=r"standard output goes to .*out: give the file another name")
     with open(tmp_path / "out", "wb") as out, redirected(1, out), stdout_error:
         open_output(tmp_path / "out")
-
-
-@needs_unix
-def test_a_removed_file_is_an_error_but_a_renamed_file_is_not(tmp_path):
-    path = f"{tmp_path}/a"
-    with open_output(path) as file:
-        os.rename(path, f"{path}b")
-        check_not_removed(file)
-        os.unlink(f"{path}b")
-        with pytest.raises(OSError, match=r"a': it was removed"):
-            check_not_removed(file)
 
 
 @pytest.mark.slow

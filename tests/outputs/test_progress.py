@@ -53,7 +53,7 @@ def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(capsys, mon
         counter.add_tokens(100)
     counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 100))
     for _ in range(2):
-        counter.add_tokens(-50)
+        counter.add_tokens(-50) # a batch ran out of memory
     assert capsys.readouterr().err.splitlines() == [f"{before}, 300 tokens so far: 9.7 tokens/s",
         f"{before}, 500 tokens so far: 8.1 tokens/s", f"{after}, 400 tokens so far: 4.3 tokens/s"]
 

@@ -29,8 +29,8 @@ from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
 from sampling.inputs.prompts import PromptSource
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, SampleRequest, SamplingParams, check_settings
 
 pytestmark = pytest.mark.fuzz
@@ -47,7 +47,7 @@ def gpt2(tiktoken_cache, needs_gpt2_encoding):
     """GPT-2's encoding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
-        return GPT2Tokenizer()
+        return TiktokenTokenizer()
 
 
 # ---- settings
@@ -222,7 +222,7 @@ def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
     expected = [reference_stop(tokenizer, token_ids, stops) for token_ids in expected]
 
     params = SamplingParams(max_new_tokens, **sampling, stop=stops, seed=5)
-    loaded = LoadedModel(backend, tokenizer, Checkpoint("", {}, {}, width, Path()), torch.float32, num_params=0)
+    loaded = LoadedModel(backend, tokenizer, Checkpoint("", backend.config, {}, Path()), torch.float32, num_params=0)
     engine = Engine(loaded, params, batch_size=data.draw(st.integers(1, 9)), stream=data.draw(st.booleans()))
     num_saved = data.draw(st.integers(0, len(prompts))) # this run resumes one that has saved these samples
     requests = [SampleRequest(i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]

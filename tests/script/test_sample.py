@@ -9,7 +9,7 @@ from hf_tokenizers import KINDS, save_tokenizer
 from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
 from oracles import nanogpt_generate, nanogpt_samples
 from project import RULE
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 
 FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
 slow = pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_compiled_model_prints_the_same_samples(run_script, tmp_path):
 @pytest.mark.parametrize("sampling", [
     dict(top_k=200), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=["top_k", "others"])
 def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_folder, gpt2_encoding, sampling):
-    tokenizer, theirs = GPT2Tokenizer(), make_transformers_gpt2()
+    tokenizer, theirs = TiktokenTokenizer(), make_transformers_gpt2()
     idx = torch.tensor([tokenizer.encode("Hello, I'm a")])
     torch.manual_seed(3)
     expected = [theirs.generate(idx, do_sample=True, max_new_tokens=25, temperature=0.8, eos_token_id=None,

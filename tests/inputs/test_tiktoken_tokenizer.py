@@ -1,4 +1,4 @@
-"""GPT2Tokenizer, GPT-2's byte-pair encoding, and where its vocabulary comes from."""
+"""TiktokenTokenizer, GPT-2's byte-pair encoding, and where its vocabulary comes from."""
 import hashlib
 import json
 import random
@@ -8,7 +8,7 @@ import tiktoken
 
 from hf_tokenizers import random_texts
 from project import GPT2_FILES
-from sampling.inputs.gpt2_tokenizer import GPT2Tokenizer, from_json
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer, from_json
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def fill_cache(hub, tokenizer_json, repository):
 
 
 def test_text_is_encoded_as_by_gpt2(gpt2_encoding):
-    tokenizer = GPT2Tokenizer()
+    tokenizer = TiktokenTokenizer()
     assert tokenizer.encode("Hello world<|endoftext|>") == [15496, 995, 50256] and tokenizer.size == 50257
     for text in "Hello, I'm a language model,", "\n\n  x = 1\t# é 中文 🙂", "a<|endoftext|>b", " ", "\r\n":
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -66,8 +66,8 @@ def test_a_tokenizer_json_gives_the_same_ids_and_bytes(count, gpt2_encoding, tok
 @pytest.mark.parametrize("repository", ["gpt2", "openai-community--gpt2"])
 def test_hugging_faces_cache_comes_before_downloads(repository, offline, tokenizer_json):
     fill_cache(offline, tokenizer_json, repository)
-    assert GPT2Tokenizer(log=pytest.fail).encode("Hello world") == [15496, 995]
-    assert GPT2Tokenizer("r50k_base", log=pytest.fail).encode("Hello world") == [15496, 995]
+    assert TiktokenTokenizer(log=pytest.fail).encode("Hello world") == [15496, 995]
+    assert TiktokenTokenizer("r50k_base", log=pytest.fail).encode("Hello world") == [15496, 995]
 
 
 def test_each_failure_is_said_once_and_the_error_says_what_to_get(offline, tokenizer_json):
@@ -77,7 +77,7 @@ def test_each_failure_is_said_once_and_the_error_says_what_to_get(offline, token
     fill_cache(offline, tokenizer_json, "gpt2")
     lines = []
     with pytest.raises(ValueError) as error:
-        GPT2Tokenizer(log=lines.append)
+        TiktokenTokenizer(log=lines.append)
     begin = "GPT-2's encoding: "
     assert [line.removeprefix(begin).split(" failed (")[0] for line in lines] == [
         "tokenizer.json in Hugging Face's cache", "tiktoken's download", "the download from Hugging Face's hub"]
@@ -88,5 +88,5 @@ def test_each_failure_is_said_once_and_the_error_says_what_to_get(offline, token
     assert "set TIKTOKEN_CACHE_DIR to that folder" in str(error.value)
     assert "".join([str(error.value), *lines]).isprintable()
     with pytest.raises(ValueError, match=r"get https://\S+/encodings/cl100k_base\.tiktoken, save it as 9b5ad71b2ce5"):
-        GPT2Tokenizer("cl100k_base", lines.append)
+        TiktokenTokenizer("cl100k_base", lines.append)
     assert len(lines) == 4

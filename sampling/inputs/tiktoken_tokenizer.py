@@ -2,12 +2,11 @@
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 from sampling.checkpoints.checkpoint import first_sentence, read_json
-from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, TokenizerOfBytes, require_unicode
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
 from sampling.messages import Log, warn
 
 HOST = "https://openaipublic.blob.core.windows.net"
@@ -16,59 +15,51 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 GPT2_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2" # of the vocabulary in a tokenizer.json
 
 
-class GPT2Tokenizer(TokenizerOfBytes):
-    """GPT-2's byte-pair encoding, or tiktoken's of this name. <|endoftext|> in a text becomes the special token.
-
-    Logs why a source of the vocabulary failed. Raises ValueError, which says which files to get, if all of them do.
-    """
+class TiktokenTokenizer(ByteDecodingTokenizer):
+    """GPT-2's byte-pair encoding, or tiktoken's of this name. <|endoftext|> in a text becomes the special token."""
     joins_spaces = True
 
     def __init__(self, name: str = "gpt2", log: Log = warn):
-        self.source, self.size = source_of(name), ENCODINGS[name]
+        self.source, self.size = encoding_label(name), ENCODINGS[name]
         self.encoding = load_encoding(name, log)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises ValueError if the text is not valid Unicode."""
         require_unicode(text)
         return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; U+FFFD if it is unknown."""
         try:
             return self.encoding.decode_single_token_bytes(token_id)
         except KeyError:
             return REPLACEMENT.encode()
 
 
-def source_of(name: str) -> str:
+def encoding_label(name: str) -> str:
     """What messages call an encoding."""
     return "GPT-2's encoding" if name == "gpt2" else f"tiktoken's {name}"
 
 
 def load_encoding(name: str, log: Log):
-    """tiktoken's encoding of this name. Raises ValueError if its vocabulary is not here and cannot be downloaded."""
+    """tiktoken's encoding of this name. Logs why a source of its vocabulary failed. Raises ValueError if all do."""
     from tiktoken import get_encoding
     is_gpt2 = name in ("gpt2", "r50k_base") # two names of one encoding
     urls = GPT2_URLS if is_gpt2 else [f"{HOST}/encodings/{name}.tiktoken"]
     files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR")) # as tiktoken chooses it
-    cache = os.path.join(tempfile.gettempdir(), "data-gym-cache") if cache is None else cache
     sources = [("tiktoken's download", lambda: get_encoding("gpt2" if is_gpt2 else name))] # or its cache
     if is_gpt2:
-        is_cached = all(os.path.isfile(os.path.join(cache, file)) for file in files)
-        sources.insert(is_cached, ("tokenizer.json in Hugging Face's cache", from_hub_cache))
-        sources.append(("the download from Hugging Face's hub", from_hub))
+        sources = [("tokenizer.json in Hugging Face's cache", from_hub_cache), *sources,
+                   ("the download from Hugging Face's hub", from_hub)]
     for source, load in sources:
         try:
             if encoding := load():
                 return encoding
         except Exception as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else first_sentence(error)
-            log(f"{source_of(name)}: {source} failed ({type(error).__name__}: {reason:.200})")
+            log(f"{encoding_label(name)}: {source} failed ({type(error).__name__}: {reason:.200})")
     raise ValueError(
-        f"{source_of(name)} is not on this machine, and could not be downloaded: on a machine with internet access, "
-        f"get {' and '.join(urls)}, save {'them' if is_gpt2 else 'it'} as {' and '.join(files)} in a folder here, such "
-        f"as {cache or 'tiktoken-cache'}, and set TIKTOKEN_CACHE_DIR to that folder")
+        f"{encoding_label(name)} is not on this machine, and could not be downloaded: on a machine with internet "
+        f"access, get {' and '.join(urls)}, save {'them' if is_gpt2 else 'it'} as {' and '.join(files)} in a folder "
+        "here, and set TIKTOKEN_CACHE_DIR to that folder")
 
 
 def from_hub_cache():
