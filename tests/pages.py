@@ -39,7 +39,7 @@ def finished_sample(index, prompt, tokens, finish_reason="length", id=None):
 
 def model_of(crc32="00000000", iter_num=100):
     """What Outputs needs of a model."""
-    checkpoint = Checkpoint("out/ckpt.pt", {}, {}, 3, Path("out"), crc32=crc32, iter_num=iter_num)
+    checkpoint = Checkpoint("out/ckpt.pt", None, {}, Path("out"), crc32=crc32, iter_num=iter_num)
     backend = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     return SimpleNamespace(checkpoint=checkpoint, backend=backend, dtype_name="float32")
 

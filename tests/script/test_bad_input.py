@@ -26,7 +26,7 @@ UNUSABLE = [ # arguments, a part of the error line: exit status 1
     ("--start=JSONL:device.jsonl", "device.jsonl, line 1: device is a setting of the whole run"),
     ("--out_dir=nowhere", "there is no checkpoint at nowhere; pass --out_dir="),
     ("--out_dir=cut.pt", "cannot read cut.pt"),
-    ("--out_dir=missing", "transformer.wte.weight: nothing instead of (61, 24); lm_head.weight: nothing instead"),
+    ("--out_dir=missing", "transformer.wte.weight: nothing instead of (61, 24)"),
     ("--out_dir=misshapen", "transformer.wpe.weight: (9, 24) instead of (16, 24)"),
     ("--out_dir=other", "other/meta.pkl has 3 tokens"),
     ("--out_dir=bare", "GPT-2's encoding has 50257 tokens"),

@@ -40,7 +40,7 @@ def other_system(request, monkeypatch):
 def expected(run_script, char_checkpoint, tmp_path_factory):
     """The samples as printed and as saved on this system."""
     folder = tmp_path_factory.mktemp("expected")
-    done = run_script(f"--out_dir={char_checkpoint}", *RUN, "--out_file=a.jsonl", cwd=folder)
+    done = run_script(f"--out_dir={char_checkpoint}", *RUN, "--out_file=a.jsonl", "--logprobs=5", cwd=folder)
     return done.stdout, (folder / "a.jsonl").read_bytes()
 
 
