@@ -170,10 +170,12 @@ def test_a_sample_can_be_continued(session, run):
 
 
 def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run):
-    greedy = ("--num_samples=1", "--temperature=0")
-    first = run(*greedy, "--start=The ", "--stop=e").removesuffix(RULE)
+    greedy = "--num_samples=1", "--temperature=0", "--repetition_penalty=10"
+    whole = run(*greedy, "--start=The ")
+    first, stop = whole[:8], whole[8]
     second = run(*greedy, f"--start={first}").removeprefix(first)
-    session.type(":temperature=0\n:stop=e\nThe \n")
+    assert second.startswith(stop)
+    session.type(f":temperature=0\n:repetition_penalty=10\n:stop={stop}\nThe \n")
     session.wait_for(first + RULE)
     session.type(":stop=None\n:continue\n")
     session.wait_for(f":continue\n{second}")

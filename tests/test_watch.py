@@ -116,7 +116,7 @@ def test_prompts_of_a_pipe_are_refused(run_script, char_checkpoint):
 def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch):
     path, sizes = tmp_path / "ckpt.pt", []
     path.write_bytes(b"1")
-    writes = iter([None, b"12", b"123", None, b"", b"1", None, None])
+    writes = iter([None, b"12", b"123", None, b"", b"1", None, None, None, None])
 
     def sleep(seconds):
         if (content := next(writes)) is not None:
@@ -127,5 +127,7 @@ def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch):
     for _ in nanogpt.wait_for_saves(tmp_path, lines.append):
         sizes.append(path.stat().st_size)
         if len(sizes) == 3:
+            path.write_bytes(b"12345") # a save during the run
+        if len(sizes) == 4:
             break
-    assert sizes == [1, 3, 1] and lines == 2 * [f"waiting for the next save of {path}"]
+    assert sizes == [1, 3, 1, 5] and lines == 3 * [f"waiting for the next save of {path}"]

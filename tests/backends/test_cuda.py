@@ -8,6 +8,7 @@ import torch
 from engines import expected_ids, recorded_graphs, static_steps
 from models import make_gpt
 from recorded_graphs import ON_GPU, record_graphs
+from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend
 from sampling.generation.decode import Decoder
 from sampling.sampler.row_streams import RowStreams, RunStream
@@ -29,6 +30,14 @@ def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache():
     backend.logits(ids[:, :5], cache)
     found, expected = backend.logits(ids[:, 5:6], cache), model(ids[:, :6])[0][:, -1]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_after_a_short_text_a_longer_one_gets_a_larger_cache(monkeypatch):
+    monkeypatch.setattr(cuda, "BUCKET", 4)
+    backend = static_steps(make_gpt())
+    for length, num_tokens in (1, 3), (5, 11):
+        prompts = IDS[:2, :length].tolist()
+        assert decode(backend, prompts, num_tokens) == expected_ids(prompts, num_tokens)
 
 
 def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_computed_logits(monkeypatch):

@@ -29,6 +29,7 @@ def test_emittable_text_never_ends_inside_a_character(gpt2_encoding, stop):
 @pytest.mark.parametrize("text, stop, expected, num_tokens, reason", [
     ("abcdef", "cd", "ab", 4, "stop"),
     ("abcdef", ["ef", "cde"], "ab", 5, "stop"), # "ef" would begin later
+    ("abcdef", ["ef", "def"], "abc", 6, "stop"), # both end with the same token
     ("abcdef", "f", "abcde", 6, "stop"), # also as the last token
     ("ababac", "abac", "ab", 6, "stop"), # the first "aba" does not hide the second
     ("abcdef", "fg", "abcdef", 6, "length"),

@@ -14,6 +14,7 @@ from project import SCRIPT
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="torchrun's processes are forked")
 PROMPTS = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--batch_size=2", "--device=cpu")
+ON_TERMINAL = sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])" # runs the rest of the command
 slow = pytest.mark.slow
 
 
@@ -34,10 +35,10 @@ def torchrun(folder, tiktoken_cache):
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
            "PYTHONPATH": str(folder)}
 
-    def start(num_processes, *arguments):
+    def start(num_processes, *arguments, prefix=()):
         launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "--"
-        started.append(subprocess.Popen([sys.executable, *launcher, str(SCRIPT), *arguments], cwd=folder, env=env,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        started.append(subprocess.Popen([*prefix, sys.executable, *launcher, str(SCRIPT), *arguments], cwd=folder,
+                                        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                         start_new_session=True))
         return started[-1]
     yield start
@@ -60,6 +61,13 @@ def test_samples_and_files_are_the_same_as_with_one_process(torchrun, run_script
     assert printed == alone.stdout and alone.returncode == 0
     assert (folder / "alone.jsonl").read_bytes() == (folder / "shared.jsonl").read_bytes()
     assert messages.count("parameters on cpu") == 1 and "error" not in messages
+
+
+@slow
+def test_on_a_terminal_where_all_processes_stream_each_sample_is_saved_once(torchrun, run_script, folder):
+    run_script(*PROMPTS, "--out_file=alone.jsonl", cwd=folder)
+    _, messages = torchrun(2, *PROMPTS, "--out_file=shared.jsonl", prefix=ON_TERMINAL).communicate(timeout=120)
+    assert (folder / "alone.jsonl").read_bytes() == (folder / "shared.jsonl").read_bytes(), messages
 
 
 @slow

@@ -232,6 +232,15 @@ def test_a_run_may_be_resumed_with_a_draft(run_script, char_checkpoint, tmp_path
     assert (tmp_path / "a.jsonl").read_bytes() == whole
 
 
+def test_the_progress_of_a_resumed_run_counts_the_samples_that_are_left(run_script, char_checkpoint, tmp_path,
+                                                                        monkeypatch):
+    monkeypatch.setattr("sampling.outputs.progress.LOG_INTERVAL", 0) # seconds
+    for num_samples, count in (1, "of 1 sample,"), (3, "of 2 samples,"):
+        done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--num_samples={num_samples}", "--out_file=a.jsonl",
+                          cwd=tmp_path)
+        assert done.returncode == 0 and count in done.stderr, done.stderr
+
+
 def test_lines_of_json_replace_the_samples_on_standard_output(run_script, char_checkpoint, tmp_path):
     run = f"--out_dir={char_checkpoint}", "--start=O", *FAST, "--logprobs=1"
     assert run_script(*run, "--out_file=a.jsonl", cwd=tmp_path).returncode == 0
