@@ -56,10 +56,10 @@ compile = False # compile the model with torch.compile first, which takes about 
 cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower, with the
                    # same text
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
-exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on a
-              # GPU in any dtype
+exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on
+              # CUDA in any dtype
 draft: str | None = None # speculative decoding: a draft model proposes tokens, and the model checks several in one
-                         # pass; faster on a CPU for one sample at a time, with the same text in float32; int8: the
+                         # pass; only on a CPU, for one sample at a time, with the same text in float32; int8: the
                          # model itself in int8; otherwise the name, folder or file of a smaller model with the same
                          # vocabulary
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
@@ -92,12 +92,9 @@ def main(settings, workers):
         from sampling.repl import run_repl
         return run_repl(lambda: load(settings, params, workers)[0], params, settings.show_probs, settings.start)
     with workers.fail_together():
-        prompts = PromptSource(settings.start) if workers.is_main else None
-        if settings.watch and prompts.is_single_pass:
-            raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
+        prompts = PromptSource(settings.start, settings.watch) if workers.is_main else None
     outputs = Outputs(vars(settings))
-    rounds = wait_for_saves(settings.out_dir, log) if settings.watch else [None]
-    for _ in rounds:
+    for _ in wait_for_saves(settings.out_dir, log) if settings.watch else [None]:
         model, num_total, batch_size = load(settings, params, workers, prompts)
         with workers.fail_together():
             requests = [] # of rank 0, which has the prompts

@@ -24,6 +24,7 @@ class Backend(Protocol):
     device: torch.device
     is_exact = False # whether it computes nanoGPT's logits bit for bit
     max_rows: int # how many samples to generate at once, at most, unless the user asks for more
+    cache_itemsize = 4 # bytes of a number in the cache
 
     def new_cache(self, num_rows: int, capacity: int) -> Cache:
         """An empty cache with room for capacity positions in each row."""
@@ -41,21 +42,15 @@ class Backend(Protocol):
         """
 
     def bytes_per_row(self, length: int) -> int:
-        """About how much memory one more row of length tokens takes."""
+        """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window."""
+        config, num_tokens = self.config, min(length, self.config.block_size)
+        cache_bytes = 2 * config.n_layer * config.n_embd * self.cache_itemsize # of the keys and values of a token
+        window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0 # about ten activations of a token
+        logits_bytes = 40 * config.vocab_size # also what sampling makes of them
+        return num_tokens * (cache_bytes + window_bytes) + logits_bytes
 
 
 def num_step_weights(config: GPTConfig) -> int:
     """How many weights a decode step reads: those of the linear layers and of the head."""
     E, inner = config.n_embd, config.n_inner or 4 * config.n_embd
     return config.n_layer * (4 * E * E + 2 * E * inner) + config.vocab_size * E
-
-
-def estimate_bytes_per_row(config: GPTConfig, length: int, cache_itemsize: int) -> int:
-    """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window.
-
-    cache_itemsize: the bytes of a number in the KV cache; 0: there is no cache.
-    """
-    num_tokens = min(length, config.block_size)
-    cache_bytes = 2 * config.n_layer * config.n_embd * cache_itemsize # of the keys and values of a token
-    window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0 # about ten activations of a token
-    return num_tokens * (cache_bytes + window_bytes) + 40 * config.vocab_size # logits, and what sampling makes of them

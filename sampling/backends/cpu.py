@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.backend import Backend, estimate_bytes_per_row
+from sampling.backends.backend import Backend
 from sampling.backends.cpu_runtime import compile_kernels, run
 from sampling.messages import Log, warn
 
@@ -242,9 +242,6 @@ class CPUBackend(Backend):
         mask = torch.ones(num_last, S, dtype=torch.bool).tril(S - num_last) if 1 < num_last < S else None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < num_last == S)
         return y.transpose(1, 2).contiguous().view(-1, E).numpy()
-
-    def bytes_per_row(self, length: int) -> int:
-        return estimate_bytes_per_row(self.config, length, torch.float32.itemsize)
 
 
 def as_array(tensor: Tensor | None) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model import GPT, Block, KVCache, linear_dtype
-from sampling.backends.backend import Backend, estimate_bytes_per_row
+from sampling.backends.backend import Backend
 from sampling.backends.cuda_graphs import GraphSet, SelfCheck
 from sampling.messages import Log, warn
 
@@ -54,6 +54,7 @@ class CUDABackend(Backend):
         self.window: tuple[Tensor, GraphSet] | None = None # ids (B, block_size), and the graph that reads them
         self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
         self.lock = threading.Lock()
+        self.cache_itemsize = model.lm_head.weight.itemsize
         self.min_capacity = self.config.block_size if compile else 1 # each capacity would need another compilation
         # The blocks are compiled one by one, because all blocks share the compiled code of the first one.
         self.block_step, self.forward = block_step, model.forward
@@ -126,7 +127,7 @@ class CUDABackend(Backend):
         return logits
 
     def bytes_per_row(self, length: int) -> int:
-        return estimate_bytes_per_row(self.config, max(length, self.min_capacity), linear_dtype(self.model).itemsize)
+        return super().bytes_per_row(max(length, self.min_capacity))
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from model import GPT, KVCache, linear_dtype
-from sampling.backends.backend import Backend, estimate_bytes_per_row
+from model import GPT, KVCache
+from sampling.backends.backend import Backend
 
 
 class EagerBackend(Backend):
@@ -14,6 +14,7 @@ class EagerBackend(Backend):
 
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
+        self.cache_itemsize = model.lm_head.weight.itemsize
         if compile:
             torch._dynamo.config.recompile_limit = 32 # prefill, steps and windows, each by batch size
             torch._inductor.config.freezing = self.device.type == "cpu" # packs the weights: twice as fast
@@ -28,9 +29,6 @@ class EagerBackend(Backend):
         """Computes all logits, whatever num_needed is."""
         ids = ids.clone(memory_format=torch.contiguous_format) # torch.compile compiles again for other strides
         return self.model(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
-
-    def bytes_per_row(self, length: int) -> int:
-        return estimate_bytes_per_row(self.config, length, linear_dtype(self.model).itemsize)
 
 
 class ExactBackend(Backend):
@@ -73,6 +71,3 @@ class ExactBackend(Backend):
             x = block(x)
         last = transformer.ln_f(x)[:, -1:].clone(memory_format=torch.contiguous_format) # aligned as nanoGPT's copy is
         return self.model.lm_head(last)[:, -1] # (1, 1, V) -> (1, V)
-
-    def bytes_per_row(self, length: int) -> int:
-        return estimate_bytes_per_row(self.config, self.config.block_size + 1, cache_itemsize=0)

@@ -105,9 +105,8 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
 
 
 def compile_steps(backend: Backend, num_rows: int, log: Log) -> None:
-    """Run a prefill and a decode step of num_rows, which compiles them if the backend was made with compile=True.
-
-    Raises ValueError if torch.compile does not work here. Errors that mean out of memory are raised unchanged.
+    """Compile a prefill and a decode step of num_rows, by running them. Raises ValueError if torch.compile does not
+    work here, but errors that mean out of memory unchanged.
     """
     log("compiling ...")
     start = time.perf_counter()

@@ -34,7 +34,7 @@ def load_gpt(name_or_folder: str, override_args: dict | None = None) -> GPT:
 
 
 def load_huggingface(name_or_folder: str, convert: Convert | None = None, with_crc32: bool = False,
-              log: Log = warn) -> Checkpoint:
+                     log: Log = warn) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
     The other arguments are those of nanogpt.load_nanogpt. Raises ValueError or OSError if the files are not

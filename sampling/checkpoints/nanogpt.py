@@ -32,7 +32,7 @@ def load_by_name(name: str | os.PathLike, convert: Convert | None = None, with_c
 
 
 def load_nanogpt(out_dir: str | Path, convert: Convert | None = None, with_crc32: bool = False,
-                    log: Log = warn) -> Checkpoint:
+                 log: Log = warn) -> Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
     convert: a function that is called with the float32 weight of each Linear (out, in) and of the token embedding

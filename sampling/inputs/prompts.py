@@ -30,15 +30,17 @@ def parse_start(start: str) -> tuple[str, str]:
 class PromptSource:
     """An iterable of the prompts that start names. A pipe can be iterated once, anything else many times.
 
-    Raises ValueError if there is no prompt, or if the file cannot be read; for a later line, when the iteration
-    reaches it.
+    Raises ValueError if there is no prompt, if the file cannot be read, or if it is a pipe and watch is True; for a
+    later line, when the iteration reaches it.
     """
 
-    def __init__(self, start: str):
+    def __init__(self, start: str, watch: bool = False):
         self.start = start
         kind, path = parse_start(start)
         self.is_multi = kind in MULTI_KINDS
         self.is_single_pass = self.is_multi and not os.path.isfile(path)
+        if watch and self.is_single_pass:
+            raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
         self.prompts = read_prompts(start)
         self.first = next(self.prompts)
 
