@@ -62,7 +62,7 @@ def test_hostile_text_runs_no_code_and_makes_no_request(view, tmp_path, num_file
     assert page.evaluate("typeof hacked") == "undefined" and page.locator("img, svg").count() == 0
     assert page.locator(".text b").text_content() == SHOWN
     assert page.locator(".token").all_text_contents() == num_files * [SHOWN, "x"]
-    assert page.title().startswith("Samples from </script><script>hacked=1")
+    assert page.title().startswith("Samples from ") and "<svg onload=hacked=1>" in page.title()
 
 
 @slow
