@@ -111,12 +111,15 @@ def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any
     end, is_waiting = time.monotonic() + MAX_WAIT, False
     while True:
         with named_errors(source), ExitStack() as stack:
-            files = [stack.enter_context(open(path, "rb")) for path in paths]
-            before = file_states(files)
             try:
+                files = [stack.enter_context(open(path, "rb")) for path in paths]
+                before = file_states(files)
                 result = read(*files)
                 if file_states(files) == before:
                     return result
+            except FileNotFoundError: # a writer may remove the file before it writes it again
+                if not is_waiting:
+                    raise
             except Exception as e:
                 is_recent = any(abs(time.time() - changed) < MAX_WAIT for _, changed in before)
                 if file_states(files) == before and not (is_recent and isinstance(e, DamagedFileError)):

@@ -77,6 +77,8 @@ def run_info(record: Mapping[str, Any], name: str | None) -> dict[str, Any]:
 def write_page(path: str | os.PathLike, files: Mapping[str, BinaryIO]) -> int:
     """Write the page of these files, {name on the page: open file}, and return its number of samples."""
     runs = Runs(files)
+    if not runs.rows:
+        raise ValueError(f"{', '.join(files)}: no sample is there, so the page is not written")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, article, tail = template.split("<!-- split here -->\n")
     # The browser applies the style and runs the script with these hashes, and no others.

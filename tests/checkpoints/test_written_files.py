@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -85,6 +86,18 @@ def test_a_file_that_changes_while_its_tensors_are_read_is_read_again(change, tm
         path.write_bytes(content)
     load_nanogpt(path, convert, log=restore)
     assert len(converted) > 9 and "waiting" in log[0] and "iteration 100" in log[1]
+
+
+def test_a_file_that_is_removed_while_it_is_being_written_may_come_back(tmp_path):
+    path = save_checkpoint(tmp_path, make_gpt())
+    complete = path.read_bytes()
+    path.write_bytes(complete[:1000])
+
+    def replace(line):
+        if "waiting" in line:
+            path.unlink()
+            Timer(0.3, lambda: path.write_bytes(complete)).start()
+    assert load_nanogpt(tmp_path, log=replace).config.n_layer == 2
 
 
 def test_a_damaged_file_that_nobody_has_changed_lately_is_an_error_at_once(tmp_path):

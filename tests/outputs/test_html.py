@@ -110,8 +110,9 @@ def test_a_page_is_made_later_from_files(tmp_path):
      "a.jsonl, line 1: not written by"),
     (b"", "mine.html", "mine.html is not a page of samples, so it is not replaced"),
     (None, "new.html", "No such file"),
+    (b"", "new.html", "a.jsonl: no sample is there"),
     (b"", "", "error: "),
-], ids=["no-settings", "no-text", "odd-index", "not-a-page", "no-file", "folder"])
+], ids=["no-settings", "no-text", "odd-index", "not-a-page", "no-file", "no-sample", "folder"])
 def test_a_wrong_file_or_page_is_one_line_and_changes_nothing(tmp_path, content, page, message):
     (tmp_path / "mine.html").write_text("<!DOCTYPE html>mine")
     if content is not None:
