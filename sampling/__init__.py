@@ -35,9 +35,8 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     folder of a GPT-2 model. The other arguments mean the same as in sample.py.
     Raises OSError or ValueError if there is no such model, or if it cannot be used here.
 
-    Changes settings of the whole process: on a CPU glibc's malloc, and in int8 the instruction set of oneDNN; on CUDA
-    the current device, the precision of matrix products and the attention kernels; with compile, the limits of
-    torch.compile.
+    Changes settings of the whole process: on a CPU glibc's malloc; on CUDA the current device, the precision of matrix
+    products and the attention kernels; with compile, the limits of torch.compile.
     """
     from sampling.text_generator import TextGenerator
     return TextGenerator.load(name, device, dtype, ModelOptions(compile, cuda_graphs, exact, draft), tokenizer)

@@ -5,6 +5,7 @@ S its positions so far, C room for positions in the cache, E width, H heads, D =
 C-contiguous. The functions at the end of the file are the backend's; the others are parts of them.
 """
 import math
+from collections.abc import Callable
 from types import FunctionType
 
 import numpy as np
@@ -14,13 +15,14 @@ from numba import njit, prange
 # LLVM may reorder sums, which vectorises them, and fuse products with sums. It may not assume that there are no NaN and
 # no infinity, as fastmath=True would: the sampler must see them to recognise a damaged model.
 FLAGS = {"reassoc", "contract", "arcp", "nsz"}
+Array = np.ndarray
 BLOCK = 16 # neighbouring outputs that a thread computes at once
 ZERO = np.float32(0)
 
 inner = njit(nogil=True, fastmath=FLAGS, error_model="numpy")
 
 
-def parallel(function, weights=""):
+def parallel(function: FunctionType, weights: str = "") -> Callable[..., None]:
     """Compile a function whose pranges run on several threads, and keep the machine code in numba's cache.
 
     numba numbers the cache files of a function, and two processes that compile it at once, for other types or on other
@@ -159,7 +161,7 @@ def rows_block(x, weight, y, first, last, quarter):
             y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = d0, d1, d2, d3, d4
 
 
-def linear(x, weight, scales, bias, gelu, residual, y):
+def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, residual: Array, y: Array) -> None:
     """y (R, O) = x (R, I) @ weight (O, I).T, then what finish does. residual: (R, O), or (1, 0)."""
     num_parts = 2 if len(x) == 1 else 4
     part = len(weight) // num_parts
@@ -177,7 +179,7 @@ def linear(x, weight, scales, bias, gelu, residual, y):
     finish(y, num_parts * part, len(weight), scales, bias, gelu, residual)
 
 
-def layer_norm(x, weight, bias, epsilon, y):
+def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float, y: Array) -> None:
     """y (R, E): each row of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) or (0,)."""
     for r in prange(len(x)):
         xr, yr, width = x[r], y[r], np.float32(x.shape[1])
@@ -250,7 +252,7 @@ def attend_head(q, k, v, new_k, new_v, start, y):
             y[t, d] = total
 
 
-def attention(qkv, keys, values, start, y):
+def attention(qkv: Array, keys: Array, values: Array, start: int, y: Array) -> None:
     """T new tokens of each sample attend to the tokens up to themselves.
 
     qkv (B * T, 3 * E): their queries, keys and values. The keys and values are stored in the cache, keys and values

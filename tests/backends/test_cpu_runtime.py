@@ -55,7 +55,7 @@ def finish(process):
 
 
 def is_compiled(lines):
-    """Whether the lines say that loops were compiled, and for how long; if not, there must be none."""
+    """Whether the lines say that kernels were compiled, and for how long; if not, there must be none."""
     if not lines:
         return False
     assert lines[0] == "compiling kernels for this processor, once ..."

@@ -188,7 +188,7 @@ def reference_stop(tokenizer, token_ids, stops):
     return token_ids, tokenizer.decode(token_ids), "length"
 
 
-BACKENDS = {"eager": EagerBackend, "loops": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
+BACKENDS = {"eager": EagerBackend, "cpu": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
             "steps of a GPU": CUDABackend}
 SAMPLING = [dict(temperature=0.9, top_k=30), dict(temperature=1.0, top_k=None), dict(temperature=0, top_k=None),
             dict(temperature=1.0, top_k=None, top_p=0.8),

@@ -82,7 +82,7 @@ def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_
     arguments = f"--out_dir={char_checkpoint}", *FAST
     printed, _ = run(python.with_name("nanogpt-sample"), *arguments, cwd=tmp_path)
     assert printed == run_script(*arguments).stdout
-    # In bfloat16, no loops are compiled.
+    # In bfloat16, no kernels are compiled.
     code = ("import sys, sampling; generator = sampling.load(sys.argv[1], 'cpu', 'bfloat16'); "
             "print(generator.generate('The', sampling.SamplingParams(5))[0].num_tokens)")
     assert run(python, "-c", code, char_checkpoint, cwd=tmp_path)[0] == "5\n"
