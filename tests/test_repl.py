@@ -2,7 +2,6 @@
 import os
 import re
 import shutil
-import sys
 import time
 from contextlib import ExitStack
 from subprocess import DEVNULL
@@ -39,8 +38,7 @@ class SessionTerminal(Terminal):
 @pytest.fixture
 def start(char_checkpoint, tiktoken_cache):
     """Starts a session on a terminal, ready for the first prompt."""
-    if sys.platform == "win32":
-        pytest.skip("needs a pseudo-terminal")
+    pytest.importorskip("pty")
     with ExitStack() as stack:
         def start(*arguments):
             terminal = SessionTerminal([f"--out_dir={char_checkpoint}", *SESSION, *arguments], tiktoken_cache)

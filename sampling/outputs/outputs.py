@@ -40,8 +40,7 @@ class Outputs:
         """
         if self.format is None:
             self.open_files()
-        checkpoint = model.checkpoint
-        checkpoint_id = {"path": checkpoint.path, "crc32": checkpoint.crc32, "iter_num": checkpoint.iter_num}
+        checkpoint_id = {name: getattr(model.checkpoint, name) for name in ("path", "crc32", "iter_num")}
         run = run_settings(self.settings, model.backend.device.type, model.dtype_name)
         self.format = LineFormat(checkpoint_id, run, saved_logprobs(self.settings))
         if not self.can_resume or self.overwrite:

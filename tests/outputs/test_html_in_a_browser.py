@@ -19,7 +19,6 @@ const backgroundOf = element => {
 }
 """
 slow = pytest.mark.slow
-both_schemes = pytest.mark.parametrize("scheme", ["light", "dark"])
 
 
 def evaluate(page, script):
@@ -28,7 +27,7 @@ def evaluate(page, script):
 
 
 @slow
-@both_schemes
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_all_text_has_enough_contrast(view, scheme, tmp_path):
     files = [write_lines(tmp_path / name, [make_tokens(7)], seed=seed) for seed, name in enumerate("ab")]
     page = view(make_page(tmp_path / "page.html", *files), color_scheme=scheme)

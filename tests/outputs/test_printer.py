@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tqdm import tqdm
@@ -86,6 +87,14 @@ class CodePointTokenizer:
         return "".join(map(chr, ids))
 
 
+def test_a_full_standard_output_is_an_error_that_names_it(monkeypatch):
+    def write(text):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False, write=write))
+    with pytest.raises(OSError, match="cannot write 'standard output': No space left on device"):
+        Printer(CodePointTokenizer()).update(finished_sample(0, "<", []))
+
+
 @pytest.mark.parametrize("steps", [[1, 2, 3, 4, 5, 6], [6], [0, 0, 3, 3, 6]], ids=str)
 def test_every_character_of_a_streaming_sample_is_printed_once(steps, capsys):
     sample, printer = Sample(SampleRequest(0, Prompt("<"), [60])), Printer(CodePointTokenizer())
@@ -141,22 +150,19 @@ def test_the_bar_and_the_last_line_count_what_was_sampled(capsys):
 
 @pytest.mark.parametrize("total, before, after", [
     (5, "0 of 5 samples", "1 of 5 samples"), (None, "0 samples", "1 sample")])
-def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(capsys, monkeypatch, total, before, after):
+@pytest.mark.parametrize("is_terminal", [False, True]) # a terminal without a bar shows samples
+def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(capsys, monkeypatch, total, before, after,
+                                                                     is_terminal):
     clock = iter([0, 10, 29, 31, 50, 62, 90, 93])
     monkeypatch.setattr(printer.time, "perf_counter", clock.__next__)
+    monkeypatch.setattr(printer, "start_progress_bar", lambda total: None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     counter = Progress(total, 100)
     for _ in range(5):
         counter.add_tokens(100)
     counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 100))
     for _ in range(2):
         counter.add_tokens(-50) # a batch ran out of memory
-    assert capsys.readouterr().err.splitlines() == [f"{before}, 300 tokens so far: 9.7 tokens/s",
-        f"{before}, 500 tokens so far: 8.1 tokens/s", f"{after}, 400 tokens so far: 4.3 tokens/s"]
-
-
-def test_a_terminal_without_a_bar_gets_no_lines(capsys, monkeypatch):
-    monkeypatch.setattr(printer, "LOG_INTERVAL", 0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(printer, "start_progress_bar", lambda total: None) # samples go to the same terminal
-    Progress(5, 100).add_tokens(10)
-    assert capsys.readouterr().err == ""
+    lines = [f"{before}, 300 tokens so far: 9.7 tokens/s", f"{before}, 500 tokens so far: 8.1 tokens/s",
+             f"{after}, 400 tokens so far: 4.3 tokens/s"]
+    assert capsys.readouterr().err.splitlines() == ([] if is_terminal else lines)
