@@ -156,8 +156,9 @@ def test_a_sample_can_be_continued(session, run):
     whole = run("--start=The ", "--num_samples=1", "--max_new_tokens=16", "--temperature=0", "--context_shift")
     session.type(":temperature=0\n:context_shift\n:max_new_tokens=8\nThe \n")
     session.wait_for(f"\n{whole[:12]}{RULE}> ")
-    session.answer(":continue", f"{whole[12:]}> ")
-    session.answer(":again", f"{whole[12:]}> ")
+    for command in ":continue\n", ":again\n":
+        session.type(command)
+        session.wait_for(f"{command}{whole[12:]}> ")
 
 
 def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run):
@@ -212,8 +213,8 @@ def test_pasted_lines_are_one_prompt(start, monkeypatch):
     session = start()
     session.type("\x1b[200~The\n:O\x1b[201~\n")
     session.wait_for("The\n:O") # what was pasted
-    session.wait_for("The\n:O")
     session.wait_for(RULE + "> ")
+    session.answer(":again", "The\n:O")
 
 
 def test_a_pasted_line_may_have_its_newline(monkeypatch):

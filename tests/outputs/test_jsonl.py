@@ -72,6 +72,7 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
     ({"index": 2}, "index is 2 there, and 1 here"),
     ({"prompt": "a"}, "prompt is 'a' there, and 'é' here"),
     ({"label": [2]}, "label is [2] there, and [1] here"),
+    ({"more": 1}, "more is 1 there, and None here"),
     ({"version": 3}, "a.jsonl, line 2: not written by"),
     (None, "a.jsonl, line 2: not written by"),
 ], ids=str)

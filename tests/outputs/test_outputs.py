@@ -77,19 +77,21 @@ def test_a_longer_run_adds_to_both_files(run, contents, tmp_path, logprobs, num_
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "a.html"}
 
 
-def test_the_page_grows_with_the_run_but_is_not_written_for_every_sample(contents, tmp_path):
-    with outputs_in(tmp_path) as outputs:
+@pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)
+def test_the_page_grows_with_the_run_but_is_not_written_for_every_sample(tmp_path, settings):
+    with outputs_in(tmp_path, **settings) as outputs:
         outputs.open(model_of(), [])
         for index, is_due, num_shown in [(0, True, 1), (1, False, 1), (2, True, 3)]:
             outputs.next_page_time = 0 if is_due else outputs.next_page_time
             outputs.write(finished_sample(index, "O", make_tokens(1)))
-            assert contents()[1].count(b"</article>") == num_shown
+            assert (tmp_path / "a.html").read_text().count("</article>") == num_shown
 
 
 def test_a_page_alone_leaves_no_other_file_and_no_page_is_replaced_without_its_lines(run, tmp_path):
     run(2, out_file=None)
     assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
-    for settings, content in ({"out_file": None}, (tmp_path / "a.html").read_bytes()), ({}, b"<!DOCTYPE html>mine"):
+    page = (tmp_path / "a.html").read_bytes()
+    for settings, content in ({"out_file": None}, page), ({}, page), ({}, b"<!DOCTYPE html>mine"):
         (tmp_path / "a.html").write_bytes(content)
         with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
             run(2, **settings)
@@ -134,10 +136,11 @@ def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, cont
     assert (tmp_path / "a.jsonl").read_bytes() == (newer if is_newer else whole)
 
 
-def test_watch_refuses_a_file_of_other_settings(run):
-    run(2, [model_of("1")], watch=True, html_file=None)
-    with pytest.raises(ValueError, match="line 2, is from another run: seed is 1 there, and 5 here"):
-        run(2, [model_of("2")], watch=True, seed=5, html_file=None)
+@pytest.mark.parametrize("crc32, line", [("2", 3), ("3", 4)])
+def test_watch_refuses_a_file_of_other_settings(run, crc32, line):
+    run(2, [model_of("1"), model_of("2")], watch=True, html_file=None)
+    with pytest.raises(ValueError, match=f"line {line}, is from another run: seed is 1 there, and 5 here"):
+        run(2, [model_of(crc32)], watch=True, seed=5, html_file=None)
 
 
 # ---- overwrite
