@@ -22,9 +22,11 @@ RULE = "\n---------------\n"
 
 class SessionTerminal(Terminal):
     """A terminal that interprets the sequences that switch bracketed paste on and off."""
+    has_bracketed_paste = False # whether it was switched on
 
     def read_some(self, seconds=20):
         has_more = super().read_some(seconds)
+        self.has_bracketed_paste |= b"\x1b[?2004h" in self.bytes
         self.bytes = re.sub(rb"\x1b\[\?2004[hl]|\r", b"", self.bytes)
         return has_more
 
@@ -215,6 +217,7 @@ def test_pasted_lines_are_one_prompt(start, monkeypatch):
     session.wait_for("The\n:O") # what was pasted
     session.wait_for(RULE + "> ")
     session.answer(":again", "The\n:O")
+    assert session.has_bracketed_paste
 
 
 def test_a_pasted_line_may_have_its_newline(monkeypatch):

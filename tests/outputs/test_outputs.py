@@ -80,8 +80,8 @@ def test_a_longer_run_adds_to_both_files(run, contents, tmp_path, logprobs, num_
 @pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)
 def test_the_page_grows_with_the_run_but_is_not_written_for_every_sample(tmp_path, settings):
     with outputs_in(tmp_path, **settings) as outputs:
-        outputs.open(model_of(), [])
-        for index, is_due, num_shown in [(0, True, 1), (1, False, 1), (2, True, 3)]:
+        for model, index, is_due, num_shown in [(1, 0, True, 1), (1, 1, False, 1), (2, 0, True, 3), (2, 1, True, 4)]:
+            outputs.open(model_of(str(model)), iter([]))
             outputs.next_page_time = 0 if is_due else outputs.next_page_time
             outputs.write(finished_sample(index, "O", make_tokens(1)))
             assert (tmp_path / "a.html").read_text().count("</article>") == num_shown
