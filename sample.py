@@ -22,8 +22,7 @@ from sampling.inputs.prompts import PromptSource, log_notices, make_requests, wa
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs
-from sampling.outputs.printer import Printer
-from sampling.outputs.progress import Progress
+from sampling.outputs.printer import Printer, Progress
 from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
 
 # The model

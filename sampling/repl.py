@@ -4,17 +4,16 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
 from sampling.generation.assembly import LoadedModel
 from sampling.generation.engine import Engine
 from sampling.inputs.prompts import PromptSource, log_notices, make_requests, parse_start, warn_about_stop_texts
-from sampling.outputs.console import end_line, is_tty, log, set_progress_bar
+from sampling.outputs.console import end_line, is_tty, log
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choose_seed
 
@@ -22,8 +21,6 @@ from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choos
 TYPES = {f.name: [t.__name__.removesuffix("Type") for t in get_args(f.type) or [f.type]]
          for f in fields(SamplingParams) if f.name != "num_logprobs"} | {"show_probs": ["bool"]}
 DEFAULT_START = "\n" # as in sample.py
-QUIT = ":quit", ":q", ":exit", "exit"
-GREETING = "type a prompt, or :help; Ctrl-D ends the session"
 HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
 Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
   :continue          continue the last sample
@@ -45,22 +42,19 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
         raise ValueError("interactive=True needs standard input and standard output, but one of them is closed")
     if isinstance(sys.stdin, io.TextIOWrapper): # not in a notebook
         sys.stdin.reconfigure(errors="surrogateescape") # so that only a line that is not UTF-8 is an error
-    set_progress_bar(None) # a progress bar would mix with what the user types
-    model = load()
-    engine, printer = Engine(model, params, stream=True, log=log), Printer(model.tokenizer, show_probs)
-    session = Session(load, params, engine, printer)
-    del model, engine # :reload needs their memory
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler) # it ends what runs, but not the session
+    with suppress(ImportError): # it gives input() line editing; on Windows, the console itself edits lines
+        import readline
+        if os.environ.get("TERM") != "dumb":
+            readline.parse_and_bind("set enable-bracketed-paste on") # several pasted lines are one prompt
+    session = Session(load, params, show_probs)
+    session.reload()
+    signal.signal(signal.SIGINT, signal.default_int_handler) # it ends what runs, but not the session
     if is_tty(sys.stdin):
-        log(GREETING)
-    try:
-        with line_editing():
-            if start != DEFAULT_START:
-                session.attempt(session.print_samples, start)
-            while (line := read_line()) not in (None, *QUIT):
-                session.respond(line)
-    finally:
-        signal.signal(signal.SIGINT, handler) # a notebook goes on
+        log("type a prompt, or :help; Ctrl-D ends the session")
+    if start != DEFAULT_START:
+        session.attempt(session.print_samples, start)
+    while not session.is_over:
+        session.attempt(session.respond, read_line())
     if session.engine and session.engine.model.speculation:
         log(session.engine.model.speculation.summary())
 
@@ -70,18 +64,13 @@ class Session:
     """The state of a session, which prompts and commands change."""
     load: Callable[[], LoadedModel]
     params: SamplingParams
-    engine: Engine | None # None while the model is loaded again, and after that has failed
-    printer: Printer
+    show_probs: bool
+    engine: Engine | None = None # None while the model is loaded, and after that has failed
+    printer: Printer | None = None # None before the first model is loaded
     next_index: int = 0 # the index of the next sample
     last: Sample | None = None
     shows_prompt: bool = True # whether the last sample was printed with its prompt
-
-    def respond(self, line: str) -> None:
-        """Run a command, or print a sample for a prompt."""
-        if line.startswith(":") and "\n" not in line:
-            self.attempt(self.run_command, line[1:].strip())
-        elif line:
-            self.attempt(self.print_samples, parse("start", line, ["str"]))
+    is_over: bool = False
 
     def attempt(self, action: Callable[[str], None], text: str) -> None:
         """Call action(text). Log an error of the user, and end it at Ctrl-C."""
@@ -91,7 +80,13 @@ class Session:
             end_line()
         except (ValueError, OSError) as error:
             log(f"error: {error}")
-        self.printer.reset()
+
+    def respond(self, line: str) -> None:
+        """Run a command, or print a sample for a prompt."""
+        if line == "exit" or (line.startswith(":") and "\n" not in line):
+            self.run_command(line.removeprefix(":").strip())
+        elif line:
+            self.print_samples(parse("start", line, ["str"]))
 
     def print_samples(self, start: str) -> None:
         """Print a sample for each prompt that start names."""
@@ -103,22 +98,24 @@ class Session:
         model = self.require_engine().model
         requests = make_requests(PromptSource(start), model.tokenizer, 1, self.next_index)
         for request in log_notices(requests, model.tokenizer, model.backend.config.block_size, log):
-            if not self.print_sample(request):
-                return
+            self.print_sample(request)
 
-    def print_sample(self, request: SampleRequest, shows_prompt: bool = True) -> bool:
-        """Generate a sample, and stream it to the terminal. Returns False if Ctrl-C has ended it."""
+    def print_sample(self, request: SampleRequest, shows_prompt: bool = True) -> None:
+        """Generate a sample, and stream it to the terminal. Raises KeyboardInterrupt after a step at Ctrl-C."""
         engine = self.require_engine()
         self.next_index, self.shows_prompt = request.index + 1, shows_prompt
-        # The same engine for every prompt: its CUDA graphs are kept, and the next sample follows in its random stream.
-        with recorded_interrupts() as interrupts, engine.model.autocast():
-            for sample in engine.generate([request]):
-                self.last = sample
-                self.printer.update(sample, shows_prompt)
-                if interrupts:
-                    print(flush=True)
-                    return False
-        return True
+        interrupts = [] # within a step, an exception could leave the model in an inconsistent state
+        signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+        try:
+            with engine.model.autocast():
+                # The same engine for every prompt: its CUDA graphs are kept, and its random stream goes on.
+                for sample in engine.generate([request]):
+                    self.last = sample
+                    self.printer.update(sample, shows_prompt)
+                    if interrupts:
+                        raise KeyboardInterrupt
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def require_engine(self) -> Engine:
         if self.engine is None:
@@ -137,12 +134,12 @@ class Session:
             self.change_setting(name.replace("-", "_"), text)
 
     def show_settings(self) -> None:
-        values = {**vars(self.params), "show_probs": self.printer.show_probs}
+        values = {**vars(self.params), "show_probs": self.show_probs}
         log("\n".join(f"  {name}={values[name]!r}" for name in TYPES))
 
     def change_setting(self, name: str, text: str) -> None:
         if name not in TYPES:
-            raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, 'quit', *TYPES])}; :help lists "
+            raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, *TYPES])}; :help lists "
                              "all commands; put a prompt that begins with a colon in quotes")
         if not text and TYPES[name] != ["bool"]:
             raise ValueError(f":{name} needs a value: :{name}=...")
@@ -153,7 +150,7 @@ class Session:
         self.engine = replace(self.require_engine(), params=params) # an exact model refuses some values
         self.params = params
         if name == "show_probs":
-            self.printer.set_show_probs(value)
+            self.show_probs, self.printer = value, Printer(self.printer.tokenizer, value)
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
@@ -176,78 +173,36 @@ class Session:
         return self.last
 
     def reload(self) -> None:
-        """Load the model again, with the settings of the session."""
+        """Load the model, or load it again, with the settings of the session."""
         self.engine = None # its memory must be free before the next model is loaded
-        model = self.load()
-        before, self.printer.tokenizer = self.printer.tokenizer, model.tokenizer
-        if (before.source, before.size) != (model.tokenizer.source, model.tokenizer.size):
+        model, before = self.load(), self.printer and self.printer.tokenizer
+        if before and (before.source, before.size) != (model.tokenizer.source, model.tokenizer.size):
             self.last = None # its ids are of another vocabulary
+        self.printer = Printer(model.tokenizer, self.show_probs)
         self.engine = Engine(model, self.params, stream=True, log=log)
+
+    def quit(self) -> None:
+        self.is_over = True
 
 
 COMMANDS = {**dict.fromkeys(["help", "h", "?"], lambda session: log(HELP)), "settings": Session.show_settings,
-            "again": Session.sample_again, "continue": Session.continue_last, "reload": Session.reload}
+            "again": Session.sample_again, "continue": Session.continue_last, "reload": Session.reload,
+            **dict.fromkeys(["quit", "q", "exit"], Session.quit)}
 
 
-@contextmanager
-def recorded_interrupts() -> Iterator[list]:
-    """In this block, Ctrl-C only adds to a list: an exception could leave the model in an inconsistent state."""
-    interrupts = []
+def read_line() -> str:
+    """Read a line, or several that were pasted. A user at a terminal sees "> " first.
+
+    At the end of the lines, or with Ctrl-D, the line is ":quit". Ctrl-C discards what was typed: the line is empty.
+    """
     try:
-        signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-# ---- reading lines
-
-def read_line() -> str | None:
-    """Read the next line; None after the last one. Ctrl-C discards the line and starts a new one."""
-    while True:
-        try:
-            return input_line()
-        except KeyboardInterrupt:
+        line = input("> " if is_tty(sys.stdin) and is_tty(sys.stdout) else "")
+    except KeyboardInterrupt:
+        end_line()
+        return ""
+    except EOFError:
+        if is_tty(sys.stdin):
             end_line()
-        except EOFError:
-            if is_tty(sys.stdin):
-                end_line()
-            return None
-
-
-def input_line() -> str:
-    """Read a line, or several that were pasted. A user at a terminal sees "> " first."""
-    line = input("> " if is_tty(sys.stdin) and is_tty(sys.stdout) else "")
+        return ":quit"
     line = line.removeprefix("\ufeff").removesuffix("\r") # a file may come from Windows
-    if line.count("\n") == 1: # a single line, pasted with its newline
-        line = line.removesuffix("\n")
-    if "\n" in line: # the history file, which the arrow keys recall, holds one entry per line
-        import readline
-        if length := readline.get_current_history_length():
-            readline.replace_history_item(length - 1, repr(line))
-    return line
-
-
-@contextmanager
-def line_editing() -> Iterator[None]:
-    """Give input() on a terminal line editing, the history of earlier sessions, and multi-line paste."""
-    try:
-        import readline
-    except ImportError: # on Windows the console itself edits lines
-        readline = None
-    if readline is None or not (is_tty(sys.stdin) and is_tty(sys.stdout)):
-        yield
-        return
-    if os.environ.get("TERM") != "dumb":
-        readline.parse_and_bind("set enable-bracketed-paste on") # Python disables it
-    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser() # the XDG base directories
-    path = Path(state) / "nanogpt-sample" / "history"
-    with suppress(OSError): # there may be no history yet
-        readline.read_history_file(path)
-    try:
-        yield
-    finally:
-        readline.set_history_length(1000)
-        with suppress(OSError): # without a home folder, the history ends with the session
-            path.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(path)
+    return line.removesuffix("\n") if line.count("\n") == 1 else line # a single line, pasted with its newline

@@ -53,7 +53,7 @@ def write_lines(path, samples, logprobs=5, prompt="ROMEO:\n", id=None, checkpoin
 def make_page(path, *files):
     """Make a page of these files of lines. Returns path."""
     with ExitStack() as stack:
-        html.write_page(path, {file.name: stack.enter_context(open(file, "rb")) for file in files})
+        html.write_page(path, [stack.enter_context(open(file, "rb")) for file in files])
     return path
 
 

@@ -1,8 +1,9 @@
-"""Run sample.py on a pseudo-terminal, as users do."""
+"""Run sample.py on a pseudo-terminal, as users do, and redirect the streams of this process."""
 import os
 import select
 import struct
 import time
+from contextlib import contextmanager
 from subprocess import DEVNULL
 
 from script_process import start_script
@@ -64,3 +65,15 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self.screen)
+
+
+@contextmanager
+def redirected(descriptor, file):
+    """Let a file descriptor of this process be another file."""
+    saved = os.dup(descriptor)
+    os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(saved, descriptor)
+        os.close(saved)

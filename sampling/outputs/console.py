@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from sampling.messages import is_out_of_memory
@@ -21,15 +21,8 @@ CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\
                     **dict.fromkeys(range(0x80, 0xa0), "\ufffd")}
 
 
-@dataclass
-class Console:
-    """The state that the functions below share."""
-    is_main: bool = True
-    owns_process: bool = True
-    bar: "tqdm | None" = None # on standard error; log clears it before a message
-
-
-_console = Console()
+# What the functions below share; setup_console sets it. bar: on standard error; log clears it before a message.
+_console = SimpleNamespace(is_main=True, owns_process=True, bar=None)
 
 
 def setup_console(is_main: bool = True, owns_process: bool = True) -> None:
@@ -46,10 +39,8 @@ def setup_console(is_main: bool = True, owns_process: bool = True) -> None:
         # Not a KeyboardInterrupt: it would show a traceback, and importing torch would swallow it.
         signal.signal(signal.SIGINT, lambda *_: hard_exit(130))
     if isinstance(sys.stdout, io.TextIOWrapper): # a notebook has another stream, which takes all characters
-        if is_tty(sys.stdout):
-            sys.stdout.reconfigure(errors="replace")
-        else:
-            sys.stdout.reconfigure(encoding="utf-8", errors="replace") # only lone surrogates are replaced
+        encoding = None if is_tty(sys.stdout) else "utf-8" # in which only lone surrogates are replaced
+        sys.stdout.reconfigure(encoding=encoding, errors="replace")
 
 
 def log(text: str) -> None:
@@ -61,64 +52,67 @@ def log(text: str) -> None:
             print(sanitize(text), file=sys.stderr, flush=True)
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def shows_progress_bar() -> bool:
-    """Whether to show a progress bar: standard error must go to a terminal, and the samples must not.
-
-    The reader of a pipe may show the samples there, as in: python sample.py | tee samples.txt
-    """
-    return _console.is_main and is_tty(sys.stderr) and not (is_tty(sys.stdout) or is_pipe(sys.stdout))
-
-
-def set_progress_bar(bar: "tqdm | None") -> None:
-    """Register the bar on standard error, so that messages do not run into it."""
-    _console.bar = bar
+def start_progress_bar(total: int | None) -> "tqdm | None":
+    """Show a bar of total tokens, if standard error goes to a terminal and the samples do not; else return None."""
+    if not _console.is_main or not is_tty(sys.stderr) or is_tty(sys.stdout):
+        return None
+    if sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode): # tee, for example, shows them on the terminal
+        return None
+    from tqdm import tqdm
+    _console.bar = tqdm(total=total, unit=" tokens", unit_scale=True, delay=1, postfix="0 samples", leave=False)
+    return _console.bar
 
 
 @contextmanager
 def report_user_errors(status: int = 1) -> Iterator[None]:
-    """End the script with one line for every error that a user can cause.
+    """End the script with one line, of limited length, for every error that a user can cause.
 
     status: the exit status for ValueError and OSError; other errors of the user give 1.
     """
     try:
         yield
+        return
     except KeyboardInterrupt as interrupt: # with owns_process=False; otherwise Ctrl-C has called hard_exit
         traceback.clear_frames(interrupt.__traceback__)
         raise
     except BrokenPipeError: # the program that reads the samples has ended, as in: python sample.py | head
         hard_exit(141)
     except (ValueError, OSError) as error:
-        report_and_exit(status, str(error))
+        message = str(error)
     except ModuleNotFoundError as error:
-        report_and_exit(1, f"{error} in {sys.executable}: use a Python with the packages of requirements.txt, "
-                           "such as .venv/bin/python")
+        status, message = 1, (f"{error} in {sys.executable}: use a Python with the packages of requirements.txt, such "
+                              "as .venv/bin/python")
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        report_and_exit(1, "out of memory: the model, or a single sample, does not fit "
-                           f"({str(error) or 'no details available':.200}): use a smaller model, fewer max_new_tokens, "
-                           "dtype=bfloat16 or, on a CPU, dtype=int8")
-
-
-def report_and_exit(status: int, message: str) -> NoReturn:
-    """Show an error as one line of limited length, and end the script."""
+        status, message = 1, ("out of memory: the model, or a single sample, does not fit "
+                              f"({str(error) or 'no details available':.200}): use a smaller model, fewer "
+                              "max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8")
     line = " ".join(f"error: {message}".split())
     log(line if len(line) < 3000 else f"{line[:1500]} ... {line[-1500:]}")
-    set_progress_bar(None) # log has cleared it
     if not _console.is_main: # torchrun ends all processes as soon as one has failed: rank 0 must show its error first
         time.sleep(10)
     hard_exit(status)
 
 
+@contextmanager
+def name_write_errors(name: str | os.PathLike) -> Iterator[None]:
+    """Turn an OSError inside the block into one that names the file. A broken pipe stays one."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except FileNotFoundError:
+        folder = os.path.dirname(os.path.realpath(name))
+        raise OSError(f"cannot write {name!r:.200}: there is no folder {folder}; create it, or give another "
+                      "path") from None
+    except OSError as error:
+        raise OSError(f"cannot write {name!r:.200}: {error.strerror}") from None
+
+
 def hard_exit(status: int = 0) -> NoReturn:
     """End the script at once: torch's own shutdown takes 0.3 s. Raises SystemExit if owns_process is False."""
-    if _console.bar is not None:
-        log("") # so that the shell's prompt begins on a new line
-    elif status == 130 and _console.is_main:
+    if status == 130 and _console.is_main:
         end_line()
     if not _console.owns_process:
         traceback.clear_frames(sys.exc_info()[2]) # closes the run's files: a notebook keeps its latest traceback
@@ -128,11 +122,9 @@ def hard_exit(status: int = 0) -> NoReturn:
 
 def end_line() -> None:
     """End the terminal's current line. A signal handler may call this."""
-    for fd, stream in enumerate([sys.stdout, sys.stderr], 1):
-        if is_tty(stream):
-            with suppress(OSError):
-                os.write(fd, b"\n")
-            return
+    if is_tty(sys.stdout) or is_tty(sys.stderr):
+        with suppress(OSError):
+            os.write(1 if is_tty(sys.stdout) else 2, b"\n")
 
 
 def sanitize(text: str) -> str:
@@ -144,13 +136,5 @@ def is_tty(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def is_pipe(stream: TextIO | None) -> bool:
-    """Whether another program reads what is written to a stream."""
-    with suppress(OSError): # some streams have no descriptor, as in a notebook
-        return stream is not None and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-    return False
-
-
-def has_colors(stream: TextIO | None) -> bool:
-    """Whether colours may be written to a stream: see https://no-color.org and https://force-color.org."""
-    return not os.environ.get("NO_COLOR") and (is_tty(stream) or bool(os.environ.get("FORCE_COLOR")))
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -12,73 +12,48 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sampling.outputs.console import log, plural, report_user_errors, setup_console
-from sampling.outputs.jsonl import is_complete, parse_record
-from sampling.outputs.output_file import PAGE, name_write_errors
+from sampling.outputs.console import log, name_write_errors, plural, report_user_errors, setup_console
+from sampling.outputs.jsonl import PAGE, read_records
 
 NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
+Rows = dict[tuple[str, int], dict[int, tuple[BinaryIO, int]]] # prompt, index -> number of a run -> file, position in it
 
 
-class Runs:
-    """Finds the samples in some files, and which runs they belong to.
+def find_samples(files: list[BinaryIO]) -> tuple[Rows, list[dict[str, Any]]]:
+    """Find the samples in some open files. Returns where they are, and what the page shows about each run.
 
-    files: {name on the page: open file}. Raises ValueError, which names the line, if sample.py did not write it.
+    Raises ValueError, which names the line, if sample.py did not write it.
     """
-
-    def __init__(self, files: Mapping[str, BinaryIO]):
-        self.rows: dict[tuple[str, int], dict[int, tuple[BinaryIO, int]]] = {} # prompt, index -> run -> where it is
-        self.infos: list[dict[str, Any]] = [] # what the page shows about each run
-        run_numbers: dict[str, int] = {}
-        for name, file in files.items():
-            for start, record in read_records(file, name):
-                info = run_info(record, name if len(files) > 1 else None)
-                key = json.dumps([name, record["checkpoint"].get("crc32"), info])
-                if key not in run_numbers:
-                    run_numbers[key] = len(self.infos)
-                    self.infos.append(info)
-                row = self.rows.setdefault((record["prompt"], record["index"]), {})
-                row[run_numbers[key]] = file, start
-        self.shared = {name: value for name, value in (self.infos[0] if self.infos else {}).items()
-                       if all(name in info and info[name] == value for info in self.infos)}
-        self.differing = [{name: value for name, value in info.items() if name not in self.shared}
-                          for info in self.infos]
-
-    def records(self) -> Iterator[dict[int, dict[str, Any]]]:
-        """Yield for each prompt and index the samples of its runs: {number of the run: record}."""
-        for places in self.rows.values():
-            records = {}
-            for run, (file, start) in sorted(places.items()):
-                file.seek(start)
-                records[run] = json.loads(file.readline())
-            yield records
+    rows: Rows = {}
+    runs: dict[str, tuple[int, dict[str, Any]]] = {}
+    for file in files:
+        for start, _, record in read_records(file):
+            checkpoint = record["checkpoint"]
+            settings = {name: value for name, value in record["settings"].items() if name != "logprobs"}
+            info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"), **settings}
+            if len(files) > 1:
+                info = {"file": file.name, **info}
+            run, _ = runs.setdefault(json.dumps([checkpoint.get("crc32"), info]), (len(runs), info))
+            rows.setdefault((record["prompt"], record["index"]), {})[run] = file, start
+    return rows, [info for _, info in runs.values()]
 
 
-def read_records(file: BinaryIO, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the position and the record of each line, except a truncated last line."""
-    start = 0
-    file.seek(0)
-    for number, line in enumerate(filter(is_complete, file), 1):
-        yield start, parse_record(line, f"{name}, line {number}")
-        start += len(line)
-
-
-def run_info(record: Mapping[str, Any], name: str | None) -> dict[str, Any]:
-    settings = {setting: value for setting, value in record["settings"].items() if setting != "logprobs"}
-    return {**({"file": name} if name else {}), "checkpoint": record["checkpoint"].get("path"),
-            "iteration": record["checkpoint"].get("iter_num"), **settings}
-
-
-def write_page(path: str | os.PathLike, files: Mapping[str, BinaryIO]) -> int:
-    """Write the page of these files, {name on the page: open file}, and return its number of samples."""
-    runs = Runs(files)
-    if not runs.rows:
-        raise ValueError(f"{', '.join(files)}: no sample is there, so the page is not written")
+def write_page(path: str | os.PathLike, files: list[BinaryIO]) -> int:
+    """Write the page of the samples in some open files, and return how many there are."""
+    rows, infos = find_samples(files)
+    if not rows:
+        raise ValueError(f"{path} is not written, because there is no sample to show")
+    values = {name: [info.get(name) for info in infos] for name in dict.fromkeys(chain.from_iterable(infos))}
+    differing = [name for name in values if values[name] != values[name][:1] * len(infos)]
+    labels = [run_label(info, differing) for info in infos]
+    models = ", ".join(dict.fromkeys(map(model_name, values["checkpoint"])))
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, article, tail = template.split("<!-- split here -->\n")
     # The browser applies the style and runs the script with these hashes, and no others.
@@ -88,30 +63,37 @@ def write_page(path: str | os.PathLike, files: Mapping[str, BinaryIO]) -> int:
     with name_write_errors(path):
         try:
             with open(temporary, "w", encoding="utf-8", newline="\n") as page:
-                page.write(fill(head, title=escape(title(runs.infos)), settings=definition_list(runs),
-                                layout="side-by-side" if len(runs.infos) > 1 else "", **hashes))
-                page.writelines(section_html(article, records, runs.differing) for records in runs.records())
+                page.write(fill(head, title=escape(f"Samples from {models:.200}"), **hashes,
+                                settings=definition_list(values, differing),
+                                layout="side-by-side" if len(infos) > 1 else ""))
+                page.writelines(section_html(article, places, labels) for places in rows.values())
                 page.write(tail)
             os.replace(temporary, path)
         finally:
             with suppress(OSError): # after an error, it is still there
                 os.unlink(temporary)
-    return sum(map(len, runs.rows.values()))
+    return sum(map(len, rows.values()))
 
 
-def section_html(article: str, records: Mapping[int, Mapping[str, Any]], differing: list[dict[str, Any]]) -> str:
-    """HTML for the samples of one prompt and index. If there is only one run, it is one article."""
-    first = next(iter(records.values()))
-    index, heading = first["index"], escape(f"Sample {first['index']}{shown_id(first.get('id'))}")
-    prompt = f"<b>{escape(first['prompt'])}</b>"
-    if len(differing) == 1:
-        return fill(article, number=str(index), heading=f'<h2 id="title-{index}">{heading}</h2>', prompt=prompt,
-                    label=f"sample {index}", **article_values(first))
+def section_html(template: str, places: Mapping[int, tuple[BinaryIO, int]], labels: list[str]) -> str:
+    """HTML for the samples of one prompt and index. If there is only one run, it is one article.
+
+    labels: what distinguishes each run from the others.
+    """
     articles = []
-    for run, record in records.items():
-        label = escape(", ".join(map(setting_text, differing[run].items())) or f"run {run}")
-        articles.append(fill(article, number=f"{index}-{run}", heading=f'<h3 id="title-{index}-{run}">{label}</h3>',
-                             prompt="", label=f"sample {index}, {label}", **article_values(record)))
+    for run, (file, start) in sorted(places.items()):
+        file.seek(start)
+        record = json.loads(file.readline())
+        index, label = record["index"], escape(labels[run] or f"run {run}")
+        prompt_id = record.get("id")
+        id_text = prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)
+        heading = escape(f"Sample {index}" if prompt_id is None else f"Sample {index}, id {id_text}")
+        prompt = f"<b>{escape(record['prompt'])}</b>"
+        if len(labels) == 1:
+            return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=f"sample {index}",
+                        **article_values(record))
+        articles.append(fill(template, number=f"{index}-{run}", tag="h3", heading=label, prompt="",
+                             label=f"sample {index}, {label}", **article_values(record)))
     return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
             f'<div class="runs">\n{"".join(articles)}</div></section>\n')
 
@@ -135,7 +117,8 @@ def token_data(tokens: list[Mapping[str, Any]]) -> str:
     """
     data = []
     for token in tokens:
-        entry = [utf16_length(token["token"]), neg_millilogprob(token["logprob"])]
+        length = len(token["token"].encode("utf-16-le", "surrogatepass")) // 2 # as JavaScript counts
+        entry = [length, neg_millilogprob(token["logprob"])]
         for top in token["top_logprobs"][:NUM_ALTERNATIVES]:
             entry += [clean(top["token"]), neg_millilogprob(top["logprob"])]
         data.append(entry)
@@ -153,33 +136,22 @@ def content_hash(page: str, element: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def title(infos: list[dict[str, Any]]) -> str:
-    """The page's title, which names the models: of a path, it shows only the last part."""
-    names = []
-    for info in infos:
-        path = Path(str(info["checkpoint"] or ""))
-        folder = path.parent if path.name == "ckpt.pt" else path
-        names.append(folder.name or "a model")
-    return f"Samples from {', '.join(dict.fromkeys(names)) or 'a model':.200}"
+def model_name(checkpoint: str | None) -> str:
+    """The name of a model in the title: the last part of its path."""
+    path = Path(str(checkpoint or ""))
+    return (path.parent if path.name == "ckpt.pt" else path).name or "a model"
 
 
-def shown_id(prompt_id: Any) -> str:
-    if prompt_id is None:
-        return ""
-    return f", id {prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)}"
+def run_label(info: Mapping[str, Any], differing: list[str]) -> str:
+    """What distinguishes a run from the others."""
+    return ", ".join(str(info[name]) if name in ("file", "checkpoint") else f"{name} {info[name]}"
+                     for name in differing if name in info)
 
 
-def setting_text(item: tuple[str, Any]) -> str:
-    name, value = item
-    return str(value) if name in ("file", "checkpoint") else f"{name} {value}"
-
-
-def definition_list(runs: Runs) -> str:
+def definition_list(values: Mapping[str, list[Any]], differing: list[str]) -> str:
     """HTML for the terms and values of a <dl>: one value if all runs have it, otherwise that of each run."""
-    values = {name: repr(value) for name, value in runs.shared.items()}
-    for name in dict.fromkeys(name for info in runs.differing for name in info):
-        values[name] = " · ".join(repr(info.get(name)) for info in runs.differing)
-    return "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in values.items())
+    texts = {name: " · ".join(map(repr, values[name] if name in differing else values[name][:1])) for name in values}
+    return "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in texts.items())
 
 
 def clean(text: str) -> str:
@@ -189,10 +161,6 @@ def clean(text: str) -> str:
 
 def escape(text: str) -> str:
     return html.escape(clean(text)).replace("\r", "&#13;").replace("\n", "&#10;")
-
-
-def utf16_length(text: str) -> int:
-    return len(text) + sum(char > "\uffff" for char in text)
 
 
 def neg_millilogprob(logprob: float) -> int:
@@ -205,10 +173,13 @@ def main() -> None:
     if not paths:
         raise ValueError("give one or more files of samples, and the page: "
                          "python -m sampling.outputs.html samples.jsonl page.html")
-    if os.path.exists(page) and not PAGE.match(Path(page).read_bytes()[:200]):
-        raise ValueError(f"{page} is not a page of samples, so it is not replaced: give another name")
+    for path in paths:
+        if not os.path.isfile(path):
+            raise ValueError(f"there is no file {path!r:.200}")
+    if os.path.exists(page) and not (os.path.isfile(page) and PAGE.match(Path(page).read_bytes()[:200])):
+        raise ValueError(f"{page} is not a page of samples, so it is not replaced: the last name is that of the page")
     with ExitStack() as stack:
-        files = {path: stack.enter_context(open(path, "rb")) for path in paths}
+        files = [stack.enter_context(open(path, "rb")) for path in paths]
         log(f"{page}: {plural(write_page(page, files), 'sample')}")
 
 

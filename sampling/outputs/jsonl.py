@@ -1,14 +1,24 @@
-"""The lines of JSON that hold samples: how they are written, and how a later run finds that they are its own."""
+"""The files of samples: their lines of JSON, and how a later run may continue or replace them."""
 import json
-from collections.abc import Mapping
-from typing import Any
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any, BinaryIO
 
-from sampling.inputs.prompts import MULTI_KINDS, RESULT_FIELDS, parse_start
+from sampling.inputs.prompts import FILE_KINDS, MULTI_KINDS, RESULT_FIELDS, parse_start
+from sampling.outputs.console import log, name_write_errors, plural
 from sampling.params import Sample, SampleRequest, Token, as_list
 
 VERSION = 2 # of the fields of a line
 
-# Settings that each line repeats; reproducibility_settings adds device and dtype. A resumed run has the same values.
+# How the files begin that sample.py writes.
+LINES = re.compile(rb'\{"version": \d+, "index": ')
+PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py">', re.DOTALL)
+
+# Settings that each line repeats; run_settings adds device and dtype. A resumed run has the same values.
 REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
                         "stop", "seed", "compile", "context_shift", "exact", "tokenizer")
 
@@ -36,26 +46,73 @@ class LineFormat:
     def check(self, line: bytes, request: SampleRequest, where: str) -> None:
         """Raise ValueError, with where and the difference, unless this is the line of this sample of this run."""
         record, wanted = parse_record(line, where), request_fields(request)
-        self.check_settings(record, where)
-        check_equal("the checkpoint's checksum", record["checkpoint"].get("crc32"), self.checkpoint_id["crc32"], where)
-        for name in dict.fromkeys(["index", "prompt", "id", *wanted, *record]):
-            if name == "index" or name not in RESULT_FIELDS: # results differ, but index must be equal
-                check_equal(name, record.get(name), wanted.get(name), where)
+        saved = {name: value for name, value in record.items() if name in wanted or name not in RESULT_FIELDS}
+        check_equal(record["settings"], self.settings, where)
+        checksum = "the checkpoint's checksum"
+        check_equal({checksum: record["checkpoint"].get("crc32"), **saved},
+                    {checksum: self.checkpoint_id["crc32"], **wanted}, where)
 
-    def check_settings(self, record: Mapping[str, Any], where: str) -> None:
-        saved = record["settings"]
-        for name in dict.fromkeys([*self.settings, *saved]):
-            check_equal(name, saved.get(name), self.settings.get(name), where)
+    def count_earlier_lines(self, file: BinaryIO) -> int:
+        """How many lines are before those of this model, in a file of several models.
+
+        If the last lines are of another model, these are all lines. Raises ValueError if they are from another run.
+        """
+        num_earlier = end = number = 0
+        record = None
+        for number, (start, line, record) in enumerate(read_records(file), 1):
+            end = start + len(line)
+            if record["index"] == 0:
+                num_earlier = number - 1
+        if record is None or record["checkpoint"].get("crc32") == self.checkpoint_id["crc32"]:
+            return num_earlier
+        check_equal(record["settings"], self.settings, f"{file.name}, line {number}")
+        file.truncate(end)
+        if not line.endswith(b"\n"):
+            file.write(b"\n")
+        return number
+
+    def resume(self, file: BinaryIO, requests: Iterator[SampleRequest], num_earlier: int,
+               num_saved: int) -> Iterator[SampleRequest]:
+        """Yield all requests. Those with samples in the file are marked as already saved.
+
+        The file has num_earlier lines of other models, then num_saved lines of this one; a truncated line after them is
+        removed. Raises ValueError, without changing the file, if it is from another run.
+        """
+        file.seek(0)
+        end = sum(len(file.readline()) for _ in range(num_earlier))
+        while line := file.readline():
+            request = next(requests, None)
+            if request is None:
+                raise ValueError(f"{file.name} holds {plural(num_saved, 'sample')}, more than this run generates: give "
+                                 "out_file another name, or replace it with --overwrite")
+            begin = encode_json(request_fields(request))[:-1]
+            if not is_complete(line) and line[:len(begin)] == begin[:len(line)]: # truncated
+                file.truncate(end)
+                requests = chain([request], requests)
+                break
+            self.check(line, request, f"{file.name}, line {num_earlier + request.index + 1}")
+            if not line.endswith(b"\n"):
+                file.write(b"\n")
+            end += len(line)
+            yield replace(request, already_saved=True)
+        first_new = list(islice(requests, 1))
+        if num_saved:
+            saved = plural(num_saved, "sample")
+            log(f"{file.name} holds {saved} already: resuming after them" if first_new
+                else f"{file.name} is complete, with {saved}: nothing to sample")
+        yield from chain(first_new, requests)
 
 
-def check_equal(name: str, saved: Any, wanted: Any, where: str) -> None:
-    if saved != wanted:
-        raise ValueError(f"{where}, is from another run: {name} is {saved!r:.100} there, and {wanted!r:.100} here; "
-                         "give out_file another name, run with the settings of the file, or replace it with "
-                         "--overwrite")
+def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError, with where and the first difference, unless the saved values are the wanted ones."""
+    for name in dict.fromkeys([*wanted, *saved]):
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(f"{where}, is from another run: {name} is {saved.get(name)!r:.100} there, and "
+                             f"{wanted.get(name)!r:.100} here; give out_file another name, run with the settings of "
+                             "the file, or replace it with --overwrite")
 
 
-def reproducibility_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
+def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
     """The settings that decide the text of a sample, by name. Values with the same meaning become equal."""
     kept = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
     if parse_start(settings["start"])[0] not in MULTI_KINDS:
@@ -98,29 +155,28 @@ def request_fields(request: SampleRequest) -> dict[str, Any]:
     }
 
 
-def is_truncated_line_of(request: SampleRequest, line: bytes) -> bool:
-    """Whether a line is the truncated beginning of the line of this sample."""
-    begin = encode_json(request_fields(request))[:-1]
-    return not is_complete(line) and line[:len(begin)] == begin[:len(line)]
+def encode_json(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of UTF-8 without its newline. A lone surrogate becomes an escape, because UTF-8 has none."""
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="backslashreplace")
 
 
-def is_complete(line: bytes) -> bool:
-    """Whether a line is whole. The last line of a file may lack its newline, or more, after a run that was killed."""
-    return line.endswith(b"\n") or is_json(line)
+# ---- reading
 
-
-def is_json(line: bytes) -> bool:
-    """Whether a line is valid JSON. The beginning of an object is not."""
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
+def read_records(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Yield the position, the line and the record of each sample. Raises ValueError, which names the line."""
+    start = 0
+    file.seek(0)
+    for number, line in enumerate(file, 1):
+        if not is_complete(line):
+            log(f"{file.name}: the last line is truncated, so it is left out")
+            return
+        yield start, line, parse_record(line, f"{file.name}, line {number}")
+        start += len(line)
 
 
 def parse_record(line: bytes, where: str) -> dict[str, Any]:
     """The object in a line. Raises ValueError, which names where, unless it has the fields of this version."""
-    record = json.loads(line) if is_json(line) else None
+    record = parse_json(line)
     types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
     if not (isinstance(record, dict) and record.get("version") == VERSION
             and all(type(record.get(name)) is kind for name, kind in types.items())):
@@ -129,6 +185,53 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def encode_json(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of UTF-8 without its newline. A lone surrogate becomes an escape, because UTF-8 has none."""
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="backslashreplace")
+def parse_json(line: bytes) -> Any:
+    """The value in a line; None if it is not valid JSON. The beginning of an object is not."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
+
+
+def is_complete(line: bytes) -> bool:
+    """Whether a line is whole. The last line of a file may lack its newline, or more, after a run that was killed."""
+    return line.endswith(b"\n") or parse_json(line) is not None
+
+
+# ---- files
+
+def open_output(path: str | os.PathLike) -> BinaryIO:
+    """Open a file for reading and appending, and lock it for this run. Its content stays.
+
+    Raises ValueError or OSError, which names the file, if it cannot be used, or if another run has locked it.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path")
+    if is_same_file(path, 1):
+        raise ValueError(f"standard output goes to {path}: give the file another name")
+    with name_write_errors(path):
+        file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
+    with suppress(ImportError, OSError): # Windows, and file systems without locks
+        import fcntl
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(f"another run writes to {path}: give the file another name") from None
+    file.seek(0)
+    return file
+
+
+def check_replaceable(file: BinaryIO, start: str) -> None:
+    """Raise ValueError if overwrite may not replace this file: it holds the prompts, or sample.py did not write it."""
+    kind, prompt_path = parse_start(start)
+    if kind in FILE_KINDS and is_same_file(file.name, 0 if prompt_path == "-" else prompt_path):
+        raise ValueError(f"{file.name} is also the file of prompts: give the file of samples another name")
+    begin = file.read(200)
+    if begin and not (LINES.match(begin) or PAGE.match(begin)):
+        raise ValueError(f"{file.name} was not written by sample.py, so --overwrite does not replace it: move it, or "
+                         "give the file another name")
+
+
+def is_same_file(path: str | os.PathLike, other: str | int) -> bool: # other: a path or a file descriptor
+    with suppress(OSError): # there may be no such file, and the descriptor may be closed
+        return os.path.samefile(path, other)
+    return False

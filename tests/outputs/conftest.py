@@ -8,7 +8,7 @@ from terminal import Terminal
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-           "--disable-component-update", "--disable-sync", "--js-flags=--expose-gc"]
+           "--disable-component-update", "--disable-sync"]
 
 
 @pytest.fixture

@@ -4,40 +4,23 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from project import SCRIPT
 from sampling.outputs import console
+from terminal import redirected
 
 OUT_OF_MEMORY = ("error: out of memory: the model, or a single sample, does not fit ({}): use a smaller model, fewer "
                  "max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8\n")
 
 
-class Terminal(io.StringIO):
-    """A stream that goes to a terminal."""
-
-    def isatty(self):
-        return True
-
-
 @pytest.fixture
 def read_stderr(monkeypatch, capsys):
-    """A function that returns the text written to standard error. The console is restored after the test."""
-    monkeypatch.setattr(console, "_console", console.Console())
+    """A function that returns the text written to standard error. Exits raise SystemExit, as in a notebook."""
+    monkeypatch.setattr(console, "_console", SimpleNamespace(is_main=True, owns_process=False, bar=None))
     return lambda: capsys.readouterr().err
-
-
-@pytest.fixture
-def exit_statuses(monkeypatch):
-    """A list that collects exit statuses. Exits raise SystemExit instead of ending the process."""
-    statuses = []
-
-    def exit(status):
-        statuses.append(status)
-        raise SystemExit(status)
-    monkeypatch.setattr(console.os, "_exit", exit)
-    return statuses
 
 
 @pytest.mark.parametrize("error, status, message", [
@@ -49,67 +32,50 @@ def exit_statuses(monkeypatch):
     (MemoryError(), 1, OUT_OF_MEMORY.format("no details available")),
     (RuntimeError("can't allocate memory"), 1, OUT_OF_MEMORY.format("can't allocate memory")),
 ], ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "")
-def test_a_user_error_is_one_line(read_stderr, exit_statuses, error, status, message):
-    with pytest.raises(SystemExit), console.report_user_errors(status=2):
+def test_a_user_error_is_one_line(read_stderr, error, status, message):
+    with pytest.raises(SystemExit) as end, console.report_user_errors(status=2):
         raise error
-    assert exit_statuses == [status] and read_stderr() == message
+    assert end.value.code == status and read_stderr() == message
 
 
-def test_an_internal_error_keeps_its_traceback(read_stderr, exit_statuses):
+def test_an_internal_error_keeps_its_traceback(read_stderr):
     for error in RuntimeError("mat1 and mat2 shapes cannot be multiplied"), AssertionError(), KeyError("a"):
         with pytest.raises(type(error)), console.report_user_errors():
             raise error
-    assert exit_statuses == [] and read_stderr() == ""
+    assert read_stderr() == ""
 
 
-def test_a_message_clears_the_progress_bar_first(read_stderr, exit_statuses):
-    class Bar:
-        def clear(self):
-            print("<cleared>", file=sys.stderr, end="")
-    console.set_progress_bar(Bar())
+def test_a_message_clears_the_progress_bar_first(read_stderr):
+    console._console.bar = SimpleNamespace(clear=lambda: print("<cleared>", file=sys.stderr, end=""))
     console.log("hello")
-    with pytest.raises(SystemExit):
-        console.hard_exit(3)
-    assert read_stderr() == "<cleared>hello\n<cleared>\n"
-    console.set_progress_bar(None)
-    console.log("bye")
-    assert read_stderr() == "bye\n"
+    assert read_stderr() == "<cleared>hello\n"
 
 
-def test_only_the_main_process_prints_messages(read_stderr, exit_statuses, monkeypatch):
+def test_only_the_main_process_prints_messages(read_stderr, monkeypatch):
     pauses = []
     monkeypatch.setattr(console.time, "sleep", pauses.append)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert console.shows_progress_bar()
-    console.setup_console(is_main=False)
-    console.log("hello")
-    with pytest.raises(SystemExit), console.report_user_errors():
+    console.setup_console(is_main=False, owns_process=False)
+    with pytest.raises(SystemExit) as end, console.report_user_errors():
         raise ValueError("wrong")
-    assert read_stderr() == "" and exit_statuses == [1]
+    assert read_stderr() == "" and end.value.code == 1
     assert pauses == [10] # torchrun ends all processes when one has failed: the main one must show its error first
-    assert not console.shows_progress_bar()
 
 
-@pytest.mark.parametrize("stdout, stderr_is_tty, is_shown", [
-    ("terminal", True, False), ("file", True, True), ("file", False, False),
-    ("pipe", True, False)]) # whose reader may show the samples on the terminal
-def test_a_progress_bar_is_shown_beside_samples_in_a_file(read_stderr, monkeypatch, stdout, stderr_is_tty, is_shown):
+@pytest.mark.parametrize("stdout, stderr_is_tty, is_main, is_shown", [
+    ("terminal", True, True, False), ("file", True, True, True), ("file", False, True, False),
+    ("file", True, False, False), ("pipe", True, True, False)]) # the reader of a pipe may show the samples there
+def test_a_progress_bar_is_shown_beside_samples_in_a_file(read_stderr, monkeypatch, stdout, stderr_is_tty, is_main,
+                                                          is_shown):
     reader, writer = os.pipe()
-    with open(reader), open(writer, "w") as pipe, open(os.devnull, "w") as file:
-        monkeypatch.setattr(sys, "stdout", {"terminal": Terminal(), "file": file, "pipe": pipe}[stdout])
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: stderr_is_tty, raising=False)
-        assert console.shows_progress_bar() == is_shown
-
-
-@pytest.mark.parametrize("environment, on_terminal, in_file", [
-    ({}, True, False), ({"NO_COLOR": "1"}, False, False), ({"NO_COLOR": ""}, True, False),
-    ({"FORCE_COLOR": "1"}, True, True), ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False)], ids=str)
-def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, environment, on_terminal, in_file):
-    for name in "NO_COLOR", "FORCE_COLOR":
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert (console.has_colors(Terminal()), console.has_colors(io.StringIO())) == (on_terminal, in_file)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: stderr_is_tty, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: stdout == "terminal", raising=False)
+    console._console.is_main = is_main
+    with (open(reader), open(writer, "w") as pipe, open(os.devnull, "w") as file,
+          redirected(1, pipe if stdout == "pipe" else file)):
+        bar = console.start_progress_bar(10)
+    assert (bar is not None) == is_shown
+    if bar:
+        bar.close()
 
 
 @pytest.mark.parametrize("is_terminal, written", [(True, b"a?b?\n"), (False, "aéb😀\n".encode())])
@@ -132,19 +98,10 @@ def test_a_closed_or_full_stderr_is_ignored(read_stderr, monkeypatch):
         assert not console.is_tty(stream)
 
 
-def test_ctrl_c_ends_the_script_at_once(read_stderr, exit_statuses):
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN) # as in a background job of a shell
-        console.setup_console()
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        console.setup_console()
-        with pytest.raises(SystemExit):
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert exit_statuses == [130] and read_stderr() == ""
+def test_a_background_job_of_a_shell_still_ignores_ctrl_c(read_stderr):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    console.setup_console()
+    assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN
 
 
 def test_a_python_without_torch_gets_one_line():

@@ -1,23 +1,17 @@
 """out_file and html_file of a run: what they hold, and how a later run resumes them."""
 import json
 import os
-import shlex
-import shutil
-import subprocess
 import sys
 from contextlib import contextmanager
 
 import pytest
 
-from models import make_gpt, save_checkpoint
 from pages import SETTINGS, finished_sample, make_tokens, model_of
-from project import RULE, SCRIPT
-from sampling.outputs.output_file import open_output
+from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.params import Prompt, SampleRequest
+from terminal import redirected
 
-RUN = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--stop=e", "--batch_size=4",
-       "--device=cpu")
 needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files or locks")
 
 
@@ -39,7 +33,8 @@ def run(tmp_path):
     def run(count, models=None, die_after=99, **settings):
         with outputs_in(tmp_path, **settings) as outputs:
             for model in models or [model_of()]:
-                for request in outputs.open(model, [SampleRequest(index, Prompt("O"), []) for index in range(count)]):
+                requests = (SampleRequest(index, Prompt("O"), []) for index in range(count))
+                for request in outputs.open(model, requests):
                     if not request.already_saved and request.index < die_after:
                         outputs.write(finished_sample(request.index, "O", make_tokens(1 + request.index)))
                 if die_after == 99:
@@ -54,60 +49,12 @@ def contents(tmp_path):
     return lambda: ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes())
 
 
-@pytest.fixture(scope="module")
-def finished(run_script, tmp_path_factory):
-    """The folder of a finished run with whole.jsonl, and its standard output."""
-    folder = tmp_path_factory.mktemp("finished")
-    save_checkpoint(folder / "out", make_gpt())
-    (folder / "prompts.txt").write_text("The \nO\n\nWhat is it?\nyes\n")
-    done = run_script(*RUN, "--out_file=whole.jsonl", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
-
-
-@pytest.fixture
-def folder(finished, tmp_path):
-    """A copy of that folder."""
-    return shutil.copytree(finished[0], tmp_path / "run")
-
-
-@contextmanager
-def redirected(descriptor, file):
-    """Let a file descriptor of this process be another file."""
-    saved = os.dup(descriptor)
-    os.dup2(file.fileno(), descriptor)
-    try:
-        yield
-    finally:
-        os.dup2(saved, descriptor)
-        os.close(saved)
-
-
-def test_the_lines_of_a_run_hold_what_it_prints(finished):
-    folder, printed = finished
-    lines = [json.loads(line) for line in (folder / "whole.jsonl").read_bytes().splitlines()]
-    assert [line["index"] for line in lines] == list(range(12)) and "logprobs" not in lines[0]
-    assert "".join(f"{line['prompt']}{line['text']}\n{RULE}\n" for line in lines) == printed
-    assert {line["finish_reason"] for line in lines} == {"stop", "length"}
-
-
 # ---- resuming
 
-@pytest.mark.parametrize("share", [0, 0.4, 0.7, 1])
-def test_a_run_resumes_a_file_truncated_anywhere(run_script, finished, folder, share):
-    whole, printed = (folder / "whole.jsonl").read_bytes(), finished[1]
-    end = int(share * len(whole))
-    (folder / "cut.jsonl").write_bytes(whole[:end])
-    done = run_script(*RUN, "--batch_size=7", "--out_file=cut.jsonl", cwd=folder)
-    assert done.returncode == 0 and (folder / "cut.jsonl").read_bytes() == whole
-    num_saved = whole[:end].count(b"\n")
-    assert done.stdout == f"{RULE}\n".join(printed.split(f"{RULE}\n")[num_saved:]) # only the new samples
-    found = "is complete, with 12 samples: nothing to sample" if num_saved == 12 else f"holds {num_saved} sample"
-    assert num_saved == 0 or f"cut.jsonl {found}" in done.stderr
-
-
-@pytest.mark.parametrize("end", [-1, -2, 0, 10], ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
-def test_lines_and_page_of_a_killed_run_become_those_of_a_whole_one(run, contents, tmp_path, end):
+@pytest.mark.parametrize("end, message", [
+    (-1, "is complete, with 3 samples: nothing to sample"), (-2, "holds 2 samples already: resuming after them"),
+    (0, ""), (10, "")], ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
+def test_lines_and_page_of_a_killed_run_become_those_of_a_whole_one(run, contents, tmp_path, capsys, end, message):
     run(3)
     whole = contents()
     (tmp_path / "a.jsonl").write_bytes(whole[0][:end])
@@ -115,6 +62,7 @@ def test_lines_and_page_of_a_killed_run_become_those_of_a_whole_one(run, content
         (tmp_path / "a.html").unlink()
     run(3)
     assert contents() == whole
+    assert capsys.readouterr().err == (f"{tmp_path}/a.jsonl {message}\n" if message else "")
 
 
 @pytest.mark.parametrize("logprobs, num_top", [(None, 5), (2, 5), (7, 7)])
@@ -129,44 +77,37 @@ def test_a_longer_run_adds_to_both_files(run, contents, tmp_path, logprobs, num_
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "a.html"}
 
 
-def test_the_page_grows_with_the_run_but_is_not_written_for_every_sample(contents, tmp_path):
-    with outputs_in(tmp_path) as outputs:
-        outputs.open(model_of(), [])
-        for index, is_due, num_shown in [(0, True, 1), (1, False, 1), (2, True, 3)]:
+@pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)
+def test_the_page_grows_with_the_run_but_is_not_written_for_every_sample(tmp_path, settings):
+    with outputs_in(tmp_path, **settings) as outputs:
+        for model, index, is_due, num_shown in [(1, 0, True, 1), (1, 1, False, 1), (2, 0, True, 3), (2, 1, True, 4)]:
+            outputs.open(model_of(str(model)), iter([]))
             outputs.next_page_time = 0 if is_due else outputs.next_page_time
             outputs.write(finished_sample(index, "O", make_tokens(1)))
-            assert contents()[1].count(b"</article>") == num_shown
+            assert (tmp_path / "a.html").read_text().count("</article>") == num_shown
 
 
-def test_a_page_alone_leaves_no_other_file_and_is_not_resumed(run, tmp_path):
+def test_a_page_alone_leaves_no_other_file_and_no_page_is_replaced_without_its_lines(run, tmp_path):
     run(2, out_file=None)
     assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
-    with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
-        run(2, out_file=None)
+    page = (tmp_path / "a.html").read_bytes()
+    for settings, content in ({"out_file": None}, page), ({}, page), ({}, b"<!DOCTYPE html>mine"):
+        (tmp_path / "a.html").write_bytes(content)
+        with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
+            run(2, **settings)
+        assert (tmp_path / "a.html").read_bytes() == content
 
 
-def test_a_file_that_is_no_page_is_not_replaced(run, tmp_path):
-    run(1)
-    (tmp_path / "a.html").write_bytes(b"<!DOCTYPE html>mine")
-    with pytest.raises(ValueError, match="exists already"):
-        run(2)
-    assert (tmp_path / "a.html").read_bytes() == b"<!DOCTYPE html>mine"
-
-
-@pytest.mark.parametrize("change, message", [
-    (["--seed=1"], "line 1, is from another run: seed is 1337 there, and 1 here"),
-    (["--out_dir=other"], "the checkpoint's checksum is"),
-    (["--start=LINES:others.txt"], "line 4, is from another run: prompt is 'O' there, and 'A' here"),
-    (["--start=LINES:fewer.txt"], "whole.jsonl holds 12 samples, more than this run generates"),
-], ids=str)
-def test_the_file_of_another_run_is_refused_and_stays_unchanged(run_script, folder, change, message):
-    save_checkpoint(folder / "other", make_gpt(seed=2))
-    (folder / "others.txt").write_text("The \nA\nWhat is it?\nyes\n")
-    (folder / "fewer.txt").write_text("The \nO\n")
-    before = (folder / "whole.jsonl").read_bytes()
-    done = run_script(*RUN, "--out_file=whole.jsonl", *change, cwd=folder)
-    assert done.returncode == 1 and message in done.stderr and done.stdout == "" and "resuming" not in done.stderr
-    assert (folder / "whole.jsonl").read_bytes() == before
+@pytest.mark.parametrize("changes, message", [
+    ({"seed": 5}, "line 1, is from another run: seed is 1 there, and 5 here"),
+    ({"models": [model_of("2")]}, "line 1, is from another run: the checkpoint's checksum is '00000000' there"),
+    ({"count": 2}, "holds 3 samples, more than this run generates")], ids=str)
+def test_the_file_of_another_run_is_refused_and_stays_unchanged(run, contents, changes, message):
+    run(3)
+    before = contents()
+    with pytest.raises(ValueError, match=message):
+        run(**{"count": 3, **changes})
+    assert contents() == before
 
 
 @pytest.mark.parametrize("content", [b"my notes\n", b"no line end", b'{"version": 2, "index": 1, "pro'])
@@ -178,15 +119,6 @@ def test_other_files_are_refused_and_stay_unchanged(run, tmp_path, content):
 
 
 # ---- watch: lines of several checkpoints
-
-def test_each_checkpoint_follows_the_last_one_and_the_page_compares_them(run, contents):
-    models = model_of("1", 100), model_of("2", 200)
-    run(2, models, watch=True)
-    lines = [json.loads(line) for line in contents()[0].splitlines()]
-    found = [(line["checkpoint"]["iter_num"], line["index"]) for line in lines]
-    assert found == [(100, 0), (100, 1), (200, 0), (200, 1)]
-    assert contents()[1].count(b'">iteration 200</h3>') == contents()[1].count(b'">iteration 100</h3>') == 2
-
 
 @pytest.mark.parametrize("end", [-1, -2, 250], ids=["no-newline", "half-a-line", "half-the-first"])
 @pytest.mark.parametrize("is_newer", [False, True])
@@ -204,10 +136,11 @@ def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, cont
     assert (tmp_path / "a.jsonl").read_bytes() == (newer if is_newer else whole)
 
 
-def test_watch_refuses_a_file_of_other_settings(run):
-    run(2, [model_of("1")], watch=True, html_file=None)
-    with pytest.raises(ValueError, match="line 2, is from another run: seed is 1 there, and 5 here"):
-        run(2, [model_of("2")], watch=True, seed=5, html_file=None)
+@pytest.mark.parametrize("crc32, line", [("2", 3), ("3", 4)])
+def test_watch_refuses_a_file_of_other_settings(run, crc32, line):
+    run(2, [model_of("1"), model_of("2")], watch=True, html_file=None)
+    with pytest.raises(ValueError, match=f"line {line}, is from another run: seed is 1 there, and 5 here"):
+        run(2, [model_of(crc32)], watch=True, seed=5, html_file=None)
 
 
 # ---- overwrite
@@ -275,14 +208,3 @@ def test_a_file_that_cannot_be_used_is_an_error_that_names_it(tmp_path):
     stdout_error = pytest.raises(ValueError, match=r"standard output goes to .*out: give the file another name")
     with open(tmp_path / "out", "wb") as out, redirected(1, out), stdout_error:
         open_output(tmp_path / "out")
-
-
-@pytest.mark.slow
-@needs_unix
-def test_a_full_disk_is_one_error_line_and_the_run_can_be_resumed(run_script, folder):
-    command = shlex.join([sys.executable, str(SCRIPT), *RUN, "--out_file=a.jsonl"])
-    done = subprocess.run(["bash", "-c", f"ulimit -f 4; export OMP_NUM_THREADS=1; exec {command}"], cwd=folder,
-                          capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "File too large" in done.stderr.splitlines()[-1]
-    assert run_script(*RUN, "--out_file=a.jsonl", cwd=folder).returncode == 0
-    assert (folder / "a.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()

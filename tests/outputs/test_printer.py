@@ -1,26 +1,24 @@
-"""Printing samples to a pipe and to a terminal."""
+"""Printing samples to a pipe and to a terminal, the progress bar, and the last line of a run."""
+import io
 import math
-import os
 import re
+import signal
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tqdm import tqdm
 
 from models import make_gpt, save_checkpoint, save_meta
 from pages import finished_sample, make_token
 from project import RULE
-from sampling.outputs import html
-from sampling.outputs.printer import TINTS, Printer, colorize
+from sampling.outputs import html, printer
+from sampling.outputs.printer import TINTS, Printer, Progress, colorize
 from sampling.params import Prompt, Sample, SampleRequest, Token
-from script_process import start_script
 
 RUN = ("--start=The ", "--num_samples=3", "--max_new_tokens=30", "--device=cpu")
-
-
-def test_a_terminal_and_a_pipe_get_the_same_bytes(terminal, run_script, char_checkpoint):
-    for more in [], ["--stop=e"]:
-        printed = run_script(f"--out_dir={char_checkpoint}", *RUN, *more).stdout
-        assert printed and terminal(*RUN, *more, stderr=False).read_to_end() == printed
 
 
 def test_the_first_sample_streams_to_a_terminal(terminal):
@@ -30,16 +28,6 @@ def test_the_first_sample_streams_to_a_terminal(terminal):
         seen.append(screen.text)
     first = [text for text in seen if RULE not in text]
     assert len(first) > 20 and all(text.startswith("The ") for text in first[1:])
-
-
-def test_a_pipe_receives_each_sample_as_a_whole(char_checkpoint):
-    run = (*RUN, "--num_samples=10", "--batch_size=1", "--max_new_tokens=60")
-    process = start_script(f"--out_dir={char_checkpoint}", *run)
-    parts = []
-    while part := os.read(process.stdout.fileno(), 10**6):
-        parts.append(part.decode())
-    process.communicate()
-    assert len(parts) > 5 and all(part.endswith(f"\n{RULE}\n") for part in parts)
 
 
 def test_show_probs_only_adds_colours_and_only_where_they_are_shown(run_script, char_checkpoint):
@@ -52,6 +40,19 @@ def test_show_probs_only_adds_colours_and_only_where_they_are_shown(run_script, 
     done = run_script(f"--out_dir={char_checkpoint}", *RUN, "--show_probs")
     assert done.stdout == plain
     assert "show_probs has no effect: standard output is not a terminal, or NO_COLOR is set\n" in done.stderr
+
+
+@pytest.mark.parametrize("environment, on_terminal, in_file", [
+    ({}, True, False), ({"NO_COLOR": "1"}, False, False), ({"NO_COLOR": ""}, True, False),
+    ({"FORCE_COLOR": "1"}, True, True), ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False)], ids=str)
+def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, environment, on_terminal, in_file):
+    for name in "NO_COLOR", "FORCE_COLOR":
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for is_terminal, is_shown in (True, on_terminal), (False, in_file):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        assert Printer(CodePointTokenizer(), show_probs=True).show_probs == is_shown
 
 
 @pytest.mark.parametrize("probability, colorterm, background", [
@@ -86,6 +87,14 @@ class CodePointTokenizer:
         return "".join(map(chr, ids))
 
 
+def test_a_full_standard_output_is_an_error_that_names_it(monkeypatch):
+    def write(text):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False, write=write))
+    with pytest.raises(OSError, match="cannot write 'standard output': No space left on device"):
+        Printer(CodePointTokenizer()).update(finished_sample(0, "<", []))
+
+
 @pytest.mark.parametrize("steps", [[1, 2, 3, 4, 5, 6], [6], [0, 0, 3, 3, 6]], ids=str)
 def test_every_character_of_a_streaming_sample_is_printed_once(steps, capsys):
     sample, printer = Sample(SampleRequest(0, Prompt("<"), [60])), Printer(CodePointTokenizer())
@@ -112,3 +121,48 @@ def test_control_characters_in_samples_do_not_reach_a_terminal(terminal, run_scr
     shown = terminal(*run, stderr=False).read_to_end()
     assert all(char in printed for char in chars) and not set(chars) - set("\n[]2Jab") & set(shown)
     assert shown.translate({0x241b: 0x1b, 0x2407: 7, 0x2408: 8, 0xfffd: 0x9b, 0x240d: 0xd, 0x2421: 0x7f}) == printed
+
+
+# ---- progress
+
+def test_a_bar_is_shown_if_stderr_is_a_terminal_and_stdout_is_not(terminal):
+    screen = terminal("--num_samples=2000", "--max_new_tokens=100", "--batch_size=4", "--device=cpu", stdout=False)
+    deadline = time.monotonic() + 60
+    while not re.search(r"\d+ samples\]", screen.text) and time.monotonic() < deadline:
+        screen.read_some()
+    assert re.search(r"\d%.*/200k \[.*tokens/s, \d+ samples\]", screen.text)
+    screen.process.send_signal(signal.SIGINT)
+
+
+def test_the_bar_and_the_last_line_count_what_was_sampled(capsys):
+    counter = Progress(10, 100)
+    with tqdm(total=1000, file=io.StringIO()) as counter.bar:
+        counter.add_tokens(40)
+        counter.add_tokens(-10) # a batch ran out of memory
+        counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 30, "stop"))
+        assert (counter.bar.n, counter.bar.total, counter.bar.postfix) == (30, 930, "1 sample") # it stopped early
+    counter.close(3 * 2**20)
+    line = r"1 sample, 30 tokens in \d+\.\d s: [\d.]+ tokens/s, peak memory 3 MB\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    Progress(0, 5).close(None) # out_file was complete
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("total, before, after", [
+    (5, "0 of 5 samples", "1 of 5 samples"), (None, "0 samples", "1 sample")])
+@pytest.mark.parametrize("is_terminal", [False, True]) # a terminal without a bar shows samples
+def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(capsys, monkeypatch, total, before, after,
+                                                                     is_terminal):
+    clock = iter([0, 10, 29, 31, 50, 62, 90, 93])
+    monkeypatch.setattr(printer.time, "perf_counter", clock.__next__)
+    monkeypatch.setattr(printer, "start_progress_bar", lambda total: None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    counter = Progress(total, 100)
+    for _ in range(5):
+        counter.add_tokens(100)
+    counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 100))
+    for _ in range(2):
+        counter.add_tokens(-50) # a batch ran out of memory
+    lines = [f"{before}, 300 tokens so far: 9.7 tokens/s", f"{before}, 500 tokens so far: 8.1 tokens/s",
+             f"{after}, 400 tokens so far: 4.3 tokens/s"]
+    assert capsys.readouterr().err.splitlines() == ([] if is_terminal else lines)

@@ -234,7 +234,7 @@ def test_a_run_may_be_resumed_with_a_draft(run_script, char_checkpoint, tmp_path
 
 def test_the_progress_of_a_resumed_run_counts_the_samples_that_are_left(run_script, char_checkpoint, tmp_path,
                                                                         monkeypatch):
-    monkeypatch.setattr("sampling.outputs.progress.LOG_INTERVAL", 0) # seconds
+    monkeypatch.setattr("sampling.outputs.printer.LOG_INTERVAL", 0) # seconds
     for num_samples, count in (1, "of 1 sample,"), (3, "of 2 samples,"):
         done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--num_samples={num_samples}", "--out_file=a.jsonl",
                           cwd=tmp_path)
