@@ -72,7 +72,7 @@ def test_prompts_are_counted_and_checked_before_sampling(tmp_path, chars):
     assert requests[2] == SampleRequest(9, Prompt("abc", location=f"{tmp_path}/p.txt, line 2"), chars.encode("abc"))
     (tmp_path / "p.txt").write_text("a\nab5\n")
     with pytest.raises(ValueError, match=r"p.txt, line 2: the prompt has characters"):
-        PromptSource(f"LINES:{tmp_path}/p.txt").count_and_max_len(chars, 10)
+        source.count_and_max_len(chars, 10)
 
 
 def test_prompts_from_a_pipe_are_read_once_as_they_arrive(run_script, char_checkpoint, tmp_path, chars):

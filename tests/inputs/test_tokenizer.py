@@ -65,37 +65,32 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
     assert load(out, "nothing", size).source == str(out / "tokenizer.json")
 
 
-@pytest.mark.parametrize("kind", ["meta.pkl", "tokenizer.json"])
-def test_a_vocabulary_outside_of_the_data_folder_is_refused(here, kind):
+def test_a_vocabulary_outside_of_the_data_folder_is_refused(here):
     (here / "data" / "a").mkdir(parents=True)
-    save_tokenizer("words", here / "elsewhere")
-    if kind == "meta.pkl":
-        save_meta(here / "elsewhere" / "meta.pkl")
-    for dataset in "../elsewhere", "a/../../elsewhere", str(here / "elsewhere"):
-        with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of"):
-            load(here / "project" / "out", dataset, len(CHARS))
+    for save in lambda folder: save_tokenizer("words", folder), lambda folder: save_meta(folder / "meta.pkl"):
+        save(here / "elsewhere")
+        for dataset in "../elsewhere", "a/../../elsewhere", str(here / "elsewhere"):
+            with pytest.raises(ValueError, match="outside of data/; if it is the right file, copy it to the folder of"):
+                load(here / "project" / "out", dataset, len(CHARS))
 
 
-@pytest.mark.parametrize("where", ["meta.pkl", "checkpoint"])
-def test_a_tokenizer_that_is_named_is_believed(where):
+def test_a_tokenizer_that_is_named_is_believed():
     meta = {"tokenizer": "tiktoken", "tiktoken_encoding": "cl100k_base", "itos": {0: "!"}}
-    Path("meta.pkl").write_bytes(pickle.dumps(meta if where == "meta.pkl" else {}))
-    found = load(Path(), None, 100277, settings=meta if where == "checkpoint" else {})
-    assert found.source == "tiktoken's cl100k_base"
+    assert load(Path(), None, 100277, settings=meta).source == "tiktoken's cl100k_base"
+    Path("meta.pkl").write_bytes(pickle.dumps(meta))
+    assert load(Path(), None, 100277).source == "tiktoken's cl100k_base"
 
 
 @pytest.mark.parametrize("meta, named", [
     ({"tokenizer": "tiktoken", "tiktoken_encoding": "my_own"}, "'my_own' in tiktoken_encoding"),
     ({"tokenizer": "sentencepiece", "stoi": {"a": 0}, "itos": {0: "a"}}, "'sentencepiece' in tokenizer"),
     ({"tiktoken_encoding": "gpt2", "has_additional_tokens": True}, "with has_additional_tokens"),
-    ({"tokenizer": {"type": "bpe"}, "stoi": {"a": 0}}, "'a dict' in tokenizer"),
-])
+    ({"tokenizer": {"type": "bpe"}, "stoi": {"a": 0}}, "'a dict' in tokenizer")])
 def test_a_named_tokenizer_that_cannot_be_read_is_an_error(meta, named):
-    with pytest.raises(ValueError, match=f"names a tokenizer that cannot be read, .*{named}; pass --tokenizer"):
-        load(Path(), None, 50304, settings=meta)
-    Path("meta.pkl").write_bytes(pickle.dumps(meta))
-    with pytest.raises(ValueError, match=f"names a tokenizer that cannot be read, .*{named}; pass --tokenizer"):
-        load(Path(), None, 50304)
+    for content, settings in (meta, {}), ({}, meta):
+        Path("meta.pkl").write_bytes(pickle.dumps(content))
+        with pytest.raises(ValueError, match=f"names a tokenizer that cannot be read, .*{named}; pass --tokenizer"):
+            load(Path(), None, 50304, settings=settings)
 
 
 @pytest.mark.parametrize("name, vocab_size, source", [
