@@ -16,10 +16,7 @@ ADVICE = ("pass --tokenizer=NAME|FILE, an encoding of tiktoken or a tokenizer.js
 
 
 class CharTokenizer(ByteDecodingTokenizer):
-    """One token for each character, or for each byte of the text in UTF-8.
-
-    meta: the content of the meta.pkl at path, if it was read already.
-    """
+    """One token for each character, or for each byte in UTF-8. meta: the content of the file, if it was read."""
     joins_spaces = False
 
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):

@@ -114,8 +114,7 @@ def added_tokens(content: dict, added: list[dict], named: list[dict]) -> list[di
         text = token["content"]
         if text not in tokens:
             tokens[text] = token | {"special": True, "id": vocab.get(text, next_id)}
-            if tokens[text]["id"] == next_id:
-                next_id += 1
+            next_id = max(next_id, tokens[text]["id"] + 1)
     return [{"id": token["id"], "content": text} | {flag: token.get(flag, False) for flag in FLAGS}
             for text, token in tokens.items()]
 
@@ -136,8 +135,7 @@ def named_tokens(settings: dict) -> list[dict]:
 
 def class_name(settings: dict) -> str:
     """The tokenizer class that the settings name, without "Fast"; empty if they name none."""
-    name = settings.get("tokenizer_class")
-    return name.removesuffix("Fast") if isinstance(name, str) else ""
+    return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
 
 
 def read_optional(path: Path) -> dict:

@@ -139,8 +139,7 @@ def safe_content(content: dict) -> dict:
     require(len(added) <= MAX_ADDED_TOKENS and all(map(is_text, (token["content"] for token in added))),
             f"it has more than {MAX_ADDED_TOKENS} added tokens, or one without 1 to {MAX_TEXT} characters")
     sequences = {part: {"type": "Sequence", STEPS[part][0]: steps} if steps else None for part, steps in parts.items()}
-    return {"version": "1.0", "model": safe_model(content["model"]), "added_tokens": added,
-            "post_processor": None, **sequences}
+    return {"model": safe_model(content["model"]), "added_tokens": added, **sequences}
 
 
 def safe_steps(content: dict | None, part: str) -> list[dict]:

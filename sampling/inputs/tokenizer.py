@@ -64,26 +64,10 @@ def load_tokenizer(checkpoint: Checkpoint, log: Log, tokenizer: str | None = Non
     for a Hugging Face tokenizer. If there is none, loads the encoding that the training's settings in the checkpoint
     name, or else GPT-2's if the vocabulary has its size.
     """
-    from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer, encoding_label
-    if tokenizer is not None:
-        if found := load_from(resolve(tokenizer), checkpoint, log):
-            return found
-        raise ValueError(f"{tokenizer} has no stoi, and names no tokenizer")
-    folders, dataset = [Path(checkpoint.folder)], checkpoint.raw_config.get("dataset") # any type: a stranger's, maybe
-    if not checkpoint.is_huggingface and isinstance(dataset, str) and len(dataset) < 1000 and "\0" not in dataset:
-        folders += [Path("data", dataset), Path(os.path.abspath(checkpoint.folder)).parent / "data" / dataset]
-    for name in candidates(checkpoint, folders):
+    for name in candidates(checkpoint, log) if tokenizer is None else [resolve(tokenizer)]:
         if found := load_from(name, checkpoint, log):
             return found
-    searched = ", ".join(dict.fromkeys(os.path.join(os.path.abspath(folder), "") for folder in folders))
-    lacks = (f"{checkpoint.folder} has no tokenizer of its own" if checkpoint.is_huggingface else
-             f"neither meta.pkl nor tokenizer.json is in {searched}")
-    # Nobody named this encoding, so only the sizes to which people pad its vocabulary are sure.
-    if not (50257 <= checkpoint.config.vocab_size <= 50304 or checkpoint.config.vocab_size == 51200):
-        raise ValueError(f"{lacks}; {misfit(checkpoint, encoding_label('gpt2'), ENCODINGS['gpt2'])}")
-    if checkpoint.is_huggingface:
-        log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
-    return TiktokenTokenizer("gpt2", log)
+    raise ValueError(f"{tokenizer} has no stoi, and names no tokenizer")
 
 
 def resolve(name: str) -> str | Path:
@@ -102,20 +86,35 @@ def resolve(name: str) -> str | Path:
                      f"folder, or a meta.pkl; got {name!r:.200}{reason}")
 
 
-def candidates(checkpoint: Checkpoint, folders: Sequence[Path]) -> Iterator[str | Path]:
-    """Yield the files and encodings that may be the checkpoint's tokenizer, the likeliest first."""
+def candidates(checkpoint: Checkpoint, log: Log) -> Iterator[str | Path]:
+    """Yield the files and encodings that may be the checkpoint's tokenizer, the likeliest first.
+
+    Raises ValueError where the next one would be a guess.
+    """
     from sampling.inputs.char_tokenizer import named_encoding
     from sampling.inputs.hf_files import find_tokenizer
-    dataset = str(checkpoint.raw_config.get("dataset"))
-    is_outside = os.path.isabs(dataset) or ".." in dataset.replace("\\", "/").split("/")
-    metas = [] if checkpoint.is_huggingface else [folder / "meta.pkl" for folder in folders]
+    own, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # a stranger's, and of any type
+    folders, metas, lacks = [own], [], f"{own} has no tokenizer of its own"
+    if not checkpoint.is_huggingface:
+        if isinstance(dataset, str) and len(dataset) < 1000 and "\0" not in dataset:
+            folders += [Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
+        searched = dict.fromkeys(os.path.join(os.path.abspath(folder), "") for folder in folders)
+        metas = [folder / "meta.pkl" for folder in folders]
+        lacks = f"neither meta.pkl nor tokenizer.json is in {', '.join(searched)}"
+    is_outside = os.path.isabs(str(dataset)) or ".." in str(dataset).replace("\\", "/").split("/")
     for path in chain(filter(os.path.isfile, metas), filter(None, map(find_tokenizer, folders))):
-        if is_outside and path.parent != folders[0]: # a stranger's checkpoint could name any file
+        if is_outside and path.parent != own: # the file could be any
             raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; if it "
                              "is the right file, copy it to the folder of ckpt.pt")
         yield path
     if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         yield encoding
+    # Nobody names GPT-2's encoding, so only the sizes to which people pad its vocabulary are sure.
+    if not (50257 <= checkpoint.config.vocab_size <= 50304 or checkpoint.config.vocab_size == 51200):
+        raise ValueError(f"{lacks}; " + misfit(checkpoint, "GPT-2's encoding", 50257))
+    if checkpoint.is_huggingface:
+        log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
+    yield "gpt2"
 
 
 def load_from(name: str | Path, checkpoint: Checkpoint, log: Log) -> Tokenizer | None:
