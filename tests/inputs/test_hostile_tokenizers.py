@@ -20,7 +20,6 @@ def replace(pattern, content):
 
 
 def steps(part, *steps):
-    """A part of a tokenizer.json."""
     return {part: {"type": "Sequence", f"{part.replace('_', '')}s": list(steps)}}
 
 
@@ -31,7 +30,6 @@ def added(*tokens):
 HOSTILE = {
     # what a text could become
     "doubling-replaces": steps("normalizer", *[replace({"String": "a"}, "aa")] * 16),
-    "long-replacement": steps("normalizer", replace({"String": "a"}, "a" * 1000)),
     "many-steps": steps("normalizer", *[replace({"String": "a"}, "b")] * 100),
     "bytes-of-bytes": steps("pre_tokenizer", *[{"type": "ByteLevel", "use_regex": False}] * 16),
     "empty-pattern": steps("normalizer", replace({"String": ""}, "a")),
@@ -83,10 +81,9 @@ def test_the_unchanged_tokenizers_load_without_what_changes_a_prompt(change, ids
 
 
 @pytest.mark.parametrize("name, content", [
-    ("merges.txt", b"a\n"), ("merges.txt", b"\xff\xfe"), ("merges.txt", b"a b\n" * (2**20 + 1)),
+    ("merges.txt", b"a\n"), ("merges.txt", b"a b\n" * (2**20 + 1)),
     ("vocab.json", b'{"a": 4294967296, "b": 1, "ab": 2}'), ("added_tokens.json", b'{"<a>": 290, "<b>": 290}'),
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"' + b"9" * 5000 + b'": {"content": "<a>"}}}'),
-    ("tokenizer_config.json", b'{"add_prefix_space": {"a": 1}}'),
 ], ids=lambda content: str(content)[:40])
 def test_hostile_older_files_are_refused(name, content, tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(VOCAB))

@@ -1,6 +1,5 @@
 """TiktokenTokenizer, GPT-2's byte-pair encoding, and where its vocabulary comes from."""
 import hashlib
-import json
 import random
 
 import pytest
@@ -14,8 +13,8 @@ from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer, from_json
 @pytest.fixture
 def tokenizer_json(tiktoken_cache, needs_gpt2_encoding, tmp_path):
     """GPT-2's tokenizer.json, as far as it is read."""
-    vocab = json.loads((tiktoken_cache / GPT2_FILES["encoder.json"]).read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    vocab = (tiktoken_cache / GPT2_FILES["encoder.json"]).read_text()
+    (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
     return tmp_path / "tokenizer.json"
 
 
