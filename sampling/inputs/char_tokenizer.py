@@ -1,7 +1,6 @@
 """The meta.pkl of a nanoGPT data set: a vocabulary of characters or of bytes, or the name of a tokenizer."""
 import os
 import re
-from collections.abc import Collection
 
 from sampling.checkpoints.checkpoint import named_errors, require
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, damaged_if_fails
@@ -17,10 +16,7 @@ ADVICE = ("pass --tokenizer=NAME|FILE, an encoding of tiktoken or a tokenizer.js
 
 
 class CharTokenizer(ByteDecodingTokenizer):
-    """One token for each character, or for each byte of the text in UTF-8.
-
-    meta: the content of the meta.pkl at path, if it was read already.
-    """
+    """One token for each character, or for each byte in UTF-8. meta: the content of the file, if it was read."""
     joins_spaces = False
 
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
@@ -35,24 +31,21 @@ class CharTokenizer(ByteDecodingTokenizer):
         if self.is_bytes:
             require_unicode(text)
         symbols = text.encode() if self.is_bytes else text
-        if unknown := set(symbols) - self.stoi.keys():
+        if unknown := [symbol for symbol in dict.fromkeys(symbols) if symbol not in self.stoi]:
             raise ValueError(self._unknown_message(unknown, symbols))
         return [self.stoi[symbol] for symbol in symbols]
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces.get(token_id, REPLACEMENT.encode())
 
-    def _unknown_message(self, unknown: Collection, symbols: str | bytes) -> str:
-        first = {} # the first position of each unknown symbol
-        for i, symbol in enumerate(symbols, 1):
-            if symbol in unknown:
-                first.setdefault(symbol, i)
-        listed = [f"{bytes([symbol]) if self.is_bytes else symbol!r} at {i}" for symbol, i in first.items()]
-        more = f"; {len(listed) - 5} more" if len(listed) > 5 else ""
+    def _unknown_message(self, unknown: list, symbols: str | bytes) -> str:
+        listed = [f"{bytes([symbol]) if self.is_bytes else symbol!r} at {symbols.index(symbol) + 1}"
+                  for symbol in unknown[:5]]
+        more = f"; {len(unknown) - 5} more" if len(unknown) > 5 else ""
         return (f"the prompt has {'bytes' if self.is_bytes else 'characters'} that {self.source} lacks: "
-                f"{'; '.join(listed[:5])}{more} (counted from 1){'' if self.is_bytes else self._advice(first)}")
+                f"{'; '.join(listed)}{more} (counted from 1){'' if self.is_bytes else self._advice(unknown)}")
 
-    def _advice(self, unknown: Collection[str]) -> str:
+    def _advice(self, unknown: list[str]) -> str:
         """What the user may do about these unknown characters."""
         if "\\" in unknown and "\n" in self.stoi:
             return r"""; for a newline pass --start='"\n"', or --start=$'\n' in bash"""
@@ -71,8 +64,8 @@ def parse_vocabulary(source: str, meta: dict) -> tuple[dict, dict]:
     stoi = {byte_as_int(symbol): i for symbol, i in stoi.items()}
     itos = {i: byte_as_int(symbol) for i, symbol in itos.items()}
     ids, symbols = [*stoi.values(), *itos], [*stoi, *itos.values()]
-    are_bytes = all(type(symbol) is int and 0 <= symbol < 256 for symbol in symbols)
-    are_ids = ids and all(type(i) is int and i >= 0 for i in ids)
+    are_bytes = {*map(type, symbols)} == {int} and set(symbols) <= set(range(256))
+    are_ids = {*map(type, ids)} == {int} and min(ids) >= 0
     if not (are_ids and (are_bytes or {*map(type, symbols)} == {str})):
         raise ValueError(f"{source} must map characters or bytes to token ids in stoi, and token ids to them in itos")
     for symbol in [] if are_bytes else symbols:
@@ -80,10 +73,9 @@ def parse_vocabulary(source: str, meta: dict) -> tuple[dict, dict]:
             raise ValueError(f"{source} has the token {symbol!r:.40} of several characters, so it is no vocabulary of "
                              f"characters; {ADVICE}")
     # Several characters may share an id, and several ids may share a character. But the two dicts must not conflict.
-    pairs, reverse = set(stoi.items()), {(symbol, i) for i, symbol in itos.items()}
-    known_symbols, known_ids = set(itos.values()), set(stoi.values())
-    conflicts = [symbol for symbol, _ in pairs - reverse if symbol in known_symbols]
-    conflicts += [symbol for symbol, i in reverse - pairs if i in known_ids]
+    known_ids, known_symbols = set(stoi.values()), set(itos.values())
+    conflicts = [symbol for symbol, i in stoi.items() if symbol in known_symbols and itos.get(i) != symbol]
+    conflicts += [symbol for i, symbol in itos.items() if i in known_ids and stoi.get(symbol) != i]
     if conflicts:
         raise ValueError(f"{source} is damaged: stoi and itos disagree about {conflicts[0]!r:.40}")
     return stoi, itos or {i: symbol for symbol, i in stoi.items()}

@@ -20,9 +20,8 @@ BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]",
                "mask_token": "[MASK]"}
 
 
-def find_tokenizer(folder: str | Path) -> Path | None:
+def find_tokenizer(folder: Path) -> Path | None:
     """The main file of the tokenizer in a folder: tokenizer.json, vocab.json or vocab.txt; None if there is none."""
-    folder = Path(folder)
     for name in "tokenizer.json", "vocab.json", "vocab.txt":
         if os.path.lexists(folder / name):
             return folder / name
@@ -43,10 +42,16 @@ def find_tokenizer(folder: str | Path) -> Path | None:
 def read_tokenizer(path: Path) -> dict:
     """The tokenizer with this main file, as the content of a tokenizer.json.
 
-    Its added tokens include the special tokens that only the other files in the folder name.
+    Its added tokens include those that only the other files in the folder name.
     """
-    settings = read_settings(path.parent)
+    settings = read_optional(path.with_name("tokenizer_config.json"))
     name, options = class_name(settings), {"add_prefix_space": settings.get("add_prefix_space") or False}
+    added = [token | {"id": int(token_id)} for token_id, token in settings.get("added_tokens_decoder", {}).items()]
+    if "added_tokens_decoder" not in settings: # then older files have them
+        settings |= read_optional(path.with_name("special_tokens_map.json"))
+        named = {token["content"] for token in named_tokens(settings)}
+        added = [{"id": token_id, "content": content, "special": content in named, "normalized": content not in named}
+                 for content, token_id in read_optional(path.with_name("added_tokens.json")).items()]
     require(path.name not in CLASSES or name in CLASSES[path.name],
             f"a tokenizer of the class {name!r:.60} needs a tokenizer.json, not {path.name}")
     if path.name == "vocab.txt":
@@ -57,11 +62,12 @@ def read_tokenizer(path: Path) -> dict:
         content = byte_level(path, options)
     else:
         content, config = read_json(path), {} if name else read_optional(path.with_name("config.json"))
-        parts = [part for part in map(content.get, ("model", "pre_tokenizer")) if isinstance(part, dict)]
-        is_bpe = [part.get("type") for part in parts] == ["BPE", "ByteLevel"]
+        require(isinstance(content.get("model"), dict), "it has no model, so it is not a tokenizer.json")
+        step = content.get("pre_tokenizer") or {}
+        is_bpe = (content["model"].get("type"), step.get("type")) == ("BPE", "ByteLevel")
         if is_bpe and (name == "GPT2Tokenizer" or config.get("model_type") == "gpt2"): # what transformers makes of it
-            settings, content["pre_tokenizer"] = GPT2_TOKENS | settings, parts[1] | options
-    return add_special_tokens(content, settings)
+            settings, content["pre_tokenizer"] = GPT2_TOKENS | settings, step | options
+    return content | {"added_tokens": added_tokens(content, added, named_tokens(settings))}
 
 
 def wordpiece(path: Path, settings: dict) -> dict:
@@ -91,59 +97,32 @@ def byte_level(path: Path, options: dict) -> dict:
     return {"pre_tokenizer": step, "decoder": step, "model": model}
 
 
-def read_settings(folder: Path) -> dict:
-    """The settings in tokenizer_config.json.
+def added_tokens(content: dict, added: list[dict], named: list[dict]) -> list[dict]:
+    """The added tokens of a tokenizer.json with this content, of which the settings add and name some more.
 
-    If it lists no added tokens, they come from the older special_tokens_map.json and added_tokens.json.
+    As in transformers: a token that is added has the flags that are given there. A new token that the settings only
+    name, such as eos_token, gets the next free id.
     """
-    path, added_path = folder / "tokenizer_config.json", folder / "added_tokens.json"
-    settings = read_optional(path)
-    if "added_tokens_decoder" not in settings:
-        settings |= read_optional(folder / "special_tokens_map.json")
-        named, added = {token["content"] for token in named_tokens(settings)}, read_optional(added_path)
-        require(len({i for i in added.values() if type(i) is int}) == len(added),
-                f"{added_path} must give each token a different id")
-        settings["added_tokens_decoder"] = {
-            str(token_id): {"content": content, "special": content in named, "normalized": content not in named}
-            for content, token_id in added.items()}
-    listed = settings["added_tokens_decoder"]
-    require(isinstance(listed, dict) and all(isinstance(token, dict) for token in listed.values())
-            and all(token_id.isdecimal() and len(token_id) <= 10 for token_id in listed),
-            f"added_tokens_decoder in {path} must hold objects by their ids")
-    return settings
-
-
-def add_special_tokens(content: dict, settings: dict) -> dict:
-    """The content of tokenizer.json, with the tokens in the settings as added tokens.
-
-    As in transformers: a token in added_tokens_decoder has the flags that are given there. A new token that the
-    settings only name, such as eos_token, gets the next free id.
-    """
-    listed, vocab = content.get("added_tokens") or [], vocab_of(content.get("model"))
-    tokens = {token.get("content"): token for token in listed}
+    listed, vocab = content.get("added_tokens") or [], vocab_of(content["model"])
+    tokens = {token["content"]: token for token in listed}
     require(len(tokens) == len(listed), "two of its added tokens have the same content")
-    for token_id, token in settings["added_tokens_decoder"].items():
-        text = token.get("content")
-        tokens[text] = token | {"id": tokens.get(text, {"id": int(token_id)}).get("id")}
-    ids = [i for i in chain(vocab.values(), (token.get("id") for token in tokens.values())) if type(i) is int]
-    next_id = max(ids, default=-1) + 1
-    for token in named_tokens(settings):
+    for token in added:
+        text = token["content"]
+        tokens[text] = token | {"id": tokens.get(text, token)["id"]}
+    next_id = 1 + max(chain(vocab.values(), (token["id"] for token in tokens.values())), default=-1)
+    for token in named:
         text = token["content"]
         if text not in tokens:
             tokens[text] = token | {"special": True, "id": vocab.get(text, next_id)}
-            if tokens[text]["id"] == next_id:
-                next_id += 1
-    added = [{"id": token.get("id"), "content": text} | {flag: token.get(flag, False) for flag in FLAGS}
-             for text, token in tokens.items()]
-    return {**content, "added_tokens": added}
+            next_id = max(next_id, tokens[text]["id"] + 1)
+    return [{"id": token["id"], "content": text} | {flag: token.get(flag, False) for flag in FLAGS}
+            for text, token in tokens.items()]
 
 
-def vocab_of(model: object) -> dict:
-    """The id of each token of a model, which may not be checked yet. Empty if there is no vocabulary."""
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocab, list): # Unigram has a list of [piece, score]
-        return {piece[0]: i for i, piece in enumerate(vocab) if isinstance(piece, list) and isinstance(piece[0], str)}
-    return vocab if isinstance(vocab, dict) else {}
+def vocab_of(model: dict) -> dict:
+    """The id of each token of a model."""
+    vocab = model["vocab"]
+    return {piece: i for i, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab # Unigram has scores
 
 
 def named_tokens(settings: dict) -> list[dict]:
@@ -156,8 +135,7 @@ def named_tokens(settings: dict) -> list[dict]:
 
 def class_name(settings: dict) -> str:
     """The tokenizer class that the settings name, without "Fast"; empty if they name none."""
-    name = settings.get("tokenizer_class")
-    return name.removesuffix("Fast") if isinstance(name, str) else ""
+    return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
 
 
 def read_optional(path: Path) -> dict:

@@ -139,13 +139,12 @@ def safe_content(content: dict) -> dict:
     require(len(added) <= MAX_ADDED_TOKENS and all(map(is_text, (token["content"] for token in added))),
             f"it has more than {MAX_ADDED_TOKENS} added tokens, or one without 1 to {MAX_TEXT} characters")
     sequences = {part: {"type": "Sequence", STEPS[part][0]: steps} if steps else None for part, steps in parts.items()}
-    return {"version": "1.0", "model": safe_model(content.get("model")), "added_tokens": added,
-            "post_processor": None, **sequences}
+    return {"model": safe_model(content["model"]), "added_tokens": added, **sequences}
 
 
-def safe_steps(content: object, part: str) -> list[dict]:
+def safe_steps(content: dict | None, part: str) -> list[dict]:
     sequence, allowed = STEPS[part]
-    steps = flatten(content, part, sequence)
+    steps = flatten(content, sequence)
     require(len(steps) <= MAX_STEPS, f"its {part} has more than {MAX_STEPS} steps")
     for step in steps:
         kind = step.get("type")
@@ -156,22 +155,18 @@ def safe_steps(content: object, part: str) -> list[dict]:
     return steps
 
 
+def flatten(step: dict | None, sequence: str) -> list[dict]:
+    """The steps of a part, which may be nested in Sequences."""
+    if step is None:
+        return []
+    return [each for inner in step[sequence] for each in flatten(inner, sequence)] if sequence in step else [step]
+
+
 def growth(step: dict) -> float:
     """How many times more bytes a step can make of a text."""
     if step["type"] == "Replace":
         return max(1, len(step["content"].encode()) / len(step["pattern"].get("String", " ")))
     return GROWTH.get(step["type"], 1)
-
-
-def flatten(step: object, part: str, sequence: str) -> list[dict]:
-    """The steps of a part, which may be nested in Sequences."""
-    if step is None:
-        return []
-    require(isinstance(step, dict), f"its {part} must be an object")
-    if step.get("type") != "Sequence":
-        return [step]
-    require(isinstance(step.get(sequence), list), f"the {sequence} of its {part} must be a list")
-    return [each for inner in step[sequence] for each in flatten(inner, part, sequence)]
 
 
 def is_harmless(value: object) -> bool:
@@ -187,12 +182,10 @@ def is_text(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT
 
 
-def safe_model(model: object) -> dict:
-    require(isinstance(model, dict), "its model must be an object")
+def safe_model(model: dict) -> dict:
     kind = model.get("type") or ("BPE" if "merges" in model else "Unigram" if isinstance(model.get("vocab"), list) else
                                  "WordPiece" if "max_input_chars_per_word" in model else "WordLevel") # older files
-    require(isinstance(kind, str) and kind in MODEL_FIELDS,
-            f"its model has the type {kind!r:.60}; supported types: {', '.join(MODEL_FIELDS)}")
+    require(kind in MODEL_FIELDS, f"its model has the type {kind!r:.60}; supported types: {', '.join(MODEL_FIELDS)}")
     vocab = vocab_of(model)
     require(vocab and all(len(token) <= MAX_TEXT for token in vocab),
             f"its vocabulary is empty, or has a token of more than {MAX_TEXT} characters")
@@ -204,7 +197,7 @@ def safe_model(model: object) -> dict:
     require(model.get("max_input_chars_per_word", 100) in range(1, MAX_TEXT), "its words may be too long")
     require(kind != "BPE" or not model.get("continuing_subword_prefix"),
             "its continuing_subword_prefix is not supported") # with some merges, the library aborts the process
-    for merge in model["merges"] if isinstance(model.get("merges"), list) else ():
+    for merge in model.get("merges") or ():
         pair = merge.split(" ") if isinstance(merge, str) else merge
         require(isinstance(pair, list) and all(map(is_text, pair)) and "".join(pair) in vocab,
                 f"its merge {merge!r:.60} is no pair of tokens, or makes a token that its vocabulary lacks")

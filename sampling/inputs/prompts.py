@@ -53,26 +53,21 @@ class PromptSource:
         """The number of samples of the run, and the number of tokens in the longest prompt; (None, None) for a pipe."""
         if self.is_single_pass:
             return None, None
-        lengths = [len(encode_prompt(prompt, tokenizer)) for prompt in self]
+        lengths = [len(request.prompt_ids) for request in make_requests(self, tokenizer, num_samples=1)]
         return len(lengths) * num_samples, max(lengths)
 
 
 def make_requests(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int,
                   first_index: int = 0) -> Iterator[SampleRequest]:
-    """Yield num_samples requests for each prompt. Raises ValueError if a prompt cannot be encoded."""
+    """Yield num_samples requests for each prompt. Raises ValueError, with its location, if one cannot be encoded."""
     indices = count(first_index)
     for prompt in prompts:
-        prompt_ids = encode_prompt(prompt, tokenizer)
+        try:
+            prompt_ids = tokenizer.encode(prompt.text)
+        except ValueError as error:
+            raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
         for _ in range(num_samples):
             yield SampleRequest(next(indices), prompt, prompt_ids)
-
-
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a prompt. Raises ValueError, which names the prompt's location, if it cannot be encoded."""
-    try:
-        return tokenizer.encode(prompt.text)
-    except ValueError as error:
-        raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
 
 
 def read_prompts(start: str) -> Iterator[Prompt]:
@@ -83,8 +78,6 @@ def read_prompts(start: str) -> Iterator[Prompt]:
         return
     if not path:
         raise ValueError(f"{kind}: needs the path of a file after the colon, or - for standard input")
-    if "\0" in path:
-        raise ValueError(f"cannot read the prompt file {path!r:.200}: the path has a null byte")
     source = "standard input" if path == "-" else path
     name, number, is_empty = source if path == "-" else f"the prompt file {path}", 0, True
     try:
@@ -108,16 +101,16 @@ def parse_json_line(line: str, location: str) -> Prompt:
     """The prompt in a line of JSON. Raises ValueError if the line has none, or a field that is not allowed."""
     reason = ""
     try:
-        found = nested = json.loads(line)
-        for _ in range(50): # out_file nests these fields deeper: leave room for 50 more levels
-            nested = [nested]
-        json.dumps(nested, allow_nan=False) # JSON has no NaN or infinity
+        found = json.loads(line)
+        json.dumps(found, allow_nan=False) # out_file gets these fields, and JSON has no NaN or infinity
     except (ValueError, RecursionError) as error:
         found, reason = None, f" ({error})"
-    if not (isinstance(found, dict) and isinstance(found.get("prompt"), str) and found["prompt"]):
+    if not (isinstance(found, dict) and isinstance(found.get("prompt"), str)):
         raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
                          f"got {line!r:.100}{reason}")
     prompt = Prompt(found.pop("prompt"), found.pop("id", None), location, other_fields=found)
+    if not prompt.text:
+        raise ValueError(f"{location}: the prompt is empty, but a sample needs one")
     for name in found:
         if name in RULES:
             raise ValueError(f"{location}: {name} is a setting of the whole run, not of one prompt: pass --{name}=... "
@@ -152,19 +145,18 @@ def can_produce(tokenizer: Tokenizer, text: str) -> bool:
 def log_notices(requests: Iterable[SampleRequest], tokenizer: Tokenizer, block_size: int,
                 log: Log) -> Iterator[SampleRequest]:
     """Yield the requests. Of the new ones, log the first that is cropped, and the first that ends in a space."""
-    was_said = set()
+    said_cropped, said_space = False, not tokenizer.joins_spaces
     for request in requests:
         at = f"{request.prompt.location}: " if request.prompt.location else ""
-        num_tokens = len(request.prompt_ids)
-        if num_tokens > block_size and not (request.already_saved or "cropped" in was_said):
-            was_said.add("cropped")
+        num_tokens, is_new = len(request.prompt_ids), not request.already_saved
+        if is_new and num_tokens > block_size and not said_cropped:
+            said_cropped = True
             others = f"; of later prompts too, it sees at most {block_size}" if at else ""
             log(f"{at}the prompt has {num_tokens} tokens, but the model sees only the last {block_size}, which begin "
                 f"with {tokenizer.decode(request.prompt_ids[-block_size:])[:40]!r}{others}")
         # In the training text, this space was part of the token of the next word, so the model rarely saw it alone.
-        ends_in_space = tokenizer.joins_spaces and request.prompt.text.endswith(" ")
-        if ends_in_space and not (request.already_saved or "space" in was_said):
-            was_said.add("space")
+        if is_new and request.prompt.text.endswith(" ") and not said_space:
+            said_space = True
             log(f"{at}the prompt ends in a space: a trailing space mostly gives worse text, because in "
                 f"{tokenizer.source} a word begins with its space")
         yield request

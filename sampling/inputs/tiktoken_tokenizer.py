@@ -36,7 +36,6 @@ class TiktokenTokenizer(ByteDecodingTokenizer):
 
 
 def encoding_label(name: str) -> str:
-    """What messages call an encoding."""
     return "GPT-2's encoding" if name == "gpt2" else f"tiktoken's {name}"
 
 

@@ -2,13 +2,12 @@
 import codecs
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.messages import Log
-
-if TYPE_CHECKING: # it imports torch, which takes a second
-    from sampling.checkpoints.checkpoint import Checkpoint
 
 # The encodings of tiktoken, and how many tokens each has.
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
@@ -57,26 +56,18 @@ def require_unicode(text: str) -> None:
 
 # The modules of the tokenizers import what is above, so the functions below import them.
 
-def load_tokenizer(checkpoint: "Checkpoint", log: Log, tokenizer: str | None = None) -> Tokenizer:
+def load_tokenizer(checkpoint: Checkpoint, log: Log, tokenizer: str | None = None) -> Tokenizer:
     """Load the tokenizer of a model. Raises ValueError if none is surely the model's, or if it cannot be loaded.
 
-    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, searches folders_of(checkpoint)
-    for a meta.pkl, then for a Hugging Face tokenizer. If there is none, loads the encoding that the training's settings
-    in the checkpoint name, or else GPT-2's if the vocabulary has its size.
+    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, searches the folder of the
+    checkpoint, and for a ckpt.pt also data/<dataset> in the working directory and beside out_dir, for a meta.pkl, then
+    for a Hugging Face tokenizer. If there is none, loads the encoding that the training's settings in the checkpoint
+    name, or else GPT-2's if the vocabulary has its size.
     """
-    from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
-    for name in candidates(checkpoint) if tokenizer is None else [resolve(tokenizer)]:
+    for name in candidates(checkpoint, log) if tokenizer is None else [resolve(tokenizer)]:
         if found := load_from(name, checkpoint, log):
             return found
-    if tokenizer is not None:
-        raise ValueError(f"{tokenizer} has no stoi, and names no tokenizer")
-    searched = ", ".join(dict.fromkeys(os.path.join(os.path.abspath(folder), "") for folder in folders_of(checkpoint)))
-    lacks = (f"{checkpoint.folder} has no tokenizer of its own" if checkpoint.is_huggingface else
-             f"neither meta.pkl nor tokenizer.json is in {searched}")
-    check_size(checkpoint, "GPT-2's encoding", ENCODINGS["gpt2"], is_guess=True, prefix=f"{lacks}; ")
-    if checkpoint.is_huggingface:
-        log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
-    return TiktokenTokenizer("gpt2", log)
+    raise ValueError(f"{tokenizer} has no stoi, and names no tokenizer")
 
 
 def resolve(name: str) -> str | Path:
@@ -84,45 +75,49 @@ def resolve(name: str) -> str | Path:
     from sampling.inputs.hf_files import find_tokenizer
     if name in ENCODINGS:
         return name
-    path = Path(name)
-    if path.is_dir():
-        path = find_tokenizer(path) or path / "meta.pkl"
-    if not path.is_file():
-        raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(ENCODINGS)}), a tokenizer.json or its "
-                         f"folder, or a meta.pkl; got {name!r:.200}")
-    return path
+    given = Path(name)
+    path = find_tokenizer(given) or given / "meta.pkl" if given.is_dir() else given
+    if path.is_file() and (path.suffix in (".json", ".pkl") or path.name == "vocab.txt"):
+        return path
+    reason = (f"; did you mean {name.lower()}?" if name.lower() in ENCODINGS else
+              ", a folder without a tokenizer" if given.is_dir() else
+              ", a file of another kind" if path.is_file() else "")
+    raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(ENCODINGS)}), a tokenizer.json or its "
+                     f"folder, or a meta.pkl; got {name!r:.200}{reason}")
 
 
-def candidates(checkpoint: "Checkpoint") -> Iterator[str | Path]:
-    """Yield the files and encodings that may be the checkpoint's tokenizer, the likeliest first."""
+def candidates(checkpoint: Checkpoint, log: Log) -> Iterator[str | Path]:
+    """Yield the files and encodings that may be the checkpoint's tokenizer, the likeliest first.
+
+    Raises ValueError where the next one would be a guess.
+    """
     from sampling.inputs.char_tokenizer import named_encoding
     from sampling.inputs.hf_files import find_tokenizer
-    folders, dataset = folders_of(checkpoint), str(checkpoint.raw_config.get("dataset"))
-    is_outside = os.path.isabs(dataset) or ".." in dataset.replace("\\", "/").split("/")
-    for find in [find_tokenizer] if checkpoint.is_huggingface else [find_meta, find_tokenizer]:
-        for folder in folders:
-            if path := find(folder):
-                if is_outside and folder is not folders[0]: # a stranger's checkpoint could name any file
-                    raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of "
-                                     "data/; if it is the right file, copy it to the folder of ckpt.pt")
-                yield path
+    own, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # a stranger's, and of any type
+    folders, metas, lacks = [own], [], f"{own} has no tokenizer of its own"
+    if not checkpoint.is_huggingface:
+        if isinstance(dataset, str) and len(dataset) < 1000 and "\0" not in dataset:
+            folders += [Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
+        searched = dict.fromkeys(os.path.join(os.path.abspath(folder), "") for folder in folders)
+        metas = [folder / "meta.pkl" for folder in folders]
+        lacks = f"neither meta.pkl nor tokenizer.json is in {', '.join(searched)}"
+    is_outside = os.path.isabs(str(dataset)) or ".." in str(dataset).replace("\\", "/").split("/")
+    for path in chain(filter(os.path.isfile, metas), filter(None, map(find_tokenizer, folders))):
+        if is_outside and path.parent != own: # the file could be any
+            raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; if it "
+                             "is the right file, copy it to the folder of ckpt.pt")
+        yield path
     if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         yield encoding
+    # Nobody names GPT-2's encoding, so only the sizes to which people pad its vocabulary are sure.
+    if not (50257 <= checkpoint.config.vocab_size <= 50304 or checkpoint.config.vocab_size == 51200):
+        raise ValueError(f"{lacks}; " + misfit(checkpoint, "GPT-2's encoding", 50257))
+    if checkpoint.is_huggingface:
+        log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
+    yield "gpt2"
 
 
-def find_meta(folder: Path) -> Path | None:
-    return folder / "meta.pkl" if os.path.isfile(folder / "meta.pkl") else None # Path.is_file fails for long names
-
-
-def folders_of(checkpoint: "Checkpoint") -> list[Path]:
-    """The folder of the checkpoint; of a ckpt.pt also data/<dataset>: in the working directory, and beside out_dir."""
-    folder, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # any type: it may be a stranger's
-    if checkpoint.is_huggingface or not isinstance(dataset, str) or len(dataset) >= 1000 or "\0" in dataset:
-        return [folder]
-    return [folder, Path("data", dataset), Path(os.path.abspath(folder)).parent / "data" / dataset]
-
-
-def load_from(name: str | Path, checkpoint: "Checkpoint", log: Log) -> Tokenizer | None:
+def load_from(name: str | Path, checkpoint: Checkpoint, log: Log) -> Tokenizer | None:
     """Load the encoding with this name, or the tokenizer in a file; None for a meta.pkl without a vocabulary."""
     from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
     from sampling.inputs.hf_tokenizer import HFTokenizer
@@ -143,16 +138,13 @@ def load_from(name: str | Path, checkpoint: "Checkpoint", log: Log) -> Tokenizer
     return found
 
 
-def check_size(checkpoint: "Checkpoint", source: str, size: int, is_guess: bool = False, prefix: str = "") -> None:
-    """Raise ValueError, whose message begins with the prefix, unless a tokenizer of this size fits the model.
+def check_size(checkpoint: Checkpoint, source: str, size: int) -> None:
+    """Raise ValueError unless the model has as many tokens as its tokenizer, or at most twice as many, padded."""
+    if not size <= checkpoint.config.vocab_size <= 2 * size:
+        raise ValueError(misfit(checkpoint, source, size))
 
-    is_guess: nobody named this tokenizer, so only the sizes to which people pad GPT-2's vocabulary are sure.
-    """
-    vocab_size = checkpoint.config.vocab_size
-    is_padded = vocab_size <= 2 * size # to a round size, but not to more than twice the tokenizer's
-    if is_guess:
-        is_padded = vocab_size <= -(-size // 128) * 128 or vocab_size == 51_200
-    if not (size <= vocab_size and is_padded):
-        raise ValueError(f"{prefix}{source} has {size} tokens, but the model has {vocab_size}, so it is not the "
-                         "tokenizer of this model; pass --tokenizer=NAME|FILE, the tokenizer that it was trained "
-                         "with: an encoding of tiktoken such as cl100k_base, a tokenizer.json, or a meta.pkl")
+
+def misfit(checkpoint: Checkpoint, source: str, size: int) -> str:
+    return (f"{source} has {size} tokens, but the model has {checkpoint.config.vocab_size}, so it is not the tokenizer "
+            "of this model; pass --tokenizer=NAME|FILE, the tokenizer that it was trained with: an encoding of "
+            "tiktoken such as cl100k_base, a tokenizer.json, or a meta.pkl")

@@ -20,11 +20,9 @@ def load(folder, meta):
 
 
 def test_text_is_encoded_character_by_character(tokenizer):
-    for text in "Hello", "\n", CHARS, CHARS[::-1] * 3:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.size == len(CHARS)
-    decode = tokenizer.incremental_decoder()
+    assert tokenizer.decode(tokenizer.encode(CHARS[::-1])) == CHARS[::-1] and tokenizer.size == len(CHARS)
     assert tokenizer.decode([20, len(CHARS), 21]) == f"{CHARS[20]}\ufffd{CHARS[21]}"
+    decode = tokenizer.incremental_decoder()
     assert decode(20) == CHARS[20] and decode(10**9) == decode(10**9, True) == "\ufffd"
 
 
@@ -47,15 +45,12 @@ def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
         tokenizer.encode("a\udcff")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("aé€é", r"lacks: 'é' at 2; '€' at 3 \(counted from 1\); it has"),
-    ("a\\nb", r"'\\\\' at 2 .*for a newline pass --start='\"\\n\"'"),
-    ("a\r\nb", r"'\\r' at 2 .*plain newlines"),
-    ("0123456789", "; 5 more"),
-], ids=lambda text: repr(text)[:30])
-def test_the_error_names_unknown_characters(tokenizer, tmp_path, text, message):
-    with pytest.raises(ValueError, match=message):
-        tokenizer.encode(text)
+def test_the_error_names_unknown_characters(tokenizer, tmp_path):
+    for text, message in [("aé€é", r"characters that .*meta.pkl lacks: 'é' at 2; '€' at 3 \(counted from 1\); it has"),
+                          ("a\\nb", r"'\\\\' at 2 .*for a newline pass --start='\"\\n\"'"),
+                          ("a\r\nb", r"'\\r' at 2 .*plain newlines"), ("0123456789", "; 5 more")]:
+        with pytest.raises(ValueError, match=message):
+            tokenizer.encode(text)
     with pytest.raises(ValueError, match=r"'A' at 1 .*it has 'a'"):
         load(tmp_path, {"stoi": {"a": 0}}).encode("Aa")
     with pytest.raises(ValueError, match=r"has bytes that .* lacks: b'\\xc3' at 2; b'\\xa9' at 3 \(counted from 1\)$"):
@@ -65,29 +60,20 @@ def test_the_error_names_unknown_characters(tokenizer, tmp_path, text, message):
 @pytest.mark.parametrize("stoi, itos", [
     ({"a": 0, "b": 0}, {0: "a"}), # two characters share an id
     ({"a": 0}, {0: "a", 1: "a"}), # two ids share a character
-    ({"a": 0, "b": 1}, ["a", "b"]),
-    ({"a": 0, "<|endoftext|>": 1, "[PAD]": 2}, {0: "a"}),
-], ids=str)
+    ({"a": 0, "<|endoftext|>": 1, "[PAD]": 2}, ["a"])], ids=str)
 def test_vocabularies_that_are_odd_but_clear_are_used(stoi, itos, tmp_path):
     assert load(tmp_path, {"stoi": stoi, "itos": itos}).encode("a") == [0]
 
 
-@pytest.mark.parametrize("stoi, itos, message", [
-    ({"a": 0, "b": 1}, {0: "b", 1: "a"}, "damaged: stoi and itos disagree about '[ab]'"),
-    ({"a": 0}, {0: "b"}, "damaged: stoi and itos disagree about 'b'"),
-    ({"a": 0, "▁the": 1}, {0: "a", 1: "▁the"}, "'▁the' of several characters.*--tokenizer=NAME"),
-    ({"a": 0, b"a": 1}, {0: "a", 1: b"a"}, "must map characters or bytes"),
-    ({256: 0}, {0: 256}, "must map characters or bytes"), ({"a": -1}, {0: "a"}, "must map characters or bytes"),
-    ({}, {}, "must map characters or bytes"), (3, {}, "stoi or itos is not a dict"),
+@pytest.mark.parametrize("meta, message", [
+    ({"stoi": {"a": 0, "b": 1}, "itos": {0: "b", 1: "a"}}, "damaged: stoi and itos disagree about '[ab]'"),
+    ({"stoi": {"a": 0}, "itos": {0: "b"}}, "damaged: stoi and itos disagree about 'b'"),
+    ({"stoi": {"a": 0, "▁the": 1}}, "'▁the' of several characters.*--tokenizer=NAME"),
+    *[({"stoi": stoi}, "must map characters or bytes") for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {}]],
+    ({"stoi": 3}, "stoi or itos is not a dict"), ([1], "cannot read .*: it holds a list"),
+    (b"hello", "cannot read .*: .*damaged or incomplete"),
 ], ids=str)
-def test_stoi_and_itos_must_be_a_vocabulary_and_agree(stoi, itos, message, tmp_path):
+def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path): # checkpoints/test_attacks.py has more
     with pytest.raises(ValueError, match=message) as error:
-        load(tmp_path, {"stoi": stoi, "itos": itos})
+        load(tmp_path, meta)
     assert str(tmp_path / "meta.pkl") in str(error.value)
-
-
-@pytest.mark.parametrize("content, message", [
-    (b"", "damaged or incomplete"), (b"hello", "damaged or incomplete"), (pickle.dumps([1]), "it holds a list")])
-def test_a_file_that_is_no_vocabulary_is_refused(content, message, tmp_path): # checkpoints/test_attacks.py has more
-    with pytest.raises(ValueError, match=f"cannot read .*meta.pkl: .*{message}"):
-        load(tmp_path, content)

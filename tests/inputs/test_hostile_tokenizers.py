@@ -5,7 +5,6 @@ import tracemalloc
 
 import pytest
 
-from sampling.inputs.hf_files import find_tokenizer
 from sampling.inputs.hf_tokenizer import LLAMA3, HFTokenizer
 
 SIZE = 290
@@ -21,7 +20,6 @@ def replace(pattern, content):
 
 
 def steps(part, *steps):
-    """A part of a tokenizer.json."""
     return {part: {"type": "Sequence", f"{part.replace('_', '')}s": list(steps)}}
 
 
@@ -32,24 +30,21 @@ def added(*tokens):
 HOSTILE = {
     # what a text could become
     "doubling-replaces": steps("normalizer", *[replace({"String": "a"}, "aa")] * 16),
-    "long-replacement": steps("normalizer", replace({"String": "a"}, "a" * 1000)),
     "many-steps": steps("normalizer", *[replace({"String": "a"}, "b")] * 100),
     "bytes-of-bytes": steps("pre_tokenizer", *[{"type": "ByteLevel", "use_regex": False}] * 16),
     "empty-pattern": steps("normalizer", replace({"String": ""}, "a")),
-    "long-prepend": steps("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}),
     "strip-both-ends": steps("decoder", {"type": "Strip", "content": "a", "start": 2, "stop": 2}),
     "across-tokens": steps("decoder", {"type": "Fuse"}, replace({"String": "ab"}, "c")),
-    "fixed-length": steps("pre_tokenizer", {"type": "FixedLength"}),
     "endless-expression": steps("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}}),
     "precompiled-terabytes": steps("normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
     # models
     "merge-inside-a-character": {"model": BPE | {"continuing_subword_prefix": "#", "merges": [["a", "é"]]}},
-    "no-model": {"model": None}, "merge-of-nothing": {"model": BPE | {"merges": [["a", "b"], ["ab", "a"]]}},
+    "merge-of-nothing": {"model": BPE | {"merges": [["a", "b"], ["ab", "a"]]}},
+    "no-model": {"model": None}, "no-vocabulary": {"model": BPE | {"vocab": {}}},
+    "far-id": {"model": BPE | {"vocab": VOCAB | {"xy": 2**40}}},
     "one-id-twice": {"model": BPE | {"vocab": {"a": 0, "b": 0}}},
-    "far-id": {"model": BPE | {"vocab": VOCAB | {"xy": 2**40}}}, "no-vocabulary": {"model": BPE | {"vocab": {}}},
     "long-token": {"model": BPE | {"vocab": VOCAB | {"a" * 10**6: SIZE}}},
     "wide-tree": {"model": UNIGRAM | {"vocab": [[f"{i:0999}", -1.0] for i in range(2000)]}},
-    "infinite-score": {"model": UNIGRAM | {"vocab": [["a", float("inf")]]}},
     "long-words": {"model": WORD_PIECE | {"max_input_chars_per_word": 2**62}},
     # added tokens and JSON
     "many-added-tokens": added(*[(i + SIZE, f"<{i}>") for i in range(20_000)]), "added-text-id": added(("5", "<a>")),
@@ -73,30 +68,27 @@ def test_hostile_tokenizers_are_refused(content, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("change, ids", [
-    (steps("pre_tokenizer", {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}),
-     [0, 3]),
     ({"model": UNIGRAM}, [1, 2, 3]), ({"model": WORD_PIECE}, [1]), ({"model": BPE | {"dropout": 0.9}}, [0, 3]),
-    ({"truncation": {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 2**40}}, [0, 3]),
-    ({"padding": {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": 2**40, "pad_id": 0,
-                  "pad_type_id": 0, "pad_token": "a"}}, [0, 3]),
-    ({"post_processor": {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}}, [0, 3]),
-], ids=["split", "unigram", "wordpiece", "dropout", "truncation", "padding", "post-processor"])
+    (steps("pre_tokenizer", {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False})
+     | {"truncation": {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 2**40},
+        "padding": {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": 2**40, "pad_id": 0,
+                    "pad_type_id": 0, "pad_token": "a"},
+        "post_processor": {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}}, [0, 3]),
+], ids=["unigram", "wordpiece", "dropout", "all-else"])
 def test_the_unchanged_tokenizers_load_without_what_changes_a_prompt(change, ids, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": BPE} | change))
     assert all(HFTokenizer(tmp_path / "tokenizer.json", 300).encode("abc") == ids for _ in range(5))
 
 
 @pytest.mark.parametrize("name, content", [
-    ("merges.txt", b"a\n"), ("merges.txt", b"\xff\xfe"), ("merges.txt", b"a b\n" * (2**20 + 1)),
+    ("merges.txt", b"a\n"), ("merges.txt", b"a b\n" * (2**20 + 1)),
     ("vocab.json", b'{"a": 4294967296, "b": 1, "ab": 2}'), ("added_tokens.json", b'{"<a>": 290, "<b>": 290}'),
-    ("tokenizer_config.json", b'{"added_tokens_decoder": {"a": 5}}'),
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"' + b"9" * 5000 + b'": {"content": "<a>"}}}'),
-    ("tokenizer_config.json", b'{"add_prefix_space": {"a": 1}}'),
 ], ids=lambda content: str(content)[:40])
 def test_hostile_older_files_are_refused(name, content, tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(VOCAB))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError) as error:
-        HFTokenizer(find_tokenizer(tmp_path), 300)
+        HFTokenizer(tmp_path / "vocab.json", 300)
     assert len(str(error.value)) < 1000

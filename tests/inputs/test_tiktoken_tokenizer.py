@@ -1,6 +1,5 @@
 """TiktokenTokenizer, GPT-2's byte-pair encoding, and where its vocabulary comes from."""
 import hashlib
-import json
 import random
 
 import pytest
@@ -14,8 +13,8 @@ from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer, from_json
 @pytest.fixture
 def tokenizer_json(tiktoken_cache, needs_gpt2_encoding, tmp_path):
     """GPT-2's tokenizer.json, as far as it is read."""
-    vocab = json.loads((tiktoken_cache / GPT2_FILES["encoder.json"]).read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    vocab = (tiktoken_cache / GPT2_FILES["encoder.json"]).read_text()
+    (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
     return tmp_path / "tokenizer.json"
 
 
@@ -31,7 +30,6 @@ def offline(tmp_path, monkeypatch):
 
 
 def fill_cache(hub, tokenizer_json, repository):
-    """Put the file into Hugging Face's cache, as a download does."""
     snapshot = hub / f"models--{repository}" / "snapshots" / "1234"
     snapshot.mkdir(parents=True)
     (snapshot / "tokenizer.json").write_bytes(tokenizer_json.read_bytes())
@@ -42,10 +40,7 @@ def fill_cache(hub, tokenizer_json, repository):
 def test_text_is_encoded_as_by_gpt2(gpt2_encoding):
     tokenizer = TiktokenTokenizer()
     assert tokenizer.encode("Hello world<|endoftext|>") == [15496, 995, 50256] and tokenizer.size == 50257
-    for text in "Hello, I'm a language model,", "\n\n  x = 1\t# é 中文 🙂", "a<|endoftext|>b", " ", "\r\n":
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode([15496, 50257, 50303, 995]) == "Hello\ufffd\ufffd world"
-    assert tokenizer.decode([222]) == "\ufffd" # a token that is part of a character
+    assert tokenizer.decode([15496, 50257, 50303, 995, 222]) == "Hello\ufffd\ufffd world\ufffd" # 222 is no character
     ids, decode = tokenizer.encode("🙂"), tokenizer.incremental_decoder()
     assert len(ids) > 1 and [decode(i) for i in ids] == [""] * (len(ids) - 1) + ["🙂"]
     assert decode(ids[0], True) == "\ufffd"
@@ -56,37 +51,30 @@ def test_text_is_encoded_as_by_gpt2(gpt2_encoding):
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_tokenizer_json_gives_the_same_ids_and_bytes(count, gpt2_encoding, tokenizer_json):
     ours, theirs, rng = from_json(tokenizer_json), tiktoken.get_encoding("gpt2"), random.Random(1)
-    assert ours.n_vocab == 50257
     assert [ours.decode_single_token_bytes(i) for i in range(50257)] == theirs.decode_tokens_bytes(range(50257))
     for text in random_texts("gpt2", count):
         text += rng.choice(["", "  x", " \n\n a", "'ll 123'S", "ﷺ" * 5])
         assert ours.encode(text, allowed_special="all") == theirs.encode(text, allowed_special="all")
 
 
-@pytest.mark.parametrize("repository", ["gpt2", "openai-community--gpt2"])
-def test_hugging_faces_cache_comes_before_downloads(repository, offline, tokenizer_json):
-    fill_cache(offline, tokenizer_json, repository)
-    assert TiktokenTokenizer(log=pytest.fail).encode("Hello world") == [15496, 995]
-    assert TiktokenTokenizer("r50k_base", log=pytest.fail).encode("Hello world") == [15496, 995]
+def test_hugging_faces_cache_comes_before_downloads(offline, tokenizer_json):
+    fill_cache(offline, tokenizer_json, "openai-community--gpt2")
+    for name in "gpt2", "r50k_base":
+        assert TiktokenTokenizer(name, log=pytest.fail).encode("Hello world") == [15496, 995]
 
 
 def test_each_failure_is_said_once_and_the_error_says_what_to_get(offline, tokenizer_json):
-    content = json.loads(tokenizer_json.read_text())
-    content["model"]["vocab"]["Hello"] = 15497
-    tokenizer_json.write_text(json.dumps(content))
+    tokenizer_json.write_text(tokenizer_json.read_text().replace('"Hello": 15496', '"Hello": 15497'))
     fill_cache(offline, tokenizer_json, "gpt2")
     lines = []
     with pytest.raises(ValueError) as error:
         TiktokenTokenizer(log=lines.append)
-    begin = "GPT-2's encoding: "
-    assert [line.removeprefix(begin).split(" failed (")[0] for line in lines] == [
-        "tokenizer.json in Hugging Face's cache", "tiktoken's download", "the download from Hugging Face's hub"]
+    assert [line.split(" failed (")[0] for line in lines] == [f"GPT-2's encoding: {source}" for source in (
+        "tokenizer.json in Hugging Face's cache", "tiktoken's download", "the download from Hugging Face's hub")]
     assert "does not have GPT-2's vocabulary" in lines[0] and "ConnectionError: no network" in lines[1]
     for name, cached_name in GPT2_FILES.items():
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
         assert url in str(error.value) and hashlib.sha1(url.encode()).hexdigest() == cached_name in str(error.value)
-    assert "set TIKTOKEN_CACHE_DIR to that folder" in str(error.value)
-    assert "".join([str(error.value), *lines]).isprintable()
+    assert "set TIKTOKEN_CACHE_DIR to that folder" in str(error.value) and "".join(lines).isprintable()
     with pytest.raises(ValueError, match=r"get https://\S+/encodings/cl100k_base\.tiktoken, save it as 9b5ad71b2ce5"):
         TiktokenTokenizer("cl100k_base", lines.append)
-    assert len(lines) == 4

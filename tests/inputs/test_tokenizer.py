@@ -34,25 +34,16 @@ def here(tmp_path, monkeypatch, gpt2_encoding):
     return tmp_path
 
 
-@pytest.mark.parametrize("vocab_size", [50257, 50258, 50304, 51200])
-def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary(vocab_size):
+@pytest.mark.parametrize("dataset", [None, 5, "x" * 100_000, "x" * 300, "a\0b"], ids=lambda dataset: repr(dataset)[:20])
+def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary_alone(dataset):
     lines = []
     for is_huggingface in False, True:
-        assert load(Path("out"), None, vocab_size, log=lines.append, is_huggingface=is_huggingface).source == GPT2
-    assert lines == ["ckpt.pt has no tokenizer of its own: using GPT-2's encoding"]
-
-
-@pytest.mark.parametrize("vocab_size", [61, 50256, 50305, 50432, 65536, 100277, 100352])
-def test_gpt2s_encoding_is_never_guessed_for_another_vocabulary(vocab_size):
-    for is_huggingface in False, True:
-        with pytest.raises(ValueError, match=f"50257 tokens, but the model has {vocab_size}.*--tokenizer=NAME"):
-            load(Path("out"), None, vocab_size, is_huggingface=is_huggingface)
-
-
-@pytest.mark.parametrize("dataset", [5, ["letters"], "x" * 100_000, "x" * 300, "no/such", "", "a\0b", "\x1b[31m"],
-                         ids=lambda dataset: repr(dataset)[:20])
-def test_gpt2s_encoding_is_used_if_dataset_is_not_a_usable_name(dataset):
-    assert load(Path("out"), dataset, 50304).source == GPT2
+        for vocab_size in 50257, 50258, 50304, 51200:
+            assert load(Path("out"), dataset, vocab_size, None, lines.append, is_huggingface).source == GPT2
+        for vocab_size in 61, 50256, 50305, 65536, 100352:
+            with pytest.raises(ValueError, match=f"50257 tokens, but the model has {vocab_size}.*--tokenizer=NAME"):
+                load(Path("out"), dataset, vocab_size, is_huggingface=is_huggingface)
+    assert lines == ["ckpt.pt has no tokenizer of its own: using GPT-2's encoding"] * 4
     with pytest.raises(ValueError, match=f"^neither meta.pkl nor tokenizer.json is in {Path('out').absolute()}/"):
         load(Path("out"), dataset, 61)
 
@@ -74,87 +65,72 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
     assert load(out, "nothing", size).source == str(out / "tokenizer.json")
 
 
-@pytest.mark.parametrize("kind", ["meta.pkl", "tokenizer.json"])
-def test_a_vocabulary_outside_of_the_data_folder_is_refused(here, kind):
+def test_a_vocabulary_outside_of_the_data_folder_is_refused(here):
     (here / "data" / "a").mkdir(parents=True)
-    save_tokenizer("words", here / "elsewhere")
-    if kind == "meta.pkl":
-        save_meta(here / "elsewhere" / "meta.pkl")
-    for dataset in "../elsewhere", "a/../../elsewhere", str(here / "elsewhere"):
-        with pytest.raises(ValueError, match=r"outside of data/; if it is the right file, copy it to the folder of"):
-            load(here / "project" / "out", dataset, len(CHARS))
+    for save in lambda folder: save_tokenizer("words", folder), lambda folder: save_meta(folder / "meta.pkl"):
+        save(here / "elsewhere")
+        for dataset in "../elsewhere", "a/../../elsewhere", str(here / "elsewhere"):
+            with pytest.raises(ValueError, match="outside of data/; if it is the right file, copy it to the folder of"):
+                load(here / "project" / "out", dataset, len(CHARS))
 
 
-@pytest.mark.parametrize("folder, name", [("out", None), ("other", "out")], ids=["found", "named"])
-def test_a_vocabulary_must_fit_its_model(folder, name):
-    save_meta(Path("out", "meta.pkl"))
-    for vocab_size in len(CHARS), 64:
-        assert load(folder, None, vocab_size, name).size == len(CHARS)
-    for vocab_size in len(CHARS) - 1, 50304:
-        with pytest.raises(ValueError, match=f"meta.pkl has {len(CHARS)} tokens, but the model has {vocab_size}"):
-            load(folder, None, vocab_size, name)
+def test_a_tokenizer_that_is_named_is_believed():
+    meta = {"tokenizer": "tiktoken", "tiktoken_encoding": "cl100k_base", "itos": {0: "!"}}
+    assert load(Path(), None, 100277, settings=meta).source == "tiktoken's cl100k_base"
+    Path("meta.pkl").write_bytes(pickle.dumps(meta))
+    assert load(Path(), None, 100277).source == "tiktoken's cl100k_base"
 
 
-@pytest.mark.parametrize("where", ["meta.pkl", "checkpoint"])
-@pytest.mark.parametrize("meta", [
-    {"tokenizer": "tiktoken", "tiktoken_encoding": "cl100k_base", "itos": {0: "!"}}, {"tokenizer": "cl100k_base"}])
-def test_a_tokenizer_that_is_named_is_believed(meta, where):
-    if where == "meta.pkl":
-        Path("meta.pkl").write_bytes(pickle.dumps(meta))
-    named = {} if where == "meta.pkl" else meta
-    assert load(Path(), None, 100277, settings=named).source == "tiktoken's cl100k_base"
-
-
-@pytest.mark.parametrize("where", ["meta.pkl", "checkpoint"])
 @pytest.mark.parametrize("meta, named", [
     ({"tokenizer": "tiktoken", "tiktoken_encoding": "my_own"}, "'my_own' in tiktoken_encoding"),
     ({"tokenizer": "sentencepiece", "stoi": {"a": 0}, "itos": {0: "a"}}, "'sentencepiece' in tokenizer"),
     ({"tiktoken_encoding": "gpt2", "has_additional_tokens": True}, "with has_additional_tokens"),
-    ({"tokenizer": {"type": "bpe"}, "stoi": {"a": 0}}, "'a dict' in tokenizer"),
-    ({"tokenizer_path": "my.model"}, "'my.model' in tokenizer_path"),
-])
-def test_a_named_tokenizer_that_cannot_be_read_is_an_error(meta, named, where):
-    Path("meta.pkl").write_bytes(pickle.dumps(meta if where == "meta.pkl" else {"vocab_size": 50257}))
-    with pytest.raises(ValueError, match=f"names a tokenizer that cannot be read, .*{named}; pass --tokenizer"):
-        load(Path(), None, 50304, settings=meta if where == "checkpoint" else {})
+    ({"tokenizer": {"type": "bpe"}, "stoi": {"a": 0}}, "'a dict' in tokenizer")])
+def test_a_named_tokenizer_that_cannot_be_read_is_an_error(meta, named):
+    for content, settings in (meta, {}), ({}, meta):
+        Path("meta.pkl").write_bytes(pickle.dumps(content))
+        with pytest.raises(ValueError, match=f"names a tokenizer that cannot be read, .*{named}; pass --tokenizer"):
+            load(Path(), None, 50304, settings=settings)
 
 
 @pytest.mark.parametrize("name, vocab_size, source", [
-    ("gpt2", 65536, GPT2), ("r50k_base", 50257, "tiktoken's r50k_base"),
-    ("cl100k_base", 100352, "tiktoken's cl100k_base"),
-    ("words/tokenizer.json", 500, "words/tokenizer.json"), ("words", 500, "words/tokenizer.json"),
-    ("other", 64, "other/meta.pkl")])
+    ("gpt2", 65536, GPT2), ("cl100k_base", 100352, "tiktoken's cl100k_base"), ("words", None, "words/tokenizer.json"),
+    ("words/tokenizer.json", None, "words/tokenizer.json"), ("other", 64, "other/meta.pkl")])
 def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
-    save_meta(Path("out", "meta.pkl"))
-    save_meta(Path("other", "meta.pkl"))
+    for folder in "out", "other":
+        save_meta(Path(folder, "meta.pkl"))
     size = save_tokenizer("words", Path("words"))
-    tokenizer = load(Path("out"), None, size if source.startswith("words") else vocab_size, name)
+    tokenizer = load(Path("out"), None, vocab_size or size, name)
     assert tokenizer.source == source and tokenizer.decode(tokenizer.encode("world")) == "world"
 
 
 @pytest.mark.parametrize("name, vocab_size, message", [
-    ("cl100k_base", 50304, "cl100k_base has 100277 tokens, but the model has 50304"), ("gpt2", 61, "has 50257 tokens"),
-    ("o200k_base", 200018, "o200k_base has 200019 tokens"), ("gpt3", 50257, "r50k_base, .* a meta.pkl; got 'gpt3'"),
-    ("empty", 50257, "tokenizer must be an encoding"), ("meta.pkl", 50257, "has no stoi, and names no tokenizer")])
-def test_a_name_that_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, message):
+    (None, 50304, f"out/meta.pkl has {len(CHARS)} tokens, but the model has 50304"), (None, 60, "the model has 60, so"),
+    ("o200k_base", 200018, "o200k_base has 200019 tokens, but the model has 200018"), ("gpt2", 61, "has 50257 tokens"),
+    ("gpt3", 50257, "r50k_base, .* a meta.pkl; got 'gpt3'$"), ("GPT2", 50257, "got 'GPT2'; did you mean gpt2?"),
+    ("empty", 50257, "got 'empty', a folder without a tokenizer"), ("a.md", 61, "got 'a.md', a file of another kind"),
+    ("config.json", 61, "cannot read config.json: it has no model, so it is not a tokenizer.json"),
+    ("meta.pkl", 50257, "has no stoi, and names no tokenizer")])
+def test_what_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, message):
     Path("empty").mkdir()
+    Path("a.md").touch()
+    Path("config.json").write_text("{}")
     Path("meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50257}))
+    save_meta(Path("out", "meta.pkl"))
     with pytest.raises(ValueError, match=message):
         load(Path("out"), None, vocab_size, name)
 
 
-@pytest.mark.parametrize("name", ["other", "gpt2", "cl100k_base", "bytes"])
+@pytest.mark.parametrize("name", ["other", "gpt2", "bytes"])
 def test_lists_and_tensors_are_decoded_alike(name):
     save_meta(Path("other", "meta.pkl"))
     size = save_tokenizer("byte-level", Path("bytes"))
-    vocab_size = {"other": len(CHARS), "gpt2": 50304, "bytes": size}.get(name, 100277)
-    tokenizer, text = load(Path("out"), None, vocab_size, name), "hello world"
-    ids = tokenizer.encode(text)
+    tokenizer = load(Path("out"), None, {"other": len(CHARS), "gpt2": 50304, "bytes": size}[name], name)
+    ids = tokenizer.encode("hello world")
     assert type(ids) is list and all(type(i) is int for i in ids)
-    for convert in list, tuple, torch.tensor, np.array, lambda ids: np.array(ids, dtype=np.uint16):
-        assert tokenizer.decode(convert(ids)) == text and tokenizer.decode(convert([])) == ""
-        assert tokenizer.decode(convert([*ids, 60_000])) == text + "\ufffd", convert
-    for ids in torch.ones(1, 2, dtype=torch.long), np.ones((1, 2), dtype=int), torch.tensor(1):
+    for convert in list, torch.tensor, lambda ids: np.array(ids, dtype=np.uint16):
+        assert tokenizer.decode(convert([*ids, 60_000])) == "hello world\ufffd" and tokenizer.decode(convert([])) == ""
+    for ids in torch.ones(1, 2, dtype=torch.long), np.ones((1, 2), dtype=int):
         with pytest.raises((ValueError, TypeError)):
             tokenizer.decode(ids)
 
