@@ -2,9 +2,14 @@
 
 Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B * T.
 """
+import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Lock, local
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +18,6 @@ from torch.nn import functional as F
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend
-from sampling.backends.cpu_runtime import compile_kernels, run
 from sampling.messages import Log, warn
 
 NO_RESIDUAL = np.empty((1, 0), np.float32)
@@ -22,6 +26,10 @@ MAX_KERNEL_ROWS = 128 # with more rows, F.linear is as fast in float32
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 CHUNK = 2**18 # weights that are quantized at once, so that their copies need little memory
 SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0
+WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
+
+compile_lock, compiled, this_thread = Lock(), set(), local()
+run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python threads at once
 
 
 class QuantizedWeight(NamedTuple):
@@ -107,14 +115,11 @@ class Shortlist:
         self.copy = self.copy or self.make_copy()
         copy, errors = self.copy
         logits, bound = torch.from_numpy(copy(x)), errors * float(np.linalg.norm(x))
-        # The k-th largest of the maxima of groups is at most the k-th largest logit, and takes less time to find.
-        lower, size = logits[0] - bound, max(1, min(64, len(errors) // (2 * k)))
-        groups = lower[:len(lower) // size * size].view(-1, size).amax(dim=1)
-        if k <= len(groups):
-            ids = (logits[0] + bound >= groups.topk(k).values[-1]).nonzero().squeeze(1)
-            if k <= len(ids) <= self.MAX_FRACTION * len(errors): # not if there are NaN
-                exact = torch.from_numpy(Linear(self.weight[ids])(x))
-                return logits.fill_(-torch.inf).index_copy_(1, ids, exact)
+        kth = (logits[0] - bound).topk(min(k, len(errors))).values[-1] # at most the k-th largest logit
+        ids = (logits[0] + bound >= kth).nonzero().squeeze(1)
+        if k <= len(ids) <= self.MAX_FRACTION * len(errors): # not if there are NaN
+            exact = torch.from_numpy(Linear(self.weight[ids])(x))
+            return logits.fill_(-torch.inf).index_copy_(1, ids, exact)
         self.num_failures += 1
         return None
 
@@ -213,3 +218,50 @@ def as_array(tensor: Tensor) -> np.ndarray:
     """The tensor's own memory, or a float32 copy if its layout or dtype is another."""
     array = tensor.detach().float().contiguous().numpy()
     return array if array.flags.aligned else array.copy()
+
+
+def run(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
+    """Call a kernel with as many threads as its multiply-adds are worth, and at most as many as torch uses."""
+    most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    num_threads = min(most, 1 + work // WORK_PER_THREAD)
+    if getattr(this_thread, "num_threads", None) != num_threads: # numba keeps the number for each Python thread
+        numba.set_num_threads(num_threads)
+        this_thread.num_threads = num_threads
+    with run_lock:
+        return kernel(*arguments)
+
+
+def compile_kernels(dtypes: tuple[str, ...], log: Log) -> None:
+    """Load the kernels for weights of these dtypes ("float32", "int8") from numba's cache, or compile them, which takes
+    some seconds. Then log says so.
+    """
+    global run_lock
+    with compile_lock:
+        x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)
+        calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0)}
+        for dtype in dtypes:
+            calls[kernels.linear[dtype]] = x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL
+        start, is_new, num_threads = time.perf_counter(), False, torch.get_num_threads()
+        for kernel, arguments in calls.items():
+            if kernel in compiled:
+                continue
+            try:
+                kernel(*arguments)
+            except BaseException as error:
+                # numba's cache cannot be read or written, or Ctrl-C may have left an index that names a file of an
+                # older version. So remove the index of this kernel's files.
+                if kernel.stats.cache_path:
+                    for path in Path(kernel.stats.cache_path).glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
+                        path.unlink(missing_ok=True)
+                if not isinstance(error, Exception):
+                    raise
+                kernel(*arguments)
+            compiled.add(kernel)
+            if not is_new and sum(kernel.stats.cache_misses.values()):
+                is_new = True
+                log("compiling kernels for this processor, once ...")
+        if is_new:
+            log(f"compiled in {time.perf_counter() - start:.1f} s")
+        torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
+        if numba.threading_layer() == "workqueue": # it aborts the process if two threads are inside at once
+            run_lock = Lock()

@@ -48,8 +48,7 @@ class SelfCheck:
         """Continue without CUDA graphs after this error. Raises ValueError if the GPU cannot be used any more."""
         while error.__context__ is not None: # the first error says more than those that it caused
             error = error.__context__
-        first_line = str(error).partition("\n")[0]
-        reason = f"{type(error).__name__}: {first_line:.200}"
+        reason = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
         try:
             torch.cuda.synchronize(device)
         except RuntimeError:
@@ -89,10 +88,7 @@ class GraphSet:
         return logits
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph | None, Tensor]:
-        """Capture the step, and run it once: from its graph, or directly if graphs do not work.
-
-        Returns the graph or None, and the logits, which the graph overwrites whenever it is replayed.
-        """
+        """Capture the step, and run it once: from its graph, or directly if graphs do not work."""
         try:
             graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
             if self.stream is None: # cuBLAS keeps a workspace for each stream: none dangles when this set is gone
@@ -165,10 +161,10 @@ class CUDABackend(Backend):
         self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
         self.lock = threading.Lock()
         self.cache_itemsize = model.lm_head.weight.itemsize
-        self.min_capacity = self.config.block_size if compile else 1 # each capacity would need another compilation
         # The blocks are compiled one by one, because all blocks share the compiled code of the first one.
         self.block_step, self.forward = block_step, model.forward
         if compile:
+            self.min_capacity = self.config.block_size # each capacity would need another compilation
             torch._dynamo.config.recompile_limit = 64 # one graph for each number of keys and batch size
             self.block_step = torch.compile(block_step, dynamic=False)
             self.forward = torch.compile(model.forward, dynamic=False)
@@ -178,11 +174,11 @@ class CUDABackend(Backend):
         capacity = min(capacity, round_up(self.config.block_size, 8)) # attention with a mask needs multiples of 8
         with self.lock:
             cache, self.idle = self.idle, None
-        if cache is None or len(cache.token) != num_rows or cache.capacity < capacity:
-            cache = None # frees its memory before the new one takes more
-            cache = StaticCache(self.model, num_rows, capacity, GraphSet(self.checks, self.device))
-        for layer in cache.layers:
-            layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
+            if cache is None or len(cache.token) != num_rows or cache.capacity < capacity:
+                cache = None # frees its memory before the new one takes more
+                cache = StaticCache(self.model, num_rows, capacity, GraphSet(self.checks, self.device))
+            for layer in cache.layers:
+                layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
         cache.seq_len = 0
         return cache
 
@@ -233,9 +229,6 @@ class CUDABackend(Backend):
                             lambda: self.model(window_ids)[0][:, -1])
         self.window = window
         return logits
-
-    def bytes_per_row(self, length: int) -> int:
-        return super().bytes_per_row(max(length, self.min_capacity))
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:

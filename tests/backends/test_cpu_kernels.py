@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from project import PROJECT
-from sampling.backends.cpu_runtime import WORK_PER_THREAD, compile_kernels, run
+from sampling.backends.cpu import WORK_PER_THREAD, compile_kernels, run
 
 SETUP = """
 import sys
 import numpy as np
 import torch
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.cpu_runtime import compile_kernels
+from sampling.backends.cpu import CPUBackend, compile_kernels
 """
 # Two kernels of four: LayerNorm and attention.
 COMPILE_SOME = SETUP + "compile_kernels((), lambda line: print(line, flush=True))"
@@ -30,7 +30,6 @@ torch.testing.assert_close(torch.from_numpy(y), torch.nn.functional.layer_norm(t
 """
 COMPILE_ALL = SETUP + """
 from models import make_gpt
-from sampling.backends.cpu import CPUBackend
 gpt, ids = make_gpt(), torch.zeros(3, 5, dtype=torch.long)
 backend = CPUBackend(gpt.config, gpt.state_dict(), sys.argv[1] == "int8", lambda line: print(line, flush=True))
 with torch.no_grad():
