@@ -16,7 +16,7 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
-from sampling.backends.process import default_batch_size, peak_memory, return_freed_memory, shorten_spinning
+from sampling.backends.process import peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource, log_notices, make_requests, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
@@ -122,8 +122,7 @@ def main(settings, workers):
 
 def load(settings, params, workers, prompts=None):
     """Load the model with its tokenizer. Returns (model, number of samples or None if unknown, batch size)."""
-    from sampling.backends.devices import choose_device, choose_dtype
-    from sampling.backends.prepare import weight_converter
+    from sampling.backends.prepare import choose_device, choose_dtype, default_batch_size, weight_converter
     from sampling.checkpoints.huggingface import load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.generation.assembly import assemble

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from sampling.backends.devices import choose_device, choose_dtype
-from sampling.backends.prepare import weight_converter
-from sampling.backends.process import default_batch_size
+from sampling.backends.prepare import choose_device, choose_dtype, default_batch_size, weight_converter
 from sampling.checkpoints.nanogpt import load_by_name
 from sampling.generation.assembly import LoadedModel, assemble
 from sampling.generation.engine import Engine

@@ -60,7 +60,7 @@ def static_steps(gpt):
 def recorded_graphs(gpt):
     """The same with graphs, for tests that call record_graphs."""
     backend = static_steps(gpt)
-    backend.checks.use_graphs = True
+    backend.checks.path = "graphs"
     return backend
 
 

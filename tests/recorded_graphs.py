@@ -1,26 +1,28 @@
 """Stand-ins for CUDA graphs on a machine without a GPU, and the mark of tests that need one."""
 from itertools import count
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sampling.backends import cuda_graphs
-
 NEEDS_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 ON_GPU = pytest.param("cuda", marks=NEEDS_GPU) # a device, for parametrize
 
 
 class Recording(TorchFunctionMode):
-    """Stands in for a CUDA graph on a CPU: replay runs the operations of a step again, on the same tensors."""
+    """Stands in for a CUDA graph, and for the block that captures it: replay runs the operations of the block again, on
+    the same tensors.
+    """
 
-    def __init__(self, step, stream, pool):
+    def __init__(self):
         super().__init__()
-        self.stream, self.pool, self.calls = stream, pool, [] # (operation, its arguments, its result)
-        with self:
-            self.logits = step()
-        self.logits.fill_(torch.nan) # a capture computes nothing
+        self.calls = [] # (operation, its arguments, its result)
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self.logits = self.calls[-1][-1].fill_(torch.nan) # a capture computes nothing
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -37,12 +39,15 @@ class Recording(TorchFunctionMode):
 
 def record_graphs(monkeypatch):
     """Let CUDA graphs work on a CPU, as Recordings. Returns the list of all Recordings."""
-    recordings, numbers = [], count()
+    recordings, pools = [], count()
 
-    def capture(step, stream, pool, device):
-        recordings.append(Recording(step, stream, pool))
-        return recordings[-1], recordings[-1].logits
-    monkeypatch.setattr(cuda_graphs, "capture_graph", capture)
-    for name in "Stream", "graph_pool_handle", "synchronize":
-        monkeypatch.setattr(torch.cuda, name, lambda *_: next(numbers))
+    def graph(recording, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local", "another thread's allocations would end the capture"
+        recording.pool, recording.stream = pool, stream
+        recordings.append(recording)
+        return recording
+    for name, replacement in {"CUDAGraph": Recording, "graph": graph, "graph_pool_handle": lambda: next(pools)}.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    for name in "Stream", "current_stream", "device", "stream", "synchronize":
+        monkeypatch.setattr(torch.cuda, name, MagicMock(side_effect=lambda *_: MagicMock()))
     return recordings

@@ -25,6 +25,7 @@ class Backend(Protocol):
     is_exact = False # whether it computes nanoGPT's logits bit for bit
     max_rows: int # how many samples to generate at once, at most, unless the user asks for more
     cache_itemsize = 4 # bytes of a number in the cache
+    min_capacity = 1 # positions that each row of a cache has at least
 
     def new_cache(self, num_rows: int, capacity: int) -> Cache:
         """An empty cache with room for capacity positions in each row."""
@@ -43,7 +44,7 @@ class Backend(Protocol):
 
     def bytes_per_row(self, length: int) -> int:
         """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window."""
-        config, num_tokens = self.config, min(length, self.config.block_size)
+        config, num_tokens = self.config, min(max(length, self.min_capacity), self.config.block_size)
         cache_bytes = 2 * config.n_layer * config.n_embd * self.cache_itemsize # of the keys and values of a token
         window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0 # about ten activations of a token
         logits_bytes = 40 * config.vocab_size # also what sampling makes of them

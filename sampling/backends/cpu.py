@@ -2,9 +2,14 @@
 
 Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B * T.
 """
+import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Lock, local
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,15 +18,18 @@ from torch.nn import functional as F
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend
-from sampling.backends.cpu_runtime import compile_kernels, run
 from sampling.messages import Log, warn
 
-NO_VECTOR, NO_MATRIX = np.empty(0, np.float32), np.empty((1, 0), np.float32)
-GELU = {"none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
+NO_RESIDUAL = np.empty((1, 0), np.float32)
+GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
 MAX_KERNEL_ROWS = 128 # with more rows, F.linear is as fast in float32
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 CHUNK = 2**18 # weights that are quantized at once, so that their copies need little memory
 SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0
+WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
+
+compile_lock, compiled, this_thread = Lock(), set(), local()
+run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python threads at once
 
 
 class QuantizedWeight(NamedTuple):
@@ -46,82 +54,41 @@ def quantize(weight: Tensor, mean: Tensor | float = 0.0) -> QuantizedWeight:
     return QuantizedWeight(values, scales)
 
 
-def as_quantized(weight: Tensor | QuantizedWeight) -> QuantizedWeight:
-    """The weight in int8. It may be so already: weights of a file are rounded while it is read."""
-    return weight if isinstance(weight, QuantizedWeight) else quantize(weight)
-
-
 class CPUCache:
     """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
 
     def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
         shape = config.n_layer, num_rows, config.n_head, config.n_embd // config.n_head, capacity
         # Positions are the last axis, (layers, B, H, D, C), so that the inner loops of attention are over them.
-        self.keys, self.values = torch.empty(shape), torch.empty(shape)
+        self.keys, self.values = torch.empty(shape).numpy(), torch.empty(shape).numpy()
         self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. They move to the front of the same memory, because a second cache might not fit."""
-        for tensor in self.keys, self.values:
-            for layer in tensor[..., :self.seq_len]: # the rest is unused, and may not be in memory yet
+        for array in self.keys, self.values:
+            for layer in array[..., :self.seq_len]: # the rest is unused, and may not be in memory yet
                 layer[:len(rows)] = layer[rows]
         self.keys, self.values = self.keys[:, :len(rows)], self.values[:, :len(rows)]
 
 
-def make_layer_norm(weights: Mapping[str, Tensor], name: str, epsilon: float) -> Callable[[np.ndarray], np.ndarray]:
-    """A LayerNorm of the model, (R, E) -> (R, E). name: that of its weights."""
-    weight, bias = as_array(weights[f"{name}.weight"]), as_array(weights.get(f"{name}.bias"))
-
-    def layer_norm(x):
-        y = np.empty_like(x)
-        run(kernels.layer_norm, 4 * x.size, x, weight, bias, epsilon, y)
-        return y
-    return layer_norm
-
-
 class Linear:
-    """A Linear of the model that also applies GELU, or adds a residual. name: that of its weights."""
+    """A Linear of the model, on its weight (O, I) in float32 or int8. It also applies GELU, or adds a residual."""
 
-    def __init__(self, weights: Mapping[str, Tensor | QuantizedWeight], name: str, int8: bool):
-        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-        self.bias, self.plain = as_array(bias), None
-        if int8:
-            self.weight, self.scales = (tensor.numpy() for tensor in as_quantized(weight))
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None):
+        if isinstance(weight, QuantizedWeight):
+            self.weight, self.scales = weight.values.numpy(), weight.scales.numpy()
         else:
-            self.weight, self.scales = as_array(weight), NO_VECTOR
-            self.plain = torch.from_numpy(self.weight), None if bias is None else torch.from_numpy(self.bias)
+            self.weight, self.scales = as_array(weight), np.ones(len(weight), np.float32)
+        self.bias = np.zeros(len(self.weight), np.float32) if bias is None else as_array(bias)
+        self.kernel = kernels.linear[self.weight.dtype.name]
 
-    def __call__(self, x: np.ndarray, gelu: str | None = None, residual: np.ndarray = NO_MATRIX) -> np.ndarray:
+    def __call__(self, x: np.ndarray, gelu: str | None = None, residual: np.ndarray = NO_RESIDUAL) -> np.ndarray:
         """(R, I) -> (R, O). The residual has the shape of the result."""
-        if self.plain and len(x) > MAX_KERNEL_ROWS:
-            y = F.linear(torch.from_numpy(x), *self.plain)
+        if len(x) > MAX_KERNEL_ROWS and self.weight.dtype == np.float32:
+            y = F.linear(*map(torch.from_numpy, (x, self.weight, self.bias)))
             y = F.gelu(y, approximate=gelu) if gelu else y
             return (y.add_(torch.from_numpy(residual)) if residual.size else y).numpy()
-        return multiply(x, self.weight, self.scales, self.bias, GELU.get(gelu, 0), residual)
-
-
-def multiply(x: np.ndarray, weight: np.ndarray, scales: np.ndarray = NO_VECTOR, bias: np.ndarray = NO_VECTOR,
-             gelu: int = 0, residual: np.ndarray = NO_MATRIX) -> np.ndarray:
-    """The kernel for x (R, I) times the weight (O, I) -> (R, O)."""
-    y = np.empty((len(x), len(weight)), np.float32)
-    run(kernels.linear[weight.dtype.name], x.size * len(weight), x, weight, scales, bias, gelu, residual, y)
-    return y
-
-
-class Block:
-    """The layers of a block of the model."""
-
-    def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], name: str, int8: bool):
-        epsilon, self.gelu = config.layer_norm_epsilon, config.gelu
-        self.ln_1, self.ln_2 = (make_layer_norm(weights, f"{name}.{norm}", epsilon) for norm in ("ln_1", "ln_2"))
-        self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
-            Linear(weights, f"{name}.{layer}", int8) for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc",
-                                                                   "mlp.c_proj"))
-
-    def after_attention(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """The residual stream x after the result y of attention and after the MLP: (R, E) each."""
-        x = self.attn_c_proj(y, residual=x)
-        return self.mlp_c_proj(self.c_fc(self.ln_2(x), gelu=self.gelu), residual=x)
+        return run(self.kernel, x.size * len(self.weight), x, self.weight, self.scales, self.bias, GELU[gelu], residual)
 
 
 class Shortlist:
@@ -146,31 +113,27 @@ class Shortlist:
         if self.num_steps < self.MIN_STEPS or self.num_failures >= self.MAX_FAILURES:
             return None
         self.copy = self.copy or self.make_copy()
-        (values, scales), errors = self.copy
-        logits = torch.from_numpy(multiply(x, values.numpy(), scales.numpy()))
-        bound = errors * float(np.linalg.norm(x))
-        # The k-th largest of the maxima of groups is at most the k-th largest logit, and takes less time to find.
-        lower, size = logits[0] - bound, max(1, min(64, len(values) // (2 * k)))
-        groups = lower[:len(lower) // size * size].view(-1, size).amax(dim=1)
-        if k <= len(groups):
-            ids = (logits[0] + bound >= groups.topk(k).values[-1]).nonzero().squeeze(1)
-            if k <= len(ids) <= self.MAX_FRACTION * len(values): # not if there are NaN
-                exact = multiply(x, self.weight[ids].numpy())
-                return logits.fill_(-torch.inf).index_copy_(1, ids, torch.from_numpy(exact))
+        copy, errors = self.copy
+        logits, bound = torch.from_numpy(copy(x)), errors * float(np.linalg.norm(x))
+        kth = (logits[0] - bound).topk(min(k, len(errors))).values[-1] # at most the k-th largest logit
+        ids = (logits[0] + bound >= kth).nonzero().squeeze(1)
+        if k <= len(ids) <= self.MAX_FRACTION * len(errors): # not if there are NaN
+            exact = torch.from_numpy(Linear(self.weight[ids])(x))
+            return logits.fill_(-torch.inf).index_copy_(1, ids, exact)
         self.num_failures += 1
         return None
 
-    def make_copy(self) -> tuple[QuantizedWeight, Tensor]:
-        """The copy, and a bound (V,) on the errors of the logits for an x of norm 1."""
+    def make_copy(self) -> tuple[Linear, Tensor]:
+        """The copy, and a bound (V,) on the errors of its logits for an x of norm 1."""
         mean = self.weight.mean(dim=0)
-        copy = quantize(self.weight, mean)
-        errors = torch.empty_like(copy.scales)
+        values, scales = quantize(self.weight, mean)
+        errors = torch.empty_like(scales)
         for part in torch.arange(len(errors)).split(1024):
             exact = self.weight[part] - mean
-            rounding = (exact - copy.values[part] * copy.scales[part, None]).norm(dim=1)
+            rounding = (exact - values[part] * scales[part, None]).norm(dim=1)
             # A float32 sum of E products is off by at most E * 2**-24 times the product of the norms.
             errors[part] = 1.001 * rounding + mean.numel() * 2**-22 * (exact.norm(dim=1) + mean.norm())
-        return copy, errors
+        return Linear(QuantizedWeight(values, scales)), errors
 
 
 class CPUBackend(Backend):
@@ -183,20 +146,28 @@ class CPUBackend(Backend):
 
     def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False,
                  log: Log = warn):
+        def linear(name: str) -> Linear:
+            weight = weights[f"{name}.weight"]
+            if int8 and not isinstance(weight, QuantizedWeight):
+                weight = quantize(weight)
+            return Linear(weight, weights.get(f"{name}.bias"))
+
+        def layer_norm(name: str) -> Callable[[np.ndarray], np.ndarray]:
+            weight = as_array(weights[f"{name}.weight"])
+            bias = as_array(weights.get(f"{name}.bias", torch.zeros(config.n_embd)))
+            return lambda x: run(kernels.layer_norm, 4 * x.size, x, weight, bias, config.layer_norm_epsilon)
+
         self.config = config
         has_shortlist = not int8 and config.vocab_size * config.n_embd >= Shortlist.MIN_WEIGHTS
         compile_kernels(("int8",) if int8 else ("float32", "int8") if has_shortlist else ("float32",), log)
-        self.lm_head = Linear(weights, "lm_head", int8)
+        self.lm_head = linear("lm_head")
         self.shortlist = Shortlist(self.lm_head.weight) if has_shortlist else None
-        if not int8:
-            self.wte, self.wte_scales = weights["transformer.wte.weight"].float(), None
-        elif config.tie_word_embeddings:
-            self.wte, self.wte_scales = map(torch.from_numpy, (self.lm_head.weight, self.lm_head.scales))
-        else:
-            self.wte, self.wte_scales = as_quantized(weights["transformer.wte.weight"])
-        self.wpe = weights["transformer.wpe.weight"].float()
-        self.ln_f = make_layer_norm(weights, "transformer.ln_f", config.layer_norm_epsilon)
-        self.blocks = [Block(config, weights, f"transformer.h.{i}", int8) for i in range(config.n_layer)]
+        self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
+        self.wpe, self.ln_f = as_array(weights["transformer.wpe.weight"]), layer_norm("transformer.ln_f")
+        self.blocks = []
+        for name in [f"transformer.h.{i}" for i in range(config.n_layer)]:
+            linears = [linear(f"{name}.{layer}") for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+            self.blocks.append((layer_norm(f"{name}.ln_1"), layer_norm(f"{name}.ln_2"), *linears))
 
     def new_cache(self, num_rows: int, capacity: int) -> CPUCache:
         return CPUCache(self.config, num_rows, capacity)
@@ -205,16 +176,16 @@ class CPUBackend(Backend):
     def logits(self, ids: Tensor, cache: CPUCache | None, num_positions: int = 1,
                num_needed: int | None = None) -> Tensor:
         (B, T), start = ids.shape, 0 if cache is None else cache.seq_len
-        x = F.embedding(ids, self.wte)
-        if self.wte_scales is not None:
-            x = x * self.wte_scales[ids].unsqueeze(-1)
-        x = (x + self.wpe[start:start + T]).flatten(0, 1).numpy() # (R, E)
-        for layer, block in enumerate(self.blocks):
+        rows = ids.flatten().numpy()
+        x = self.wte.weight[rows] * self.wte.scales[rows, None] # (R, E)
+        x = (x.reshape(B, T, -1) + self.wpe[start:start + T]).reshape(B * T, -1)
+        for layer, (ln_1, ln_2, c_attn, attn_c_proj, c_fc, mlp_c_proj) in enumerate(self.blocks):
             num_last = num_positions if layer == len(self.blocks) - 1 else T # only these are needed from here on
-            qkv = block.c_attn(block.ln_1(x)) # (R, 3 * E)
+            qkv = c_attn(ln_1(x)) # (R, 3 * E)
             if num_last < T:
                 x = np.ascontiguousarray(x.reshape(B, T, -1)[:, -num_last:]).reshape(B * num_last, -1)
-            x = block.after_attention(x, self.attention(qkv, cache, layer, B, num_last))
+            x = attn_c_proj(self.attention(qkv, cache, layer, B, num_last), residual=x)
+            x = mlp_c_proj(c_fc(ln_2(x), gelu=self.config.gelu), residual=x)
         if cache is not None:
             cache.seq_len += T
         x, logits = self.ln_f(x), None
@@ -228,14 +199,13 @@ class CPUBackend(Backend):
         """
         E, H = self.config.n_embd, self.config.n_head
         T, start = len(qkv) // B, 0 if cache is None else cache.seq_len
-        if cache is not None and num_last == T <= MAX_KERNEL_TOKENS and cache.keys.size(1) == B:
-            y = np.empty((len(qkv), E), np.float32)
-            run(kernels.attention, 2 * len(qkv) * (start + T) * E, qkv, cache.keys[layer].numpy(),
-                cache.values[layer].numpy(), start, y)
-            return y
+        if cache is not None and num_last == T <= MAX_KERNEL_TOKENS and cache.keys.shape[1] == B:
+            work = 2 * len(qkv) * (start + T) * E
+            return run(kernels.attention, work, qkv, cache.keys[layer], cache.values[layer], start)
         q, k, v = torch.from_numpy(qkv).view(B, T, 3, H, E // H).permute(2, 0, 3, 1, 4) # (B, H, T, D) each
         if cache is not None:
-            keys, values = (t[layer, ..., :start + T].transpose(2, 3) for t in (cache.keys, cache.values))
+            keys, values = (torch.from_numpy(array[layer, ..., :start + T]).transpose(2, 3)
+                            for array in (cache.keys, cache.values))
             keys[:, :, start:], values[:, :, start:] = k, v # if there is one row, all rows of the cache get it
             k, v = (keys[:B], values[:B]) if start else (k, v) # (B, H, S, D) each
         q, S = q[:, :, -num_last:], start + T
@@ -244,9 +214,54 @@ class CPUBackend(Backend):
         return y.transpose(1, 2).contiguous().view(-1, E).numpy()
 
 
-def as_array(tensor: Tensor | None) -> np.ndarray:
-    """The tensor's own memory, or a float32 copy if its layout or dtype is another. Empty for None."""
-    if tensor is None:
-        return NO_VECTOR
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The tensor's own memory, or a float32 copy if its layout or dtype is another."""
     array = tensor.detach().float().contiguous().numpy()
     return array if array.flags.aligned else array.copy()
+
+
+def run(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
+    """Call a kernel with as many threads as its multiply-adds are worth, and at most as many as torch uses."""
+    most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    num_threads = min(most, 1 + work // WORK_PER_THREAD)
+    if getattr(this_thread, "num_threads", None) != num_threads: # numba keeps the number for each Python thread
+        numba.set_num_threads(num_threads)
+        this_thread.num_threads = num_threads
+    with run_lock:
+        return kernel(*arguments)
+
+
+def compile_kernels(dtypes: tuple[str, ...], log: Log) -> None:
+    """Load the kernels for weights of these dtypes ("float32", "int8") from numba's cache, or compile them, which takes
+    some seconds. Then log says so.
+    """
+    global run_lock
+    with compile_lock:
+        x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)
+        calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0)}
+        for dtype in dtypes:
+            calls[kernels.linear[dtype]] = x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL
+        start, is_new, num_threads = time.perf_counter(), False, torch.get_num_threads()
+        for kernel, arguments in calls.items():
+            if kernel in compiled:
+                continue
+            try:
+                kernel(*arguments)
+            except BaseException as error:
+                # numba's cache cannot be read or written, or Ctrl-C may have left an index that names a file of an
+                # older version. So remove the index of this kernel's files.
+                if kernel.stats.cache_path:
+                    for path in Path(kernel.stats.cache_path).glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
+                        path.unlink(missing_ok=True)
+                if not isinstance(error, Exception):
+                    raise
+                kernel(*arguments)
+            compiled.add(kernel)
+            if not is_new and sum(kernel.stats.cache_misses.values()):
+                is_new = True
+                log("compiling kernels for this processor, once ...")
+        if is_new:
+            log(f"compiled in {time.perf_counter() - start:.1f} s")
+        torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
+        if numba.threading_layer() == "workqueue": # it aborts the process if two threads are inside at once
+            run_lock = Lock()

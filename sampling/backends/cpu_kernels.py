@@ -17,12 +17,13 @@ from numba import njit, prange
 FLAGS = {"reassoc", "contract", "arcp", "nsz"}
 Array = np.ndarray
 BLOCK = 16 # neighbouring outputs that a thread computes at once
-ZERO = np.float32(0)
+ZERO, ONE = np.float32(0), np.float32(1)
 
-inner = njit(nogil=True, fastmath=FLAGS, error_model="numpy")
+OPTIONS = dict(nogil=True, fastmath=FLAGS, error_model="numpy")
+inner = njit(**OPTIONS)
 
 
-def parallel(function: FunctionType, weights: str = "") -> Callable[..., None]:
+def parallel(function: FunctionType, weights: str = "") -> Callable[..., Array]:
     """Compile a function whose pranges run on several threads, and keep the machine code in numba's cache.
 
     numba numbers the cache files of a function, and two processes that compile it at once, for other types or on other
@@ -30,73 +31,67 @@ def parallel(function: FunctionType, weights: str = "") -> Callable[..., None]:
     """
     function = FunctionType(function.__code__, globals(), function.__name__)
     function.__qualname__ = "_".join(filter(None, [function.__name__, weights, get_host_cpu_name()]))
-    options = dict(parallel=True, nogil=True, fastmath=FLAGS, error_model="numpy")
     try:
-        return njit(cache=True, **options)(function)
+        return njit(cache=True, parallel=True, **OPTIONS)(function)
     except RuntimeError: # neither this folder nor the user's cache is writable
-        return njit(**options)(function)
+        return njit(parallel=True, **OPTIONS)(function)
 
 
 @inner
-def dot(w, x):
-    """The sum of w[i] * x[i]. w may be int8."""
-    total = ZERO
-    for i in range(len(x)):
-        total += np.float32(w[i]) * x[i]
-    return total
+def exp(x):
+    """exp(x) for x <= 0, to float32 accuracy, but exp(-87) for smaller x. LLVM vectorises it, but not math.exp.
+
+    exp(x) = 2**n * exp(rest), where n is a whole number, whose bits make the float32 2**n, and |rest| is at most
+    log(2) / 2.
+    """
+    if x < np.float32(-87): # not max(): it might drop NaN
+        x = np.float32(-87)
+    n = np.int32(x * np.float32(1 / math.log(2)) - np.float32(0.5)) # rounds to the nearest, because x <= 0
+    x -= np.float32(n) * np.float32(0.693359375) # log(2) in two parts: the product with the first one is exact
+    x -= np.float32(n) * np.float32(-2.12194440e-4)
+    p = np.float32(1 / 720)
+    p = p * x + np.float32(1 / 120)
+    p = p * x + np.float32(1 / 24)
+    p = p * x + np.float32(1 / 6)
+    p = p * x + np.float32(1 / 2)
+    return ((p * x + ONE) * x + ONE) * np.int32((n + np.int32(127)) * np.int32(2**23)).view(np.float32)
 
 
-# The error function and the hyperbolic tangent, to float32 accuracy: x * P(x * x) / Q(x * x) for |x| up to a limit.
-# These are the limit, and the coefficients of P and Q. LLVM vectorises such a function, but no call of math.erf.
-ERF = (4.0,
-       (-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
-        -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02),
-       (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03,
-        -1.42647390514189e-02))
-TANH = (7.9,
-        (-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,
-         1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03),
-        (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03))
+# GELU is max(x, 0) - |x| * exp(P(|x|)), where exp(P(z)) is the share of the normal distribution above z: exactly, or in
+# the tanh form nearly. These are the coefficients of polynomials P, fitted so that GELU is off by at most 1e-7.
+EXACT = (-1.38068236e-06, 2.0289853e-05, -9.57157354e-05, -1.75668094e-04, 5.00201916e-03, -3.64616548e-02,
+         -3.18273928e-01, -7.97888463e-01, -6.93147114e-01)
+TANH = (-2.80885487e-06, 1.87247376e-05, 1.02340362e-04, -1.09109089e-03, 1.57972961e-03, 3.680921e-03,
+        -3.47971156e-02, -3.18540895e-01, -7.97861889e-01, -6.93147532e-01)
 
 
 @inner
-def rational(x, function):
-    """ERF or TANH of x."""
-    limit, numerator, denominator = function
-    x = min(max(x, np.float32(-limit)), np.float32(limit))
-    z, p, q = x * x, ZERO, ZERO
-    for coefficient in numerator:
-        p = p * z + np.float32(coefficient)
-    for coefficient in denominator:
-        q = q * z + np.float32(coefficient)
-    return x * p / q
+def gelu_of(x, form):
+    """GELU of x in the form EXACT or TANH."""
+    p = ZERO
+    for coefficient in form:
+        p = p * abs(x) + np.float32(coefficient)
+    return max(x, ZERO) - abs(x) * exp(p)
 
 
 @inner
 def finish(y, first, last, scales, bias, gelu, residual):
-    """What follows the sums y[:, first:last]: scales, bias, GELU, residual. An empty array is none.
+    """What follows the sums y[:, first:last]: scales, bias, GELU, and the residual unless it is empty.
 
     gelu: 0 none, 1 the exact form, 2 the tanh form.
     """
     scales, bias = scales[first:last], bias[first:last]
     for r in range(len(y)):
         yr, residual_r = y[r, first:last], residual[min(r, len(residual) - 1), first:last]
-        if len(scales):
-            for o in range(len(yr)):
-                yr[o] *= scales[o]
-        if len(bias):
-            for o in range(len(yr)):
-                yr[o] += bias[o]
-        if gelu == 1:
-            for o in range(len(yr)):
-                yr[o] = np.float32(0.5) * yr[o] * (np.float32(1) + rational(yr[o] * np.float32(math.sqrt(0.5)), ERF))
-        elif gelu == 2:
-            for o in range(len(yr)):
-                u = np.float32(math.sqrt(2 / math.pi)) * (yr[o] + np.float32(0.044715) * yr[o] * yr[o] * yr[o])
-                yr[o] = np.float32(0.5) * yr[o] * (np.float32(1) + rational(u, TANH))
-        if len(residual_r):
-            for o in range(len(yr)):
-                yr[o] += residual_r[o]
+        for o in range(len(yr)):
+            result = yr[o] * scales[o] + bias[o]
+            if gelu == 1:
+                result = gelu_of(result, EXACT)
+            elif gelu == 2:
+                result = gelu_of(result, TANH)
+            if len(residual_r):
+                result += residual_r[o]
+            yr[o] = result
 
 
 @inner
@@ -161,8 +156,9 @@ def rows_block(x, weight, y, first, last, quarter):
             y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = d0, d1, d2, d3, d4
 
 
-def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, residual: Array, y: Array) -> None:
-    """y (R, O) = x (R, I) @ weight (O, I).T, then what finish does. residual: (R, O), or (1, 0)."""
+def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, residual: Array) -> Array:
+    """x (R, I) @ weight (O, I).T, then what finish does -> (R, O). scales, bias: (O,). residual: (R, O) or (1, 0)."""
+    y = np.empty((len(x), len(weight)), np.float32)
     num_parts = 2 if len(x) == 1 else 4
     part = len(weight) // num_parts
     for block in prange((part + BLOCK - 1) // BLOCK):
@@ -173,14 +169,16 @@ def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, resid
             rows_block(x, weight, y, first, last, part)
         for start in range(0, num_parts * part, part):
             finish(y, start + first, start + last, scales, bias, gelu, residual)
-    for o in range(num_parts * part, len(weight)): # up to three outputs are left
-        for r in range(len(x)):
-            y[r, o] = dot(weight[o], x[r])
-    finish(y, num_parts * part, len(weight), scales, bias, gelu, residual)
+    rest = num_parts * part
+    for r in range(len(x)): # up to three outputs are left
+        row_block(x[r], weight, y[r], rest, len(weight), 0)
+    finish(y, rest, len(weight), scales, bias, gelu, residual)
+    return y
 
 
-def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float, y: Array) -> None:
-    """y (R, E): each row of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) or (0,)."""
+def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
+    """Each row of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) -> (R, E)."""
+    y = np.empty_like(x)
     for r in prange(len(x)):
         xr, yr, width = x[r], y[r], np.float32(x.shape[1])
         total = squares = ZERO
@@ -189,41 +187,20 @@ def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float, y: Array) -
         mean = total / width
         for i in range(len(xr)):
             squares += (xr[i] - mean) * (xr[i] - mean)
-        scale = np.float32(1) / np.sqrt(squares / width + np.float32(epsilon))
+        scale = ONE / np.sqrt(squares / width + np.float32(epsilon))
         for i in range(len(xr)):
-            yr[i] = (xr[i] - mean) * scale * weight[i]
-        if len(bias):
-            for i in range(len(yr)):
-                yr[i] += bias[i]
+            yr[i] = (xr[i] - mean) * scale * weight[i] + bias[i]
+    return y
 
 
 @inner
-def softmax(scores, powers):
-    """Softmax in place. powers, int32, is memory for as many numbers as there are scores.
-
-    exp(x) = 2**n * exp(rest), where n is a whole number, whose bits make the float32 2**n, and |rest| is at most
-    log(2) / 2. LLVM vectorises this, but not calls of math.exp.
-    """
-    largest = np.float32(-np.inf)
+def softmax(scores):
+    """Softmax in place."""
+    largest, total = np.float32(-np.inf), ZERO
     for s in range(len(scores)):
         largest = max(largest, scores[s])
     for s in range(len(scores)):
-        x = scores[s] - largest
-        if x < np.float32(-87): # not max(): it might drop NaN
-            x = np.float32(-87)
-        n = np.int32(x * np.float32(1 / math.log(2)) - np.float32(0.5)) # rounds to the nearest, because x <= 0
-        x -= np.float32(n) * np.float32(0.693359375) # log(2) in two parts: the product with the first one is exact
-        x -= np.float32(n) * np.float32(-2.12194440e-4)
-        p = np.float32(1 / 720)
-        p = p * x + np.float32(1 / 120)
-        p = p * x + np.float32(1 / 24)
-        p = p * x + np.float32(1 / 6)
-        p = p * x + np.float32(1 / 2)
-        scores[s] = (p * x + np.float32(1)) * x + np.float32(1)
-        powers[s] = (n + np.int32(127)) * np.int32(2**23)
-    factors, total = powers.view(np.float32), ZERO
-    for s in range(len(scores)):
-        scores[s] *= factors[s]
+        scores[s] = exp(scores[s] - largest)
         total += scores[s]
     for s in range(len(scores)):
         scores[s] /= total
@@ -233,7 +210,7 @@ def softmax(scores, powers):
 def attend_head(q, k, v, new_k, new_v, start, y):
     """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (D, C)."""
     num_tokens, width = q.shape
-    scores, powers = np.empty(start + num_tokens, np.float32), np.empty(start + num_tokens, np.int32)
+    scores = np.empty(start + num_tokens, np.float32)
     for t in range(num_tokens):
         last, scale = start + t, np.float32(1 / math.sqrt(width))
         scores_t = scores[:last + 1]
@@ -243,7 +220,7 @@ def attend_head(q, k, v, new_k, new_v, start, y):
             kd[last] = new_k[t, d]
             for s in range(len(scores_t)):
                 scores_t[s] += qd * kd[s]
-        softmax(scores_t, powers)
+        softmax(scores_t)
         for d in range(width):
             vd, total = v[d], ZERO
             vd[last] = new_v[t, d]
@@ -252,20 +229,22 @@ def attend_head(q, k, v, new_k, new_v, start, y):
             y[t, d] = total
 
 
-def attention(qkv: Array, keys: Array, values: Array, start: int, y: Array) -> None:
-    """T new tokens of each sample attend to the tokens up to themselves.
+def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
+    """T new tokens of each sample attend to the tokens up to themselves -> (B * T, E).
 
     qkv (B * T, 3 * E): their queries, keys and values. The keys and values are stored in the cache, keys and values
-    (B, H, D, C), from position start on. y (B * T, E) gets the results.
+    (B, H, D, C), from position start on.
     """
     num_samples, num_heads, width, _ = keys.shape
     num_tokens = len(qkv) // num_samples
+    y = np.empty((len(qkv), num_heads * width), np.float32)
     for i in prange(num_samples * num_heads):
         b, h = i // num_heads, i % num_heads
         rows, q = slice(b * num_tokens, (b + 1) * num_tokens), h * width
         k, v = q + num_heads * width, q + 2 * num_heads * width
         attend_head(qkv[rows, q:q + width], keys[b, h], values[b, h], qkv[rows, k:k + width], qkv[rows, v:v + width],
                     start, y[rows, q:q + width])
+    return y
 
 
 layer_norm, attention = parallel(layer_norm), parallel(attention)

@@ -1,8 +1,9 @@
-"""Chooses the backend for a checkpoint, and prepares it."""
+"""Chooses the device, the dtype, the backend for a checkpoint, and the batch size. Prepares the backend."""
 import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,78 @@ SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
 SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes a full window (measured with ten rows)
 
 
+def choose_device(name: str, local_rank: int | None = None, log: Log = warn) -> torch.device:
+    """The device of this name; 'auto' is CUDA, then MPS, then the CPU. Raises ValueError if it is not available.
+
+    A GPU whose first kernel fails cannot be used: 'auto' logs why, and goes on to the next device.
+    If several processes share the machine, local_rank is the number of this process there, and selects its GPU.
+    """
+    gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
+    available = [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
+    if name not in ["auto", *available]:
+        raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use one of these, or "
+                         "auto")
+    for candidate in available if name == "auto" else [name]:
+        if name == "auto" and candidate == "cuda:0": # "cuda" stands for it
+            continue
+        device = torch.device(candidate)
+        if candidate == "cuda" and local_rank is not None:
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        reason = why_unusable(device)
+        if reason is None: # as always for the CPU, the last one
+            return device
+        if name != "auto":
+            raise ValueError(reason)
+        log(f"{reason}; trying the next device")
+
+
+def why_unusable(device: torch.device) -> str | None:
+    """Why a GPU cannot run a kernel, although torch finds it; None if it can.
+
+    This happens if this build of torch has no code for the GPU, or if its driver is too old.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        (torch.zeros(1, device=device) + 1).item()
+        return None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        try:
+            major, minor = torch.cuda.get_device_capability(device)
+            gpu = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+        except RuntimeError: # not even this works
+            gpu = str(device)
+        first_line = str(error).partition("\n")[0]
+        return (f"this GPU ({gpu}) cannot run torch {torch.__version__} ({first_line:.200}): update its driver, or "
+                "install a build of torch that supports it (https://pytorch.org/get-started), or use device=cpu")
+
+
+def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.dtype:
+    """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
+
+    exact: choose as nanoGPT does, which takes bfloat16 even where the GPU emulates it.
+    Raises ValueError if the device does not support the dtype. name must be allowed by RULES in params.py.
+    """
+    if name == "int8" and device.type != "cpu":
+        raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
+    if device.type != "cuda":
+        return torch.float32 if name == "auto" else getattr(torch, name)
+    with torch.cuda.device(device): # is_bf16_supported asks about the current device
+        if name == "auto": # emulation is slow
+            name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=exact) else "float16"
+        elif name == "bfloat16" and not torch.cuda.is_bf16_supported():
+            raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32")
+        return getattr(torch, name)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """The context in which a model of this dtype runs. It turns autocast on for half precision, otherwise off."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(device.type, dtype if is_half else None, enabled=is_half)
+
+
 def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
                     options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None, log: Log = warn) -> Backend:
     """The fastest backend for a model. Takes the weights out of the checkpoint.
@@ -33,16 +106,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
     config = checkpoint.config
-    use_kernels = wants_kernels(config, device, dtype, options, num_steps)
-    if use_kernels:
-        try:
-            require_numba()
-        except ValueError as error:
-            if dtype == torch.int8:
-                raise
-            use_kernels = False
-            log(f"{error}; continuing without the kernels, which is slower")
-    if use_kernels:
+    if wants_kernels(config, device, dtype, options, num_steps) and has_numba(dtype, log):
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8, log)
         checkpoint.state_dict = {}
@@ -62,37 +126,38 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
 
 def weight_converter(dtype: torch.dtype) -> Callable[[Tensor], Any] | None:
     """What to do with each weight as soon as it is read from a file: round it to int8, or nothing."""
-    if dtype != torch.int8:
-        return None
-    require_numba()
-    from sampling.backends.cpu import quantize
-    return quantize
+    if dtype == torch.int8 and has_numba(dtype):
+        from sampling.backends.cpu import quantize
+        return quantize
+    return None
 
 
 def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
                   num_steps: int | None) -> bool:
     """Whether a run should use CPUBackend's kernels: on a CPU in float32 and int8, unless it is too short for them."""
-    if dtype == torch.int8:
-        return True
-    if device.type != "cpu" or dtype != torch.float32 or options.compile or options.exact:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.int8) or options.compile or options.exact:
         return False
-    return num_steps is None or estimate_eager_seconds(config, num_steps) >= MIN_EAGER_SECONDS
-
-
-def require_numba() -> None:
-    """Raise ValueError if numba cannot be imported, as with a Python or a processor that it does not support."""
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"the compiled kernels for CPUs, and dtype=int8, need numba ({error}): pip install "
-                         "numba") from None
-
-
-def estimate_eager_seconds(config: GPTConfig, num_steps: int) -> float:
-    """About how long EagerBackend takes for these steps on a CPU. Past block_size, each step is a whole window."""
+    if num_steps is None or dtype == torch.int8:
+        return True
     num_weights, num_windows = num_step_weights(config), max(0, num_steps - config.block_size)
     step = config.n_layer * SECONDS_PER_LAYER + num_weights * SECONDS_PER_WEIGHT
-    return num_steps * step + num_windows * config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT
+    window = config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT # past block_size, each step is also one
+    return num_steps * step + num_windows * window >= MIN_EAGER_SECONDS
+
+
+def has_numba(dtype: torch.dtype, log: Log = warn) -> bool:
+    """Whether numba can be imported: not with a Python or a processor that it does not support. If not, log says so.
+    Raises ValueError then for int8, which has no other backend.
+    """
+    try:
+        import numba  # noqa: F401
+        return True
+    except ImportError as error:
+        message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({error}): pip install numba"
+    if dtype == torch.int8:
+        raise ValueError(message)
+    log(f"{message}; continuing without the kernels, which is slower")
+    return False
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
@@ -102,6 +167,20 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
             for name, value in module.named_parameters():
                 setattr(module, name, nn.Parameter(value.to(dtype), requires_grad=False))
     return model
+
+
+def default_batch_size(backend: Backend, length: int, num_processes: int = 1) -> int:
+    """The batch size for samples of length tokens if the user gives none: as many as half of the free memory holds, at
+    most backend.max_rows.
+
+    num_processes is the number of processes that share the machine's memory. GPU memory is not divided: if processes
+    share a GPU and it runs out of memory, the engine halves its batches.
+    """
+    if backend.device.type == "cuda":
+        free = torch.cuda.mem_get_info(backend.device)[0]
+    else:
+        free = psutil.virtual_memory().available // num_processes
+    return max(1, min(backend.max_rows, free // 2 // backend.bytes_per_row(length)))
 
 
 def compile_steps(backend: Backend, num_rows: int, log: Log) -> None:

@@ -7,10 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING: # the imports would load torch
+if TYPE_CHECKING: # it takes a second
     import torch
-
-    from sampling.backends.backend import Backend
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.h numbers them
 
@@ -40,22 +38,6 @@ def cores_are_busy() -> bool:
         return False
     num_others = min(num_running) - 1 # without this thread; the lowest, because some threads run only for an instant
     return num_others >= (os.cpu_count() or 1) / 2
-
-
-def default_batch_size(backend: "Backend", length: int, num_processes: int = 1) -> int:
-    """The batch size for samples of length tokens if the user gives none: as many as half of the free memory holds, at
-    most backend.max_rows.
-
-    num_processes is the number of processes that share the machine's memory. GPU memory is not divided: if processes
-    share a GPU and it runs out of memory, the engine halves its batches.
-    """
-    if backend.device.type == "cuda":
-        import torch
-        free = torch.cuda.mem_get_info(backend.device)[0]
-    else:
-        import psutil
-        free = psutil.virtual_memory().available // num_processes
-    return max(1, min(backend.max_rows, free // 2 // backend.bytes_per_row(length)))
 
 
 def peak_memory(device: "torch.device") -> int | None:

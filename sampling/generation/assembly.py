@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from sampling.backends.backend import Backend
-from sampling.backends.devices import autocast
-from sampling.backends.prepare import prepare_backend
+from sampling.backends.prepare import autocast, prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.speculation import Speculation, prepare_draft
 from sampling.inputs.tokenizer import Tokenizer

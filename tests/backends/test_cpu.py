@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from models import as_checkpoint, make_gpt
 from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.cpu import GELU, CPUBackend, Shortlist, multiply, quantize
+from sampling.backends.cpu import CPUBackend, Linear, Shortlist, quantize
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.nanogpt import load_nanogpt
 from streams import decode, random_prompt
@@ -171,10 +171,10 @@ def test_damaged_weights_give_logits_that_are_not_finite(name, value, int8):
 
 # ---- numbers
 
-@pytest.mark.parametrize("form", GELU)
+@pytest.mark.parametrize("form", ["none", "tanh"])
 def test_gelu_is_that_of_torch_for_every_number(form):
     x = torch.cat([torch.linspace(-30, 30, 4001), torch.tensor([1e-30, -1e-8, 1e4, -1e4, 1e30, -1e30])])[None]
-    found = torch.from_numpy(multiply(np.ones((1, 1), np.float32), x.T.contiguous().numpy(), gelu=GELU[form]))
+    found = torch.from_numpy(Linear(x.T)(np.ones((1, 1), np.float32), gelu=form))
     assert ((found - F.gelu(x, approximate=form)).abs() <= 1e-6 + 3e-7 * x.abs()).all()
 
 

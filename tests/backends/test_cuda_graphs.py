@@ -10,9 +10,8 @@ import torch
 from engines import expected_ids
 from models import make_gpt
 from recorded_graphs import ON_GPU, Recording, record_graphs
-from sampling.backends import cuda, cuda_graphs
-from sampling.backends.cuda import CUDABackend, block_step
-from sampling.backends.cuda_graphs import compare_logits
+from sampling.backends import cuda
+from sampling.backends.cuda import CUDABackend, block_step, compare_logits
 from sampling.backends.prepare import cast_linears
 from streams import decode, normal, random_prompt
 
@@ -35,7 +34,7 @@ def make_backend(use_graphs=True, model=None):
     """A CUDABackend. Its messages are the lines that it logs."""
     messages = []
     backend = CUDABackend(model or make_gpt(), log=messages.append)
-    backend.messages, backend.checks.use_graphs = messages, use_graphs
+    backend.messages, backend.checks.path = messages, "graphs" if use_graphs else "steps"
     return backend
 
 
@@ -46,7 +45,8 @@ def generates_the_right_text(backend, rows=3, **settings):
 
 # ---- graphs that work
 
-@pytest.mark.parametrize("use_graphs, num_blocks", [(True, [3 * 2, 0]), (False, [11 * 2, 11 * 2])]) # of 2 layers
+# A step has 2 blocks. Before a graph is captured, its step runs once.
+@pytest.mark.parametrize("use_graphs, num_blocks", [(True, [3 * 2 * 2, 0]), (False, [11 * 2, 11 * 2])])
 def test_each_kind_of_step_is_checked_once_and_is_captured_once_and_then_replayed(use_graphs, num_blocks, recordings):
     backend, calls, tokens = make_backend(use_graphs), [], random_prompt(16, 3)
     cache, plain_logits = backend.new_cache(3, 16), backend.plain_logits
@@ -129,7 +129,7 @@ def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_1
     expected = model(ids)[0][:, -1].bfloat16()
     assert -103 < expected.mean() < -97 and 1 < expected.float().std() < 4, "as in GPT-2"
     error, limit = compare_logits((expected.float() + 0.3 * normal(3, 61)).bfloat16(), expected) # rounded twice
-    assert (error > cuda_graphs.TOLERANCE_HALF).all() and (error < limit).all()
+    assert (error > cuda.TOLERANCE_HALF).all() and (error < limit).all()
     with_wrong_positions, with_an_unmasked_key = ids[:, 1:], torch.cat([random_prompt(1, 3), ids], dim=1)
     for wrong in with_wrong_positions, with_an_unmasked_key:
         error, limit = compare_logits(model(wrong)[0][:, -1].bfloat16(), expected)
@@ -141,15 +141,15 @@ def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_1
 @pytest.fixture
 def fail_capture(recordings, monkeypatch):
     """fail_capture(error, number): this capture raises the error. Returns the list of captures."""
-    capture, captures = cuda_graphs.capture_graph, []
+    capture, captures = torch.cuda.graph, []
 
     def fail(error, number):
-        def failing(*arguments):
-            captures.append(arguments)
+        def failing(graph, **settings):
+            captures.append(graph)
             if len(captures) == number:
                 raise error
-            return capture(*arguments)
-        monkeypatch.setattr(cuda_graphs, "capture_graph", failing)
+            return capture(graph, **settings)
+        monkeypatch.setattr(torch.cuda, "graph", failing)
         return captures
     return fail
 
@@ -198,7 +198,7 @@ def test_a_step_that_cannot_be_captured_runs_without_graphs(device):
     assert generates_the_right_text(backend) and torch.cuda.current_stream() == stream
     assert len(backend.messages) == 1 and backend.messages[0].startswith("CUDA graphs do not work here (")
     other = make_backend(model=make_gpt().to(device)) # a failed capture leaves nothing that would disturb the next one
-    assert generates_the_right_text(other) and other.messages == [] and other.checks.use_graphs
+    assert generates_the_right_text(other) and other.messages == [] and other.checks.path == "graphs"
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
@@ -208,4 +208,4 @@ def test_the_checks_pass_in_half_precision(make_model, dtype, device):
     backend = make_backend(device == "cuda", cast_linears(make_model(), dtype).to(device))
     with torch.autocast(device, dtype):
         decode(backend, PROMPTS, STEPS)
-    assert backend.messages == [] and backend.checks.use_steps
+    assert backend.messages == [] and backend.checks.path != "plain"

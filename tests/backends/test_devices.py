@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from sampling.backends.devices import choose_device, choose_dtype
+from sampling.backends.prepare import choose_device, choose_dtype
 
 NO_KERNEL = RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore lines")
 GPU = torch.device("cuda", 1)

@@ -15,7 +15,8 @@ from models import make_gpt, save_checkpoint
 from project import SCRIPT
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend
-from sampling.backends.process import default_batch_size, shorten_spinning
+from sampling.backends.prepare import default_batch_size
+from sampling.backends.process import shorten_spinning
 
 needs_glibc = pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)

@@ -24,7 +24,7 @@ import sampling
 from model import GPT, GPTConfig
 from models import save_checkpoint, save_meta
 from oracles import nanogpt_generate
-from sampling.backends.devices import autocast
+from sampling.backends.prepare import autocast
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=272, vocab_size=97, bias=True)

@@ -12,25 +12,24 @@ import pytest
 import torch
 
 from project import PROJECT
-from sampling.backends.cpu_runtime import WORK_PER_THREAD, compile_kernels, run
+from sampling.backends.cpu import WORK_PER_THREAD, compile_kernels, run
 
 SETUP = """
 import sys
 import numpy as np
 import torch
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.cpu_runtime import compile_kernels
+from sampling.backends.cpu import CPUBackend, compile_kernels
 """
 # Two kernels of four: LayerNorm and attention.
 COMPILE_SOME = SETUP + "compile_kernels((), lambda line: print(line, flush=True))"
 CHECK = """
-x, y = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32), np.empty((3, 40), np.float32)
-kernels.layer_norm(x, np.ones(40, np.float32), np.empty(0, np.float32), 1e-5, y)
+x = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
+y = kernels.layer_norm(x, np.ones(40, np.float32), np.zeros(40, np.float32), 1e-5)
 torch.testing.assert_close(torch.from_numpy(y), torch.nn.functional.layer_norm(torch.from_numpy(x), (40,)))
 """
 COMPILE_ALL = SETUP + """
 from models import make_gpt
-from sampling.backends.cpu import CPUBackend
 gpt, ids = make_gpt(), torch.zeros(3, 5, dtype=torch.long)
 backend = CPUBackend(gpt.config, gpt.state_dict(), sys.argv[1] == "int8", lambda line: print(line, flush=True))
 with torch.no_grad():
