@@ -14,7 +14,7 @@ from sampling.outputs.output_file import PAGE, append, check_replaceable, open_o
 from sampling.params import Sample, SampleRequest
 
 if TYPE_CHECKING: # the import would load torch
-    from sampling.generation.assembly import LoadedModel
+    from sampling.generation.engine import LoadedModel
 
 PAGE_INTERVAL = 2 # seconds between two pages, and at least 20 times as long as writing one takes
 

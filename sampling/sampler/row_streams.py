@@ -30,34 +30,32 @@ class RunStream:
             advance_mt19937(self.generator, num_init_draws)
         self.start_state, self.index = self.generator.get_state(), 0 # the generator is at the start of this sample
 
-    def state_for_sample(self, index: int) -> Tensor:
-        """The generator state in which sample number index starts. Increasing indices take the least time."""
+    def generator_for_sample(self, index: int) -> torch.Generator:
+        """A generator at the start of sample number index. Increasing indices take the least time."""
         if index < self.index: # the generator cannot go back, so it starts again
             self.generator.set_state(self.start_state)
             self.index = 0
         advance_exponential(self.generator, (index - self.index) * self.draws_per_sample, self.vocab_size)
         self.index = index
-        return self.generator.get_state()
+        return self.generator.clone_state()
 
 
 class RowStreams:
-    """The random numbers of a batch, whose rows are these samples of the run."""
+    """The random numbers of a batch, whose rows are these samples of the run.
 
-    def __init__(self, run: RunStream, samples: list[int]):
-        self.states = [run.state_for_sample(index) for index in samples] # where the rows start
+    first_steps: the step of the batch in which each row needs numbers for the first time; None: all in step 0.
+    """
+
+    def __init__(self, run: RunStream, samples: list[int], first_steps: list[int] | None = None):
+        self.generators = [run.generator_for_sample(index) for index in samples] # one per row
+        self.first_steps, self.step = first_steps or [0] * len(samples), 0 # the step of the next draw
         self.device, source = run.device, run.generator.device
-        self.generators = [torch.Generator(source) for _ in samples] # one per row
         dtype = torch.int64 if self.device.type == "cpu" and exponential_is_from_bits() else torch.float32
         self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=source) # (B, V): the latest draw
         self.lookahead: deque[Tensor] = deque() # draws that peek has made and next has not returned
-        for row in range(len(samples)):
-            self.restart(row)
-
-    def restart(self, row: int) -> None:
-        self.generators[row].set_state(self.states[row])
 
     def select_rows(self, rows: list[int]) -> None:
-        self.generators, self.states = [self.generators[i] for i in rows], [self.states[i] for i in rows]
+        self.generators, self.first_steps = [self.generators[i] for i in rows], [self.first_steps[i] for i in rows]
         self.numbers = self.numbers[:len(rows)]
 
     def next(self) -> Tensor:
@@ -72,11 +70,14 @@ class RowStreams:
 
     def draw(self, numbers: Tensor) -> Tensor:
         """Fill numbers (B, V) from the generators of the rows, and return them on the device of the run."""
-        for row, generator in zip(numbers, self.generators, strict=True):
+        for row, generator, first_step in zip(numbers, self.generators, self.first_steps, strict=True):
+            if self.step < first_step: # the row needs none yet
+                continue
             if row.dtype == torch.int64:
                 row.random_(-2**63, None, generator=generator) # all integers of 64 bits
             else:
                 row.exponential_(generator=generator)
+        self.step += 1
         return numbers.to(self.device)
 
 

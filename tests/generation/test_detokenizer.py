@@ -2,7 +2,7 @@
 import pytest
 
 from engines import truncate_at_stop
-from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.engine import IncrementalDetokenizer
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams
 

@@ -10,7 +10,7 @@ from engines import PARAMS, PROMPTS, LeastBackend, expected_texts, load, make_re
 from models import CHARS, make_gpt
 from sampling.backends.eager import EagerBackend
 from sampling.generation.engine import Engine, group_by_length
-from sampling.generation.workers import Workers, stdout_to_stderr
+from sampling.generation.workers import Workers
 from sampling.params import Prompt, Sample, SampleRequest
 from sampling.sampler.sampler import NOT_FINITE
 
@@ -159,8 +159,10 @@ def test_rank_and_world_size_come_from_torchrun_if_it_started_the_process(variab
     assert (workers.rank, workers.world_size, workers.local_rank, workers.local_world_size, workers.is_main) == expected
 
 
-def test_output_of_gloo_goes_to_stderr(capfd):
-    with stdout_to_stderr():
-        os.write(1, b"a greeting")
+def test_output_of_gloo_goes_to_stderr(capfd, monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **settings: os.write(1, b"a greeting"))
+    Workers().connect(is_attended=False)
     os.write(1, b"a sample")
     assert capfd.readouterr() == ("a sample", "a greeting")

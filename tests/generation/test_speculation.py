@@ -8,10 +8,10 @@ from engines import LeastBackend, load, make_requests, run
 from models import add_noise, as_checkpoint, make_gpt, save_checkpoint
 from sampling.backends.eager import EagerBackend
 from sampling.backends.prepare import prepare_backend
-from sampling.generation.assembly import assemble
 from sampling.generation.engine import Engine
 from sampling.generation.speculation import Speculation, best_num_proposals, prepare_draft
 from sampling.params import ModelOptions, SamplingParams
+from sampling.text_generator import assemble
 
 PARAMS = SamplingParams(max_new_tokens=28, temperature=0.9, top_k=30, seed=3) # with "The ", they fill the window
 DRAFTS = dict(good={}, imperfect={"noise": 0.5}, bad={"seed": 2}, broken={"noise": torch.nan}, short={"block_size": 20})

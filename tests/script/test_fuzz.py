@@ -26,8 +26,7 @@ from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.generation.assembly import LoadedModel
-from sampling.generation.engine import Engine
+from sampling.generation.engine import Engine, LoadedModel
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.prompts import PromptSource
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
