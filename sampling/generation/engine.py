@@ -76,11 +76,10 @@ class Engine:
         sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                           all_columns=all_columns, in_logits_dtype=in_logits_dtype)
         self.decoder = Decoder(backend, sampler, params.num_logprobs, params.context_shift)
+        self.flush_steps = FLUSH_STEPS
         # After a flush, rows with a stop text can leave the batch. But each flush waits for a GPU.
-        if self.is_cuda:
-            self.flush_steps = CUDA_STREAM_FLUSH_STEPS if self.stream else FLUSH_STEPS
-        else:
-            self.flush_steps = 1 if self.stream or params.stop_texts else FLUSH_STEPS
+        if self.stream or (params.stop_texts and not self.is_cuda):
+            self.flush_steps = CUDA_STREAM_FLUSH_STEPS if self.is_cuda else 1
 
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Yield the finished samples in order, except those that are already saved.
@@ -178,9 +177,8 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer, params: SamplingParams, first_step: int = 0):
-        self.sample, self.first_step = sample, first_step
-        self.max_new_tokens, self.stop_texts = params.max_new_tokens, params.stop_texts
-        self.tokenizer, self.decode = tokenizer, tokenizer.incremental_decoder(sample.request.prompt_ids)
+        self.sample, self.tokenizer, self.params, self.first_step = sample, tokenizer, params, first_step
+        self.decode = tokenizer.incremental_decoder(sample.request.prompt_ids)
         self.withheld = "" # the end of the text, with which a stop text may begin
 
     def append(self, token_id: int, logprob: float | None = None, top: Sequence[float] = (),
@@ -189,18 +187,19 @@ class IncrementalDetokenizer:
         sample = self.sample
         before = sample.request.prompt_ids[-1:] # some tokenizers leave out the space before the first word of a text
         top_texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids]
-        is_last = len(sample.tokens) + 1 == self.max_new_tokens
+        is_last = len(sample.tokens) + 1 == self.params.max_new_tokens
         text = self.decode(token_id, is_last)
         sample.tokens.append(Token(token_id, text, logprob, tuple(zip(top_texts, top, strict=True))))
         pending_text = self.withheld + text # not emittable yet
-        stop_starts = [start for stop in self.stop_texts if (start := pending_text.find(stop)) >= 0]
+        stop_starts = [start for stop in self.params.stop_texts if (start := pending_text.find(stop)) >= 0]
         if stop_starts:
             sample.finish_reason, end = "stop", min(stop_starts)
             self.truncate(len(pending_text) - end)
         elif is_last:
             sample.finish_reason, end = "length", len(pending_text)
-        else:
-            lengths = [partial_match_len(pending_text, stop) for stop in self.stop_texts]
+        else: # a stop text may begin at the end of the text
+            lengths = [n for stop in self.params.stop_texts for n in range(min(len(stop), len(pending_text) + 1))
+                       if pending_text.endswith(stop[:n])]
             end = len(pending_text) - max(lengths, default=0)
         sample.num_emittable_chars += end
         self.withheld = pending_text[end:]
@@ -213,12 +212,6 @@ class IncrementalDetokenizer:
             text = tokens[i].text
             tokens[i] = tokens[i]._replace(text=text[:max(0, len(text) - num_chars)])
             num_chars -= len(text)
-
-
-def partial_match_len(text: str, stop: str) -> int:
-    """How many characters at the end of text are the beginning of stop, but not all of it."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
 
 
 def next_batch(requests: Iterator[SampleRequest], size: int) -> list[SampleRequest]:

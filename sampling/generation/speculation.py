@@ -99,7 +99,6 @@ class Speculation:
             self.log_once(f"the draft is used only up to block_size: {block_size} tokens, including the prompt")
         return True
 
-    @torch.no_grad()
     def decode(self, decoder: Decoder, prompt: list[int], streams: RowStreams,
                num_steps: int) -> Generator[Step, None, None]:
         """Continue a prompt, of at most block_size tokens, by num_steps: the steps of Decoder.decode."""
@@ -149,14 +148,14 @@ class Speculation:
 
         Returns (1, 0), and turns the draft off, if logits are NaN or infinite: the text does not depend on the draft.
         """
-        sampler, extended = decoder.sampler, ids
-        for ahead in range(num_proposals):
+        sampler, streams, extended = decoder.sampler, streams.copy(), ids
+        for _ in range(num_proposals):
             logits = self.draft.logits(extended[:, cache.seq_len:], cache, num_needed=sampler.num_needed)
             if not are_valid(logits):
                 self.is_broken = True
                 self.log_once("the draft is off: its logits are NaN or infinite")
                 return ids[:, :0]
-            token = sampler(logits, extended, None if sampler.is_greedy else streams.peek(ahead))
+            token = sampler(logits, extended, None if sampler.is_greedy else streams.next())
             extended = torch.cat([extended, token], dim=1)
         return extended[:, ids.size(1):]
 
