@@ -11,7 +11,7 @@ from sampling.backends.process import default_batch_size
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.nanogpt import load_by_name
 from sampling.generation.engine import Engine, LoadedModel
-from sampling.generation.speculation import Speculation, prepare_draft
+from sampling.generation.speculation import prepare_draft
 from sampling.inputs.prompts import make_requests
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.messages import Log, info, warn
@@ -86,10 +86,9 @@ def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device,
         raise ValueError(f"draft works only on a CPU, because no gain was measured on other devices; got {device}: "
                          "leave out draft, or use device=cpu")
     shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
-    draft = prepare_draft(options.draft, checkpoint, dtype, log) if options.draft else None # while it has its weights
+    speculation = prepare_draft(options.draft, checkpoint, dtype, log) if options.draft else None # needs the weights
     backend = prepare_backend(checkpoint, device, dtype, options, num_steps, log)
     if device.type == "cuda" and not draws_like_multinomial(device, backend.config.vocab_size):
         log("the random numbers are not those of torch.multinomial here: the samples are good, but not the ones that "
             "nanoGPT generates with this seed")
-    speculation = Speculation(backend, *draft, options.draft == "int8", log) if draft else None
     return LoadedModel(backend, tokenizer, checkpoint, dtype, sum(map(math.prod, shapes.values())), speculation)

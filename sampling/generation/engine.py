@@ -132,7 +132,7 @@ class Engine:
         last_steps = {first_step + max_new_tokens for first_step in first_steps} # after which samples are finished
         streams = RowStreams(self.run_stream, [sample.index for sample in samples], first_steps)
         speculation = self.model.speculation
-        if speculation and speculation.should_draft(prompts, max_new_tokens, self.params.context_shift):
+        if speculation and speculation.should_draft(self.decoder, prompts, max_new_tokens):
             steps = speculation.decode(self.decoder, prompts[0], streams, max_new_tokens)
         else:
             steps = self.decoder.decode(prompts, streams, max(last_steps))

@@ -61,7 +61,7 @@ def test_the_numbers_are_those_of_multinomial_and_if_not_it_is_noticed(each_buil
 
 
 @pytest.mark.parametrize("before", [1, 623, 624])
-@pytest.mark.parametrize("count", [0, 1, 624, 5000, 123456])
+@pytest.mark.parametrize("count", [0, 1, 624, 5000, 1234567])
 @pytest.mark.parametrize("threshold", [mt19937.JUMP_THRESHOLD, 2000], ids=["walk", "jump"])
 def test_advancing_equals_drawing(before, count, threshold, monkeypatch):
     monkeypatch.setattr(mt19937, "JUMP_THRESHOLD", threshold)
@@ -71,11 +71,3 @@ def test_advancing_equals_drawing(before, count, threshold, monkeypatch):
     torch.empty(count).uniform_(generator=drawn)
     advance_mt19937(advanced, count)
     assert torch.equal(drawn.get_state(), advanced.get_state())
-
-
-def test_a_long_jump_equals_several_walks():
-    walked, jumped = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    for _ in range(4):
-        advance_mt19937(walked, mt19937.JUMP_THRESHOLD - 1)
-    advance_mt19937(jumped, 4 * (mt19937.JUMP_THRESHOLD - 1))
-    assert torch.equal(walked.get_state(), jumped.get_state())

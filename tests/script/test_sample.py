@@ -7,7 +7,7 @@ import torch
 
 from hf_tokenizers import KINDS, save_tokenizer
 from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
-from oracles import nanogpt_generate, nanogpt_samples
+from oracles import nanogpt_samples
 from project import RULE
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 
@@ -44,19 +44,6 @@ def test_samples_with_default_settings_equal_nanogpts(run_script, tmp_path):
     done = run_script(f"--out_dir={tmp_path}", "--device=cpu")
     assert done.stdout == nanogpt_output(model, "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200,
                                          temperature=0.8)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_exact_prints_nanogpts_samples_in_any_dtype(run_script, char_checkpoint, dtype):
-    model, idx = make_gpt(), torch.tensor([[CHARS.index("O")]])
-    torch.manual_seed(1337)
-    type(model)(model.config) # nanoGPT initialises a model before it samples
-    with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"), torch.no_grad():
-        samples = [nanogpt_generate(model, idx, 30, 0.8, 200)[0].tolist() for _ in range(3)]
-    done = run_script(f"--out_dir={char_checkpoint}", "--start=O", "--num_samples=3", "--max_new_tokens=30", "--exact",
-                      "--device=cpu", f"--dtype={dtype}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed("".join(CHARS[i] for i in ids) for ids in samples)
 
 
 def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoint, tmp_path):
