@@ -141,26 +141,6 @@ def test_any_prompt_file_gives_prompts_or_a_one_line_error(scratch, kind, conten
         assert found and all(isinstance(prompt.text, str) and prompt.text for prompt in found)
 
 
-# ---- tokens
-
-pieces = st.sampled_from(["<|endoftext|>", "<|", " ", "  ", "\n", "the", "🙂", "日", "e\u0301", "\x00", "'s"])
-texts = st.text(st.characters(codec="utf-8")) | st.lists(pieces).map("".join)
-
-
-@given(st.data())
-def test_incremental_decoding_equals_decoding_all_tokens(gpt2, data):
-    """Any ids: beyond the vocabulary, single bytes (0 to 255), and parts of characters."""
-    some = st.integers(0, 255) | st.integers(0, 60000) | st.just(50256)
-    token_ids = data.draw(st.lists(some, max_size=12))
-    text = data.draw(texts)
-    assert gpt2.decode(gpt2.encode(text)) == text
-    part = gpt2.encode(text)[data.draw(st.integers(0, 5)):data.draw(st.integers(0, 30))]
-    token_ids = list(chain(*data.draw(st.permutations([token_ids, part, [222]]))))
-    decode, end = gpt2.incremental_decoder(), len(token_ids) - 1
-    parts = [decode(token_id, i == end) for i, token_id in enumerate(token_ids)]
-    assert "".join(parts) == gpt2.decode(token_ids)
-
-
 # ---- batches
 
 @pytest.fixture(scope="module")
