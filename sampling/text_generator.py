@@ -36,7 +36,7 @@ class TextGenerator:
         """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
 
         Raises ValueError if a prompt is empty, if the tokenizer cannot encode it, or if a number is not allowed;
-        TypeError if a prompt is not a str.
+        TypeError if a prompt is not a str, or if params are not SamplingParams.
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
         return list(self.run([prompts] if isinstance(prompts, str) else list(prompts), params, num_samples, batch_size))
