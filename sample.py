@@ -19,11 +19,12 @@ from configurator import override
 from sampling.backends.process import peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource, log_notices, make_requests, warn_about_stop_texts
+from sampling.inputs.tokenizer import load_tokenizer
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.outputs.printer import Printer, Progress
-from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
+from sampling.params import SamplingParams, check_settings, choose_seed
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -82,9 +83,7 @@ def main(settings, workers):
     from sampling.checkpoints.nanogpt import wait_for_saves
     from sampling.generation.engine import Engine
 
-    if workers.world_size > 1 and (settings.interactive or settings.watch):
-        raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
-    workers.connect() # to the other processes, if torchrun started any
+    workers.connect(settings.interactive or settings.watch) # to the other processes, if torchrun started any
     settings.seed = workers.broadcast(choose_seed(settings.seed, log))
     params = SamplingParams.from_settings(vars(settings), num_logprobs(vars(settings)))
     if settings.interactive:
@@ -105,8 +104,7 @@ def main(settings, workers):
                 compile_steps(model.backend, min(batch_size, num_total or batch_size), log)
             printer = Printer(model.tokenizer, settings.show_probs)
             progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
-            stream = is_tty(sys.stdout) and not outputs.uses_stdout
-            engine = Engine(model, params, batch_size, stream, log=log, on_tokens=progress.add_tokens)
+            engine = Engine(model, params, batch_size, is_tty(sys.stdout), log, progress.add_tokens)
             for sample in workers.generate(engine, requests):
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
@@ -125,8 +123,7 @@ def load(settings, params, workers, prompts=None):
     from sampling.backends.prepare import choose_device, choose_dtype, default_batch_size, weight_converter
     from sampling.checkpoints.huggingface import load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
-    from sampling.generation.assembly import assemble
-    from sampling.inputs.tokenizer import load_tokenizer
+    from sampling.text_generator import assemble
     return_freed_memory() # of the model before this one
     with workers.fail_together():
         device = choose_device(settings.device, workers.local_rank, log)
@@ -141,13 +138,9 @@ def load(settings, params, workers, prompts=None):
         lengths = prompts.count_and_max_len(tokenizer, settings.num_samples) if prompts else (None, None)
     num_total, max_prompt_len = workers.broadcast(lengths)
     num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens # in full batches
-    options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
     with workers.fail_together():
-        model = assemble(checkpoint, tokenizer, device, dtype, options, num_steps, log)
+        model = assemble(checkpoint, tokenizer, device, dtype, settings, num_steps, log)
     log(f"{model.num_params / 1e6:.2f}M parameters on {device} in {model.dtype_name}")
-    if not gc.isenabled():
-        gc.freeze() # the collector need not look at what exists by now
-        gc.enable()
     length = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
     return model, num_total, settings.batch_size or default_batch_size(model.backend, length, workers.local_world_size)
 
@@ -157,13 +150,12 @@ def command(owns_process=True):
     workers = Workers() # one process, unless torchrun started more
     setup_console(workers.is_main, owns_process)
     with report_user_errors(status=2):
-        settings = SimpleNamespace(**override(globals(), sys.argv[1:], validate=check_settings, log=log,
-                                              aliases=ALIASES, ignore=training_settings))
+        settings = override(globals(), sys.argv[1:], check_settings, log, ALIASES, training_settings)
     if owns_process:
         shorten_spinning() # before torch is imported
-        gc.disable() # looking for garbage takes 0.15 s while torch and the model are loaded, and there is none
+        gc.set_threshold(100_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none
     with report_user_errors():
-        main(settings, workers)
+        main(SimpleNamespace(**settings), workers)
     if owns_process:
         hard_exit()
 

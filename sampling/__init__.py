@@ -39,4 +39,4 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     products and the attention kernels; with compile, the limits of torch.compile.
     """
     from sampling.text_generator import TextGenerator
-    return TextGenerator.load(name, device, dtype, ModelOptions(compile, cuda_graphs, exact, draft), tokenizer)
+    return TextGenerator(name, device, dtype, ModelOptions(compile, cuda_graphs, exact, draft), tokenizer)

@@ -151,10 +151,8 @@ class SamplingParams:
 
     @classmethod
     def from_settings(cls, settings: Settings, num_logprobs: int | None) -> "SamplingParams":
-        """Take the parameters from sample.py's settings, which also have other names. check_settings has passed."""
-        params = object.__new__(cls) # without __post_init__: each setting is checked once
-        vars(params).update({f.name: settings.get(f.name) for f in fields(cls)}, num_logprobs=num_logprobs)
-        return params
+        """Take the parameters from sample.py's settings, which also have other names."""
+        return cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings}, num_logprobs=num_logprobs)
 
     @property
     def stop_texts(self) -> list[str]:
@@ -163,7 +161,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model runs. Fields mean the same as sample.py's settings of the same name."""
+    """How a model runs. sample.py's settings have these fields too, with the same meaning."""
     compile: bool = False
     cuda_graphs: bool = True
     exact: bool = False

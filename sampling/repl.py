@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from configurator import parse, suggest
-from sampling.generation.assembly import LoadedModel
-from sampling.generation.engine import Engine
+from sampling.generation.engine import Engine, LoadedModel
 from sampling.inputs.prompts import PromptSource, log_notices, make_requests, parse_start, warn_about_stop_texts
 from sampling.outputs.console import end_line, is_tty, log
 from sampling.outputs.printer import Printer

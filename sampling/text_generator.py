@@ -1,49 +1,43 @@
-"""TextGenerator, which sampling.load returns: text in, text out."""
+"""TextGenerator, which sampling.load returns: text in, text out. sample.py assembles its model in the same way."""
+import math
 import os
 from collections.abc import Iterator
 
 import torch
 
-from sampling.backends.prepare import choose_device, choose_dtype, default_batch_size, weight_converter
+from sampling.backends.prepare import choose_device, choose_dtype, default_batch_size, prepare_backend, weight_converter
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.nanogpt import load_by_name
-from sampling.generation.assembly import LoadedModel, assemble
-from sampling.generation.engine import Engine
+from sampling.generation.engine import Engine, LoadedModel
+from sampling.generation.speculation import prepare_draft
 from sampling.inputs.prompts import make_requests
-from sampling.inputs.tokenizer import load_tokenizer
-from sampling.messages import info, warn
-from sampling.params import ModelOptions, Prompt, Sample, SampleRequest, SamplingParams, check_options, check_values
+from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
+from sampling.messages import Log, info, warn
+from sampling.params import ModelOptions, Prompt, Sample, SamplingParams, check_options, check_values
+from sampling.sampler.row_streams import draws_like_multinomial
 
 
 class TextGenerator:
     """A model with its tokenizer, prepared for a device. Several threads may use it at once."""
 
-    def __init__(self, model: LoadedModel):
-        self.model, self.tokenizer = model, model.tokenizer
-
-    @classmethod
-    def load(cls, name: str | os.PathLike, device: str, dtype: str, options: ModelOptions,
-             tokenizer: str | None = None) -> "TextGenerator":
+    def __init__(self, name: str | os.PathLike, device: str, dtype: str, options: ModelOptions, tokenizer: str | None):
         check_options({**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer})
         torch_device = choose_device(device, log=warn)
         torch_dtype = choose_dtype(torch_device, dtype, options.exact)
         with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
             checkpoint = load_by_name(name, weight_converter(torch_dtype), log=info)
-            loaded = load_tokenizer(checkpoint, warn, tokenizer)
-            return cls(assemble(checkpoint, loaded, torch_device, torch_dtype, options))
+            self.tokenizer = load_tokenizer(checkpoint, warn, tokenizer)
+            self.model = assemble(checkpoint, self.tokenizer, torch_device, torch_dtype, options)
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None) -> list[Sample]:
         """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
 
         Raises ValueError if a prompt is empty, if the tokenizer cannot encode it, or if a number is not allowed;
-        TypeError if a prompt is not a str.
+        TypeError if a prompt is not a str, or if params are not SamplingParams.
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
-        params = params or SamplingParams()
-        requests = self.make_requests([prompts] if isinstance(prompts, str) else list(prompts), num_samples)
-        longest = max((len(request.prompt_ids) for request in requests), default=0)
-        size = batch_size or default_batch_size(self.model.backend, longest + params.max_new_tokens)
-        return list(self.run(requests, params, size))
+        return list(self.run([prompts] if isinstance(prompts, str) else list(prompts), params, num_samples, batch_size))
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the text of one sample in parts, while it is generated.
@@ -51,16 +45,27 @@ class TextGenerator:
         Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it; TypeError if it is not a str.
         """
         num_chars = 0
-        for sample in self.run(self.make_requests([prompt], num_samples=1), params or SamplingParams(), stream=True):
+        for sample in self.run([prompt], params, batch_size=1, stream=True):
             if text := sample.text[num_chars:sample.num_emittable_chars]:
                 num_chars += len(text)
                 yield text
 
-    def run(self, requests: list[SampleRequest], params: SamplingParams, batch_size: int = 1,
-            stream: bool = False) -> Iterator[Sample]:
-        """Generate the samples of these requests. With stream, they come unfinished too, after each step."""
+    def run(self, prompts: list[str], params: SamplingParams | None, num_samples: int = 1,
+            batch_size: int | None = None, stream: bool = False) -> Iterator[Sample]:
+        """Generate num_samples samples for each prompt. With stream, they come unfinished too, after each step."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")
+        if not all(prompts):
+            raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
+        requests = list(make_requests(map(Prompt, prompts), self.tokenizer, num_samples))
+        longest = max((len(request.prompt_ids) for request in requests), default=0)
+        size = batch_size or default_batch_size(self.model.backend, longest + params.max_new_tokens)
         with torch.inference_mode(False): # otherwise, tensors of the engine could not be changed outside of it
-            samples = Engine(self.model, params, batch_size, stream).generate(requests)
+            samples = Engine(self.model, params, size, stream).generate(requests)
         while True:
             # Only around each step: autocast must not stay on while the caller has control.
             with torch.inference_mode(False), self.model.autocast():
@@ -69,10 +74,19 @@ class TextGenerator:
                 return
             yield sample
 
-    def make_requests(self, prompts: list[str], num_samples: int) -> list[SampleRequest]:
-        for prompt in prompts:
-            if not isinstance(prompt, str):
-                raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")
-        if not all(prompts):
-            raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
-        return list(make_requests(map(Prompt, prompts), self.tokenizer, num_samples))
+
+def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
+             options: ModelOptions, num_steps: int | None = None, log: Log = warn) -> LoadedModel:
+    """Prepare the model of a checkpoint, and take the weights out of it. num_steps: how many steps the run will take;
+    None: unknown, or many. Raises ValueError or OSError if an option or the draft cannot be used.
+    """
+    if options.draft and device.type != "cpu":
+        raise ValueError(f"draft works only on a CPU, because no gain was measured on other devices; got {device}: "
+                         "leave out draft, or use device=cpu")
+    shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
+    speculation = prepare_draft(options.draft, checkpoint, dtype, log) if options.draft else None # needs the weights
+    backend = prepare_backend(checkpoint, device, dtype, options, num_steps, log)
+    if device.type == "cuda" and not draws_like_multinomial(device, backend.config.vocab_size):
+        log("the random numbers are not those of torch.multinomial here: the samples are good, but not the ones that "
+            "nanoGPT generates with this seed")
+    return LoadedModel(backend, tokenizer, checkpoint, dtype, sum(map(math.prod, shapes.values())), speculation)

@@ -11,7 +11,7 @@ from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.generation.assembly import LoadedModel
+from sampling.generation.engine import LoadedModel
 from sampling.params import Prompt, SampleRequest, SamplingParams
 
 PROMPTS = ["The ", "Thou", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "]

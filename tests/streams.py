@@ -25,7 +25,7 @@ def decode(backend, prompts, num_tokens, seed=3, context_shift=False, **settings
     for start in range(0, len(prompts), backend.max_rows):
         rows = visible[start:start + backend.max_rows]
         shortest, longest = min(map(len, rows)), max(map(len, rows))
-        streams = RowStreams(run, list(range(start, start + len(rows))))
+        streams = RowStreams(run, list(range(start, start + len(rows))), [len(ids) - shortest for ids in rows])
         steps = list(decoder.decode(rows, streams, num_tokens + longest - shortest))
         assert all(step.is_valid for step in steps)
         tokens = torch.cat([step.ids for step in steps], dim=1).tolist()

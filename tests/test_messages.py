@@ -1,7 +1,7 @@
 """What users are told about names that are not ours, and which errors mean that memory ran out."""
 import pytest
 
-from configurator import find_settings, override
+from configurator import find_settings
 from project import SCRIPT
 from sampling.messages import ALIASES, is_out_of_memory, training_settings
 
@@ -12,15 +12,6 @@ def test_aliases_name_settings_but_are_not_settings():
     assert not ALIASES.keys() & SETTINGS.keys()
     for meant in ALIASES.values():
         assert set(meant.split(" or ")) <= SETTINGS.keys()
-
-
-@pytest.mark.parametrize("argument, setting", [
-    ("-p 5", "start"), ("-n 5", "num_samples or max_new_tokens"), ("--max_length=5", "max_new_tokens"),
-    ("--max-length 5", "max_new_tokens"), ("-temp=5", "temperature"), ("-seed=5", "seed"), ("--ckpt=5", "out_dir")])
-def test_the_error_suggests_our_name_for_an_alias(argument, setting):
-    with pytest.raises(ValueError) as error:
-        override({"__file__": str(SCRIPT)}, argument.split(), aliases=ALIASES)
-    assert f"; did you mean {setting}?" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "gradient_accumulation_steps", "max_iters", "eval_iters"])

@@ -78,14 +78,9 @@ def test_a_config_that_is_not_possible_is_named(field, value, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("changes", [
-    dict(), dict(activation_function="gelu"), dict(activation_function="gelu_pytorch_tanh"), dict(n_inner=40),
-    dict(layer_norm_epsilon=0.1), dict(scale_attn_weights=False), dict(scale_attn_by_inverse_layer_idx=True),
-    dict(tie_word_embeddings=False),
-], ids=str)
 @torch.no_grad()
-def test_logits_of_gpt2_are_those_of_transformers(changes, tmp_path):
-    theirs = make_transformers_gpt2(vocab_size=300, **changes)
+def test_logits_of_gpt2_are_those_of_transformers(tmp_path):
+    theirs = make_transformers_gpt2(vocab_size=300)
     theirs.save_pretrained(tmp_path)
     ours, idx = GPT.from_pretrained(str(tmp_path), dict(dropout=0.25)), random_prompt(48, rows=2)
     expected = theirs(idx).logits

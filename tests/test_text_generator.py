@@ -45,6 +45,11 @@ def test_prompts_may_be_any_iterable_of_texts(generator):
         next(generator.stream(["A", "B"], PARAMS))
 
 
+def test_params_must_be_sampling_params(generator):
+    with pytest.raises(TypeError, match=r"^params must be a SamplingParams; got \{'seed': 1\}$"):
+        generator.generate("A", {"seed": 1})
+
+
 def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(generator):
     expected = texts(generator, "ROMEO:", PARAMS)
     torch.set_default_dtype(torch.float64)
@@ -90,19 +95,8 @@ def test_invalid_options_and_names_raise_value_error(settings, monkeypatch):
         sampling.load(**{"name": DEMO, **settings})
 
 
-def test_samples_with_a_draft_are_the_same(generator):
-    expected = texts(generator, "ROMEO:", PARAMS, num_samples=2)
-    gpt = load(draft=str(DEMO))
-    speculation = gpt.model.speculation
-    speculation.relative_cost = 0.1 # it costs as much as the model: it would be off
-    assert texts(gpt, "ROMEO:", PARAMS, num_samples=2, batch_size=1) == expected
-    assert "".join(gpt.stream("ROMEO:", PARAMS)) == expected[0] and speculation.num_accepted > 10
-
-
 def test_exact_samples_are_the_same_in_float32_and_need_a_batch_of_one(generator):
     exact = load(exact=True)
     assert texts(exact, "ROMEO:", PARAMS, num_samples=2) == texts(generator, "ROMEO:", PARAMS, num_samples=2)
     with pytest.raises(ValueError, match="leave out batch_size=2, or exact"):
         exact.generate("ROMEO:", PARAMS, batch_size=2)
-    with pytest.raises(ValueError, match=r"leave out top_p=0\.5, or exact"):
-        exact.generate("ROMEO:", sampling.SamplingParams(top_p=0.5))

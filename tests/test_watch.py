@@ -1,5 +1,4 @@
 """watch: a run that stays beside a training, and samples from each checkpoint that it saves."""
-import gc
 import io
 import json
 import os
@@ -16,8 +15,8 @@ import sample
 from configurator import find_settings
 from models import make_gpt, save_checkpoint
 from project import RULE, SCRIPT
+from sampling import text_generator
 from sampling.checkpoints import nanogpt
-from sampling.generation import assembly
 from sampling.generation.workers import Workers
 from script_process import start_script
 
@@ -74,7 +73,7 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
 @pytest.mark.parametrize("changes, num_models", [
     ({"watch": True}, 3), ({"watch": True, "draft": "int8"}, 3), ({"interactive": True}, 2)], ids=str)
 def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_checkpoint, capsys, changes, num_models):
-    backends, num_alive, assemble, load = [], [], assembly.assemble, nanogpt.load_nanogpt
+    backends, num_alive, assemble, load = [], [], text_generator.assemble, nanogpt.load_nanogpt
 
     def assemble_and_note(*arguments):
         model = assemble(*arguments)
@@ -84,7 +83,7 @@ def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_c
     def load_and_note(*arguments, **options):
         num_alive.append(sum(backend() is not None for backend in backends))
         return load(*arguments, **options)
-    monkeypatch.setattr(assembly, "assemble", assemble_and_note)
+    monkeypatch.setattr(text_generator, "assemble", assemble_and_note)
     monkeypatch.setattr(nanogpt, "load_nanogpt", load_and_note)
     monkeypatch.setattr(nanogpt, "wait_for_saves", lambda *_: range(3))
     settings = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
@@ -92,7 +91,6 @@ def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_c
     monkeypatch.setattr(sys, "stdin", io.StringIO("The \n:reload\n:again\n")) # of a session
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     sample.main(SimpleNamespace(**settings | changed), Workers())
-    gc.unfreeze() # sample.py freezes what it has loaded: a cycle of references would keep the model for ever
     assert num_alive == num_models * [0] and capsys.readouterr().out.count(RULE) >= num_models
 
 

@@ -43,33 +43,28 @@ class Decoder:
         # How many of the largest logits must be exact. Log-probabilities need all of them.
         self.num_needed = self.sampler.num_needed if self.num_logprobs is None else None
 
-    @torch.no_grad()
     def decode(self, prompts: list[list[int]], streams: RowStreams,
                num_steps: int) -> Generator[Step, list[int] | None, None]:
         """Continue prompts, of at most block_size tokens each, by num_steps from the end of the shortest one.
 
-        All rows decode in lockstep. A longer prompt is teacher-forced while the others are sampled.
-        The caller may send a list of row indices, to keep only these rows.
+        All rows decode in lockstep. A longer prompt is teacher-forced while the others are sampled: the first_steps of
+        its streams are how much longer it is. The caller may send a list of row indices, to keep only these rows.
         """
         backend, block_size, length = self.backend, self.backend.config.block_size, min(map(len, prompts))
         window = torch.tensor([ids[:length] for ids in prompts], device=backend.device) # (B, S)
-        rests = [ids[length:] for ids in prompts] # to be teacher-forced
+        rests = [torch.tensor(ids[length:], dtype=torch.long) for ids in prompts] # to be teacher-forced
         # One tensor, because a copy from the host at each step would synchronise the GPU. -1: the row has none left.
-        forced = pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in rests], padding_value=-1) # (steps, B)
-        forced = forced.to(backend.device)[..., None] # (steps, B, 1)
+        forced = pad_sequence(rests, padding_value=-1).to(backend.device)[..., None] # (steps, B, 1)
         unread = window[:1] if all(ids[:length] == prompts[0][:length] for ids in prompts) else window
         cache = backend.new_cache(len(prompts), min(length + num_steps, block_size))
         try:
             for step in range(num_steps):
-                for row, rest in enumerate(rests):
-                    if rest and step == len(rest): # undo the draws that were made during the prompt
-                        streams.restart(row)
                 logits = backend.logits(unread, cache, num_needed=self.num_needed).expand(len(window), -1) # (B, V)
                 output = self.sample(logits, window, streams, forced[step] if step < len(forced) else None)
                 rows = yield output
                 token = output.ids
                 if rows is not None:
-                    window, token, forced, rests = window[rows], token[rows], forced[:, rows], [rests[i] for i in rows]
+                    window, token, forced = window[rows], token[rows], forced[:, rows]
                     streams.select_rows(rows)
                     if cache is not None:
                         cache.select_rows(rows)

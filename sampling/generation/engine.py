@@ -1,23 +1,48 @@
 """Generates many samples in batches. Each sample has the same tokens as if it were generated alone."""
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
+from sampling.backends.backend import Backend
+from sampling.backends.prepare import autocast
 from sampling.backends.process import return_freed_memory
-from sampling.generation.assembly import LoadedModel
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.decode import Decoder, Step
-from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.speculation import Speculation
+from sampling.inputs.tokenizer import Tokenizer
 from sampling.messages import Log, is_out_of_memory, warn
-from sampling.params import Sample, SampleRequest, SamplingParams, check_exact
+from sampling.params import Sample, SampleRequest, SamplingParams, Token, check_exact
 from sampling.sampler.row_streams import RowStreams, RunStream
 from sampling.sampler.sampler import NOT_FINITE, Sampler
 
 FLUSH_STEPS, CUDA_STREAM_FLUSH_STEPS = 16, 4 # between two copies of tokens to the host
 MIN_ROWS_TO_SHRINK = 32 # on CUDA: idle rows of a smaller batch cost less than the new graphs of a smaller one
+
+
+@dataclass(eq=False)
+class LoadedModel:
+    """A model that is ready to generate.
+
+    checkpoint: where the model is from, without its weights. speculation: decodes with a draft, if there is one.
+    """
+    backend: Backend
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    num_params: int
+    speculation: Speculation | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def autocast(self) -> torch.autocast:
+        return autocast(self.backend.device, self.dtype)
 
 
 @dataclass
@@ -51,11 +76,10 @@ class Engine:
         sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                           all_columns=all_columns, in_logits_dtype=in_logits_dtype)
         self.decoder = Decoder(backend, sampler, params.num_logprobs, params.context_shift)
+        self.flush_steps = FLUSH_STEPS
         # After a flush, rows with a stop text can leave the batch. But each flush waits for a GPU.
-        if self.is_cuda:
-            self.flush_steps = CUDA_STREAM_FLUSH_STEPS if self.stream else FLUSH_STEPS
-        else:
-            self.flush_steps = 1 if self.stream or params.stop_texts else FLUSH_STEPS
+        if self.stream or (params.stop_texts and not self.is_cuda):
+            self.flush_steps = CUDA_STREAM_FLUSH_STEPS if self.is_cuda else 1
 
     def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
         """Yield the finished samples in order, except those that are already saved.
@@ -101,14 +125,15 @@ class Engine:
     def run_batch(self, samples: list[Sample]) -> Iterator[None]:
         """Generate the samples of one batch; yields whenever they have new tokens."""
         prompts = [sample.request.prompt_ids[-self.block_size:] for sample in samples]
-        shortest = min(map(len, prompts))
-        rows = [IncrementalDetokenizer(sample, self.model.tokenizer, self.params, first_step=len(prompt) - shortest)
-                for sample, prompt in zip(samples, prompts, strict=True)]
-        last_steps = {row.first_step + self.params.max_new_tokens for row in rows} # after which samples are finished
-        streams = RowStreams(self.run_stream, [sample.index for sample in samples])
+        shortest, max_new_tokens = min(map(len, prompts)), self.params.max_new_tokens
+        first_steps = [len(prompt) - shortest for prompt in prompts] # in which the rows get their first new tokens
+        rows = [IncrementalDetokenizer(sample, self.model.tokenizer, self.params, first_step)
+                for sample, first_step in zip(samples, first_steps, strict=True)]
+        last_steps = {first_step + max_new_tokens for first_step in first_steps} # after which samples are finished
+        streams = RowStreams(self.run_stream, [sample.index for sample in samples], first_steps)
         speculation = self.model.speculation
-        if speculation and speculation.should_draft(prompts, max(last_steps), self.params.context_shift):
-            steps = speculation.decode(self.decoder, prompts[0], streams, max(last_steps))
+        if speculation and speculation.should_draft(self.decoder, prompts, max_new_tokens):
+            steps = speculation.decode(self.decoder, prompts[0], streams, max_new_tokens)
         else:
             steps = self.decoder.decode(prompts, streams, max(last_steps))
         pending, kept = [], None
@@ -120,20 +145,14 @@ class Engine:
             self.flush(pending, num_steps - len(pending), rows)
             pending = []
             yield
-            if all(row.sample.finish_reason for row in rows):
-                break
-            kept = self.rows_to_keep(rows)
-            if kept is not None:
-                rows = [rows[i] for i in kept]
-        steps.close()
+            unfinished = [i for i, row in enumerate(rows) if not row.sample.finish_reason]
+            if not unfinished:
+                return
+            is_small_gain = len(rows) <= MIN_ROWS_TO_SHRINK or 2 * len(unfinished) > len(rows)
+            if len(unfinished) < len(rows) and not (self.is_cuda and is_small_gain):
+                kept, rows = unfinished, [rows[i] for i in unfinished]
 
-    def rows_to_keep(self, rows: list[IncrementalDetokenizer]) -> list[int] | None:
-        """The indices of the unfinished rows; None: keep all rows, because too few have finished."""
-        unfinished = [i for i, row in enumerate(rows) if not row.sample.finish_reason]
-        is_small_gain = len(rows) <= MIN_ROWS_TO_SHRINK or 2 * len(unfinished) > len(rows)
-        return None if len(unfinished) == len(rows) or (self.is_cuda and is_small_gain) else unfinished
-
-    def flush(self, pending: list[Step], num_before: int, rows: list[IncrementalDetokenizer]) -> None:
+    def flush(self, pending: list[Step], num_before: int, rows: "list[IncrementalDetokenizer]") -> None:
         """Append the tokens of the pending steps, which follow num_before steps of the batch, to the samples."""
         is_valid = torch.stack([step.is_valid for step in pending]).all().expand(len(rows), 1)
         # In one tensor, because each copy to the host waits for the GPU.
@@ -149,6 +168,50 @@ class Engine:
                 row.append(ids[i][step], *(values[i] for values in logprobs[step]))
             if not row.sample.request.already_saved:
                 self.on_tokens(row.sample.num_tokens - num_tokens)
+
+
+class IncrementalDetokenizer:
+    """Appends tokens to a sample until it has max_new_tokens or a stop text appears, which may span several tokens.
+
+    first_step: the step of the batch in which its first token is sampled, from 0.
+    """
+
+    def __init__(self, sample: Sample, tokenizer: Tokenizer, params: SamplingParams, first_step: int = 0):
+        self.sample, self.tokenizer, self.params, self.first_step = sample, tokenizer, params, first_step
+        self.decode = tokenizer.incremental_decoder(sample.request.prompt_ids)
+        self.withheld = "" # the end of the text, with which a stop text may begin
+
+    def append(self, token_id: int, logprob: float | None = None, top: Sequence[float] = (),
+               top_ids: Sequence[int] = ()) -> None:
+        """Append the next token, and set the finish reason if it is the last one. top, top_ids: see Step.logprobs."""
+        sample = self.sample
+        before = sample.request.prompt_ids[-1:] # some tokenizers leave out the space before the first word of a text
+        top_texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids]
+        is_last = len(sample.tokens) + 1 == self.params.max_new_tokens
+        text = self.decode(token_id, is_last)
+        sample.tokens.append(Token(token_id, text, logprob, tuple(zip(top_texts, top, strict=True))))
+        pending_text = self.withheld + text # not emittable yet
+        stop_starts = [start for stop in self.params.stop_texts if (start := pending_text.find(stop)) >= 0]
+        if stop_starts:
+            sample.finish_reason, end = "stop", min(stop_starts)
+            self.truncate(len(pending_text) - end)
+        elif is_last:
+            sample.finish_reason, end = "length", len(pending_text)
+        else: # a stop text may begin at the end of the text
+            lengths = [n for stop in self.params.stop_texts for n in range(min(len(stop), len(pending_text) + 1))
+                       if pending_text.endswith(stop[:n])]
+            end = len(pending_text) - max(lengths, default=0)
+        sample.num_emittable_chars += end
+        self.withheld = pending_text[end:]
+
+    def truncate(self, num_chars: int) -> None:
+        """Remove this many characters from the end of the text. The tokens stay, but their text becomes shorter."""
+        tokens, i = self.sample.tokens, len(self.sample.tokens)
+        while num_chars > 0:
+            i -= 1
+            text = tokens[i].text
+            tokens[i] = tokens[i]._replace(text=text[:max(0, len(text) - num_chars)])
+            num_chars -= len(text)
 
 
 def next_batch(requests: Iterator[SampleRequest], size: int) -> list[SampleRequest]:
@@ -170,11 +233,10 @@ def group_by_length(samples: list[Sample], block_size: int, max_new_tokens: int)
     """
     def length(sample):
         return min(len(sample.request.prompt_ids), block_size)
-    groups, shortest = [], -math.inf
+    groups, shortest = {}, -math.inf
     for sample in sorted(samples, key=length):
         if length(sample) > shortest + max_new_tokens:
-            groups.append([])
             shortest = length(sample)
-        groups[-1].append(sample)
-    groups = [sorted(group, key=lambda sample: sample.index) for group in groups]
-    return sorted(groups, key=lambda group: group[0].index)
+        groups.setdefault(shortest, []).append(sample)
+    in_order = [sorted(group, key=lambda sample: sample.index) for group in groups.values()]
+    return sorted(in_order, key=lambda group: group[0].index)

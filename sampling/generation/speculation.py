@@ -27,12 +27,11 @@ PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32; two Intel
 OVERHEAD_BYTES_PER_LAYER = 7_000_000 # norms, attention and operator calls take as long as reading so many bytes
 
 
-def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log: Log = warn) -> tuple[Backend, float]:
+def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log: Log = warn) -> "Speculation":
     """Load the draft of a target, on a CPU. Call this before prepare_backend takes the target's weights.
 
-    name: "int8" is the target itself in int8, otherwise a model's name, folder or file.
-    Returns the draft, and the time of one of its steps in steps of the target. Raises ValueError or OSError if that
-    cannot be the draft.
+    name: "int8" is the target itself in int8, otherwise a model's name, folder or file. Raises ValueError or OSError if
+    that cannot be the draft.
     """
     with named_errors(f"draft={name}"):
         if name == "int8":
@@ -44,8 +43,8 @@ def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log:
             raise ValueError(f"it has a vocabulary of {size} tokens, but the model has {target_size}: the two must be "
                              "equal; choose another draft, or leave it out")
         draft = prepare_backend(checkpoint, torch.device("cpu"), dtype, log=log)
-    target_cost = step_cost(target.config, target_dtype.itemsize)
-    return draft, step_cost(draft.config, dtype.itemsize) / target_cost
+    relative_cost = step_cost(draft.config, dtype.itemsize) / step_cost(target.config, target_dtype.itemsize)
+    return Speculation(draft, relative_cost, name == "int8", log)
 
 
 def step_cost(config: GPTConfig, bytes_per_weight: int) -> float:
@@ -57,7 +56,7 @@ def best_num_proposals(rate: float, relative_cost: float) -> int:
     """How many tokens the draft should propose in a round: from 2 to 8, with the largest speedup; 0 if none is faster.
 
     rate: the acceptance rate. A round of k proposals gives 1 + rate + ... + rate**k tokens (Leviathan et al., 2023).
-    relative_cost: see prepare_draft. No time is measured, so the same command always takes the same passes.
+    relative_cost: see Speculation. No time is measured, so the same command always takes the same passes.
     """
     def speedup(k):
         num_tokens = sum(rate**i for i in range(k + 1))
@@ -69,22 +68,20 @@ def best_num_proposals(rate: float, relative_cost: float) -> int:
 class Speculation:
     """Decodes one sample with a draft, up to block_size tokens, and with context_shift also past it.
 
-    relative_cost: see prepare_draft. is_int8_copy: whether the draft is the target itself, in int8.
+    The target is the backend of the decoder that each call gets. relative_cost: the time of a step of the draft, in
+    steps of the target. is_int8_copy: whether the draft is the target itself, in int8.
     Logs once why the draft is not used.
     """
 
-    def __init__(self, target: Backend, draft: Backend, relative_cost: float, is_int8_copy: bool = False,
-                 log: Log = warn):
-        self.target, self.draft, self.relative_cost, self.log = target, draft, relative_cost, log
-        # An int8 copy of the target reads the target's own keys and values, instead of computing them again.
-        self.shares_cache = is_int8_copy and type(target) is type(draft)
+    def __init__(self, draft: Backend, relative_cost: float, is_int8_copy: bool, log: Log):
+        self.draft, self.relative_cost, self.is_int8_copy, self.log = draft, relative_cost, is_int8_copy, log
         self.logged: set[str] = set() # messages
         self.is_broken = False # whether the draft's logits were NaN or infinite
         self.num_proposed = self.num_accepted = 0 # of all samples
 
-    def should_draft(self, prompts: list[list[int]], num_steps: int, context_shift: bool) -> bool:
+    def should_draft(self, decoder: Decoder, prompts: list[list[int]], num_steps: int) -> bool:
         """Whether to use the draft for these prompts. Logs why not, or where in the text it will be off."""
-        block_size, draft_block_size = self.target.config.block_size, self.draft.config.block_size
+        block_size, draft_block_size = decoder.backend.config.block_size, self.draft.config.block_size
         if len(prompts) > 1:
             self.log_once("the draft is off: several samples at once are faster without it; batch_size=1 turns it on")
             return False
@@ -95,18 +92,19 @@ class Speculation:
         if num_tokens > draft_block_size and draft_block_size < block_size:
             self.log_once(f"the draft is used only while the window has at most {draft_block_size} tokens, its own "
                           "block_size")
-        elif num_tokens > block_size and not context_shift:
+        elif num_tokens > block_size and not decoder.context_shift:
             self.log_once(f"the draft is used only up to block_size: {block_size} tokens, including the prompt")
         return True
 
-    @torch.no_grad()
     def decode(self, decoder: Decoder, prompt: list[int], streams: RowStreams,
                num_steps: int) -> Generator[Step, None, None]:
         """Continue a prompt, of at most block_size tokens, by num_steps: the steps of Decoder.decode."""
-        target, draft, cost = self.target, self.draft, self.relative_cost
+        target, draft, cost = decoder.backend, self.draft, self.relative_cost
         block_size, capacity = target.config.block_size, len(prompt) + num_steps
-        cache = target.new_cache(1, min(capacity, block_size))
-        draft_cache = cache if self.shares_cache else draft.new_cache(1, min(capacity, draft.config.block_size))
+        cache = draft_cache = target.new_cache(1, min(capacity, block_size))
+        # An int8 copy of the target reads the target's own keys and values, instead of computing them again.
+        if not (self.is_int8_copy and type(target) is type(draft)):
+            draft_cache = draft.new_cache(1, min(capacity, draft.config.block_size))
         ids = torch.tensor([prompt]) # (1, S)
         proposals = ids[:, :0] # none: the first pass is the prefill
         checked, accepted = NUM_CHECKED, NUM_ACCEPTED # proposals, up to the first that was rejected in each round
@@ -149,14 +147,14 @@ class Speculation:
 
         Returns (1, 0), and turns the draft off, if logits are NaN or infinite: the text does not depend on the draft.
         """
-        sampler, extended = decoder.sampler, ids
-        for ahead in range(num_proposals):
+        sampler, streams, extended = decoder.sampler, streams.copy(), ids
+        for _ in range(num_proposals):
             logits = self.draft.logits(extended[:, cache.seq_len:], cache, num_needed=sampler.num_needed)
             if not are_valid(logits):
                 self.is_broken = True
                 self.log_once("the draft is off: its logits are NaN or infinite")
                 return ids[:, :0]
-            token = sampler(logits, extended, None if sampler.is_greedy else streams.peek(ahead))
+            token = sampler(logits, extended, None if sampler.is_greedy else streams.next())
             extended = torch.cat([extended, token], dim=1)
         return extended[:, ids.size(1):]
 

@@ -8,14 +8,12 @@ import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sampling.params import Sample, SampleRequest
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.generation.engine import Engine
-
-T = TypeVar("T")
 
 
 class Workers:
@@ -28,18 +26,23 @@ class Workers:
         self.local_rank = int(environment.get("LOCAL_RANK", 0)) if self.world_size > 1 else None
         self.is_main = self.rank == 0
 
-    def connect(self) -> "Workers":
-        """Connect to the other processes. Returns self."""
-        if self.world_size > 1:
-            import torch.distributed as dist
-            with stdout_to_stderr():
-                # The timeout is long, because a lost process raises an error at once, whatever the timeout.
-                dist.init_process_group("gloo", timeout=timedelta(days=7))
-            if self.is_main: # torchrun sends SIGTERM when another process has failed
-                signal.signal(signal.SIGTERM, end_on_sigterm)
-        return self
+    def connect(self, is_attended: bool) -> None:
+        """Connect to the other processes. Raises ValueError if there are any, and the run is interactive or watches."""
+        if self.world_size == 1:
+            return
+        if is_attended:
+            raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
+        import torch.distributed as dist
+        stdout = os.dup(1)
+        os.dup2(2, 1) # with some versions of torch, Gloo prints a greeting
+        # The timeout is long, because a lost process raises an error at once, whatever the timeout.
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        if self.is_main: # torchrun sends SIGTERM when another process has failed
+            signal.signal(signal.SIGTERM, end_on_sigterm)
 
-    def all_gather(self, value: T) -> list[T]:
+    def all_gather(self, value: Any) -> list:
         """The values that all processes call this with, by rank. Raises ValueError if a process has ended."""
         if self.world_size == 1:
             return [value]
@@ -52,7 +55,7 @@ class Workers:
                              "run") from error
         return values
 
-    def broadcast(self, value: T) -> T:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         return self.all_gather(value)[0]
 
@@ -96,22 +99,6 @@ class Workers:
                 for sample in part if self.is_main else []:
                     engine.on_tokens(sample.num_tokens)
                     yield sample
-
-
-@contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Redirect standard output to standard error: with some versions of torch, Gloo prints a greeting."""
-    try:
-        saved = os.dup(1)
-    except OSError: # it is closed
-        yield
-        return
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
 
 
 def end_on_sigterm(*_) -> None:

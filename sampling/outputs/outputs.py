@@ -11,7 +11,7 @@ from sampling.outputs.jsonl import PAGE, LineFormat, check_replaceable, is_compl
 from sampling.params import Sample, SampleRequest
 
 if TYPE_CHECKING: # the import would load torch
-    from sampling.generation.assembly import LoadedModel
+    from sampling.generation.engine import LoadedModel
 
 PAGE_INTERVAL = 2 # seconds between two pages, and at least 20 times as long as writing one takes
 

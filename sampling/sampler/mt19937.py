@@ -27,7 +27,7 @@ DEGREE = 19937 # of P: 624 * 32 bits without the 31 that the recurrence ignores
 JUMP_THRESHOLD = 2**23 # a jump past this many random numbers, or more, is faster than a walk
 
 # The layout of torch's CPU generator state (CPUGeneratorImpl), in units of 32 bits. Each word takes 64 bits.
-NUM_LEFT, NEXT, WORDS = 2, 4, slice(6, 6 + 2 * NUM_WORDS, 2)
+NUM_LEFT, WORDS = 2, slice(6, 6 + 2 * NUM_WORDS, 2)
 
 
 def advance_mt19937(generator: torch.Generator, count: int) -> None:
@@ -59,7 +59,7 @@ def jump(generator: torch.Generator, num_blocks: int) -> None:
     for i in exponents(x_pow_mod(NUM_WORDS * (num_blocks - 1))):
         destination ^= words[i:i + NUM_WORDS]
     fields = get_fields(generator)
-    fields[WORDS], fields[NUM_LEFT], fields[NEXT] = destination, 1, NUM_WORDS
+    fields[WORDS] = destination # the other fields are those of the end of any block
     generator.set_state(torch.from_numpy(fields.view(np.uint8)))
 
 

@@ -4,7 +4,7 @@ nanoGPT samples its texts one after another from one random stream. Sample k sta
 k * max_new_tokens * V exponential numbers into the stream. RowStreams gives each row of a batch its own generator at
 its own offset in that stream. So a batch gets the same tokens as samples that are generated one after another.
 """
-from collections import deque
+from copy import copy
 from functools import cache
 
 import torch
@@ -28,56 +28,51 @@ class RunStream:
         self.generator = torch.Generator(self.device if is_cuda else "cpu").manual_seed(seed)
         if not is_cuda:
             advance_mt19937(self.generator, num_init_draws)
-        self.start_state, self.index = self.generator.get_state(), 0 # the generator is at the start of this sample
+        self.start, self.index = self.generator.clone_state(), 0 # the generator is at the start of this sample
 
-    def state_for_sample(self, index: int) -> Tensor:
-        """The generator state in which sample number index starts. Increasing indices take the least time."""
+    def generator_for_sample(self, index: int) -> torch.Generator:
+        """A generator at the start of sample number index. Increasing indices take the least time."""
         if index < self.index: # the generator cannot go back, so it starts again
-            self.generator.set_state(self.start_state)
-            self.index = 0
+            self.generator, self.index = self.start.clone_state(), 0
         advance_exponential(self.generator, (index - self.index) * self.draws_per_sample, self.vocab_size)
         self.index = index
-        return self.generator.get_state()
+        return self.generator.clone_state()
 
 
 class RowStreams:
-    """The random numbers of a batch, whose rows are these samples of the run."""
+    """The random numbers of a batch, whose rows are these samples of the run.
 
-    def __init__(self, run: RunStream, samples: list[int]):
-        self.states = [run.state_for_sample(index) for index in samples] # where the rows start
+    first_steps: the step of the batch in which each row needs numbers for the first time; None: all in step 0.
+    """
+
+    def __init__(self, run: RunStream, samples: list[int], first_steps: list[int] | None = None):
+        self.generators = [run.generator_for_sample(index) for index in samples] # one per row
+        self.first_steps, self.step = first_steps or [0] * len(samples), 0 # the step of the next draw
         self.device, source = run.device, run.generator.device
-        self.generators = [torch.Generator(source) for _ in samples] # one per row
         dtype = torch.int64 if self.device.type == "cpu" and exponential_is_from_bits() else torch.float32
         self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=source) # (B, V): the latest draw
-        self.lookahead: deque[Tensor] = deque() # draws that peek has made and next has not returned
-        for row in range(len(samples)):
-            self.restart(row)
-
-    def restart(self, row: int) -> None:
-        self.generators[row].set_state(self.states[row])
 
     def select_rows(self, rows: list[int]) -> None:
-        self.generators, self.states = [self.generators[i] for i in rows], [self.states[i] for i in rows]
+        self.generators, self.first_steps = [self.generators[i] for i in rows], [self.first_steps[i] for i in rows]
         self.numbers = self.numbers[:len(rows)]
+
+    def copy(self) -> "RowStreams":
+        """Streams that draw the numbers of the next steps, but leave these streams where they are."""
+        other = copy(self)
+        other.generators = [generator.clone_state() for generator in self.generators]
+        return other
 
     def next(self) -> Tensor:
         """The numbers (B, V) of the next step: see exponentials. The next call may overwrite them."""
-        return self.lookahead.popleft() if self.lookahead else self.draw(self.numbers)
-
-    def peek(self, ahead: int) -> Tensor:
-        """The numbers that a later call of next returns: ahead=0 is the next call, ahead=1 the one after it."""
-        while len(self.lookahead) <= ahead:
-            self.lookahead.append(self.draw(torch.empty_like(self.numbers)))
-        return self.lookahead[ahead]
-
-    def draw(self, numbers: Tensor) -> Tensor:
-        """Fill numbers (B, V) from the generators of the rows, and return them on the device of the run."""
-        for row, generator in zip(numbers, self.generators, strict=True):
+        for row, generator, first_step in zip(self.numbers, self.generators, self.first_steps, strict=True):
+            if self.step < first_step: # the row needs none yet
+                continue
             if row.dtype == torch.int64:
                 row.random_(-2**63, None, generator=generator) # all integers of 64 bits
             else:
                 row.exponential_(generator=generator)
-        return numbers.to(self.device)
+        self.step += 1
+        return self.numbers.to(self.device)
 
 
 def exponentials(noise: Tensor, ids: Tensor | None) -> Tensor:

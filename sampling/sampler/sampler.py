@@ -6,8 +6,6 @@ sample do not depend on its batch.
 
 Axes: B rows, V vocabulary entries, S tokens so far, K candidates.
 """
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -36,9 +34,9 @@ class Sampler:
         self.select_top_k = mask_top_k if all_columns else top_k_candidates
         self.filters = [] # of unlikely tokens
         if top_p is not None and top_p < 1:
-            self.filters.append(partial(mask_top_p, top_p=top_p))
+            self.filters.append(lambda logits: mask_top_p(logits, top_p))
         if min_p:
-            self.filters.append(partial(mask_min_p, min_p=min_p))
+            self.filters.append(lambda logits: mask_min_p(logits, min_p))
         self.num_needed = 1 if self.is_greedy else top_k or None # of the largest logits must be exact; None: all
         if self.penalty != 1: # it may make a small logit the largest
             self.num_needed = None

@@ -1,4 +1,4 @@
-"""CUDABackend on a CPU. generation/test_decode.py compares its text, also on a GPU."""
+"""CUDABackend on a CPU. generation/test_engine.py compares its text, also on a GPU."""
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

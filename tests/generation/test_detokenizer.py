@@ -2,7 +2,7 @@
 import pytest
 
 from engines import truncate_at_stop
-from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.engine import IncrementalDetokenizer
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SampleRequest, SamplingParams
 
@@ -44,10 +44,3 @@ def test_a_stop_text_truncates_the_text_but_keeps_all_token_ids(tokenizer, text,
 def test_a_possible_start_of_a_stop_text_is_not_emittable_but_for_that_of_the_last_token(tokenizer):
     _, shown = append_all(tokenizer, tokenizer.encode("abcabc"), 6, ["bcd", "bb"])
     assert shown == ["a", "a", "a", "abca", "abca", "abcabc"]
-
-
-def test_a_stop_text_may_be_inside_one_token_or_span_several(gpt2_encoding):
-    tokenizer, text = TiktokenTokenizer(), "Hello there, something else"
-    for stop in "ello", "lo the", "re, s", "g else", "some":
-        sample, _ = append_all(tokenizer, tokenizer.encode(text), 99, stop)
-        assert (sample.text, sample.finish_reason) == (truncate_at_stop(text, [stop]), "stop")

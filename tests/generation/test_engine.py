@@ -1,4 +1,4 @@
-"""Engine: requests in, samples out; and how several processes share them."""
+"""The loop that samples, with every backend; the Engine around it; and how several processes share samples."""
 import os
 from dataclasses import replace
 
@@ -6,13 +6,35 @@ import pytest
 import torch
 
 import engines
-from engines import PARAMS, PROMPTS, LeastBackend, expected_texts, load, make_requests, on_fake_gpu, run
+from engines import PARAMS, PROMPTS, LeastBackend, expected_ids, expected_texts, load, make_requests, on_fake_gpu, run
 from models import CHARS, make_gpt
 from sampling.backends.eager import EagerBackend
 from sampling.generation.engine import Engine, group_by_length
-from sampling.generation.workers import Workers, stdout_to_stderr
+from sampling.generation.workers import Workers
 from sampling.params import Prompt, Sample, SampleRequest
 from sampling.sampler.sampler import NOT_FINITE
+from streams import decode, random_prompt
+
+WINDOWS = { # block_size is mostly 16
+    "equal": 3 * random_prompt(5).tolist(),
+    "different lengths": [random_prompt(length, seed=length)[0].tolist() for length in (9, 1, 16, 4)],
+    "longer than block_size": [random_prompt(length, seed=length)[0].tolist() for length in (40, 17)],
+}
+
+
+@pytest.mark.parametrize("block_size, settings", [
+    (16, dict(temperature=0.8, top_k=20)), (16, dict(temperature=0)), (16, dict(temperature=0, repetition_penalty=1.5)),
+    (16, dict(top_k=None)), (16, dict(top_k=1000)), (16, dict(top_p=0.7)), (16, dict(min_p=0.2)),
+    (16, dict(repetition_penalty=1.4, top_k=9)),
+    (16, dict(temperature=1.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=0.8)),
+    (16, dict(context_shift=True, top_k=20)), (7, dict(context_shift=True, top_k=20)),
+    (1, dict(context_shift=True, top_k=20)),
+], ids=str)
+def test_text_inside_and_past_the_window_is_that_of_the_plain_loop(make_backend, block_size, settings):
+    for name, prompts in WINDOWS.items():
+        gpt = make_backend(make_gpt(block_size=block_size))
+        expected = expected_ids(prompts, 30, block_size=block_size, device=gpt.device, **settings)
+        assert decode(gpt, prompts, 30, **settings) == expected, name
 
 
 @pytest.mark.parametrize("batch_size, max_new_tokens", [(1, 20), (3, 20), (99, 20), (3, 1), (3, 0)])
@@ -106,19 +128,14 @@ def test_tokens_are_copied_every_16_steps_or_sooner_for_a_reader(tokenizer, is_g
     assert counts == expected
 
 
-def test_out_of_memory_halves_the_batch_and_changes_no_text(tokenizer):
-    requests, lines, backend = make_requests(tokenizer, PROMPTS), [], LeastBackend(make_gpt(), most_rows=2)
-    found = run(Engine(load(tokenizer, backend), PARAMS, 8, log=lines.append), requests)
-    assert [sample.text for sample in found] == expected_texts(requests, tokenizer)
-    assert lines == [f"out of memory with {n} samples at once: continuing with {n // 2}" for n in (8, 4)]
-
-
 def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_character_twice(tokenizer):
-    requests, counts, backend = make_requests(tokenizer, ["The "], 4), [], LeastBackend(make_gpt(), fails_at=12)
+    requests, backend = make_requests(tokenizer, ["The "], 4), LeastBackend(make_gpt(), fails_at=12)
+    lines, counts = [], []
     stops = [expected_texts(requests, tokenizer)[2][3:6]]
-    engine = Engine(load(tokenizer, backend), replace(PARAMS, stop=stops), 4, True, lambda line: None, counts.append)
+    engine = Engine(load(tokenizer, backend), replace(PARAMS, stop=stops), 4, True, lines.append, counts.append)
     assert engines.streamed_texts(engine, requests) == expected_texts(requests, tokenizer, stops=stops)
     assert backend.num_rows == [1, *5 * [4], *6 * [3], 1, *19 * [2], 1, *19 * [1]] and sum(counts) == 66
+    assert lines == ["out of memory with 4 samples at once: continuing with 2"]
 
 
 @pytest.mark.parametrize("error, last_size", [(MemoryError("too large"), 1), (RuntimeError("illegal access"), 8)])
@@ -159,8 +176,10 @@ def test_rank_and_world_size_come_from_torchrun_if_it_started_the_process(variab
     assert (workers.rank, workers.world_size, workers.local_rank, workers.local_world_size, workers.is_main) == expected
 
 
-def test_output_of_gloo_goes_to_stderr(capfd):
-    with stdout_to_stderr():
-        os.write(1, b"a greeting")
+def test_output_of_gloo_goes_to_stderr(capfd, monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **settings: os.write(1, b"a greeting"))
+    Workers().connect(is_attended=False)
     os.write(1, b"a sample")
     assert capfd.readouterr() == ("a sample", "a greeting")

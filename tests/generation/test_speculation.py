@@ -8,21 +8,13 @@ from engines import LeastBackend, load, make_requests, run
 from models import add_noise, as_checkpoint, make_gpt, save_checkpoint
 from sampling.backends.eager import EagerBackend
 from sampling.backends.prepare import prepare_backend
-from sampling.generation.assembly import assemble
 from sampling.generation.engine import Engine
 from sampling.generation.speculation import Speculation, best_num_proposals, prepare_draft
 from sampling.params import ModelOptions, SamplingParams
+from sampling.text_generator import assemble
 
 PARAMS = SamplingParams(max_new_tokens=28, temperature=0.9, top_k=30, seed=3) # with "The ", they fill the window
 DRAFTS = dict(good={}, imperfect={"noise": 0.5}, bad={"seed": 2}, broken={"noise": torch.nan}, short={"block_size": 20})
-
-
-class SometimesWrongBackend(LeastBackend):
-    """Every fifth pass computes wrong logits."""
-
-    def logits(self, *arguments, **settings):
-        logits = super().logits(*arguments, **settings)
-        return logits if len(self.needed) % 5 else logits.roll(1)
 
 
 def make_model(seed=1, noise=0.0, block_size=32):
@@ -33,16 +25,15 @@ def make_model(seed=1, noise=0.0, block_size=32):
     return add_noise(model, noise)
 
 
-def speculate(draft="good", cost=0.05, log=lambda line: None, is_int8_copy=False, draft_backend=LeastBackend):
+def speculate(draft="good", cost=0.05, log=lambda line: None, is_int8_copy=False):
     """Speculation with one of the DRAFTS, whose steps cost this share of the model's."""
-    draft = draft_backend(make_model(**DRAFTS[draft]))
-    return Speculation(LeastBackend(make_model()), draft, cost, is_int8_copy, log)
+    return Speculation(LeastBackend(make_model(**DRAFTS[draft])), cost, is_int8_copy, log)
 
 
 def check_text(tokenizer, speculation, params=PARAMS, samples_per_prompt=1, **settings):
-    """Run with and without the draft, and compare all that a user sees."""
-    requests = make_requests(tokenizer, ["The "], samples_per_prompt)
-    with_draft = replace(load(tokenizer, speculation.target), speculation=speculation)
+    """Run with and without the draft, and compare all that a user sees. Returns which logits the target needed."""
+    requests, target = make_requests(tokenizer, ["The "], samples_per_prompt), LeastBackend(make_model())
+    with_draft = replace(load(tokenizer, target), speculation=speculation)
     models = with_draft, load(tokenizer, EagerBackend(make_model()))
     found, expected = (run(Engine(model, params, log=pytest.fail, **settings), requests) for model in models)
     for sample, other in zip(found, expected, strict=True):
@@ -50,6 +41,7 @@ def check_text(tokenizer, speculation, params=PARAMS, samples_per_prompt=1, **se
         for token, same in zip(sample.tokens, other.tokens, strict=True):
             assert token.id == same.id and token.logprob == pytest.approx(same.logprob, abs=1e-4)
             assert dict(token.top_logprobs) == pytest.approx(dict(same.top_logprobs), abs=1e-4)
+    return target.needed
 
 
 @pytest.mark.parametrize("settings", [
@@ -70,29 +62,22 @@ def test_text_is_that_of_a_run_without_a_draft(tokenizer, draft, lowest_rate, hi
 
 def test_a_copy_of_the_model_shares_its_cache_and_changes_no_text(tokenizer):
     speculation = speculate("imperfect", is_int8_copy=True)
+    speculation.draft.new_cache = None # not called
     for context_shift in False, True:
         check_text(tokenizer, speculation, replace(PARAMS, max_new_tokens=80, context_shift=context_shift))
-    assert speculation.shares_cache and speculation.num_accepted
-
-
-def test_after_a_wrong_pass_a_good_draft_is_good_again(tokenizer):
-    speculation = speculate(cost=0.02, draft_backend=SometimesWrongBackend)
-    check_text(tokenizer, speculation, samples_per_prompt=4)
-    num_wrong = len(speculation.draft.needed) // 5
-    assert num_wrong > 3 and speculation.num_accepted > speculation.num_proposed / 3
+    assert speculation.num_accepted
 
 
 def test_a_bad_draft_is_turned_off_and_then_the_model_computes_only_the_logits_that_it_must(tokenizer):
-    check_text(tokenizer, speculation := speculate("bad", cost=0.4), replace(PARAMS, temperature=1.5))
+    needed = check_text(tokenizer, speculation := speculate("bad", cost=0.4), replace(PARAMS, temperature=1.5))
     assert 0 < speculation.num_proposed <= 20 and len(speculation.draft.needed) <= 20
-    assert speculation.target.needed[0] is None and speculation.target.needed[-1] == PARAMS.top_k
+    assert needed[0] is None and needed[-1] == PARAMS.top_k
 
 
 def test_a_good_draft_saves_passes_and_the_summary_counts_its_proposals(tokenizer):
     speculation = speculate()
     assert speculation.summary() == "the draft proposed no tokens"
-    check_text(tokenizer, speculation)
-    assert speculation.target.needed == 4 * [None], "28 tokens: 1, and then 9 in each pass"
+    assert check_text(tokenizer, speculation) == 4 * [None], "28 tokens: 1, and then 9 in each pass"
     assert speculation.summary() == "acceptance rate of the draft: 100 % (24 of 24 tokens)"
 
 
@@ -128,11 +113,11 @@ IDS, FLOAT32 = torch.tensor([[5, 9, 30, 2]]), torch.float32
 @torch.no_grad()
 def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is():
     target, expected = as_checkpoint(make_gpt(n_embd=64)), make_gpt(n_embd=64)(IDS)[0][:, -1]
-    draft, relative_cost = prepare_draft("int8", target, FLOAT32)
+    speculation = prepare_draft("int8", target, FLOAT32)
     backend = prepare_backend(target, torch.device("cpu"), FLOAT32)
     torch.testing.assert_close(backend.logits(IDS, None), expected, atol=2e-5, rtol=1e-4)
-    assert 0.001 < (draft.logits(IDS, None) - expected).norm() / expected.norm() < 0.05
-    assert 0.2 < relative_cost < 1
+    assert 0.001 < (speculation.draft.logits(IDS, None) - expected).norm() / expected.norm() < 0.05
+    assert 0.2 < speculation.relative_cost < 1 and speculation.is_int8_copy
 
 
 def test_a_draft_with_another_vocabulary_or_on_another_device_is_refused(tmp_path):

@@ -9,12 +9,9 @@ import sys
 
 import huggingface_hub
 import pytest
-import torch
 
 from configurator import find_settings, help_text
-from oracles import nanogpt_samples
 from project import PROJECT, RULE, SCRIPT
-from sampling.inputs.char_tokenizer import CharTokenizer
 
 DOCUMENTS = [PROJECT / "README.md", PROJECT / "SECURITY.md", *sorted((PROJECT / "docs").glob("*.md"))]
 DEMO = PROJECT / "out-shakespeare-char"
@@ -128,16 +125,6 @@ def test_settings_files_run_without_warnings(run_script, char_checkpoint, gpt2_f
     done = run_script(f"config/{file}", source, "--max_new_tokens=5")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(RULE) >= 1 and "warning" not in done.stderr
-
-
-def test_the_demo_prints_the_same_samples_as_nanogpt(run_script):
-    checkpoint = torch.load(DEMO / "ckpt.pt", weights_only=True)
-    chars = sorted(CharTokenizer(DEMO / "meta.pkl").stoi)
-    samples = nanogpt_samples(checkpoint["model_args"], checkpoint["model"], 1337, [chars.index("O")], 2, 80,
-                              temperature=0.8, top_k=200)
-    done = run_script("--out_dir=out-shakespeare-char", "--start=O", "--num_samples=2", "--max_new_tokens=80",
-                      "--device=cpu")
-    assert done.stdout == "".join("".join(chars[i] for i in ids) + f"\n{RULE}\n" for ids in samples)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 
 from hf_tokenizers import KINDS, save_tokenizer
 from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
-from oracles import nanogpt_generate, nanogpt_samples
+from oracles import nanogpt_samples
 from project import RULE
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 
@@ -44,19 +44,6 @@ def test_samples_with_default_settings_equal_nanogpts(run_script, tmp_path):
     done = run_script(f"--out_dir={tmp_path}", "--device=cpu")
     assert done.stdout == nanogpt_output(model, "\n", seed=1337, num_samples=10, max_new_tokens=500, top_k=200,
                                          temperature=0.8)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_exact_prints_nanogpts_samples_in_any_dtype(run_script, char_checkpoint, dtype):
-    model, idx = make_gpt(), torch.tensor([[CHARS.index("O")]])
-    torch.manual_seed(1337)
-    type(model)(model.config) # nanoGPT initialises a model before it samples
-    with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"), torch.no_grad():
-        samples = [nanogpt_generate(model, idx, 30, 0.8, 200)[0].tolist() for _ in range(3)]
-    done = run_script(f"--out_dir={char_checkpoint}", "--start=O", "--num_samples=3", "--max_new_tokens=30", "--exact",
-                      "--device=cpu", f"--dtype={dtype}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed("".join(CHARS[i] for i in ids) for ids in samples)
 
 
 def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoint, tmp_path):
@@ -120,24 +107,6 @@ def test_a_model_with_its_own_tokenizer_prints_the_text_of_transformers(kind, ru
     assert done.stdout == printed(tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids)
 
 
-# ---- vocabularies
-
-@pytest.mark.parametrize("place", ["out", "data/letters"])
-def test_a_ckpt_pt_with_a_tokenizer_beside_it_or_in_its_data_set(place, run_script, tmp_path):
-    """Also from another folder than nanoGPT's."""
-    size = save_tokenizer("byte-level", tmp_path / place)
-    save_checkpoint(tmp_path / "out", make_gpt(vocab_size=size), meta=False)
-    for out_dir, cwd in ("out", tmp_path), (tmp_path / "out", tmp_path.parent):
-        done = run_script(f"--out_dir={out_dir}", "--start=Hello world", *FAST, cwd=cwd)
-        assert done.returncode == 0 and done.stdout.startswith("Hello world"), done.stderr
-
-
-def test_a_checkpoint_without_a_vocabulary_uses_gpt2s_encoding(needs_gpt2_encoding, run_script, tmp_path):
-    save_checkpoint(tmp_path, make_gpt(vocab_size=50304), meta=False)
-    done = run_script(f"--out_dir={tmp_path}", "--start=Hi<|endoftext|>", "--num_samples=2", "--max_new_tokens=8")
-    assert done.returncode == 0 and done.stdout.count("Hi<|endoftext|>") == 2
-
-
 # ---- settings, prompts and messages
 
 @pytest.mark.parametrize("arguments, prompt", [
@@ -165,9 +134,12 @@ def test_valid_settings_run(run_script, tmp_path, arguments, prompt):
 
 
 def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint):
-    done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=5", "--start=AB")
-    assert re.fullmatch(rf"(AB[^-]{{5}}\n{RULE}\n){{3}}", done.stdout)
+    done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=5", "--start=LINES:-",
+                      "--stop=<|endoftext|>", stdin=b"A prompt that is longer than the window")
+    assert re.fullmatch(rf"(A prompt that is longer than the window[^-]{{5}}\n{RULE}\n){{3}}", done.stdout)
     assert "num_samples=3" in done.stderr and "parameters" in done.stderr and "tokens/s" in done.stderr
+    assert done.stderr.count("warning: ") == 1 and "meta.pkl never produces this text" in done.stderr
+    assert "standard input, line 1: the prompt has 39 tokens, but the model sees only the last 16" in done.stderr
 
 
 def test_a_sample_ends_where_the_first_of_several_stop_texts_begins(run_script, char_checkpoint, tmp_path):
@@ -178,20 +150,6 @@ def test_a_sample_ends_where_the_first_of_several_stop_texts_begins(run_script, 
     assert expected != printed(plain)
     for arguments in ["--stop=e", "--stop=a"], ['--stop=["e", "a"]'], ["stops.py"]:
         assert run_script(*run, *arguments, cwd=tmp_path).stdout == expected
-
-
-def test_a_stop_text_that_cannot_match_gets_a_warning(run_script, char_checkpoint):
-    done = run_script(f"--out_dir={char_checkpoint}", *FAST, "--stop=<|endoftext|>", "--stop=e")
-    assert done.returncode == 0 and done.stderr.count("warning: ") == 1
-    assert "meta.pkl never produces this text" in done.stderr
-
-
-def test_a_line_says_what_the_model_sees_of_a_long_prompt(run_script, char_checkpoint):
-    prompt = "A prompt that is longer than the window of the model"
-    done = run_script(f"--out_dir={char_checkpoint}", *FAST, "--start=LINES:-", stdin=prompt.encode())
-    assert (f"standard input, line 1: the prompt has 52 tokens, but the model sees only the last 16, which begin with "
-            f"{prompt[-16:]!r}; of later prompts too, it sees at most 16") in done.stderr.splitlines()
-    assert done.returncode == 0 and done.stdout.startswith(prompt)
 
 
 # ---- files
@@ -205,21 +163,6 @@ def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_scri
     assert [json.loads(line)["seed"] for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [int(drawn)] * 2
     resumed = run_script(*run, f"--seed={drawn}", "--out_file=a.jsonl", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-
-
-@pytest.mark.parametrize("settings, other, message", [
-    (["--exact", "--dtype=bfloat16"], "--exact=False", "exact is True there, and None here"),
-    (["--dtype=int8"], "--dtype=float32", "dtype is 'int8' there, and 'float32' here"),
-], ids=["exact", "int8"])
-def test_a_run_is_resumed_only_with_the_same_settings(run_script, char_checkpoint, tmp_path, settings, other, message):
-    run = (f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=9", "--device=cpu", "--logprobs=1",
-           "--out_file=a.jsonl", *settings)
-    assert run_script(*run, cwd=tmp_path).returncode == 0
-    whole = (tmp_path / "a.jsonl").read_bytes()
-    (tmp_path / "a.jsonl").write_bytes(whole[:len(whole) * 2 // 3])
-    refused = run_script(*run, other, cwd=tmp_path)
-    assert refused.returncode == 1 and message in refused.stderr
-    assert run_script(*run, cwd=tmp_path).returncode == 0 and (tmp_path / "a.jsonl").read_bytes() == whole
 
 
 def test_a_run_may_be_resumed_with_a_draft(run_script, char_checkpoint, tmp_path):
@@ -248,29 +191,7 @@ def test_lines_of_json_replace_the_samples_on_standard_output(run_script, char_c
     assert done.stdout == (tmp_path / "a.jsonl").read_text() and not (tmp_path / "-").exists()
 
 
-def test_overwrite_replaces_a_file_of_other_settings(run_script, char_checkpoint, tmp_path):
-    run = f"--out_dir={char_checkpoint}", "--start=O", *FAST, "--out_file=a.jsonl", "--html_file=a.html"
-    assert run_script(*run, cwd=tmp_path).returncode == 0
-    before = (tmp_path / "a.jsonl").read_bytes()
-    for arguments in ["--seed=5"], ["--seed=5", "--overwrite", "--draft=nowhere/model"]:
-        assert run_script(*run, *arguments, cwd=tmp_path).returncode == 1
-        assert (tmp_path / "a.jsonl").read_bytes() == before
-    assert run_script(*run, "--seed=5", "--overwrite", cwd=tmp_path).returncode == 0
-    assert json.loads((tmp_path / "a.jsonl").read_text())["seed"] == 5
-
-
 # ---- sessions
-
-def test_a_session_prints_the_samples_of_a_run(run_script, char_checkpoint):
-    """With a draft and several stop texts; it warns about stop texts and long prompts, and draws a seed."""
-    run = f"--out_dir={char_checkpoint}", "--max_new_tokens=40", "--device=cpu"
-    expected = run_script(*run, "--start=O", "--num_samples=1", "--stop=e", "--stop=a").stdout
-    typed = b':stop=["e", "a"]\nO\n:stop=\xc2\xa1\n:seed=random\n' + b"O" * 500 + b"\n"
-    done = run_script(*run, "--interactive", f"--draft={char_checkpoint}", stdin=typed)
-    assert done.stdout.startswith(expected) and done.stdout.count(RULE) == 2
-    assert "drawn at random" in done.stderr and "cannot end a sample" in done.stderr and "error" not in done.stderr
-    assert "\nthe prompt has 500 tokens, but the model sees only the last 16, which begin with " in done.stderr
-
 
 def test_an_exact_session_refuses_what_nanogpt_lacks_and_goes_on(run_script, char_checkpoint):
     run = f"--out_dir={char_checkpoint}", *FAST, "--exact", "--dtype=bfloat16"

@@ -23,7 +23,7 @@ for argument in "--start=The", "--temprature=1", "--seed=5", "--start=The":
     except SystemExit as end:
         print("status", end.code)
         kept.append(end)
-print(gc.isenabled(), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+print(gc.get_threshold()[0] < 10_000, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 """
 
 

@@ -5,11 +5,18 @@ from configurator import override
 
 SOURCE = '''"""A script."""
 import math
+
+# First
 text = "\\n" # any text
-count = 10 # a whole number
-rate = 0.8 # how fast, # how far
+count = 10
+rate = 0.8 # how fast, # how far;
+           # and more: #2
+           #   indented
+
+# Second
 top: int | None = 200 # may be off
 flag = False # on or off
+# Third
 ends: str | list | None = None # a text, or several
 pick: int | str = 7 # a number, or a word
 

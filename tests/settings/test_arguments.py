@@ -52,17 +52,6 @@ def test_an_invalid_argument_raises_and_changes_nothing(script, arguments, messa
     assert message in str(error.value)
 
 
-def test_validate_sees_all_settings_before_they_apply(script):
-    seen, lines = [], []
-
-    def refuse(settings):
-        seen.append(settings)
-        raise ValueError("count must not be 3")
-    with pytest.raises(ValueError, match="must not be 3"): # the fixture checks that nothing has changed
-        script("--count=3", validate=refuse, log=lines.append)
-    assert lines == [] and seen[0]["count"] == 3 and seen[0]["rate"] == 0.8
-
-
 @pytest.mark.parametrize("argument, meant", [("-t=x", "text"), ("--size", "count or top"), ("--a-b", "rate")])
 def test_names_of_other_programs_suggest_the_settings(script, argument, meant):
     with pytest.raises(ValueError, match=f"unknown setting {argument.partition('=')[0]}; did you mean {meant}?"):

@@ -1,6 +1,5 @@
 """The configurator reads a script's settings from its source, and prints them for --help."""
 import shlex
-import textwrap
 
 import pytest
 
@@ -42,26 +41,10 @@ def test_a_default_can_be_pasted_into_a_shell(default, types):
     assert key == "--name" and found == default and type(found) is type(default)
 
 
-def test_settings_come_from_the_source(tmp_path):
-    (tmp_path / "script.py").write_text(textwrap.dedent("""\
-        import os
-
-        # First
-        a = 1 # one
-        b: int | None = 2 # two;
-              # and more: #2
-              #   indented
-
-        # Second
-        c = 0.5
-        # Third
-        e = "x" # five
-
-        def main():
-            f = 3
-        """))
-    assert find_settings(tmp_path / "script.py") == {
-        "a": Setting(["int"], 1, "one", "First"),
-        "b": Setting(["int", "None"], 2, "two; and more: #2 indented", "First"),
-        "c": Setting(["float"], 0.5, "", "Second"),
-        "e": Setting(["str"], "x", "five", "Third")}
+def test_settings_come_from_the_source(script, tmp_path):
+    found = find_settings(tmp_path / "project" / "script.py") # that of conftest.py
+    assert [found[name] for name in ("text", "count", "rate", "top")] == [
+        Setting(["str"], "\n", "any text", "First"), Setting(["int"], 10, "", "First"),
+        Setting(["float"], 0.8, "how fast, # how far; and more: #2 indented", "First"),
+        Setting(["int", "None"], 200, "may be off", "Second")]
+    assert list(found)[4:] == ["flag", "ends", "pick"] and found["pick"].group == "Third"
