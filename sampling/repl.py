@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
@@ -41,10 +42,12 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
         raise ValueError("interactive=True needs standard input and standard output, but one of them is closed")
     if isinstance(sys.stdin, io.TextIOWrapper): # not in a notebook
         sys.stdin.reconfigure(errors="surrogateescape") # so that only a line that is not UTF-8 is an error
-    with suppress(ImportError): # it gives input() line editing; on Windows, the console itself edits lines
+    history = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "nanogpt-sample" / "history"
+    with suppress(ImportError, OSError): # it gives input() line editing; on Windows, the console itself edits lines
         import readline
         if os.environ.get("TERM") != "dumb":
             readline.parse_and_bind("set enable-bracketed-paste on") # several pasted lines are one prompt
+        readline.read_history_file(history)
     session = Session(load, params, show_probs)
     session.reload()
     signal.signal(signal.SIGINT, signal.default_int_handler) # it ends what runs, but not the session
@@ -54,6 +57,12 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
         session.attempt(session.print_samples, start)
     while not session.is_over:
         session.attempt(session.respond, read_line())
+    with suppress(ImportError, OSError): # without a home folder, the history ends with the session
+        import readline
+        if readline.get_current_history_length(): # only lines that were typed
+            history.parent.mkdir(parents=True, exist_ok=True)
+            readline.set_history_length(1000)
+            readline.write_history_file(history)
     if session.engine and session.engine.model.speculation:
         log(session.engine.model.speculation.summary())
 

@@ -38,9 +38,10 @@ class SessionTerminal(Terminal):
 
 
 @pytest.fixture
-def start(char_checkpoint, tiktoken_cache):
+def start(char_checkpoint, tiktoken_cache, tmp_path, monkeypatch):
     """Starts a session on a terminal, ready for the first prompt."""
     pytest.importorskip("pty")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path)) # for the history
     with ExitStack() as stack:
         def start(*arguments):
             terminal = SessionTerminal([f"--out_dir={char_checkpoint}", *SESSION, *arguments], tiktoken_cache)
@@ -145,13 +146,18 @@ def test_ctrl_d_and_words_end_the_session_and_the_line(session, typed):
     assert session.read_to_end() == typed.replace("\x04", "\n") and session.process.returncode == 0
 
 
-def test_lines_can_be_edited_and_recalled(session):
+def test_lines_can_be_edited_and_recalled_also_by_a_later_session(start, session):
     session.type("Thx\x7fe \n") # a backspace
     session.wait_for(RULE + "> ")
     session.type("\x1b[A") # up
     session.wait_for("The ")
     session.type("\n")
     session.wait_for(RULE + "> ")
+    session.type("exit\n")
+    session.read_to_end()
+    later = start()
+    later.type("\x1b[A\x1b[A") # beyond "exit"
+    later.wait_for("The ")
 
 
 def test_a_sample_can_be_continued(session, run):

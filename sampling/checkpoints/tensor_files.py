@@ -23,6 +23,7 @@ from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, Stored
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
 MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
+OLD_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019") # a number with which torch.save began before torch 1.6
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
           "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -71,11 +72,15 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
     a Record. Raises DamagedFileError if the file is cut or damaged; RejectedFileError if it holds more than data.
     """
     file.seek(0)
-    start = file.read(9)
+    start = file.read(32)
     file.seek(0)
-    if start[8:] == b"{": # the length of a header in JSON comes before it
+    if start[8:9] == b"{": # the length of a header in JSON comes before it
         return read_safetensors(file)
-    return read_zip(file) if start.startswith(b"PK\3\4") else read_old_file(file)
+    if start.startswith(b"PK\3\4"):
+        return read_zip(file)
+    is_begun = not start.strip(b"\0") # its writer has written nothing yet
+    require(is_begun or OLD_MAGIC in start, "it is not a checkpoint: neither torch.save nor safetensors wrote it")
+    return read_old_file(file)
 
 
 def read_zip(file: BinaryIO) -> TensorFile:

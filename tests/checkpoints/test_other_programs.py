@@ -1,5 +1,6 @@
 """Checkpoints that are not of nanoGPT or build-nanogpt: the error says what each is, and what to do with it."""
 import json
+import pickle
 import re
 import struct
 
@@ -146,7 +147,9 @@ def test_lightning(tmp_path):
 @pytest.mark.parametrize("start, advice", [
     (struct.pack("<i", 20240326),
      "'python dev/eval/export_hf.py --input MODEL.bin --output DIR', then pass --init_from"),
-    (b"GGUF", "'llama-cli -m {path} -p PROMPT'")], ids=["llm.c", "GGUF"])
+    (b"GGUF", "'llama-cli -m {path} -p PROMPT'"),
+    (b"First Citizen:\n", "it is not a checkpoint"),
+    (pickle.dumps({"stoi": {"a": 0}}), "it is not a checkpoint")], ids=["llm.c", "GGUF", "text", "meta.pkl"])
 def test_files_that_torch_did_not_write(start, advice, tmp_path):
     path = tmp_path / "model_00001000.bin"
     path.write_bytes(start + bytes(4000))
