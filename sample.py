@@ -153,7 +153,7 @@ def command(owns_process=True):
         settings = override(globals(), sys.argv[1:], check_settings, log, ALIASES, training_settings)
     if owns_process:
         shorten_spinning() # before torch is imported
-        gc.set_threshold(100_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none
+        gc.set_threshold(1_000_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none
     with report_user_errors():
         main(SimpleNamespace(**settings), workers)
     if owns_process:
