@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and 
 from configurator import override
 from sampling.backends.process import peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import Workers
-from sampling.inputs.prompts import PromptSource, log_notices, make_requests, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, make_samples, warn_about_stop_texts
 from sampling.inputs.tokenizer import load_tokenizer
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
@@ -95,17 +95,17 @@ def main(settings, workers):
     for _ in wait_for_saves(settings.out_dir, log) if settings.watch else [None]:
         model, num_total, batch_size = load(settings, params, workers, prompts)
         with workers.fail_together():
-            requests = [] # of rank 0, which has the prompts
+            samples = [] # of rank 0, which has the prompts
             if prompts:
-                requests = outputs.open(model, make_requests(prompts, model.tokenizer, settings.num_samples))
-                requests = log_notices(requests, model.tokenizer, model.backend.config.block_size, log)
+                samples = outputs.open(model, make_samples(prompts, model.tokenizer, settings.num_samples))
+                samples = log_notices(samples, model.tokenizer, model.backend.config.block_size, log)
         with torch.no_grad(), model.autocast():
             if settings.compile:
                 compile_steps(model.backend, min(batch_size, num_total or batch_size), log)
             printer = Printer(model.tokenizer, settings.show_probs)
             progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
             engine = Engine(model, params, batch_size, is_tty(sys.stdout), log, progress.add_tokens)
-            for sample in workers.generate(engine, requests):
+            for sample in workers.generate(engine, samples):
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
                     progress.add_sample(sample)

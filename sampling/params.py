@@ -1,4 +1,4 @@
-"""The rules of the settings, and the types SamplingParams, ModelOptions, Prompt, SampleRequest, Token and Sample.
+"""The rules of the settings, and the types SamplingParams, ModelOptions, Prompt, Token and Sample.
 
 Imports no torch.
 """
@@ -178,15 +178,6 @@ class Prompt:
     other_fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class SampleRequest:
-    """One sample to generate. index is its number in the run, from 0."""
-    index: int
-    prompt: Prompt
-    prompt_ids: list[int]
-    already_saved: bool = False # out_file already holds it: it is not shown or saved again
-
-
 class Token(NamedTuple):
     """A sampled token. Its text is empty if it ends inside a character: a later token has the whole character."""
     id: int
@@ -198,18 +189,13 @@ class Token(NamedTuple):
 @dataclass(eq=False)
 class Sample:
     """One continuation of a prompt. Until it is finished, finish_reason is None and tokens are appended."""
-    request: SampleRequest
+    index: int # its number in the run, from 0
+    prompt: Prompt
+    prompt_ids: list[int]
+    already_saved: bool = False # out_file holds it already: it is not shown or saved again
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None # "length" or "stop"
     num_emittable_chars: int = 0 # this much of text is final: a stop text may begin in the rest
-
-    @property
-    def index(self) -> int:
-        return self.request.index
-
-    @property
-    def prompt(self) -> Prompt:
-        return self.request.prompt
 
     @property
     def token_ids(self) -> list[int]:

@@ -12,10 +12,10 @@ from typing import get_args
 
 from configurator import parse, suggest
 from sampling.generation.engine import Engine, LoadedModel
-from sampling.inputs.prompts import PromptSource, log_notices, make_requests, parse_start, warn_about_stop_texts
+from sampling.inputs.prompts import PromptSource, log_notices, make_samples, parse_start, warn_about_stop_texts
 from sampling.outputs.console import end_line, is_tty, log
 from sampling.outputs.printer import Printer
-from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, choose_seed
+from sampling.params import Prompt, Sample, SamplingParams, choose_seed
 
 # The settings that a command may change, and the names that configurator gives to the types of their values.
 TYPES = {f.name: [t.__name__.removesuffix("Type") for t in get_args(f.type) or [f.type]]
@@ -104,20 +104,20 @@ class Session:
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
         model = self.require_engine().model
-        requests = make_requests(PromptSource(start), model.tokenizer, 1, self.next_index)
-        for request in log_notices(requests, model.tokenizer, model.backend.config.block_size, log):
-            self.print_sample(request)
+        samples = make_samples(PromptSource(start), model.tokenizer, 1, self.next_index)
+        for sample in log_notices(samples, model.tokenizer, model.backend.config.block_size, log):
+            self.print_sample(sample)
 
-    def print_sample(self, request: SampleRequest, shows_prompt: bool = True) -> None:
+    def print_sample(self, sample: Sample, shows_prompt: bool = True) -> None:
         """Generate a sample, and stream it to the terminal. Raises KeyboardInterrupt after a step at Ctrl-C."""
         engine = self.require_engine()
-        self.next_index, self.shows_prompt = request.index + 1, shows_prompt
+        self.next_index, self.shows_prompt = sample.index + 1, shows_prompt
         interrupts = [] # within a step, an exception could leave the model in an inconsistent state
         signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         try:
             with engine.model.autocast():
                 # The same engine for every prompt: its CUDA graphs are kept, and its random stream goes on.
-                for sample in engine.generate([request]):
+                for _ in engine.generate([sample]):
                     self.last = sample
                     self.printer.update(sample, shows_prompt)
                     if interrupts:
@@ -165,15 +165,16 @@ class Session:
             warn_about_stop_texts(params.stop_texts, self.printer.tokenizer, log)
 
     def sample_again(self) -> None:
-        self.print_sample(replace(self.require_sample().request, index=self.next_index), self.shows_prompt)
+        sample = self.require_sample()
+        self.print_sample(Sample(self.next_index, sample.prompt, sample.prompt_ids), self.shows_prompt)
 
     def continue_last(self) -> None:
         sample = self.require_sample()
         text = sample.prompt.text + sample.text[:sample.num_emittable_chars]
         # After a stop text or Ctrl-C, token_ids has tokens that the user did not see.
         shows_all = sample.finish_reason == "length"
-        ids = sample.request.prompt_ids + sample.token_ids if shows_all else self.printer.tokenizer.encode(text)
-        self.print_sample(SampleRequest(self.next_index, Prompt(text), ids), shows_prompt=False)
+        ids = sample.prompt_ids + sample.token_ids if shows_all else self.printer.tokenizer.encode(text)
+        self.print_sample(Sample(self.next_index, Prompt(text), ids), shows_prompt=False)
 
     def require_sample(self) -> Sample:
         if self.last is None:

@@ -10,7 +10,7 @@ from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.nanogpt import load_by_name
 from sampling.generation.engine import Engine, LoadedModel
 from sampling.generation.speculation import prepare_draft
-from sampling.inputs.prompts import make_requests
+from sampling.inputs.prompts import make_samples
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.messages import Log, info, warn
 from sampling.params import ModelOptions, Prompt, Sample, SamplingParams, check_options, check_values
@@ -61,15 +61,15 @@ class TextGenerator:
                 raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")
         if not all(prompts):
             raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
-        requests = list(make_requests(map(Prompt, prompts), self.tokenizer, num_samples))
-        longest = max((len(request.prompt_ids) for request in requests), default=0)
+        samples = list(make_samples(map(Prompt, prompts), self.tokenizer, num_samples))
+        longest = max((len(sample.prompt_ids) for sample in samples), default=0)
         size = batch_size or default_batch_size(self.model.backend, longest + params.max_new_tokens)
         with torch.inference_mode(False): # otherwise, tensors of the engine could not be changed outside of it
-            samples = Engine(self.model, params, size, stream).generate(requests)
+            steps = Engine(self.model, params, size, stream).generate(samples)
         while True:
             # Only around each step: autocast must not stay on while the caller has control.
             with torch.inference_mode(False), self.model.autocast():
-                sample = next(samples, None)
+                sample = next(steps, None)
             if sample is None:
                 return
             yield sample

@@ -12,7 +12,7 @@ from sampling.backends.cuda import CUDABackend
 from sampling.backends.eager import EagerBackend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.engine import LoadedModel
-from sampling.params import Prompt, SampleRequest, SamplingParams
+from sampling.params import Prompt, Sample, SamplingParams
 
 PROMPTS = ["The ", "Thou", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "]
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
@@ -75,21 +75,25 @@ def load(tokenizer, backend=None, **fields):
     return LoadedModel(backend or EagerBackend(make_gpt()), tokenizer, checkpoint, torch.float32, num_params=1)
 
 
-def make_requests(tokenizer, texts, samples_per_prompt=1):
-    """Consecutive requests for each of these prompts."""
+def make_samples(tokenizer, texts, samples_per_prompt=1):
+    """Consecutive samples for each of these prompts, without tokens."""
     texts = [text for text in texts for _ in range(samples_per_prompt)]
-    return [SampleRequest(i, Prompt(text), tokenizer.encode(text)) for i, text in enumerate(texts)]
+    return [Sample(i, Prompt(text), tokenizer.encode(text)) for i, text in enumerate(texts)]
 
 
-def run(engine, requests):
-    """The finished samples, in the order in which the engine yields them."""
-    return [sample for sample in engine.generate(requests) if sample.finish_reason]
+def without_tokens(samples):
+    return [Sample(sample.index, sample.prompt, sample.prompt_ids, sample.already_saved) for sample in samples]
 
 
-def streamed_texts(engine, requests):
+def run(engine, samples):
+    """The finished samples, in the order in which the engine yields them. The given samples stay without tokens."""
+    return [sample for sample in engine.generate(without_tokens(samples)) if sample.finish_reason]
+
+
+def streamed_texts(engine, samples):
     """The texts as a reader of the stream gets them: each character once."""
-    texts = [""] * len(requests)
-    for sample in engine.generate(requests):
+    texts = [""] * len(samples)
+    for sample in engine.generate(without_tokens(samples)):
         texts[sample.index] += sample.text[len(texts[sample.index]):sample.num_emittable_chars]
     return texts
 
@@ -107,9 +111,9 @@ def continue_each(prompts, num_tokens, seed, block_size, device, **settings):
     return [sample[0, len(ids):].tolist() for ids, sample in zip(prompts, samples, strict=True)]
 
 
-def expected_texts(requests, tokenizer, num_tokens=PARAMS.max_new_tokens, stops=(), device="cpu"):
+def expected_texts(samples, tokenizer, num_tokens=PARAMS.max_new_tokens, stops=(), device="cpu"):
     """The texts of the plain model with PARAMS, up to the first stop text."""
-    prompts, settings = [request.prompt_ids for request in requests], dict(temperature=0.9, top_k=30)
+    prompts, settings = [sample.prompt_ids for sample in samples], dict(temperature=0.9, top_k=30)
     texts = map(tokenizer.decode, expected_ids(prompts, num_tokens, device=device, **settings))
     return [truncate_at_stop(text, stops) for text in texts]
 

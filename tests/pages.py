@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from sampling.outputs import html
 from sampling.outputs.jsonl import LineFormat
-from sampling.params import Prompt, Sample, SampleRequest, Token
+from sampling.params import Prompt, Sample, Token
 
 CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num": 100}
 RUN = {"seed": 1, "temperature": 0.8, "stop": []}
@@ -32,7 +32,7 @@ def make_tokens(count, seed=0):
 
 def finished_sample(index, prompt, tokens, finish_reason="length", id=None):
     """A finished sample with these tokens."""
-    return Sample(SampleRequest(index, Prompt(prompt, id), []), tokens, finish_reason)
+    return Sample(index, Prompt(prompt, id), [], False, tokens, finish_reason)
 
 
 def model_of(crc32="00000000", iter_num=100):

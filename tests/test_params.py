@@ -6,7 +6,7 @@ import pytest
 
 from configurator import find_settings
 from project import SCRIPT
-from sampling.params import Prompt, Sample, SampleRequest, SamplingParams, Token, check_settings, choose_seed
+from sampling.params import Prompt, Sample, SamplingParams, Token, check_settings, choose_seed
 
 DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
 VALID = [ # the ends of each range, and what means "off"
@@ -56,7 +56,7 @@ NOT_EXACT = dict(draft="gpt2", top_p=0.9, min_p=0.1, repetition_penalty=1.1, con
 
 def unfinished_sample(*texts):
     """An unfinished sample of tokens with these texts. None of its text is emittable yet."""
-    return Sample(SampleRequest(3, Prompt("<"), [60]), [Token(i, text, -i / 10) for i, text in enumerate(texts)])
+    return Sample(3, Prompt("<"), [60], tokens=[Token(i, text, -i / 10) for i, text in enumerate(texts)])
 
 
 # ---- rules

@@ -15,7 +15,7 @@ from sampling.generation.decode import Decoder, Step
 from sampling.generation.speculation import Speculation
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.messages import Log, is_out_of_memory, warn
-from sampling.params import Sample, SampleRequest, SamplingParams, Token, check_exact
+from sampling.params import Sample, SamplingParams, Token, check_exact
 from sampling.sampler.row_streams import RowStreams, RunStream
 from sampling.sampler.sampler import NOT_FINITE, Sampler
 
@@ -47,7 +47,7 @@ class LoadedModel:
 
 @dataclass
 class Engine:
-    """Turns requests into samples. Raises ValueError if the model is exact and params asks for what nanoGPT lacks.
+    """Gives samples their tokens. Raises ValueError if the model is exact and params asks for what nanoGPT lacks.
 
     batch_size: how many samples to generate at once.
     stream: whether to yield samples before they are finished.
@@ -81,20 +81,22 @@ class Engine:
         if self.stream or (params.stop_texts and not self.is_cuda):
             self.flush_steps = CUDA_STREAM_FLUSH_STEPS if self.is_cuda else 1
 
-    def generate(self, requests: Iterable[SampleRequest]) -> Iterator[Sample]:
+    def generate(self, samples: Iterable[Sample]) -> Iterator[Sample]:
         """Yield the finished samples in order, except those that are already saved.
 
         With stream, also yield the first unfinished sample after each flush.
         Raises ValueError if logits were NaN or infinite.
         """
-        requests = iter(requests)
+        samples = iter(samples)
         if self.params.max_new_tokens == 0:
-            yield from (Sample(request, finish_reason="length") for request in requests if not request.already_saved)
+            for sample in samples:
+                sample.finish_reason = "length"
+                if not sample.already_saved:
+                    yield sample
             return
-        while batch := next_batch(requests, self.batch_size):
-            samples = [Sample(request) for request in batch]
-            waiting = deque(sample for sample in samples if not sample.request.already_saved)
-            for group in group_by_length(samples, self.block_size, self.params.max_new_tokens):
+        while batch := next_batch(samples, self.batch_size):
+            waiting = deque(sample for sample in batch if not sample.already_saved)
+            for group in group_by_length(batch, self.block_size, self.params.max_new_tokens):
                 for _ in self.run_with_oom_retry(group):
                     while waiting and waiting[0].finish_reason:
                         yield waiting.popleft()
@@ -117,14 +119,14 @@ class Engine:
             return_freed_memory()
             unfinished = [sample for sample in batch if not sample.finish_reason]
             for sample in unfinished:
-                if not sample.request.already_saved:
+                if not sample.already_saved:
                     self.on_tokens(-sample.num_tokens)
                 sample.tokens, sample.num_emittable_chars = [], 0
             samples = unfinished + samples
 
     def run_batch(self, samples: list[Sample]) -> Iterator[None]:
         """Generate the samples of one batch; yields whenever they have new tokens."""
-        prompts = [sample.request.prompt_ids[-self.block_size:] for sample in samples]
+        prompts = [sample.prompt_ids[-self.block_size:] for sample in samples]
         shortest, max_new_tokens = min(map(len, prompts)), self.params.max_new_tokens
         first_steps = [len(prompt) - shortest for prompt in prompts] # in which the rows get their first new tokens
         rows = [IncrementalDetokenizer(sample, self.model.tokenizer, self.params, first_step)
@@ -166,7 +168,7 @@ class Engine:
                 if row.sample.finish_reason:
                     break
                 row.append(ids[i][step], *(values[i] for values in logprobs[step]))
-            if not row.sample.request.already_saved:
+            if not row.sample.already_saved:
                 self.on_tokens(row.sample.num_tokens - num_tokens)
 
 
@@ -178,14 +180,14 @@ class IncrementalDetokenizer:
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer, params: SamplingParams, first_step: int = 0):
         self.sample, self.tokenizer, self.params, self.first_step = sample, tokenizer, params, first_step
-        self.decode = tokenizer.incremental_decoder(sample.request.prompt_ids)
+        self.decode = tokenizer.incremental_decoder(sample.prompt_ids)
         self.withheld = "" # the end of the text, with which a stop text may begin
 
     def append(self, token_id: int, logprob: float | None = None, top: Sequence[float] = (),
                top_ids: Sequence[int] = ()) -> None:
         """Append the next token, and set the finish reason if it is the last one. top, top_ids: see Step.logprobs."""
         sample = self.sample
-        before = sample.request.prompt_ids[-1:] # some tokenizers leave out the space before the first word of a text
+        before = sample.prompt_ids[-1:] # some tokenizers leave out the space before the first word of a text
         top_texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids]
         is_last = len(sample.tokens) + 1 == self.params.max_new_tokens
         text = self.decode(token_id, is_last)
@@ -214,14 +216,14 @@ class IncrementalDetokenizer:
             num_chars -= len(text)
 
 
-def next_batch(requests: Iterator[SampleRequest], size: int) -> list[SampleRequest]:
-    """Return the next size requests, or fewer at the end. Skips batches in which all samples are already saved.
+def next_batch(samples: Iterator[Sample], size: int) -> list[Sample]:
+    """Return the next size samples, or fewer at the end. Skips batches in which all samples are already saved.
 
     In any other batch, the saved samples are generated again. Then the other samples get the same logits as in the
     first run, to the last bit.
     """
-    while batch := list(islice(requests, size)):
-        if not all(request.already_saved for request in batch):
+    while batch := list(islice(samples, size)):
+        if not all(sample.already_saved for sample in batch):
             break
     return batch
 
@@ -232,7 +234,7 @@ def group_by_length(samples: list[Sample], block_size: int, max_new_tokens: int)
     The rows of a batch decode in lockstep from the end of the shortest prompt, so a longer prompt needs extra steps.
     """
     def length(sample):
-        return min(len(sample.request.prompt_ids), block_size)
+        return min(len(sample.prompt_ids), block_size)
     groups, shortest = {}, -math.inf
     for sample in sorted(samples, key=length):
         if length(sample) > shortest + max_new_tokens:

@@ -18,7 +18,6 @@ from sampling.checkpoints.nanogpt import load_by_name
 from sampling.generation.decode import Decoder, Step, crop
 from sampling.messages import Log, warn
 from sampling.sampler.row_streams import RowStreams
-from sampling.sampler.sampler import are_valid
 
 # The counts of proposals begin with these. After each round, the counts of earlier rounds are multiplied by DECAY.
 NUM_CHECKED, NUM_ACCEPTED, DECAY = 8.0, 7.0, 0.95
@@ -76,7 +75,6 @@ class Speculation:
     def __init__(self, draft: Backend, relative_cost: float, is_int8_copy: bool, log: Log):
         self.draft, self.relative_cost, self.is_int8_copy, self.log = draft, relative_cost, is_int8_copy, log
         self.logged: set[str] = set() # messages
-        self.is_broken = False # whether the draft's logits were NaN or infinite
         self.num_proposed = self.num_accepted = 0 # of all samples
 
     def should_draft(self, decoder: Decoder, prompts: list[list[int]], num_steps: int) -> bool:
@@ -137,23 +135,16 @@ class Speculation:
             draft_cache.seq_len = min(draft_cache.seq_len, num_right)
             # Each pass samples one token more than it has proposals. The draft reads all proposals but the last.
             draft_room = draft.config.block_size + 1 - ids.size(1)
-            num_wanted = 0 if self.is_broken or draft_room <= 0 else best_num_proposals(accepted / checked, cost)
+            num_wanted = 0 if draft_room <= 0 else best_num_proposals(accepted / checked, cost)
             room = min(draft_room, block_size - ids.size(1), num_steps - 1) if num_right else 0
             proposals = self.propose(ids, min(num_wanted, room), draft_cache, decoder, streams)
             cache.seq_len = num_right # the draft has written more if it shares the cache
 
     def propose(self, ids: Tensor, num_proposals: int, cache: Cache, decoder: Decoder, streams: RowStreams) -> Tensor:
-        """The tokens (1, num_proposals) that the draft samples after ids (1, T), of which cache may lack some.
-
-        Returns (1, 0), and turns the draft off, if logits are NaN or infinite: the text does not depend on the draft.
-        """
+        """The tokens (1, num_proposals) that the draft samples after ids (1, T), of which cache may lack some."""
         sampler, streams, extended = decoder.sampler, streams.copy(), ids
         for _ in range(num_proposals):
             logits = self.draft.logits(extended[:, cache.seq_len:], cache, num_needed=sampler.num_needed)
-            if not are_valid(logits):
-                self.is_broken = True
-                self.log_once("the draft is off: its logits are NaN or infinite")
-                return ids[:, :0]
             token = sampler(logits, extended, None if sampler.is_greedy else streams.next())
             extended = torch.cat([extended, token], dim=1)
         return extended[:, ids.size(1):]

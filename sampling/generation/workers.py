@@ -1,6 +1,6 @@
 """Shares a run among the processes that torchrun started, on one machine or on several.
 
-Rank 0 reads the prompts, sends every rank its share of the requests, and shows and saves the samples that come back,
+Rank 0 reads the prompts, sends every rank its share of the samples, and shows and saves the samples that come back,
 in order. Each sample has its own offset in the random stream, so the samples are the same as with one process.
 """
 import os
@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from sampling.params import Sample, SampleRequest
+from sampling.params import Sample
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.generation.engine import Engine
@@ -79,23 +79,23 @@ class Workers:
             rank, error = min(errors.items())
             raise ValueError(f"process {rank}: {error}" if rank else error)
 
-    def generate(self, engine: "Engine", requests: Iterable[SampleRequest]) -> Iterator[Sample]:
-        """Generate all requests. Rank 0 yields the samples in order; other ranks yield nothing."""
+    def generate(self, engine: "Engine", samples: Iterable[Sample]) -> Iterator[Sample]:
+        """Generate all samples. Rank 0 yields them in order; other ranks yield nothing."""
         if self.world_size == 1:
-            yield from engine.generate(requests)
+            yield from engine.generate(samples)
             return
         from sampling.generation.engine import next_batch
-        requests = iter(requests)
-        while batch := self.broadcast(next_batch(requests, self.world_size * engine.batch_size)):
+        samples = iter(samples)
+        while batch := self.broadcast(next_batch(samples, self.world_size * engine.batch_size)):
             start, end = (len(batch) * rank // self.world_size for rank in (self.rank, self.rank + 1))
-            samples = []
+            finished = []
             with self.fail_together():
                 for sample in engine.generate(batch[start:end]):
                     if self.is_main:
                         yield sample
                     elif sample.finish_reason:
-                        samples.append(sample)
-            for part in self.all_gather(samples):
+                        finished.append(sample)
+            for part in self.all_gather(finished):
                 for sample in part if self.is_main else []:
                     engine.on_tokens(sample.num_tokens)
                     yield sample

@@ -12,7 +12,7 @@ from itertools import chain, count
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.messages import Log
-from sampling.params import RULES, Prompt, SampleRequest
+from sampling.params import RULES, Prompt, Sample
 
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
 FILE_KINDS = "FILE", *MULTI_KINDS
@@ -53,13 +53,14 @@ class PromptSource:
         """The number of samples of the run, and the number of tokens in the longest prompt; (None, None) for a pipe."""
         if self.is_single_pass:
             return None, None
-        lengths = [len(request.prompt_ids) for request in make_requests(self, tokenizer, num_samples=1)]
+        lengths = [len(sample.prompt_ids) for sample in make_samples(self, tokenizer, num_samples=1)]
         return len(lengths) * num_samples, max(lengths)
 
 
-def make_requests(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int,
-                  first_index: int = 0) -> Iterator[SampleRequest]:
-    """Yield num_samples requests for each prompt. Raises ValueError, with its location, if one cannot be encoded."""
+def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int,
+                 first_index: int = 0) -> Iterator[Sample]:
+    """Yield num_samples samples, without tokens, for each prompt. Raises ValueError, with its location, if one cannot
+    be encoded."""
     indices = count(first_index)
     for prompt in prompts:
         try:
@@ -67,7 +68,7 @@ def make_requests(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: 
         except ValueError as error:
             raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
         for _ in range(num_samples):
-            yield SampleRequest(next(indices), prompt, prompt_ids)
+            yield Sample(next(indices), prompt, prompt_ids)
 
 
 def read_prompts(start: str) -> Iterator[Prompt]:
@@ -142,21 +143,21 @@ def can_produce(tokenizer: Tokenizer, text: str) -> bool:
     return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
 
 
-def log_notices(requests: Iterable[SampleRequest], tokenizer: Tokenizer, block_size: int,
-                log: Log) -> Iterator[SampleRequest]:
-    """Yield the requests. Of the new ones, log the first that is cropped, and the first that ends in a space."""
+def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int,
+                log: Log) -> Iterator[Sample]:
+    """Yield the samples. Of the new ones, log the first that is cropped, and the first that ends in a space."""
     said_cropped, said_space = False, not tokenizer.joins_spaces
-    for request in requests:
-        at = f"{request.prompt.location}: " if request.prompt.location else ""
-        num_tokens, is_new = len(request.prompt_ids), not request.already_saved
+    for sample in samples:
+        at = f"{sample.prompt.location}: " if sample.prompt.location else ""
+        num_tokens, is_new = len(sample.prompt_ids), not sample.already_saved
         if is_new and num_tokens > block_size and not said_cropped:
             said_cropped = True
             others = f"; of later prompts too, it sees at most {block_size}" if at else ""
             log(f"{at}the prompt has {num_tokens} tokens, but the model sees only the last {block_size}, which begin "
-                f"with {tokenizer.decode(request.prompt_ids[-block_size:])[:40]!r}{others}")
+                f"with {tokenizer.decode(sample.prompt_ids[-block_size:])[:40]!r}{others}")
         # In the training text, this space was part of the token of the next word, so the model rarely saw it alone.
-        if is_new and request.prompt.text.endswith(" ") and not said_space:
+        if is_new and sample.prompt.text.endswith(" ") and not said_space:
             said_space = True
             log(f"{at}the prompt ends in a space: a trailing space mostly gives worse text, because in "
                 f"{tokenizer.source} a word begins with its space")
-        yield request
+        yield sample

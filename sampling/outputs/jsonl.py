@@ -4,13 +4,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from sampling.inputs.prompts import FILE_KINDS, MULTI_KINDS, RESULT_FIELDS, parse_start
 from sampling.outputs.console import log, name_write_errors, plural
-from sampling.params import Sample, SampleRequest, Token, as_list
+from sampling.params import Sample, Token, as_list
 
 VERSION = 2 # of the fields of a line
 
@@ -38,14 +37,14 @@ class LineFormat:
     def line(self, sample: Sample) -> bytes:
         logprobs = {} if self.logprobs is None else {"logprobs": token_logprobs(sample.tokens, self.logprobs)}
         return encode_json({
-            **request_fields(sample.request), "text": sample.text, "num_tokens": sample.num_tokens,
+            **first_fields(sample), "text": sample.text, "num_tokens": sample.num_tokens,
             "finish_reason": sample.finish_reason, "cumulative_logprob": round_logprob(sample.cumulative_logprob),
             **logprobs, "seed": self.settings["seed"], "checkpoint": self.checkpoint_id, "settings": self.settings,
         }) + b"\n"
 
-    def check(self, line: bytes, request: SampleRequest, where: str) -> None:
+    def check(self, line: bytes, sample: Sample, where: str) -> None:
         """Raise ValueError, with where and the difference, unless this is the line of this sample of this run."""
-        record, wanted = parse_record(line, where), request_fields(request)
+        record, wanted = parse_record(line, where), first_fields(sample)
         saved = {name: value for name, value in record.items() if name in wanted or name not in RESULT_FIELDS}
         check_equal(record["settings"], self.settings, where)
         checksum = "the checkpoint's checksum"
@@ -71,9 +70,8 @@ class LineFormat:
             file.write(b"\n")
         return number
 
-    def resume(self, file: BinaryIO, requests: Iterator[SampleRequest], num_earlier: int,
-               num_saved: int) -> Iterator[SampleRequest]:
-        """Yield all requests. Those with samples in the file are marked as already saved.
+    def resume(self, file: BinaryIO, samples: Iterator[Sample], num_earlier: int, num_saved: int) -> Iterator[Sample]:
+        """Yield all samples. Those in the file are marked as already saved.
 
         The file has num_earlier lines of other models, then num_saved lines of this one; a truncated line after them is
         removed. Raises ValueError, without changing the file, if it is from another run.
@@ -81,26 +79,27 @@ class LineFormat:
         file.seek(0)
         end = sum(len(file.readline()) for _ in range(num_earlier))
         while line := file.readline():
-            request = next(requests, None)
-            if request is None:
+            sample = next(samples, None)
+            if sample is None:
                 raise ValueError(f"{file.name} holds {plural(num_saved, 'sample')}, more than this run generates: give "
                                  "out_file another name, or replace it with --overwrite")
-            begin = encode_json(request_fields(request))[:-1]
+            begin = encode_json(first_fields(sample))[:-1]
             if not is_complete(line) and line[:len(begin)] == begin[:len(line)]: # truncated
                 file.truncate(end)
-                requests = chain([request], requests)
+                samples = chain([sample], samples)
                 break
-            self.check(line, request, f"{file.name}, line {num_earlier + request.index + 1}")
+            self.check(line, sample, f"{file.name}, line {num_earlier + sample.index + 1}")
             if not line.endswith(b"\n"):
                 file.write(b"\n")
             end += len(line)
-            yield replace(request, already_saved=True)
-        first_new = list(islice(requests, 1))
+            sample.already_saved = True
+            yield sample
+        first_new = list(islice(samples, 1))
         if num_saved:
             saved = plural(num_saved, "sample")
             log(f"{file.name} holds {saved} already: resuming after them" if first_new
                 else f"{file.name} is complete, with {saved}: nothing to sample")
-        yield from chain(first_new, requests)
+        yield from chain(first_new, samples)
 
 
 def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
@@ -145,11 +144,11 @@ def round_logprob(logprob: float) -> float:
     return round(logprob, 3) + 0.0 # never -0.0
 
 
-def request_fields(request: SampleRequest) -> dict[str, Any]:
+def first_fields(sample: Sample) -> dict[str, Any]:
     """The fields with which the line of a sample begins."""
-    prompt = request.prompt
+    prompt = sample.prompt
     return {
-        "version": VERSION, "index": request.index, "prompt": prompt.text,
+        "version": VERSION, "index": sample.index, "prompt": prompt.text,
         **({} if prompt.id is None else {"id": prompt.id}),
         **prompt.other_fields,
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from sampling.outputs import html
 from sampling.outputs.console import is_tty, name_write_errors, sanitize
 from sampling.outputs.jsonl import PAGE, LineFormat, check_replaceable, is_complete, open_output, run_settings
-from sampling.params import Sample, SampleRequest
+from sampling.params import Sample
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.generation.engine import LoadedModel
@@ -33,8 +33,8 @@ class Outputs:
         self.num_saved = 0 # samples of the current model that out_file held before
         self.next_page_time = 0.0
 
-    def open(self, model: "LoadedModel", requests: Iterator[SampleRequest]) -> Iterator[SampleRequest]:
-        """Open the files for the samples of a model. Returns the requests, marked as LineFormat.resume describes.
+    def open(self, model: "LoadedModel", samples: Iterator[Sample]) -> Iterator[Sample]:
+        """Open the files for the samples of a model. Returns the samples, marked as LineFormat.resume says.
 
         With watch, another model may follow.
         """
@@ -44,11 +44,11 @@ class Outputs:
         run = run_settings(self.settings, model.backend.device.type, model.dtype_name)
         self.format = LineFormat(checkpoint_id, run, saved_logprobs(self.settings))
         if not self.can_resume or self.overwrite:
-            return requests
+            return samples
         num_earlier = self.format.count_earlier_lines(self.jsonl) if self.settings["watch"] else 0
         self.jsonl.seek(0)
         self.num_saved = sum(map(is_complete, self.jsonl)) - num_earlier
-        return self.format.resume(self.jsonl, requests, num_earlier, self.num_saved)
+        return self.format.resume(self.jsonl, samples, num_earlier, self.num_saved)
 
     def open_files(self) -> None:
         """Open out_file, or a temporary file. Raises ValueError if there is a page of another run."""

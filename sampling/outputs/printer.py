@@ -41,7 +41,7 @@ class Printer:
         if sample is not self.sample:
             self.sample, self.num_printed, self.token_index, self.offset = sample, 0, 0, 0
             if shows_prompt:
-                parts.append(self.make_safe(self.tokenizer.decode(sample.request.prompt_ids)))
+                parts.append(self.make_safe(self.tokenizer.decode(sample.prompt_ids)))
         while self.num_printed < sample.num_emittable_chars:
             token = sample.tokens[self.token_index]
             text = token.text[self.offset:self.offset + sample.num_emittable_chars - self.num_printed]

@@ -4,12 +4,12 @@ import pytest
 from engines import truncate_at_stop
 from sampling.generation.engine import IncrementalDetokenizer
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
-from sampling.params import Prompt, Sample, SampleRequest, SamplingParams
+from sampling.params import Prompt, Sample, SamplingParams
 
 
 def append_all(tokenizer, ids, max_new_tokens, stop=None):
     """The sample of these ids, of which none is appended after it has finished, and what was emittable after each."""
-    sample, shown = Sample(SampleRequest(0, Prompt("a"), [64])), []
+    sample, shown = Sample(0, Prompt("a"), [64]), []
     detokenizer = IncrementalDetokenizer(sample, tokenizer, SamplingParams(max_new_tokens, stop=stop))
     for token_id in ids:
         if not sample.finish_reason:

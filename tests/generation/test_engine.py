@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import engines
-from engines import PARAMS, PROMPTS, LeastBackend, expected_ids, expected_texts, load, make_requests, on_fake_gpu, run
+from engines import PARAMS, PROMPTS, LeastBackend, expected_ids, expected_texts, load, make_samples, on_fake_gpu, run
 from models import CHARS, make_gpt
 from sampling.backends.eager import EagerBackend
 from sampling.generation.engine import Engine, group_by_length
 from sampling.generation.workers import Workers
-from sampling.params import Prompt, Sample, SampleRequest
+from sampling.params import Prompt, Sample
 from sampling.sampler.sampler import NOT_FINITE
 from streams import decode, random_prompt
 
@@ -39,27 +39,27 @@ def test_text_inside_and_past_the_window_is_that_of_the_plain_loop(make_backend,
 
 @pytest.mark.parametrize("batch_size, max_new_tokens", [(1, 20), (3, 20), (99, 20), (3, 1), (3, 0)])
 def test_samples_are_yielded_in_order_with_the_text_that_each_would_have_alone(tokenizer, batch_size, max_new_tokens):
-    requests, taken, found = make_requests(tokenizer, PROMPTS, 2), [], []
+    samples, taken, found = make_samples(tokenizer, PROMPTS, 2), [], []
     engine = Engine(load(tokenizer), replace(PARAMS, max_new_tokens=max_new_tokens), batch_size)
-    for sample in engine.generate(taken.append(request) or request for request in requests):
+    for sample in engine.generate(taken.append(sample) or sample for sample in engines.without_tokens(samples)):
         found.append((sample.index, sample.text, sample.finish_reason))
-        assert len(taken) < len(found) + batch_size, "requests are read one batch at a time"
-    assert found == [(i, text, "length") for i, text in enumerate(expected_texts(requests, tokenizer, max_new_tokens))]
-    assert [sample.text for sample in run(engine, requests[9:])] == [text for _, text, _ in found[9:]]
+        assert len(taken) < len(found) + batch_size, "samples are read one batch at a time"
+    assert found == [(i, text, "length") for i, text in enumerate(expected_texts(samples, tokenizer, max_new_tokens))]
+    assert [sample.text for sample in run(engine, samples[9:])] == [text for _, text, _ in found[9:]]
 
 
 def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(tokenizer):
     model, params = load(tokenizer, EagerBackend(make_gpt(n_embd=256))), replace(PARAMS, num_logprobs=2, stop="e")
-    requests, counts = make_requests(tokenizer, PROMPTS), []
-    whole = run(Engine(model, params, 4), requests)
-    requests = [replace(request, already_saved=request.index in (0, 1, 2, 5)) for request in requests]
-    rest = run(Engine(model, params, 4, on_tokens=counts.append), requests)
+    samples, counts = make_samples(tokenizer, PROMPTS), []
+    whole = run(Engine(model, params, 4), samples)
+    samples = [replace(sample, already_saved=sample.index in (0, 1, 2, 5)) for sample in samples]
+    rest = run(Engine(model, params, 4, on_tokens=counts.append), samples)
     assert [sample.tokens for sample in rest] == [whole[i].tokens for i in (3, 4, 6, 7)]
     assert sum(counts) == sum(sample.num_tokens for sample in rest)
 
 
-def request(index, prompt_length=1, already_saved=False):
-    return SampleRequest(index, Prompt("a" * prompt_length), list(range(prompt_length)), already_saved)
+def sample_of(index, prompt_length=1, already_saved=False):
+    return Sample(index, Prompt("a" * prompt_length), list(range(prompt_length)), already_saved)
 
 
 @pytest.mark.parametrize("lengths, block_size, expected", [
@@ -68,7 +68,7 @@ def request(index, prompt_length=1, already_saved=False):
     ([30, 1, 2], 8, [[0, 1, 2]]), # the model sees 8 tokens of the first
 ], ids=str)
 def test_prompt_lengths_in_a_group_differ_by_at_most_max_new_tokens(lengths, block_size, expected):
-    groups = group_by_length([Sample(request(i, length)) for i, length in enumerate(lengths)], block_size, 10)
+    groups = group_by_length([sample_of(i, length) for i, length in enumerate(lengths)], block_size, 10)
     assert [[sample.index for sample in group] for group in groups] == expected
 
 
@@ -76,8 +76,8 @@ def test_prompt_lengths_in_a_group_differ_by_at_most_max_new_tokens(lengths, blo
 @torch.no_grad()
 def test_logprobs_are_those_of_the_model_at_temperature_1(tokenizer, num_logprobs, expected_number):
     gpt, params = make_gpt(), replace(PARAMS, temperature=0.5, top_k=9, num_logprobs=num_logprobs)
-    for sample in run(Engine(load(tokenizer, LeastBackend(make_gpt())), params, 3), make_requests(tokenizer, PROMPTS)):
-        ids = list(sample.request.prompt_ids)
+    for sample in run(Engine(load(tokenizer, LeastBackend(make_gpt())), params, 3), make_samples(tokenizer, PROMPTS)):
+        ids = list(sample.prompt_ids)
         for token in sample.tokens:
             logprobs = gpt(torch.tensor([ids[-16:]]))[0][0, -1].log_softmax(-1)
             top = logprobs.argsort(descending=True)[:expected_number].tolist()
@@ -89,31 +89,31 @@ def test_logprobs_are_those_of_the_model_at_temperature_1(tokenizer, num_logprob
 @pytest.mark.parametrize("batch_size, stream", [(1, True), (6, True), (6, False)])
 def test_a_sample_ends_where_a_stop_text_begins_and_the_rows_that_stay_keep_their_text(tokenizer, make_backend,
                                                                                        batch_size, stream):
-    backend, requests = make_backend(make_gpt()), make_requests(tokenizer, PROMPTS)
-    full = expected_texts(requests, tokenizer, 30, device=backend.device)
+    backend, samples = make_backend(make_gpt()), make_samples(tokenizer, PROMPTS)
+    full = expected_texts(samples, tokenizer, 30, device=backend.device)
     stops = [full[0][13:16], full[1][28:30], full[2][:2], full[5][20:24], full[6][9:12] + "\n\n"]
     params, model = replace(PARAMS, max_new_tokens=30, stop=stops), load(tokenizer, backend)
-    found = run(Engine(model, params, batch_size, stream), requests)
+    found = run(Engine(model, params, batch_size, stream), samples)
     assert [sample.text for sample in found] == [engines.truncate_at_stop(text, stops) for text in full]
     assert [sample.finish_reason == "length" for sample in found] == [sample.text in full for sample in found]
     if stream:
-        streamed = engines.streamed_texts(Engine(model, params, batch_size, stream), requests)
+        streamed = engines.streamed_texts(Engine(model, params, batch_size, stream), samples)
         assert streamed == [sample.text for sample in found]
 
 
 def test_rows_leave_a_batch_when_they_are_finished(tokenizer):
-    backend, requests, stops = LeastBackend(make_gpt()), make_requests(tokenizer, ["O"], 6), [*"STOP"]
-    run(Engine(load(tokenizer, backend), replace(PARAMS, max_new_tokens=12, stop=stops), 6), requests)
-    lengths = [min(12, len(text) + 1) for text in expected_texts(requests, tokenizer, 12, stops)] # with the stop text
+    backend, samples, stops = LeastBackend(make_gpt()), make_samples(tokenizer, ["O"], 6), [*"STOP"]
+    run(Engine(load(tokenizer, backend), replace(PARAMS, max_new_tokens=12, stop=stops), 6), samples)
+    lengths = [min(12, len(text) + 1) for text in expected_texts(samples, tokenizer, 12, stops)] # with the stop text
     left = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
     assert len(set(lengths)) > 2 and backend.num_rows == [1, *left], "the prompt is read once"
 
 
 @pytest.mark.parametrize("num_rows, stops, num_left", [(32, CHARS[::8], 32), (33, CHARS[::8], 3), (33, "f", 33)])
 def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leave(tokenizer, num_rows, stops, num_left):
-    backend, requests = on_fake_gpu(LeastBackend(make_gpt())), make_requests(tokenizer, ["O"], num_rows)
-    found = run(Engine(load(tokenizer, backend), replace(PARAMS, max_new_tokens=24, stop=[*stops]), 36), requests)
-    assert [sample.text for sample in found] == expected_texts(requests, tokenizer, 24, stops)
+    backend, samples = on_fake_gpu(LeastBackend(make_gpt())), make_samples(tokenizer, ["O"], num_rows)
+    found = run(Engine(load(tokenizer, backend), replace(PARAMS, max_new_tokens=24, stop=[*stops]), 36), samples)
+    assert [sample.text for sample in found] == expected_texts(samples, tokenizer, 24, stops)
     assert backend.num_rows == [1, *15 * [num_rows], *8 * [num_left]], "at the first flush"
 
 
@@ -124,16 +124,16 @@ def test_tokens_are_copied_every_16_steps_or_sooner_for_a_reader(tokenizer, is_g
     """A CPU also looks for stop texts at every step. Each copy waits for a GPU."""
     backend, counts = EagerBackend(make_gpt()), []
     model = load(tokenizer, on_fake_gpu(backend) if is_gpu else backend)
-    run(Engine(model, replace(PARAMS, stop=stop), 1, stream, on_tokens=counts.append), make_requests(tokenizer, ["O"]))
+    run(Engine(model, replace(PARAMS, stop=stop), 1, stream, on_tokens=counts.append), make_samples(tokenizer, ["O"]))
     assert counts == expected
 
 
 def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_character_twice(tokenizer):
-    requests, backend = make_requests(tokenizer, ["The "], 4), LeastBackend(make_gpt(), fails_at=12)
+    samples, backend = make_samples(tokenizer, ["The "], 4), LeastBackend(make_gpt(), fails_at=12)
     lines, counts = [], []
-    stops = [expected_texts(requests, tokenizer)[2][3:6]]
+    stops = [expected_texts(samples, tokenizer)[2][3:6]]
     engine = Engine(load(tokenizer, backend), replace(PARAMS, stop=stops), 4, True, lines.append, counts.append)
-    assert engines.streamed_texts(engine, requests) == expected_texts(requests, tokenizer, stops=stops)
+    assert engines.streamed_texts(engine, samples) == expected_texts(samples, tokenizer, stops=stops)
     assert backend.num_rows == [1, *5 * [4], *6 * [3], 1, *19 * [2], 1, *19 * [1]] and sum(counts) == 66
     assert lines == ["out of memory with 4 samples at once: continuing with 2"]
 
@@ -142,19 +142,19 @@ def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_chara
 def test_out_of_memory_with_one_sample_and_other_errors_are_raised(tokenizer, error, last_size):
     engine = Engine(load(tokenizer, LeastBackend(make_gpt(), error, 0)), PARAMS, 8, log=lambda line: None)
     with pytest.raises(type(error), match=str(error)):
-        run(engine, make_requests(tokenizer, PROMPTS))
+        run(engine, make_samples(tokenizer, PROMPTS))
     assert engine.batch_size == last_size
 
 
 @pytest.mark.parametrize("settings", [dict(), dict(num_logprobs=2), dict(stop="never"), dict(temperature=0)], ids=str)
 @pytest.mark.parametrize("backend, stream", [(EagerBackend, False), (EagerBackend, True), (engines.static_steps, True)])
 def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, stream, settings):
-    gpt, requests, yielded = make_gpt(), make_requests(tokenizer, ["The ", "O", "What is it?"]), set()
+    gpt, samples, yielded = make_gpt(), make_samples(tokenizer, ["The ", "O", "What is it?"]), set()
     with torch.no_grad():
         gpt.transformer.wpe.weight[12] = torch.nan # a position that only the longest prompt reaches, in its third step
     engine = Engine(load(tokenizer, backend(gpt)), replace(PARAMS, max_new_tokens=4, **settings), 2, stream)
     with pytest.raises(ValueError) as error:
-        yielded.update(sample.index for sample in engine.generate(requests) if sample.finish_reason)
+        yielded.update(sample.index for sample in engine.generate(samples) if sample.finish_reason)
     assert str(error.value) == NOT_FINITE and yielded == {0, 1}
 
 

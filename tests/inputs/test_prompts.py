@@ -11,7 +11,7 @@ from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
 from sampling.inputs.prompts import PromptSource, parse_start, read_prompts
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
-from sampling.params import Prompt, SampleRequest
+from sampling.params import Prompt, Sample
 from script_process import PIPE, start_script
 
 
@@ -66,9 +66,10 @@ def test_prompts_are_counted_and_checked_before_sampling(tmp_path, chars):
     (tmp_path / "p.txt").write_text("a\nabc\nca\n")
     source = PromptSource(f"LINES:{tmp_path}/p.txt")
     assert source.count_and_max_len(chars, 10) == (30, 3)
-    requests = list(prompts.make_requests(source, chars, 2, first_index=7))
-    assert [request.index for request in requests] == [7, 8, 9, 10, 11, 12]
-    assert requests[2] == SampleRequest(9, Prompt("abc", location=f"{tmp_path}/p.txt, line 2"), chars.encode("abc"))
+    samples = list(prompts.make_samples(source, chars, 2, first_index=7))
+    assert [sample.index for sample in samples] == [7, 8, 9, 10, 11, 12]
+    assert samples[2].prompt == Prompt("abc", location=f"{tmp_path}/p.txt, line 2")
+    assert samples[2].prompt_ids == chars.encode("abc")
     (tmp_path / "p.txt").write_text("a\nab5\n")
     with pytest.raises(ValueError, match=r"p.txt, line 2: the prompt has characters"):
         source.count_and_max_len(chars, 10)
@@ -109,9 +110,9 @@ def test_the_first_new_prompt_that_is_long_or_ends_in_a_space_is_logged(chars, g
     def logged(tokenizer, *texts):
         """The lines about these prompts, of which the first one is saved already."""
         found, lines = [Prompt(text, location=f"a.txt, line {i}") for i, text in enumerate(texts)], []
-        requests = [SampleRequest(i, prompt, tokenizer.encode(prompt.text), already_saved=i == 0)
+        samples = [Sample(i, prompt, tokenizer.encode(prompt.text), already_saved=i == 0)
                     for i, prompt in enumerate(found)]
-        assert list(prompts.log_notices(iter(requests), tokenizer, 16, lines.append)) == requests
+        assert list(prompts.log_notices(iter(samples), tokenizer, 16, lines.append)) == samples
         return lines
 
     assert logged(chars, "b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 16 + " ") == [

@@ -5,19 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from pages import CHECKPOINT_ID, finished_sample, make_token
+from pages import CHECKPOINT_ID, make_token
 from sampling.inputs.prompts import RESULT_FIELDS
 from sampling.outputs.jsonl import LineFormat, run_settings
-from sampling.params import Prompt, SampleRequest, Token
+from sampling.params import Prompt, Sample, Token
 
 SETTINGS = {"seed": 1, "stop": []}
-REQUEST = SampleRequest(1, Prompt("é", 5, other_fields={"label": [1], "none": None}), [])
+SAMPLE = Sample(1, Prompt("é", 5, other_fields={"label": [1], "none": None}), [])
 LIKELY = [make_token("a", 0.5, a=0.5, b=0.25, c=0.125), make_token("", 0.7), make_token("é\n", 0.0004, x=0.9)]
 
 
-def line_of(tokens, logprobs=None, request=REQUEST):
+def line_of(tokens, logprobs=None, sample=SAMPLE):
     """The line of a sample of these tokens."""
-    return LineFormat(CHECKPOINT_ID, SETTINGS, logprobs).line(replace(finished_sample(0, "", tokens), request=request))
+    sample = replace(sample, tokens=tokens, finish_reason="length")
+    return LineFormat(CHECKPOINT_ID, SETTINGS, logprobs).line(sample)
 
 
 def test_a_line_has_the_fields_of_the_prompt_then_those_of_the_sample():
@@ -29,7 +30,7 @@ def test_a_line_has_the_fields_of_the_prompt_then_those_of_the_sample():
 
 
 def test_a_lone_surrogate_is_kept_as_an_escape():
-    line = line_of([], request=SampleRequest(0, Prompt("\ud800"), []))
+    line = line_of([], sample=Sample(0, Prompt("\ud800"), []))
     assert b'"prompt": "\\ud800"' in line and json.loads(line)["prompt"] == "\ud800"
 
 
@@ -79,6 +80,6 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
 def test_the_error_for_a_line_of_another_run_names_the_difference(changes, message):
     line = json.dumps([] if changes is None else json.loads(line_of([])) | changes).encode()
     with pytest.raises(ValueError) as error:
-        LineFormat(CHECKPOINT_ID, SETTINGS).check(line, REQUEST, "a.jsonl, line 2")
+        LineFormat(CHECKPOINT_ID, SETTINGS).check(line, SAMPLE, "a.jsonl, line 2")
     assert message in str(error.value) and str(error.value).startswith("a.jsonl, line 2")
-    LineFormat(CHECKPOINT_ID, SETTINGS).check(line_of(LIKELY), REQUEST, "a.jsonl, line 2") # other results are no error
+    LineFormat(CHECKPOINT_ID, SETTINGS).check(line_of(LIKELY), SAMPLE, "a.jsonl, line 2") # other results are no error

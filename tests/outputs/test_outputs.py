@@ -9,7 +9,7 @@ import pytest
 from pages import SETTINGS, finished_sample, make_tokens, model_of
 from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import Outputs, num_logprobs
-from sampling.params import Prompt, SampleRequest
+from sampling.params import Prompt, Sample
 from terminal import redirected
 
 needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files or locks")
@@ -33,10 +33,10 @@ def run(tmp_path):
     def run(count, models=None, die_after=99, **settings):
         with outputs_in(tmp_path, **settings) as outputs:
             for model in models or [model_of()]:
-                requests = (SampleRequest(index, Prompt("O"), []) for index in range(count))
-                for request in outputs.open(model, requests):
-                    if not request.already_saved and request.index < die_after:
-                        outputs.write(finished_sample(request.index, "O", make_tokens(1 + request.index)))
+                samples = (Sample(index, Prompt("O"), []) for index in range(count))
+                for sample in outputs.open(model, samples):
+                    if not sample.already_saved and sample.index < die_after:
+                        outputs.write(finished_sample(sample.index, "O", make_tokens(1 + sample.index)))
                 if die_after == 99:
                     outputs.write_page()
         return outputs.num_saved

@@ -16,7 +16,7 @@ from pages import finished_sample, make_token
 from project import RULE
 from sampling.outputs import html, printer
 from sampling.outputs.printer import TINTS, Printer, Progress, colorize
-from sampling.params import Prompt, Sample, SampleRequest, Token
+from sampling.params import Prompt, Sample, Token
 
 RUN = ("--start=The ", "--num_samples=3", "--max_new_tokens=30", "--device=cpu")
 
@@ -97,7 +97,7 @@ def test_a_full_standard_output_is_an_error_that_names_it(monkeypatch):
 
 @pytest.mark.parametrize("steps", [[1, 2, 3, 4, 5, 6], [6], [0, 0, 3, 3, 6]], ids=str)
 def test_every_character_of_a_streaming_sample_is_printed_once(steps, capsys):
-    sample, printer = Sample(SampleRequest(0, Prompt("<"), [60])), Printer(CodePointTokenizer())
+    sample, printer = Sample(0, Prompt("<"), [60]), Printer(CodePointTokenizer())
     sample.tokens, whole = [Token(0, text, -0.1) for text in ["a", "", "bc", "d", "", "ef"]], "abcdef"
     printed = ""
     for sample.num_emittable_chars in steps:
@@ -107,7 +107,7 @@ def test_every_character_of_a_streaming_sample_is_printed_once(steps, capsys):
     sample.finish_reason = "length"
     printer.update(sample)
     assert capsys.readouterr().out == f"\n{RULE}\n"
-    printer.update(Sample(SampleRequest(1, Prompt("<"), [62]), finish_reason="length"))
+    printer.update(Sample(1, Prompt("<"), [62], finish_reason="length"))
     assert capsys.readouterr().out == f">\n{RULE}\n"
 
 

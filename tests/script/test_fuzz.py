@@ -26,7 +26,7 @@ from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.prompts import PromptSource
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
-from sampling.params import Prompt, SampleRequest, SamplingParams, check_settings
+from sampling.params import Prompt, Sample, SamplingParams, check_settings
 
 pytestmark = pytest.mark.fuzz
 
@@ -198,13 +198,13 @@ def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
     loaded, batch_size = engines.load(tokenizer, backend), data.draw(st.integers(1, 9))
     engine = Engine(loaded, params, batch_size, stream=data.draw(st.booleans()))
     num_saved = data.draw(st.integers(0, len(prompts))) # this run resumes one that has saved these samples
-    requests = [SampleRequest(i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]
-    shown, samples = {}, []
-    for sample in engine.generate(requests):
+    samples = [Sample(i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]
+    shown, finished = {}, []
+    for sample in engine.generate(samples):
         emittable = sample.text[:sample.num_emittable_chars]
         assert emittable.startswith(shown.get(sample, "")) and len(emittable) == sample.num_emittable_chars
         shown[sample] = emittable
-        samples += [sample] if sample.finish_reason else []
-    assert [sample.request for sample in samples] == requests[num_saved:]
-    assert [(sample.token_ids, sample.text, sample.finish_reason) for sample in samples] == expected[num_saved:]
-    assert all(sample.num_emittable_chars == len(sample.text) for sample in samples)
+        finished += [sample] if sample.finish_reason else []
+    assert finished == samples[num_saved:]
+    assert [(sample.token_ids, sample.text, sample.finish_reason) for sample in finished] == expected[num_saved:]
+    assert all(sample.num_emittable_chars == len(sample.text) for sample in finished)
