@@ -7,9 +7,9 @@ import torch
 
 from models import make_gpt
 from oracles import reference_generate
+from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.eager import EagerBackend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.engine import LoadedModel
 from sampling.params import Prompt, Sample, SamplingParams

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig
-from sampling.backends.backend import Backend, num_step_weights
-from sampling.backends.eager import EagerBackend, ExactBackend
+from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
 from sampling.backends.process import disable_malloc_trim
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint

@@ -11,9 +11,8 @@ from sampling.params import Sample, Token
 RULE = "---------------" # nanoGPT prints it after every sample
 LOG_INTERVAL = 30 # seconds between two lines of progress
 
-# The page's backgrounds, for tokens below these probabilities: in red, green and blue, and the nearest of 256 colours.
-TINTS = ((0.01, (240, 160, 113), 209), (0.02, (244, 179, 141), 216), (0.05, (247, 195, 166), 217),
-         (0.1, (250, 212, 190), 223), (0.2, (251, 227, 212), 224), (0.5, (252, 239, 231), 230))
+# The page's backgrounds in the terminal's 256 colours, for tokens below these probabilities.
+TINTS = {0.01: 209, 0.02: 216, 0.05: 217, 0.1: 223, 0.2: 224, 0.5: 230}
 
 
 class Printer:
@@ -70,13 +69,10 @@ def char_logprob(tokens: list[Token], index: int) -> float:
 
 def colorize(text: str, logprob: float) -> str:
     """The text on a background that shows how likely it was. Line ends have no background."""
-    tint = next((tint for limit, *tint in TINTS if math.exp(logprob) < limit), None)
+    tint = next((tint for limit, tint in TINTS.items() if math.exp(logprob) < limit), None)
     if tint is None:
         return text
-    (red, green, blue), color_256 = tint
-    has_true_color = os.environ.get("COLORTERM") in ("truecolor", "24bit")
-    background = f"2;{red};{green};{blue}" if has_true_color else f"5;{color_256}"
-    begin, end = f"\x1b[38;5;16;48;{background}m", "\x1b[0m" # black text, whatever the terminal's own colour
+    begin, end = f"\x1b[38;5;16;48;5;{tint}m", "\x1b[0m" # black text, whatever the terminal's own colour
     return "\n".join(line and begin + line + end for line in text.split("\n"))
 
 

@@ -8,9 +8,9 @@ from engines import expected_ids
 from model import GPTConfig
 from models import as_checkpoint, make_gpt, save_checkpoint
 from sampling.backends import prepare
+from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.eager import EagerBackend, ExactBackend
 from sampling.backends.prepare import cast_linears, compile_steps, prepare_backend, wants_kernels, weight_converter
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.params import ModelOptions

@@ -13,8 +13,8 @@ import torch
 
 from models import make_gpt, save_checkpoint
 from project import SCRIPT
+from sampling.backends.backend import EagerBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.eager import EagerBackend
 from sampling.backends.prepare import default_batch_size
 from sampling.backends.process import shorten_spinning
 

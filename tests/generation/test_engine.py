@@ -8,7 +8,7 @@ import torch
 import engines
 from engines import PARAMS, PROMPTS, LeastBackend, expected_ids, expected_texts, load, make_samples, on_fake_gpu, run
 from models import CHARS, make_gpt
-from sampling.backends.eager import EagerBackend
+from sampling.backends.backend import EagerBackend
 from sampling.generation.engine import Engine, group_by_length
 from sampling.generation.workers import Workers
 from sampling.params import Prompt, Sample

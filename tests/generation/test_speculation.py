@@ -6,7 +6,7 @@ import torch
 
 from engines import LeastBackend, load, make_samples, run
 from models import add_noise, as_checkpoint, make_gpt, save_checkpoint
-from sampling.backends.eager import EagerBackend
+from sampling.backends.backend import EagerBackend
 from sampling.backends.prepare import prepare_backend
 from sampling.generation.engine import Engine
 from sampling.generation.speculation import Speculation, best_num_proposals, prepare_draft

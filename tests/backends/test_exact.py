@@ -5,7 +5,7 @@ import torch
 from models import as_checkpoint, make_gpt
 from oracles import nanogpt_generate, nanogpt_logits
 from recorded_graphs import ON_GPU
-from sampling.backends.eager import ExactBackend
+from sampling.backends.backend import ExactBackend
 from sampling.backends.prepare import prepare_backend
 from sampling.params import ModelOptions
 from streams import decode, random_prompt
