@@ -22,7 +22,7 @@ from sampling.messages import Log, warn
 
 NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
-MAX_KERNEL_ROWS = 128 # with more rows, F.linear is as fast in float32
+MAX_KERNEL_ROWS = 32 # with more rows, F.linear is as fast in float32, or faster
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 CHUNK = 2**18 # weights that are quantized at once, so that their copies need little memory
 SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0

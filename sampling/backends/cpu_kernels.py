@@ -6,11 +6,17 @@ C-contiguous. The functions at the end of the file are the backend's; the others
 """
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType
 
 import numpy as np
-from llvmlite.binding import get_host_cpu_name
-from numba import njit, prange
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
+from numba import config, njit, prange
+
+# For Intel's processors, LLVM uses half of the AVX-512 registers by default, although all of them are faster here.
+with suppress(RuntimeError): # the features of this processor are unknown
+    if config.CPU_FEATURES is None and (features := get_host_cpu_features()).get("avx512f"):
+        config.CPU_FEATURES = f"{features.flatten()},-prefer-256-bit"
 
 # LLVM may reorder sums, which vectorises them, and fuse products with sums. It may not assume that there are no NaN and
 # no infinity, as fastmath=True would: the sampler must see them to recognise a damaged model.
@@ -95,19 +101,22 @@ def finish(y, first, last, scales, bias, gelu, residual):
 
 
 @inner
-def row_block(x, weight, y, first, last, half):
-    """Outputs first to last of one row, and those half of the outputs further: y[o] = weight[o] @ x.
+def row_block(x, weight, y, first, last, quarter):
+    """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x.
 
-    Two rows of the weight that lie far apart are two streams for the processor's prefetcher, which one core needs to
+    Four rows of the weight that lie far apart are four streams for the processor's prefetcher, which one core needs to
     read memory at its full rate.
     """
     for o in range(first, last):
-        w0, w1 = weight[o], weight[o + half]
-        sum0 = sum1 = ZERO
+        o1, o2, o3 = o + quarter, o + 2 * quarter, o + 3 * quarter
+        w0, w1, w2, w3 = weight[o], weight[o1], weight[o2], weight[o3]
+        sum0 = sum1 = sum2 = sum3 = ZERO
         for i in range(len(x)):
             sum0 += np.float32(w0[i]) * x[i]
             sum1 += np.float32(w1[i]) * x[i]
-        y[o], y[o + half] = sum0, sum1
+            sum2 += np.float32(w2[i]) * x[i]
+            sum3 += np.float32(w3[i]) * x[i]
+        y[o], y[o1], y[o2], y[o3] = sum0, sum1, sum2, sum3
 
 
 @inner
@@ -115,61 +124,59 @@ def rows_block(x, weight, y, first, last, quarter):
     """Outputs first to last of several rows, and those of the other quarters: y[r, o] = weight[o] @ x[r].
 
     Four outputs of five rows at once: twenty sums in registers, for which nine numbers are read. The four rows of the
-    weight lie far apart for the same reason as in row_block. After the first five rows, they are in the L2 cache.
+    weight lie far apart for the same reason as in row_block. They serve ten rows while they are in the L1 cache.
     """
     end = len(x) - 1
-    for r in range(0, len(x), 5): # beyond the last row, the last one again
-        r1, r2, r3, r4 = min(r + 1, end), min(r + 2, end), min(r + 3, end), min(r + 4, end)
-        x0, x1, x2, x3, x4 = x[r], x[r1], x[r2], x[r3], x[r4]
+    for group in range(0, len(x), 10):
         for o in range(first, last):
-            w0, w1, w2, w3 = weight[o], weight[o + quarter], weight[o + 2 * quarter], weight[o + 3 * quarter]
-            a0 = a1 = a2 = a3 = a4 = b0 = b1 = b2 = b3 = b4 = ZERO
-            c0 = c1 = c2 = c3 = c4 = d0 = d1 = d2 = d3 = d4 = ZERO
-            for i in range(len(x0)):
-                a, b, c, d = np.float32(w0[i]), np.float32(w1[i]), np.float32(w2[i]), np.float32(w3[i])
-                a0 += a * x0[i]
-                a1 += a * x1[i]
-                a2 += a * x2[i]
-                a3 += a * x3[i]
-                a4 += a * x4[i]
-                b0 += b * x0[i]
-                b1 += b * x1[i]
-                b2 += b * x2[i]
-                b3 += b * x3[i]
-                b4 += b * x4[i]
-                c0 += c * x0[i]
-                c1 += c * x1[i]
-                c2 += c * x2[i]
-                c3 += c * x3[i]
-                c4 += c * x4[i]
-                d0 += d * x0[i]
-                d1 += d * x1[i]
-                d2 += d * x2[i]
-                d3 += d * x3[i]
-                d4 += d * x4[i]
-            y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = a0, a1, a2, a3, a4
-            o += quarter
-            y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = b0, b1, b2, b3, b4
-            o += quarter
-            y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = c0, c1, c2, c3, c4
-            o += quarter
-            y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = d0, d1, d2, d3, d4
+            o1, o2, o3 = o + quarter, o + 2 * quarter, o + 3 * quarter
+            w0, w1, w2, w3 = weight[o], weight[o1], weight[o2], weight[o3]
+            for r in range(group, min(group + 10, len(x)), 5): # beyond the last row, the last one again
+                r1, r2, r3, r4 = min(r + 1, end), min(r + 2, end), min(r + 3, end), min(r + 4, end)
+                x0, x1, x2, x3, x4 = x[r], x[r1], x[r2], x[r3], x[r4]
+                a0 = a1 = a2 = a3 = a4 = b0 = b1 = b2 = b3 = b4 = ZERO
+                c0 = c1 = c2 = c3 = c4 = d0 = d1 = d2 = d3 = d4 = ZERO
+                for i in range(len(x0)):
+                    a, b, c, d = np.float32(w0[i]), np.float32(w1[i]), np.float32(w2[i]), np.float32(w3[i])
+                    a0 += a * x0[i]
+                    a1 += a * x1[i]
+                    a2 += a * x2[i]
+                    a3 += a * x3[i]
+                    a4 += a * x4[i]
+                    b0 += b * x0[i]
+                    b1 += b * x1[i]
+                    b2 += b * x2[i]
+                    b3 += b * x3[i]
+                    b4 += b * x4[i]
+                    c0 += c * x0[i]
+                    c1 += c * x1[i]
+                    c2 += c * x2[i]
+                    c3 += c * x3[i]
+                    c4 += c * x4[i]
+                    d0 += d * x0[i]
+                    d1 += d * x1[i]
+                    d2 += d * x2[i]
+                    d3 += d * x3[i]
+                    d4 += d * x4[i]
+                y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = a0, a1, a2, a3, a4
+                y[r, o1], y[r1, o1], y[r2, o1], y[r3, o1], y[r4, o1] = b0, b1, b2, b3, b4
+                y[r, o2], y[r1, o2], y[r2, o2], y[r3, o2], y[r4, o2] = c0, c1, c2, c3, c4
+                y[r, o3], y[r1, o3], y[r2, o3], y[r3, o3], y[r4, o3] = d0, d1, d2, d3, d4
 
 
 def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, residual: Array) -> Array:
     """x (R, I) @ weight (O, I).T, then what finish does -> (R, O). scales, bias: (O,). residual: (R, O) or (1, 0)."""
     y = np.empty((len(x), len(weight)), np.float32)
-    num_parts = 2 if len(x) == 1 else 4
-    part = len(weight) // num_parts
-    for block in prange((part + BLOCK - 1) // BLOCK):
-        first, last = block * BLOCK, min(block * BLOCK + BLOCK, part)
-        if num_parts == 2:
-            row_block(x[0], weight, y[0], first, last, part)
+    quarter = len(weight) // 4
+    for block in prange((quarter + BLOCK - 1) // BLOCK):
+        first, last = block * BLOCK, min(block * BLOCK + BLOCK, quarter)
+        if len(x) == 1:
+            row_block(x[0], weight, y[0], first, last, quarter)
         else:
-            rows_block(x, weight, y, first, last, part)
-        for start in range(0, num_parts * part, part):
+            rows_block(x, weight, y, first, last, quarter)
+        for start in range(0, 4 * quarter, quarter):
             finish(y, start + first, start + last, scales, bias, gelu, residual)
-    rest = num_parts * part
+    rest = 4 * quarter
     for r in range(len(x)): # up to three outputs are left
         row_block(x[r], weight, y[r], rest, len(weight), 0)
     finish(y, rest, len(weight), scales, bias, gelu, residual)

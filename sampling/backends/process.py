@@ -23,7 +23,7 @@ def shorten_spinning() -> None:
     The user's own settings are kept.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "10000"
+        os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "3000"
 
 
 def cores_are_busy() -> bool:
