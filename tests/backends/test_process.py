@@ -55,7 +55,7 @@ def test_loading_does_not_fragment_the_heap(char_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("num_running, num_cores, spin_count", [
-    ("1", 2, "10000"), ("2", 2, "0"), ("21222", 2, "10000"), ("4", 8, "10000"), ("5", 8, "0"), ("?", 2, "10000")])
+    ("1", 2, "3000"), ("2", 2, "0"), ("21222", 2, "3000"), ("4", 8, "3000"), ("5", 8, "0"), ("?", 2, "3000")])
 def test_waiting_threads_spin_unless_other_programs_use_half_of_the_cores(num_running, num_cores, spin_count,
                                                                           monkeypatch):
     counts = cycle(num_running)
