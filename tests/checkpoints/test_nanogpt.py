@@ -130,7 +130,7 @@ def test_forms_of_checkpoints_load(form, protocol, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, changed", [
     ("torch.save", partial(torch.save, _use_new_zipfile_serialization=False)),
-    ("torch.utils.serialization.config.save.compute_crc32", False),
+    ("torch.serialization.get_crc32_options", lambda: False),
 ], ids=["of-torch-before-1.6", "without-checksums"])
 def test_files_of_other_formats_load(name, changed, tmp_path, monkeypatch):
     monkeypatch.setattr(name, changed)
