@@ -91,7 +91,8 @@ PICKLES = { # name: (the piece of pickle, the entry that it replaces, a part of 
     **{name: (piece, "model", message) for name, (piece, message) in BOMBS.items()},
     **{name: (piece, "model_args", "") for name, piece in CONFIGS.items()},
     **{name: (b"}" + value("transformer.wpe.weight") + piece + b"s" + FITTING_ARGS, "model",
-              "claims tensors of" if name == "expanded" else "") for name, piece in TENSORS.items()},
+              {"beyond-by-one": "beyond its record", "expanded": "claims tensors of"}.get(name, ""))
+       for name, piece in TENSORS.items()},
 }
 
 
