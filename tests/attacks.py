@@ -1,26 +1,82 @@
 """Helpers for tests of hostile files. Loading one must run no code, take bounded memory, and print one error line.
 
 Each attack is loaded in a process of its own, which may take 20 seconds, and 600 MB more than a valid small file.
+This file is also the script that starts these processes: after it has imported all modules, it forks one for each line
+of its standard input, which is [folder, init_from] as JSON. It prints [exit status, peak memory in MB] as JSON.
 """
+import copyreg
 import io
 import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
-from models import make_gpt, make_transformers_gpt2, save_checkpoint, save_meta
+from models import make_gpt, save_checkpoint, save_meta
 from project import PROJECT
+from sampling.checkpoints.build import build_gpt
+from sampling.checkpoints.huggingface import load_huggingface
+from sampling.checkpoints.nanogpt import load_nanogpt
+from sampling.inputs.tokenizer import load_tokenizer
+from sampling.outputs.console import report_user_errors
 
 MAX_MB, MAX_SECONDS = 600, 20
+MAX_ADDRESS_SPACE = 2**33 # limits the damage that a failing test can do
 CONTROL_CHARS = re.compile("[\x00-\x1f\x7f-\x9f]") # control characters, which can move the cursor
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and ru_maxrss in kB")
 
+
+def load(folder, init_from):
+    """Load the model that init_from names in this folder, or the checkpoint in out. Standard error is a file there."""
+    import resource
+    os.chdir(folder)
+    os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS)) # of processor time
+    signal.alarm(10 * MAX_SECONDS) # also if it only waits
+    with report_user_errors():
+        quiet = {"log": lambda text: None}
+        checkpoint = load_nanogpt("out", **quiet) if init_from == "resume" else load_huggingface(init_from, **quiet)
+        build_gpt(checkpoint)
+        load_tokenizer(checkpoint, **quiet)
+
+
+@pytest.fixture(scope="session")
+def assert_refused(tiktoken_cache, tmp_path_factory):
+    """assert_refused(folder, message, init_from) loads folder/out in a process of its own, and asserts that it prints
+    one error line with this message, stays within the limits, and runs no code."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "",
+           "PYTHONPATH": str(PROJECT)}
+    process = subprocess.Popen([sys.executable, __file__], cwd=PROJECT, env=env, text=True, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE)
+
+    def run(folder, init_from="resume"):
+        print(json.dumps([str(folder), init_from]), file=process.stdin, flush=True)
+        status, peak = json.loads(process.stdout.readline())
+        return status, (folder / "stderr").read_text(errors="replace"), peak
+
+    def check(folder, message="", init_from="resume"):
+        before = set(os.listdir(folder))
+        status, stderr, peak = run(folder, init_from)
+        assert set(os.listdir(folder)) - before <= {"stderr"}, "the attack has run its code"
+        assert (status, stderr.count("\n"), stderr[:7]) == (1, 1, "error: "), (status, stderr[-2000:])
+        assert message in stderr and "out" in stderr and not CONTROL_CHARS.search(stderr[:-1]), stderr
+        assert len(stderr) < 3000 and peak < valid_peak + MAX_MB
+
+    valid = tmp_path_factory.mktemp("valid")
+    save_checkpoint(valid / "out", make_gpt())
+    *result, valid_peak = run(valid)
+    assert result == [0, ""]
+    yield check
+    process.communicate()
+
+
+# ---- files
 
 def write_settled(path, content):
     """Write a file that looks as if nobody had changed it for years: a damaged one is refused without waiting."""
@@ -30,49 +86,12 @@ def write_settled(path, content):
 
 
 @pytest.fixture(scope="session")
-def load_in_subprocess(tiktoken_cache, tmp_path_factory):
-    """load_in_subprocess(folder, init_from) loads folder/out in a separate process -> exit status, stderr, and how many
-    MB more it takes than to load a valid file."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "",
-           "PYTHONPATH": str(PROJECT)}
-    process = subprocess.Popen([sys.executable, Path(__file__).with_name("attack_loader.py")], cwd=PROJECT, env=env,
-                               text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    process.stdout.readline()
-
-    def load(folder, init_from="resume"):
-        print(json.dumps([str(folder), init_from, MAX_SECONDS]), file=process.stdin, flush=True)
-        status, peak = json.loads(process.stdout.readline())
-        return status, (folder / "stderr").read_text(errors="replace"), peak - valid_peak
-
-    valid, valid_peak = tmp_path_factory.mktemp("baseline"), 0
-    save_checkpoint(valid / "out", make_gpt())
-    status, stderr, valid_peak = load(valid)
-    assert (status, stderr) == (0, "")
-    yield load
-    process.communicate()
-
-
-@pytest.fixture
-def assert_refused(load_in_subprocess, tmp_path):
-    """assert_refused(message, init_from) asserts that loading tmp_path/out prints one error line with this message,
-    stays within the limits, and runs no code."""
-    def check(message, init_from="resume"):
-        before = set(os.listdir(tmp_path))
-        status, stderr, more_mb = load_in_subprocess(tmp_path, init_from)
-        assert set(os.listdir(tmp_path)) - before <= {"stderr"}, "the attack has run its code"
-        assert (status, stderr.count("\n"), stderr[:7]) == (1, 1, "error: "), (status, stderr[-2000:])
-        assert message in stderr and len(stderr) < 3000 and not CONTROL_CHARS.search(stderr[:-1]), stderr
-        assert more_mb < MAX_MB
-    return check
-
-
-@pytest.fixture(scope="session")
 def valid_checkpoint(tmp_path_factory):
     """The bytes of a valid checkpoint."""
     return save_checkpoint(tmp_path_factory.mktemp("valid"), make_gpt()).read_bytes()
 
 
-def poison(valid_checkpoint, key="config", piece=b"N", **options):
+def poison(valid_checkpoint, key, piece, **options):
     """The bytes of a valid checkpoint in which this piece of pickle is the value of key. Options go to ZipFile."""
     content, out = zipfile.ZipFile(io.BytesIO(valid_checkpoint)), io.BytesIO()
     with zipfile.ZipFile(out, "w", **options) as archive:
@@ -91,26 +110,19 @@ def write_attack(kind, payload, folder, valid_checkpoint, key="model"):
     """
     out = folder / "out"
     save_meta(out / "meta.pkl")
-    if kind == "meta.pkl":
-        write_settled(out / "ckpt.pt", valid_checkpoint)
-        write_settled(out / "meta.pkl", b"\x80\x04" + payload + b".")
-    elif kind == "pytorch_model.bin":
+    if kind == "pytorch_model.bin":
         (out / "config.json").write_text('{"model_type": "gpt2"}')
         write_settled(out / "pytorch_model.bin", poison(valid_checkpoint, "x", payload))
         return "out"
+    content = poison(valid_checkpoint, key, payload)
+    if kind == "meta.pkl":
+        content = valid_checkpoint
+        write_settled(out / "meta.pkl", b"\x80\x04" + payload + b".")
     elif kind == "old ckpt.pt":
         start = b"".join(pickle.dumps(part, 2) for part in (0x1950a86a20f9469cfc6c, 1001, {}))
-        write_settled(out / "ckpt.pt", start + b"\x80\x02" + payload + b"." + pickle.dumps([], 2))
-    else:
-        write_settled(out / "ckpt.pt", poison(valid_checkpoint, key, payload))
+        content = start + b"\x80\x02" + payload + b"." + pickle.dumps([], 2)
+    write_settled(out / "ckpt.pt", content)
     return "resume"
-
-
-@pytest.fixture
-def hf_model(tmp_path):
-    """tmp_path/out with a small GPT-2 in Hugging Face's format."""
-    make_transformers_gpt2(vocab_size=300, n_positions=20).save_pretrained(tmp_path / "out")
-    return tmp_path / "out"
 
 
 # ---- hand-written pickles: opcodes that leave one value on the stack
@@ -125,10 +137,22 @@ def call(function, *arguments):
     return b"c" + function.replace(" ", "\n").encode() + b"\n(" + b"".join(arguments) + b"tR"
 
 
-def tensor(size, stride=None, offset=0, key="0", kind="torch FloatStorage", count=1):
-    """A tensor as torch.save writes it; count is the number of elements in its storage."""
+def tensor(size, stride=None, offset=0, key="0", kind="torch FloatStorage"):
+    """A tensor as torch.save writes it."""
     storage = (b"(" + value("storage") + b"c" + kind.replace(" ", "\n").encode() + b"\n"
-               + value(key) + value("cpu") + value(count) + b"tQ")
+               + value(key) + value("cpu") + value(1) + b"tQ")
     size, stride = (n if isinstance(n, bytes) else value(n) for n in (size, stride or (1,) * len(size)))
     return call("torch._utils _rebuild_tensor_v2", storage, value(offset), size, stride, value(False),
                 call("collections OrderedDict"))
+
+
+if __name__ == "__main__":
+    copyreg.add_extension("os", "mkdir", 0x12) # for attacks by EXT1
+    pickle.loads(b"\x82\x12.") # pickle now knows this code without asking for the name
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            load(*json.loads(line))
+            sys.exit()
+        _, status, used = os.wait4(child, 0)
+        print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_maxrss / 1024]), flush=True)

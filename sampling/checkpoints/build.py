@@ -53,19 +53,20 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
 
 
 def read_model(model_args: dict, stored: StoredTensors, convert: Convert | None, with_crc32: bool,
-               adjust: Callable[[str, Tensor], Tensor] | None = None) -> dict:
+               adjust: Callable[[str, Tensor], None] | None = None) -> dict:
     """Read the tensors in float32. Returns the fields config, state_dict and crc32 of a Checkpoint.
 
     convert: called with each weight of a Linear and of the token embedding as soon as it is read; its result is in the
-    state_dict instead, so that one such weight is in memory at a time. adjust: called before, with name and tensor.
-    The head is tied if it and the embedding hold the same numbers: then one object is in the state_dict under both
-    names. The checksum is a CRC-32 over the tensors in the order of their names, a tied head once. Raises ValueError
-    unless model_args and the tensors fit, RejectedFileError if a record is damaged.
+    state_dict instead, so that one such weight is in memory at a time. adjust: called before, to change a tensor by its
+    name. The head is tied if it and the embedding hold the same numbers: then one object is in the state_dict under
+    both names. The checksum is a CRC-32 over the tensors in the order of their names, a tied head once.
+    Raises ValueError unless model_args and the tensors fit, RejectedFileError if a record is damaged.
     """
     def read(name: str) -> Tensor:
         file, tensor = stored[name]
         tensor = file.read(tensor).float().contiguous() # mostly copies nothing
-        tensor = adjust(name, tensor) if adjust else tensor
+        if adjust:
+            adjust(name, tensor)
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
     require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
@@ -98,8 +99,7 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
                 for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
     more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
-    if problems:
-        raise ValueError(f"the tensors do not fit the model: {'; '.join(problems[:5])}{more}")
+    require(not problems, f"the tensors do not fit the model: {'; '.join(problems[:5])}{more}")
 
 
 def repr_or_type(value: object) -> str:

@@ -2,8 +2,8 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -45,17 +45,6 @@ class Checkpoint:
         return f"{self.path}: {', '.join(filter(None, [iteration, loss])) or 'loaded'}"
 
 
-def is_checkpoint(name: str | os.PathLike) -> bool:
-    """Whether this is a file, or a folder with a ckpt.pt."""
-    return os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt"))
-
-
-def snapshots_in(folder: str | Path, pattern: str = "*.pt") -> list[Path]:
-    """Files in a folder, the newest first: forks save ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt."""
-    files = filter(Path.is_file, Path(folder).glob(pattern))
-    return sorted(files, key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
-
-
 # ---- errors
 
 class RejectedFileError(ValueError):
@@ -70,7 +59,7 @@ class DamagedFileError(RejectedFileError):
 
 
 class NamedFileError(ValueError):
-    """Why a file cannot be read. The message names the file, so named_errors leaves it as it is."""
+    """Why a file cannot be read, with its name: named_errors leaves it as it is."""
 
 
 def require(condition: object, reason: str) -> None:
@@ -89,17 +78,56 @@ def named_errors(source: object) -> Iterator[None]:
     """Turn an exception inside the block into one that names the source. OSError and lack of memory pass."""
     try:
         yield
-    except (OSError, MemoryError, NamedFileError):
-        raise
     except Exception as e: # a file that holds no model can make torch raise any exception
-        if is_out_of_memory(e):
+        if isinstance(e, OSError | NamedFileError) or is_out_of_memory(e):
             raise
-        verb = "read" if isinstance(e, RejectedFileError) else "load"
         one_line = " ".join(str(e).splitlines()) # a name in a damaged file may have a newline
-        raise NamedFileError(f"cannot {verb} {source}: {one_line:.1000}") from None
+        raise NamedFileError(f"cannot read {source}: {one_line:.1000}") from None
+
+
+@contextmanager
+def damaged_if_fails() -> Iterator[None]:
+    """Inside this block, any exception but lack of memory means a damaged file: raise DamagedFileError instead."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, RejectedFileError) or is_out_of_memory(e):
+            raise
+        raise DamagedFileError(first_sentence(e)) from None
 
 
 # ---- files
+
+def find_checkpoint(out_dir: str | Path) -> Path:
+    """The path of ckpt.pt in out_dir, or out_dir if it is a file, or a .safetensors file in out_dir, for which
+    read_nanogpt_file raises the advice. Raises FileNotFoundError, which names what is there, if there is none.
+    """
+    folder = Path(out_dir)
+    path = folder / "ckpt.pt" if folder.is_dir() else folder
+    if path.is_file():
+        return path
+    if has_model_type(folder):
+        raise FileNotFoundError(f"{folder} holds a Hugging Face model, but no ckpt.pt; pass --init_from={folder}")
+    if snapshots := newest_first(folder.glob("*.pt")): # ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt of forks
+        names = ", ".join(snapshot.name for snapshot in snapshots[:5]) + (", ..." if len(snapshots) > 5 else "")
+        raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
+    if weights := newest_first(folder.glob("*.safetensors")):
+        return weights[0]
+    neither = ", and no config.json with a model_type" if folder.is_dir() else ""
+    raise FileNotFoundError(f"there is no checkpoint at {path}{neither}; pass --out_dir=FOLDER_OR_FILE, or "
+                            "--init_from=gpt2 for GPT-2")
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(filter(Path.is_file, paths), key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
+
+
+def has_model_type(folder: Path) -> bool:
+    """Whether a folder has a config.json that names an architecture, as every Hugging Face model does."""
+    with suppress(OSError, ValueError):
+        return "model_type" in read_json(folder / "config.json")
+    return False
+
 
 def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any], log: Log) -> Any:
     """The result of read, which gets the open files at these paths. Raises ValueError, which names the source.
@@ -117,7 +145,7 @@ def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any
                 result = read(*files)
                 if file_states(files) == before:
                     return result
-            except FileNotFoundError: # a writer may remove the file before it writes it again
+            except OSError: # a writer may remove the file before it writes it again
                 if not is_waiting:
                     raise
             except Exception as e:
@@ -142,12 +170,9 @@ def file_states(files: Sequence[BinaryIO]) -> list[tuple[int, float]]:
 def read_json(path: Path) -> dict:
     """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
     text = read_text(path)
-    try:
+    with named_errors(path), damaged_if_fails():
         content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise NamedFileError(f"cannot read {path}: it is damaged, or not JSON ({error}); copy it again") from None
-    if not isinstance(content, dict):
-        raise NamedFileError(f"{path} must hold an object, got {type(content).__name__}")
+        require(isinstance(content, dict), f"it must hold an object, got {type(content).__name__}")
     return content
 
 
@@ -155,14 +180,11 @@ def read_text(path: Path) -> str:
     """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
     if not path.is_file(): # a device or a pipe may never end
         raise NamedFileError(f"{path} is missing, or not a regular file")
-    if path.stat().st_size > MAX_TEXT_BYTES:
-        raise NamedFileError(f"cannot read {path}: it has more than {MAX_TEXT_BYTES >> 20} MiB; without indentation it "
-                             "may be small enough: load it with Python's json, and save it with indent=None")
-    try:
+    with named_errors(path):
+        require(path.stat().st_size <= MAX_TEXT_BYTES,
+                f"it has more than {MAX_TEXT_BYTES >> 20} MiB; without indentation it may be small enough: load it "
+                "with Python's json, and save it with indent=None")
         text = path.read_text("utf-8")
-    except ValueError as error:
-        raise NamedFileError(f"cannot read {path}: it is not UTF-8 ({first_sentence(error)})") from None
-    num_values = max(text.count("\n" if path.suffix == ".txt" else ","), 2 * (text.count("[") + text.count("{")))
-    if num_values > MAX_VALUES:
-        raise NamedFileError(f"cannot read {path}: it has more than {MAX_VALUES} values or lines")
+        num_values = max(text.count("\n" if path.suffix == ".txt" else ","), 2 * (text.count("[") + text.count("{")))
+        require(num_values <= MAX_VALUES, f"it has more than {MAX_VALUES} values or lines")
     return text

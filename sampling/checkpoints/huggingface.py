@@ -1,16 +1,15 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from torch import Tensor
 
 from model import GPT
 from sampling.checkpoints.build import EMBEDDING, HEAD, build_gpt, read_model, tensors_by_name
-from sampling.checkpoints.checkpoint import Checkpoint, Convert, is_checkpoint, read_complete, read_json, snapshots_in
-from sampling.checkpoints.other_programs import read_nanogpt_file, require_huggingface_tensors
+from sampling.checkpoints.checkpoint import Checkpoint, Convert, find_checkpoint, read_complete, read_json, require
+from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.messages import Log, warn
 
@@ -48,13 +47,15 @@ def load_huggingface(name_or_folder: str, convert: Convert | None = None, with_c
         for file in weights:
             tensor_file = read_tensor_file(file)
             stored |= tensors_by_name(tensor_file.content, tensor_file)
-        require_huggingface_tensors({name: tensor for name, (_, tensor) in stored.items()})
+        require(QKV not in stored or is_conv1d(stored[QKV][1]),
+                f"it holds nanoGPT's tensors, which are not transposed like Hugging Face's; {SAVE_WITH_SIZES}")
         for name, (file, tensor) in stored.items():
             if name.endswith(CONV1D_WEIGHTS): # Conv1D stores a Linear's weight transposed
                 stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
         if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
             stored[HEAD] = stored[EMBEDDING]
-        return read_model(model_args, stored, convert, with_crc32, scaler(config, model_args))
+        return read_model(model_args, stored, convert, with_crc32,
+                          lambda name, tensor: scale_queries(name, tensor, config, model_args))
 
     model = read_complete(paths[0] if len(paths) == 1 else folder, paths, read, log)
     checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, raw_config=config, **model)
@@ -62,20 +63,17 @@ def load_huggingface(name_or_folder: str, convert: Convert | None = None, with_c
     return checkpoint
 
 
-def scaler(config: dict, model_args: dict) -> Callable[[str, Tensor], Tensor]:
-    """A function (name, tensor) -> tensor. If config.json sets another attention scale than 1/sqrt(D), it multiplies
-    the query weights by the ratio.
-    """
-    by_layer, is_scaled = config.get("scale_attn_by_inverse_layer_idx", False), config.get("scale_attn_weights", True)
-
-    def scale(name: str, tensor: Tensor) -> Tensor:
-        if ".attn.c_attn." in name and (by_layer or not is_scaled):
-            factor = 1 / (int(name.split(".")[2]) + 1) if by_layer else 1.0
-            if not is_scaled:
-                factor *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
-            tensor[:len(tensor) // 3] *= factor # the queries
-        return tensor
-    return scale
+def scale_queries(name: str, tensor: Tensor, config: dict, model_args: dict) -> None:
+    """If config.json sets another attention scale than 1/sqrt(D), multiply the query weights by the ratio."""
+    if ".attn.c_attn." not in name:
+        return
+    factor = 1.0
+    if config.get("scale_attn_by_inverse_layer_idx", False):
+        factor /= int(name.split(".")[2]) + 1
+    if not config.get("scale_attn_weights", True):
+        factor *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
+    if factor != 1:
+        tensor[:len(tensor) // 3] *= factor # the queries
 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
@@ -92,29 +90,16 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 # ---- files
 
 def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
-    """The folder with the files of the model, and its config.json."""
-    if name_or_folder.endswith(".safetensors") and os.path.isfile(name_or_folder):
-        raise_for_weights_file(Path(name_or_folder), log)
-    if is_checkpoint(name_or_folder):
-        raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
-                         f"--out_dir={name_or_folder}")
-    folder = Path(name_or_folder) if os.path.isdir(name_or_folder) else download(name_or_folder)
+    """The folder with the files of the model, and its config.json. The error says what else the name stands for."""
+    folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else {}
     if "model_type" in config:
         return folder, config
-    if weights := snapshots_in(folder, "*.safetensors"):
-        raise_for_weights_file(weights[0], log)
-    if snapshots := snapshots_in(folder):
-        raise ValueError(f"{folder} has neither config.json nor ckpt.pt, but {snapshots[0].name}: give its path, "
-                         f"--out_dir={snapshots[0]}")
-    raise ValueError(f"{folder} is not the folder of a Hugging Face model: it has no config.json with a model_type")
-
-
-def raise_for_weights_file(path: Path, log: Log) -> NoReturn:
-    """Always raises ValueError, which says what to do with this file."""
-    read_complete(path, [path], lambda file: read_nanogpt_file(file, path), log)
-    raise ValueError(f"{path} holds no tensors")
+    path = find_checkpoint(folder)
+    read_complete(path, [path], lambda file: read_nanogpt_file(file, path), log) # says what another file is
+    raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
+                     f"--out_dir={name_or_folder}")
 
 
 def download(name: str) -> Path:

@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 from model import GPTConfig
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, tensors_by_name
-from sampling.checkpoints.checkpoint import Checkpoint, Convert, is_checkpoint, read_complete, require, snapshots_in
+from sampling.checkpoints.checkpoint import Checkpoint, Convert, find_checkpoint, read_complete, require
 from sampling.checkpoints.huggingface import load_huggingface
-from sampling.checkpoints.other_programs import SAVE_MODEL, has_model_type, read_nanogpt_file
-from sampling.checkpoints.pickles import Record, StoredTensor, fields_of
+from sampling.checkpoints.other_programs import SAVE_MODEL, read_nanogpt_file
+from sampling.checkpoints.pickles import Record, StoredTensor
 from sampling.checkpoints.tensor_files import TensorFile
 from sampling.messages import Log, warn
 
@@ -27,8 +27,9 @@ HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|label_smoot
 
 def load_by_name(name: str | os.PathLike, convert: Convert | None = None, with_crc32: bool = False,
                  log: Log = warn) -> Checkpoint:
-    """load_nanogpt if there is a ckpt.pt at this path or in this folder, otherwise load_huggingface."""
-    return (load_nanogpt if is_checkpoint(name) else load_huggingface)(os.fspath(name), convert, with_crc32, log)
+    """load_nanogpt if this is a file, or a folder with a ckpt.pt, otherwise load_huggingface."""
+    is_nanogpt = os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt"))
+    return (load_nanogpt if is_nanogpt else load_huggingface)(os.fspath(name), convert, with_crc32, log)
 
 
 def load_nanogpt(out_dir: str | Path, convert: Convert | None = None, with_crc32: bool = False,
@@ -55,11 +56,10 @@ def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None, with_cr
             stored[missing] = stored[present]
     # Older checkpoints have no bias in model_args: the tensors show it.
     model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
-    config = fields_of(tensor_file.content.get("config")) # nanoGPT: train.py's; build-nanogpt: the sizes
-    iter_num = read_number(tensor_file, "iter_num", "step")
+    config = tensor_file.content.get("config") # nanoGPT: train.py's settings; build-nanogpt: the sizes
     return Checkpoint(
         path=str(path), folder=path.parent, raw_config=config if isinstance(config, dict) else {},
-        iter_num=None if iter_num is None else int(iter_num),
+        iter_num=read_number(tensor_file, "iter_num", "step"),
         val_loss=read_number(tensor_file, "best_val_loss", "val_loss"),
         # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
         num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
@@ -74,14 +74,15 @@ def model_entries(content: object) -> tuple[object, dict]:
     """
     entries = content if isinstance(content, dict) else {}
     model_key = next((key for key in MODEL_KEYS if key in entries), None)
-    config = fields_of(entries.get("config"))
-    has_sizes = isinstance(config, dict) and config.keys() >= BUILD_NANOGPT_FIELDS # else they are train.py's settings
-    args_key = "model_args" if "model_args" in entries else "config" if has_sizes else None
+    args_key = "model_args" if "model_args" in entries else "config"
+    fields, is_object = entries.get(args_key), isinstance(entries.get(args_key), Record)
+    fields = fields.state if is_object else fields
+    # Without model_args, config may hold train.py's settings.
+    has_sizes = args_key == "model_args" or (isinstance(fields, dict) and fields.keys() >= BUILD_NANOGPT_FIELDS)
     found = ", ".join(map(repr_or_type, list(entries)[:5])) or type(content).__name__
-    require(model_key and args_key,
+    require(model_key and has_sizes,
             "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
             f"config, but holds {found:.200}; save both: {SAVE_MODEL}")
-    fields = fields_of(entries[args_key])
     require(isinstance(fields, dict), f"its {args_key} must be a dict, got {type(fields).__name__}")
     for name, value in fields.items():
         require(isinstance(name, str) and isinstance(value, str | int | float | None),
@@ -93,8 +94,7 @@ def model_entries(content: object) -> tuple[object, dict]:
             f'save only a GPT\'s fields: torch.save({{"model": model.state_dict(), "{args_key}": '
             f'{{name: getattr(model.config, name) for name in {sorted(known)}}}}}, "ckpt.pt")')
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
-    was_object = isinstance(entries[args_key], Record)
-    is_build_nanogpt = (args_key == "config" or was_object) and known == BUILD_NANOGPT_FIELDS
+    is_build_nanogpt = (args_key == "config" or is_object) and known == BUILD_NANOGPT_FIELDS
     gelu = {"gelu": "tanh"} if is_build_nanogpt else {}
     model_args = {name: fields[name] for name in known if fields[name] is not None}
     return entries[model_key], gelu | model_args
@@ -106,28 +106,6 @@ def read_number(file: TensorFile, *names: str) -> float | None:
     if isinstance(value, StoredTensor) and math.prod(value.shape) == 1:
         value = file.read(value).item()
     return value if type(value) in (int, float) and abs(value) < 1e15 else None # false for NaN
-
-
-# ---- finding the file
-
-def find_checkpoint(out_dir: str | Path) -> Path:
-    """The path of ckpt.pt in out_dir, or out_dir if it is a file, or a .safetensors file in out_dir, for which
-    read_nanogpt_file raises the advice. Raises FileNotFoundError, which names what is there, if there is none.
-    """
-    folder, path = Path(out_dir), Path(out_dir)
-    if path.is_dir():
-        path /= "ckpt.pt"
-    if path.is_file():
-        return path
-    if has_model_type(folder):
-        raise FileNotFoundError(f"{folder} holds a Hugging Face model, but no ckpt.pt; pass --init_from={folder}")
-    if snapshots := snapshots_in(folder):
-        names = ", ".join(snapshot.name for snapshot in snapshots[:5]) + (", ..." if len(snapshots) > 5 else "")
-        raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
-    if weights := snapshots_in(folder, "*.safetensors"):
-        return weights[0]
-    raise FileNotFoundError(f"there is no checkpoint at {path}; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for "
-                            "GPT-2")
 
 
 # ---- waiting for the next save

@@ -9,14 +9,12 @@ import pickle
 import pickletools
 import posixpath
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from sampling.checkpoints.checkpoint import DamagedFileError, RejectedFileError, first_sentence, require
-from sampling.messages import is_out_of_memory
+from sampling.checkpoints.checkpoint import RejectedFileError, require
 
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of them.
 MAX_PICKLE_BYTES = 2**23
@@ -38,19 +36,6 @@ class StoredTensor(NamedTuple):
     @property
     def nbytes(self) -> int: # when the tensor is contiguous
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@contextmanager
-def damaged_if_fails() -> Iterator[None]:
-    """Inside this block, any exception means a damaged file: raise DamagedFileError instead."""
-    try:
-        yield
-    except (RejectedFileError, MemoryError):
-        raise
-    except Exception as e:
-        if is_out_of_memory(e):
-            raise MemoryError(str(e)) from None
-        raise DamagedFileError(first_sentence(e)) from None
 
 
 def check_pickle(pickled: bytes) -> int:
@@ -85,24 +70,16 @@ def check_pickle(pickled: bytes) -> int:
     return stream.tell()
 
 
-class ForbiddenNameError(RejectedFileError):
-    """A pickle names a class or function that is not allowed."""
-
-    def __init__(self, name: str, pickled: bytes):
-        super().__init__(f"it names {name:.80}, which could run code; only tensors, numbers and text are allowed")
-        self.pickled = pickled
-
-
 class DataUnpickler(pickle.Unpickler):
     """Reads the first pickle in some bytes."""
 
     def __init__(self, pickled: bytes):
         check_pickle(pickled)
-        self.pickled, self.num_copies = pickled, 0
+        self.num_copies = 0
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for: a dtype or something of ours. Raises ForbiddenNameError for all other names."""
+        """What a name stands for: a dtype or something of ours. Raises RejectedFileError for all other names."""
         full = f"{module}.{name}"
         if full in DTYPES:
             return DTYPES[full]
@@ -110,7 +87,7 @@ class DataUnpickler(pickle.Unpickler):
             return self.with_copy_limit(FUNCTIONS[full])
         if re.fullmatch(r"([A-Za-z_]\w*\.)+GPTConfig", full[:200], re.ASCII):
             return type("GPTConfig", (Record,), {}) # a new class: a pickle cannot change another file's
-        raise ForbiddenNameError(full, self.pickled)
+        raise RejectedFileError(f"it names {full:.80}, which could run code; only data is allowed")
 
     def with_copy_limit(self, function: Callable) -> Callable:
         """Wrap a function: it raises RejectedFileError when all calls together got more than MAX_COPIES values."""
@@ -154,11 +131,6 @@ class Record:
 
     def __setstate__(self, state):
         self.state = state
-
-
-def fields_of(config: object) -> object:
-    """The fields of a GPTConfig that was saved as an object; anything else as it is."""
-    return config.state if isinstance(config, Record) else config
 
 
 def numpy_scalar(dtype: Record, data: bytes) -> Any:

@@ -2,8 +2,8 @@
 import os
 import re
 
-from sampling.checkpoints.checkpoint import named_errors, require
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, damaged_if_fails
+from sampling.checkpoints.checkpoint import damaged_if_fails, named_errors, require
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler
 from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
 
 # The fields in which prepare scripts name a tokenizer, and names for what stoi and itos describe.

@@ -4,10 +4,8 @@ Each is loaded in a process of its own, and must be refused in one line.
 """
 import json
 import os
-import pickle
 import struct
 import zipfile
-from contextlib import suppress
 
 import pytest
 import torch
@@ -21,62 +19,32 @@ pytestmark = needs_linux
 # ---- pickles that would run code
 
 RAN = value("ran") # the folder that attacks make
-CODE = {
+CODE = { # with pickle.loads, all but the last six make it
     "GLOBAL-REDUCE": b"cos\nmkdir\n(" + RAN + b"tR",
     "STACK_GLOBAL": value("os") + value("mkdir") + b"\x93" + RAN + b"\x85R",
     "STACK_GLOBAL-dotted": value("shutil") + value("os.mkdir") + b"\x93" + RAN + b"\x85R",
     "INST": b"(" + RAN + b"ios\nmkdir\n",
     "OBJ": b"(cos\nmkdir\n" + RAN + b"o",
     "NEWOBJ": b"cbuiltins\nbytes\ncbuiltins\nmap\ncos\nmkdir\n](" + RAN + b"e\x86\x81\x85\x81",
-    "NEWOBJ_EX": b"cbuiltins\nbytes\ncbuiltins\nmap\ncos\nmkdir\n](" + RAN + b"e\x86}\x92\x85}\x92",
     "BUILD": b"ctypes\nSimpleNamespace\n)R}" + value("__setstate__") + b"cos\nmkdir\nsb" + RAN + b"b",
     "APPEND": b"ctypes\nSimpleNamespace\n)R}" + value("append") + b"cos\nmkdir\nsb" + RAN + b"a",
-    "APPENDS": b"ctypes\nSimpleNamespace\n)R}" + value("extend") + b"cos\nremovexattr\nsb(" + RAN + b"e",
     "ADDITEMS": b"ctypes\nSimpleNamespace\n)R}" + value("add") + b"cos\nmkdir\nsb(" + RAN + b"\x90",
-    "EXT1": b"\x82\x12" + RAN + b"\x85R", # attack_loader.py gives these codes to os.mkdir and others
-    "EXT2": b"\x83\x34\x12" + RAN + b"\x85R",
-    "EXT4": b"\x84\x56\x34\x12\x00" + RAN + b"\x85R",
+    "EXT1": b"\x82\x12" + RAN + b"\x85R", # attacks.py gives this code to os.mkdir
     "PERSID": b"Pran\n",
-    "BINPERSID": RAN + b"Q",
-    "BINPERSID-module": b"(" + value("module") + b"cos\nmkdir\n" + RAN + RAN + b"tQ",
+    "BINPERSID": b"(" + value("module") + b"cos\nmkdir\n" + RAN + RAN + b"tQ",
     "NEXT_BUFFER": b"\x97",
-    "READONLY_BUFFER": RAN + b"\x98",
-    "eval": call("builtins eval", value("__import__('os').mkdir('ran')")),
-    "torch.load": call("torch load", RAN, b"N", b"N", value(False)),
     "escape-codes": b"cx\x1b[31mred\x07\nmk\x1b]0;title\x07dir\n(" + RAN + b"tR",
     "a-long-name": b"c" + b"x" * 10**6 + b"\nmkdir\n(" + RAN + b"tR",
 }
 
-
-@pytest.mark.parametrize("kind, name", [
-    *(("ckpt.pt", name) for name in CODE), ("old ckpt.pt", "GLOBAL-REDUCE"), ("pytorch_model.bin", "STACK_GLOBAL"),
-    ("meta.pkl", "NEWOBJ"), ("meta.pkl", "EXT1"),
-])
-def test_no_code_is_run(kind, name, assert_refused, valid_checkpoint, tmp_path):
-    assert_refused("", write_attack(kind, CODE[name], tmp_path, valid_checkpoint))
-
-
-@pytest.mark.parametrize("name", ["GLOBAL-REDUCE", "STACK_GLOBAL", "STACK_GLOBAL-dotted", "INST", "OBJ", "NEWOBJ",
-                                  "NEWOBJ_EX", "BUILD", "APPEND", "ADDITEMS", "eval"])
-def test_the_attacks_work_with_pickle_loads(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with suppress(Exception): # the load may fail after the code has run
-        pickle.loads(b"\x80\x04" + CODE[name] + b".")
-    assert (tmp_path / "ran").exists()
-
-
 # ---- pickles that would crash the process, hang it, or fill its memory
 
 LARGE = struct.pack("<Q", 2**40)
+COPIES = value(list(range(300_000))) + b"q\x01" + b"c__builtin__\nset\nh\x01\x85R" * 3000 # sets of a list
 TUPLES = value("x" * 10) + b"q\x01h\x01\x86" * 60 # each holds the one before it twice: few bytes, 2**60 leaves
 
 
-def repeat(piece, code):
-    """A list of 3000 values. This code makes each of them from a piece at memo index 1."""
-    return b"](" + piece + b"q\x01" + code * 3000 + b"e"
-
-
-BOMBS = {
+BOMBS = { # the piece of pickle, a part of the error line
     "memo": (b"]r\x00\x00\x00\x10", "memo indices"), "memo-as-text": (b"]p400000000\n", "memo indices"),
     "bytes": (b"\x8e" + LARGE, "damaged"), "bytearray": (b"\x96" + LARGE, "damaged"),
     "deep-tuples-as-a-key": (b"})" + b"\x85" * 400_000 + b"Ns", "keys that are neither"),
@@ -86,127 +54,96 @@ BOMBS = {
     "tuples-in-a-frozenset": (b"(" + TUPLES + b"\x91", "keys that are neither"),
     "tuples-in-a-set-by-a-call": (call("builtins set", b"](" + TUPLES + b"e"), "keys that are neither"),
     "deep-lists": (b"]" * 200_000 + b"a" * 199_999, "must hold tensors by name"),
-    "bytes-of-one-text": (repeat(value("x" * 2**20), b"c_codecs\nencode\nh\x01" + value("latin1") + b"\x86R"),
-                          "copies more"),
-    "copies-of-a-set": (repeat(value(list(range(300_000))), b"c__builtin__\nset\nh\x01\x85R"), "copies more"),
+    "copies-of-a-set": (b"](" + COPIES + b"e", "copies more"),
     "many-values": (b"N" * 2**22 + b"]", "opcodes"),
     "long": (value("x" * 9_000_000), "its pickle"),
 }
 
-
-@pytest.mark.parametrize("kind, name", [
-    *(("ckpt.pt", name) for name in BOMBS), ("old ckpt.pt", "memo"), ("old ckpt.pt", "deep-tuples-as-a-key"),
-    ("meta.pkl", "memo"), ("meta.pkl", "wide-tuples-as-a-key"), ("meta.pkl", "bytearray"), ("meta.pkl", "many-values"),
-])
-def test_a_pickle_takes_bounded_memory(kind, name, assert_refused, valid_checkpoint, tmp_path):
-    piece, message = BOMBS[name]
-    assert_refused(message, write_attack(kind, piece, tmp_path, valid_checkpoint))
-
-
 # ---- the settings of a model as an object
 
 CONFIG = b"ctrain_gpt2\nGPTConfig\n"
-MAKE = CONFIG + b")\x81"
 CONFIGS = {
-    "a-class-of-python": b"cbuiltins\nobject\n)\x81", "an-attribute-of-it": b"ctrain_gpt2\nGPTConfig.x\n)\x81",
-    "a-method-called": call("train_gpt2 GPTConfig.__setstate__", value({})),
-    "state-of-text": MAKE + value("abc") + b"b", "an-item-set": MAKE + value("a") + b"K\1s",
-    "a-record-in-a-record": MAKE + b"}" + value("a") + MAKE + b"sb",
+    "state-of-text": CONFIG + b")\x81" + value("abc") + b"b",
     "attributes-of-the-class": CONFIG + b"N" + value({"__init__": 1}) + b"\x86b",
     "attributes-of-a-function": b"ctorch\nSize\nN" + value({"__code__": 1}) + b"\x86b",
     "methods-of-a-dict": b"ccollections\nOrderedDict\n)R" + value({"items": 1}) + b"b",
 }
 
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_gptconfig_holds_plain_fields(name, assert_refused, valid_checkpoint, tmp_path):
-    assert_refused("out/ckpt.pt", write_attack("ckpt.pt", CONFIGS[name], tmp_path, valid_checkpoint, key="model_args"))
-
-
-# ---- tensors
-
-def typed(dtype, count):
-    """A tensor whose dtype has no storage class."""
-    storage = b"(" + value("storage") + b"ctorch.storage\nUntypedStorage\n" + value("0") + value("cpu")
-    return call("torch._utils _rebuild_tensor_v3", storage + value(count) + b"tQ", b"K\x00", value((count,)),
-                value((1,)), value(False), b"N", dtype)
-
+# ---- tensors that have no place in the file
 
 TENSORS = {
     "beyond-by-one": tensor((61 * 24 + 1,)), "beyond-by-an-offset": tensor((1,), (1,), 61 * 24),
-    "beyond-by-a-stride": tensor((2,), (2**40,)), "of-all": tensor((2**62, 2), count=2**63),
-    "negative-offset": tensor((1,), (1,), -1), "negative-stride": tensor((2,), (-1,), 1),
-    "negative-size": tensor((-1,)), "overflowing-size": tensor((2**62, 4), (0, 0)),
-    "overflowing-stride": tensor((2, 2), (2**63, 2**63)), "overflowing-offset": tensor((1,), (1,), 2**64),
-    "expanded": tensor((2**25, 24), (0, 0)), "expanded-to-terabytes": tensor((2**31 - 1, 2**20), (0, 0)),
-    "empty-of-terabytes": tensor((0, 2**62, 2**62), (1, 1, 1)), "no-strides": tensor((1, 1), (1,)),
-    "many-dimensions": tensor((1,) * 10**5), "text-as-size": tensor(value("abc"), (1,)),
-    "floats-as-size": tensor(value((1.0,)), (1,)), "a-record-outside": tensor((1,), key="../../../etc/passwd"),
-    "the-pickle-as-record": tensor((9,), key="../data.pkl"), "a-number-as-record": tensor((1,), key=0),
-    "no-storage-type": tensor((1,), kind="torch Size"), "wider-type": typed(b"ctorch\nfloat64\n", 10**6),
-    "no-such-type": typed(value("float32"), 1), "complex": tensor((1,), kind="torch ComplexFloatStorage"),
-    "on-no-device": call("torch._utils _rebuild_meta_tensor_no_storage", b"ctorch\nfloat32\n", value((2**40,))),
+    "beyond-by-a-stride": tensor((2,), (2**40,)), "negative-offset": tensor((1,), (1,), -1),
+    "negative-stride": tensor((2,), (-1,), 1), "negative-size": tensor((-1,)),
+    "overflowing-size": tensor((2**62, 4), (0, 0)), "overflowing-offset": tensor((1,), (1,), 2**64),
+    "expanded": tensor((2**25, 24), (0, 0)), "empty-of-terabytes": tensor((0, 2**62, 2**62), (1, 1, 1)),
+    "no-strides": tensor((1, 1), (1,)), "many-dimensions": tensor((1,) * 10**5),
+    "text-as-size": tensor(value("abc"), (1,)), "floats-as-size": tensor(value((1.0,)), (1,)),
+    "a-record-outside": tensor((1,), key="../../../etc/passwd"), "the-pickle": tensor((9,), key="../data.pkl"),
+    "a-number-as-record": tensor((1,), key=0), "no-storage-type": tensor((1,), kind="torch Size"),
     "called": tensor((7,) * 12, (0,) * 12) + b")R", "itself": b"]q\0(h\0e",
     "made-longer": tensor((1,)) + b"(" + value("0") + b"ctorch\nfloat32\n" + value((2**30,)) + b"tb",
 }
+FITTING_ARGS = value("model_args") + value(SHAPE | {"block_size": 2**25})
+
+PICKLES = { # name: (the piece of pickle, the entry that it replaces, a part of the error line)
+    **{name: (piece, "model", "") for name, piece in CODE.items()},
+    **{name: (piece, "model", message) for name, (piece, message) in BOMBS.items()},
+    **{name: (piece, "model_args", "") for name, piece in CONFIGS.items()},
+    **{name: (b"}" + value("transformer.wpe.weight") + piece + b"s" + FITTING_ARGS, "model",
+              {"beyond-by-one": "beyond its record", "expanded": "claims tensors of"}.get(name, ""))
+       for name, piece in TENSORS.items()},
+}
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_impossible_tensors_are_refused(name, assert_refused, valid_checkpoint, tmp_path):
-    model = b"}" + value("transformer.wpe.weight") + TENSORS[name] + b"s"
-    model_args = value("model_args") + value(SHAPE | {"block_size": 2**25})
-    write_settled(tmp_path / "out" / "ckpt.pt", poison(valid_checkpoint, "model", model + model_args))
-    assert_refused("claims tensors of" if name.startswith("expanded") else "out/ckpt.pt")
+@pytest.mark.parametrize("kind, name", [
+    *(("ckpt.pt", name) for name in PICKLES), ("old ckpt.pt", "GLOBAL-REDUCE"), ("old ckpt.pt", "memo"),
+    ("old ckpt.pt", "deep-tuples-as-a-key"), ("pytorch_model.bin", "STACK_GLOBAL"), ("meta.pkl", "NEWOBJ"),
+    ("meta.pkl", "EXT1"), ("meta.pkl", "memo"), ("meta.pkl", "wide-tuples-as-a-key"), ("meta.pkl", "many-values"),
+])
+def test_hostile_pickles_are_refused(kind, name, assert_refused, valid_checkpoint, tmp_path):
+    piece, key, message = PICKLES[name]
+    assert_refused(tmp_path, message, write_attack(kind, piece, tmp_path, valid_checkpoint, key))
 
 
-@pytest.mark.parametrize("change, message", [
-    ({f"x{i}": view for i, view in enumerate([torch.ones(2**20)] * 1000)}, "claims tensors of"),
-    ({f"transformer.h.{i}.x": torch.ones(1) for i in range(5000)}, "layers"),
-    ({f"transformer.h.0.x{i}": view for i, view in enumerate(torch.zeros(2**22).split(2**10))}, "instead of nothing"),
-    ({"\x1b[31m\n\r\x07\x9b" * 9: torch.ones(1)}, "out/ckpt.pt"),
-], ids=["one-record-under-many-names", "many-layers", "many-views-of-one-record", "escape-codes"])
-def test_odd_models_are_refused(change, message, assert_refused, tmp_path):
+@pytest.mark.parametrize("entry, change, message", [
+    ("model", {f"x{i}": view for i, view in enumerate([torch.ones(2**20)] * 1000)}, "claims tensors of"),
+    ("model", {f"transformer.h.{i}.x": torch.ones(1) for i in range(5000)}, "layers"),
+    ("model", {f"transformer.h.0.x{i}": view for i, view in enumerate(torch.zeros(2**22).split(2**10))}, "of nothing"),
+    ("model", {"\x1b[31m\n\r\x07\x9b" * 9: torch.ones(1)}, ""), ("model_args", {"vocab_size": 2**31 - 1}, ""),
+    ("model_args", {"n_embd": "9" * 10**6}, ""), ("model_args", {"rope": "\ud800"}, ""),
+], ids=["one-record-under-many-names", "many-layers", "many-views-of-one-record", "escape-codes", "terabytes",
+        "a-million-digits", "half-a-character"])
+def test_absurd_models_are_refused(entry, change, message, assert_refused, tmp_path):
     model = make_gpt()
-    save_checkpoint(tmp_path / "out", model, model=model.state_dict() | change, optimizer=None)
-    assert_refused(message)
-
-
-@pytest.mark.parametrize("name, absurd", [
-    ("vocab_size", 2**31 - 1), ("n_embd", "9" * 10**6), ("bias", "\x1b[31m\n\x07"), ("rope", "\ud800")])
-def test_absurd_settings_are_refused(name, absurd, assert_refused, tmp_path):
-    save_checkpoint(tmp_path / "out", make_gpt(), model_args=SHAPE | {name: absurd})
-    assert_refused("out/ckpt.pt")
+    entries = {"model": model.state_dict(), "model_args": SHAPE}
+    save_checkpoint(tmp_path / "out", model, **{entry: entries[entry] | change}, optimizer=None)
+    assert_refused(tmp_path, message)
 
 
 # ---- zip files
 
-ENTRY = "<IHHHHHHIIIHHHHHII" # of a record in the directory of a zip
-ZIPS = [ # a record, the index of a field of its entry, the field's new value
-    ("ckpt/data/0", 3, 1), # encrypted
-    ("ckpt/data/0", 7, 5), # another checksum
-    ("ckpt/data/0", 8, 2**31), # another length in the file
-    ("ckpt/data/0", 9, 2**31), # another length
-    ("ckpt/data/0", 16, 0), # another record's place
-    ("ckpt/data.pkl", 9, 2**31),
-    ("ckpt/data/0", 10, 2**16 - 1), # a long name
-]
-
-
-@pytest.mark.parametrize("name, field, number", ZIPS)
-def test_a_wrong_zip_directory_is_refused(name, field, number, assert_refused, valid_checkpoint, tmp_path):
+@pytest.mark.parametrize("name, offset, changed", [ # in the entry of this record in the zip's directory
+    ("data/0", 8, b"\1"), # encrypted
+    ("data/0", 16, bytes(4)), # another checksum
+    ("data/0", 20, b"\0\0\0\x80"), # a length of 2 GiB in the file
+    ("data/0", 24, b"\0\0\0\x80"), # a length of 2 GiB
+    ("data/0", 42, bytes(4)), # the place of another record
+    ("data.pkl", 24, b"\0\0\0\x80"),
+    ("data/0", 28, b"\xff\xff"), # a long name
+])
+def test_a_wrong_zip_directory_is_refused(name, offset, changed, assert_refused, valid_checkpoint, tmp_path):
     content = bytearray(valid_checkpoint)
-    at = content.rindex(name.encode() + b"PK") - struct.calcsize(ENTRY)
-    entry = list(struct.unpack_from(ENTRY, content, at))
-    entry[field] = number
-    struct.pack_into(ENTRY, content, at, *entry)
+    at = content.rindex(b"ckpt/" + name.encode() + b"PK") - 46 + offset # the name follows the 46 bytes of its entry
+    content[at:at + len(changed)] = changed
     write_settled(tmp_path / "out" / "ckpt.pt", content)
-    assert_refused("out/ckpt.pt")
+    assert_refused(tmp_path)
 
 
-@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
-def test_a_zip_bomb_is_refused(compression, assert_refused, valid_checkpoint, tmp_path):
-    write_settled(tmp_path / "out" / "ckpt.pt", poison(valid_checkpoint, piece=b"N" * 2**24, compression=compression))
-    assert_refused("one of its records is compressed")
+def test_a_zip_bomb_is_refused(assert_refused, valid_checkpoint, tmp_path):
+    bomb = poison(valid_checkpoint, "config", b"N" * 2**24, compression=zipfile.ZIP_DEFLATED)
+    write_settled(tmp_path / "out" / "ckpt.pt", bomb)
+    assert_refused(tmp_path, "one of its records is compressed")
 
 
 # ---- Hugging Face's files
@@ -218,38 +155,32 @@ def safetensors_file(length=None, data=bytes(4), **changes):
 
 
 SAFETENSORS = {
-    "header-of-all": safetensors_file(2**63), "short-header": safetensors_file(5), "no-header": bytes(8), "empty": b"",
-    "terabytes": safetensors_file(shape=[2**40], data_offsets=[0, 2**42]),
-    "overflowing": safetensors_file(shape=[2**62, 4]), "backwards": safetensors_file(data_offsets=[4, 0]),
-    "negative-size": safetensors_file(shape=[-1]), "negative-offset": safetensors_file(data_offsets=[-4, 0]),
-    "cut": safetensors_file(data=b""), "longer": safetensors_file(data=bytes(5)),
-    "no-type": safetensors_file(dtype="F31"), "integers": safetensors_file(dtype="I32"),
-    "deep": struct.pack("<Q", 10**6) + b"{" * 10**6, "text-for-a-shape": safetensors_file(shape="1"),
+    "header-of-all": safetensors_file(2**63), "overflowing": safetensors_file(shape=[2**62, 4]),
+    "terabytes": safetensors_file(shape=[2**40], data_offsets=[0, 2**42]), "longer": safetensors_file(data=bytes(5)),
+    "backwards": safetensors_file(data_offsets=[4, 0]), "before": safetensors_file(data_offsets=[-4, 0]),
+    "negative-size": safetensors_file(shape=[-1]), "text-as-shape": safetensors_file(shape="1"),
+    "deep": struct.pack("<Q", 10**6) + b"{" * 10**6,
 }
+JSON = {"deep-json": b'{"a":' * 10**6, "digits": b'{"n_layer": ' + b"9" * 10**6 + b"}", "long": b" " * 2**25 + b"{}"}
 
 
-@pytest.mark.parametrize("name", SAFETENSORS)
-def test_hostile_safetensors_are_refused(name, assert_refused, hf_model):
-    write_settled(hf_model / "model.safetensors", SAFETENSORS[name])
-    assert_refused("out", "out")
-
-
-@pytest.mark.parametrize("content", [
-    b'{"a":' * 10**6, b'{"n_layer": ' + b"9" * 10**6 + b"}", b"{" + b" " * 2**25 + b"}",
-    b'{"model_type": "\\u001b[31m\\u0007"}'], ids=["deep", "a-million-digits", "long", "escape-codes"])
-def test_hostile_json_is_refused(content, assert_refused, hf_model):
-    write_settled(hf_model / "config.json", content)
-    assert_refused("out", "out")
+@pytest.mark.parametrize("name", [*SAFETENSORS, *JSON])
+def test_hostile_files_of_hugging_face_are_refused(name, assert_refused, tmp_path):
+    write_settled(tmp_path / "out" / "config.json", JSON.get(name, b'{"model_type": "gpt2"}'))
+    write_settled(tmp_path / "out" / "model.safetensors", SAFETENSORS.get(name, safetensors_file()))
+    assert_refused(tmp_path, "out/config.json" if name in JSON else "out/model.safetensors", "out")
 
 
 @pytest.mark.parametrize("name, target", [
-    ("config.json", "/dev/zero"), ("config.json", "/etc/passwd"), ("model.safetensors", "fifo"), ("ckpt.pt", "folder"),
-    ("model.safetensors", "/etc/passwd"), ("ckpt.pt", "/dev/zero"), ("ckpt.pt", "/etc/passwd"),
+    ("config.json", "/dev/zero"), ("model.safetensors", "fifo"), ("model.safetensors", "/etc/passwd"),
+    ("ckpt.pt", "folder"), ("ckpt.pt", "/dev/zero"), ("ckpt.pt", "/etc/passwd"),
 ])
-def test_links_to_other_files_are_refused_and_their_content_is_not_printed(name, target, assert_refused, hf_model):
-    os.mkfifo(hf_model / "fifo")
-    (hf_model / "folder").mkdir()
-    (hf_model / name).unlink(missing_ok=True)
-    (hf_model / name).symlink_to(target)
-    assert_refused("", "resume" if name == "ckpt.pt" else "out")
-    assert "root" not in (hf_model.parent / "stderr").read_text()
+def test_links_to_other_files_are_refused_and_their_content_is_not_printed(name, target, assert_refused, tmp_path):
+    out = tmp_path / "out"
+    (out / "folder").mkdir(parents=True)
+    os.mkfifo(out / "fifo")
+    write_settled(out / "config.json", b'{"model_type": "gpt2"}')
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(target)
+    assert_refused(tmp_path, "", "resume" if name == "ckpt.pt" else "out")
+    assert "root" not in (tmp_path / "stderr").read_text()

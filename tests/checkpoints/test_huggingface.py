@@ -1,9 +1,20 @@
-"""GPT-2 loaded from files in Hugging Face's format, compared with transformers."""
+"""GPT-2 in Hugging Face's format: its files, compared with transformers, and downloads from a small server."""
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 import torch
 
+from hf_tokenizers import save_tokenizer
 from model import GPT
 from models import make_transformers_gpt2
+from project import GPT2_FILES, PROJECT
 from sampling.checkpoints.huggingface import load_huggingface
 
 
@@ -53,11 +64,6 @@ def test_fields_of_a_hugging_face_checkpoint(tmp_path):
     assert checkpoint.num_init_draws == 0, "transformers' users seed after the model is built"
 
 
-def test_an_invalid_model_id_is_refused():
-    with pytest.raises(ValueError, match=r"^'no/such/model' is neither a folder here nor a Hugging Face id"):
-        load_huggingface("no/such/model")
-
-
 @pytest.mark.parametrize("config, message", [
     ("{", "cannot read"), ("[1]", "must hold an object"),
     ('{"model_type": "llama"}', "model_type 'llama'; only gpt2"),
@@ -78,3 +84,75 @@ def test_missing_weights_are_named(tmp_path):
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
         load_huggingface(str(tmp_path))
+
+
+# ---- downloads
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+ARGUMENTS = "--init_from=someone/tiny", "--start=Hello", "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
+
+
+class Hub(SimpleHTTPRequestHandler):
+    """Answers as the hub does, with the files of a folder."""
+
+    def end_headers(self):
+        etag = hashlib.sha1(self.path.encode()).hexdigest()
+        for name, value in ("ETag", f'"{etag}"'), ("X-Repo-Commit", COMMIT), ("X-Error-Code", "RepoNotFound"):
+            self.send_header(name, value)
+        super().end_headers()
+
+    def log_message(self, *args):
+        self.server.asked_for.append(self.path.rpartition("/")[2])
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub of the files in tmp_path, and the environment to use it with empty caches."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, directory=tmp_path)) as server:
+        server.asked_for = []
+        server.env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "cache"),
+                      "HF_HUB_OFFLINE": "0", "TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "HF_HUB_DISABLE_XET": "1"}
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def write_json(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, run_script, tmp_path):
+    folder, api = tmp_path / "someone" / "tiny" / "resolve" / COMMIT, tmp_path / "api" / "models" / "someone" / "tiny"
+    size = save_tokenizer("byte-level", folder)
+    make_transformers_gpt2(vocab_size=size).save_pretrained(folder)
+    (folder / "tf_model.h5").write_bytes(bytes(10**6))
+    files = [{"type": "file", "path": path.name, "rfilename": path.name, "size": path.stat().st_size, "oid": path.name}
+             for path in folder.iterdir()]
+    write_json(api / "revision" / "main", {"id": "someone/tiny", "sha": COMMIT, "siblings": files})
+    write_json(api / "tree" / COMMIT, files)
+    first = run_script(*ARGUMENTS, **hub.env)
+    assert first.returncode == 0 and first.stdout.startswith("Hello"), first.stderr
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.asked_for)
+    assert "tf_model.h5" not in hub.asked_for
+    hub.asked_for.clear()
+    offline = run_script(*ARGUMENTS, **hub.env | {"HF_HUB_OFFLINE": "1"})
+    assert (offline.returncode, offline.stdout, hub.asked_for) == (0, first.stdout, []), offline.stderr
+
+
+def test_a_model_that_the_hub_does_not_have_is_one_line(hub, run_script):
+    done = run_script(*ARGUMENTS, **hub.env)
+    message = "error: there is no folder 'someone/tiny' here, and the Hugging Face hub has"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(message)
+
+
+@pytest.mark.usefixtures("needs_gpt2_encoding")
+def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_path):
+    vocab = json.loads((tiktoken_cache / GPT2_FILES["encoder.json"]).read_text())
+    write_json(tmp_path / "openai-community/gpt2/resolve/main/tokenizer.json", {"model": {"vocab": vocab}})
+    code = "from sampling.inputs.tiktoken_tokenizer import *; print(TiktokenTokenizer(log=print).encode('Hello world'))"
+    command, env = [sys.executable, "-c", code], {**os.environ, **hub.env, "HTTPS_PROXY": "http://127.0.0.1:9"}
+    dead = subprocess.run(command, cwd=PROJECT, env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True)
+    assert dead.stdout.count(b" failed (") == dead.stdout.count(b"\n") == 2 and b"Retry" not in dead.stderr
+    lines = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True).stdout.splitlines()
+    assert lines[0].startswith("GPT-2's encoding: tiktoken's download failed") and lines[1:] == ["[15496, 995]"]
