@@ -155,7 +155,9 @@ class CPUBackend(Backend):
         def layer_norm(name: str) -> Callable[[np.ndarray], np.ndarray]:
             weight = as_array(weights[f"{name}.weight"])
             bias = as_array(weights.get(f"{name}.bias", torch.zeros(config.n_embd)))
-            return lambda x: run(kernels.layer_norm, 4 * x.size, x, weight, bias, config.layer_norm_epsilon)
+            # With the threads of the Linears around it, because another number would cost more than it saves.
+            work = config.n_embd ** 2
+            return lambda x: run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
 
         self.config = config
         has_shortlist = not int8 and config.vocab_size * config.n_embd >= Shortlist.MIN_WEIGHTS
