@@ -113,8 +113,8 @@ def test_added_tokens_beside_the_older_files(tmp_path):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("merges.txt", "", "merges.txt needs a vocab.json in the same folder"),
-    ("spiece.model", "", "spiece.model is a SentencePiece model"),
+    ("merges.txt", "", "has merges.txt, but no tokenizer.json"),
+    ("spiece.model", "", "has spiece.model, but no tokenizer.json; transformers may"),
     ("tokenizer_config.json", '{"tokenizer_class": "ByT5Tokenizer"}', "asks for 'ByT5Tokenizer', but the folder has"),
     ("vocab.json", "{}", "merges.txt is missing"),
     ("vocab.txt", "a", "'BertJapaneseTokenizer' needs a tokenizer.json, not vocab.txt"),
