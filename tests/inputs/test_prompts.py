@@ -21,24 +21,30 @@ def chars(tmp_path):
     return CharTokenizer(tmp_path / "meta.pkl")
 
 
-@pytest.mark.parametrize("start", ["\n", "FILE", "lines:a", "a FILE:b"])
-def test_text_without_a_prefix_is_a_prompt(start):
-    assert list(PromptSource(start)) == [Prompt(start)]
+def lines_of(notices, *arguments):
+    """What this function logs."""
+    lines = []
+    list(notices(*arguments, lines.append) or [])
+    return lines
 
 
-def test_every_nonempty_line_is_a_prompt(tmp_path):
+def test_a_prompt_is_a_text_or_a_file_or_each_line_of_one_that_is_not_empty(tmp_path):
     path = tmp_path / "a:b" # only the first colon counts
     path.write_bytes("\ufeff a \r\n\n\té\n".encode())
     source = PromptSource(f"LINES:{path}")
     assert [prompt.text for prompt in source] == [" a ", "\té"] == [prompt.text for prompt in source]
     assert list(PromptSource(f"FILE:{path}")) == [Prompt(" a \n\n\té\n")]
+    for text in "FILE", "lines:a", "a FILE:b":
+        assert list(PromptSource(text)) == [Prompt(text)]
 
 
-def test_jsonl_prompts_have_ids(tmp_path):
+def test_jsonl_prompts_have_ids_and_are_counted(tmp_path, chars):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a\\nb", "id": 7}\n\n{"id": {"x": 1}, "prompt": "c", "topic": null}')
-    assert list(PromptSource(f"JSONL:{path}")) == [Prompt("a\nb", 7, f"{path}, line 1"),
-                                                   Prompt("c", {"x": 1}, f"{path}, line 3", {"topic": None})]
+    source = PromptSource(f"JSONL:{path}")
+    assert list(source) == [Prompt("a\nb", 7, f"{path}, line 1"),
+                            Prompt("c", {"x": 1}, f"{path}, line 3", {"topic": None})]
+    assert source.count_and_max_len(chars, num_samples=10) == (20, 3)
 
 
 @pytest.mark.parametrize("start, content, message", [
@@ -56,18 +62,6 @@ def test_the_error_names_what_is_no_prompt(tmp_path, monkeypatch, start, content
         list(PromptSource(start))
 
 
-def test_prompts_are_counted_and_checked_before_sampling(tmp_path, chars):
-    (tmp_path / "p.txt").write_text("a\nabc\nca\n")
-    source = PromptSource(f"LINES:{tmp_path}/p.txt")
-    assert source.count_and_max_len(chars, 10) == (30, 3)
-    samples = list(prompts.make_samples(source, chars, 2, first_index=7))
-    assert [sample.index for sample in samples] == [7, 8, 9, 10, 11, 12]
-    assert samples[2].prompt.text == "abc" and samples[2].prompt_ids == chars.encode("abc")
-    (tmp_path / "p.txt").write_text("a\nab5\n")
-    with pytest.raises(ValueError, match=r"p.txt, line 2: the prompt has characters"):
-        source.count_and_max_len(chars, 10)
-
-
 def test_prompts_from_a_pipe_are_read_once_as_they_arrive(char_checkpoint):
     process = start_script(f"--out_dir={char_checkpoint}", "--start=LINES:-", "--max_new_tokens=5", "--num_samples=1",
                            "--batch_size=1", stdin=PIPE)
@@ -82,29 +76,23 @@ def test_prompts_from_a_pipe_are_read_once_as_they_arrive(char_checkpoint):
 # ---- notices
 
 def test_a_stop_text_that_cannot_end_a_sample_gets_a_warning(chars, gpt2_encoding, tmp_path):
-    def warnings(stop_texts, tokenizer):
-        lines = []
-        prompts.warn_about_stop_texts(stop_texts, tokenizer, lines.append)
-        return lines
-
-    lines = warnings(["\n\n", "KING", "<|endoftext|>", "\\n\\n", "5" * 10**6], chars)
+    warn = prompts.warn_about_stop_texts
+    lines = lines_of(warn, ["\n\n", "KING", "<|endoftext|>", "\\n\\n", "5" * 10**6], chars)
     assert lines[0] == ("warning: the stop text '<|endoftext|>' cannot end a sample: "
                         f"{chars.source} never produces this text")
     assert len(lines) == 3 and lines[1].endswith("""as Python does: --stop='"\\n"'""")
-    assert warnings([" the", "<|endoftext|>", "🙂", "\x00", "  "], TiktokenTokenizer()) == []
+    assert lines_of(warn, [" the", "<|endoftext|>", "🙂", "\x00", "  "], TiktokenTokenizer()) == []
     save_tokenizer("wordpiece", tmp_path)
     words = HFTokenizer(tmp_path / "tokenizer.json", 10**6) # its tokens have no spaces, but its text has
-    assert warnings([" world", "o the", "world "], words) == [] and len(warnings(["KING"], words)) == 1
+    assert lines_of(warn, [" world", "o the", "world ", "KING"], words) == lines_of(warn, ["KING"], words) != []
 
 
 def test_the_first_new_prompt_that_is_long_or_ends_in_a_space_is_logged(chars, gpt2_encoding, tmp_path):
     def logged(tokenizer, *texts):
         """The lines about these prompts, of which the first one is saved already."""
-        lines = []
         samples = [Sample(i, Prompt(text, location=f"a.txt, line {i}"), tokenizer.encode(text), already_saved=i == 0)
                    for i, text in enumerate(texts)]
-        assert list(prompts.log_notices(iter(samples), tokenizer, 16, lines.append)) == samples
-        return lines
+        return lines_of(prompts.log_notices, samples, tokenizer, 16)
 
     assert logged(chars, "b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 16 + " ") == [
         "a.txt, line 2: the prompt has 20 tokens, but the model sees only the last 16 of any prompt, here from "

@@ -13,8 +13,6 @@ from models import CHARS, make_gpt, save_checkpoint, save_meta
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.inputs.tokenizer import load_tokenizer
 
-GPT2 = "GPT-2's encoding"
-
 
 def load(folder, dataset, vocab_size, tokenizer=None, log=pytest.fail, is_huggingface=False, settings=None):
     """The tokenizer of a checkpoint in this folder, whose training had these settings."""
@@ -38,10 +36,9 @@ def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary_alone(dataset, here
     lines = []
     for is_huggingface in False, True:
         for vocab_size in 50257, 50258, 50304, 51200:
-            assert load(Path("out"), dataset, vocab_size, None, lines.append, is_huggingface).source == GPT2
+            assert load(Path("out"), dataset, vocab_size, None, lines.append, is_huggingface).encode("Hello") == [15496]
         for vocab_size in 61, 50256, 50305, 65536, 100352:
-            message = f"^no tokenizer is in {here}/out.* 50257 tokens, but the model has {vocab_size}; pass --tokenizer"
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match=f"^no tokenizer is in {here}/out.* model has {vocab_size}; pass"):
                 load(Path("out"), dataset, vocab_size, is_huggingface=is_huggingface)
     assert lines == ["ckpt.pt has no tokenizer of its own: using GPT-2's encoding"] * 4
 
@@ -59,16 +56,14 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
     assert load(out, "letters", size, is_huggingface=True).source == str(out / "tokenizer.json")
     (out / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50257})) # for GPT-2's tokens
     assert load(out, "letters", len(CHARS)).source == str(letters / "meta.pkl")
-    assert load(out, "nothing", size).source == str(out / "tokenizer.json")
 
 
 def test_a_vocabulary_outside_of_the_data_folder_is_refused(here):
     (here / "data" / "a").mkdir(parents=True)
-    for save in lambda folder: save_tokenizer("words", folder), lambda folder: save_meta(folder / "meta.pkl"):
-        save(here / "elsewhere")
-        for dataset in "../elsewhere", "a/../../elsewhere", str(here / "elsewhere"):
-            with pytest.raises(ValueError, match="outside of data/; if it is the right file, copy it to the folder of"):
-                load(here / "project" / "out", dataset, len(CHARS))
+    save_meta(here / "elsewhere" / "meta.pkl")
+    for dataset in "../elsewhere", "a/../../elsewhere", str(here / "elsewhere"):
+        with pytest.raises(ValueError, match="outside of data/; if it is the right file, copy it to the folder of"):
+            load(here / "project" / "out", dataset, len(CHARS))
 
 
 @pytest.mark.parametrize("meta, error", [
@@ -88,8 +83,9 @@ def test_a_tokenizer_that_is_named_is_believed(meta, error):
 
 
 @pytest.mark.parametrize("name, vocab_size, source", [
-    ("gpt2", 65536, GPT2), ("cl100k_base", 100352, "tiktoken's cl100k_base"), ("words", None, "words/tokenizer.json"),
-    ("words/tokenizer.json", None, "words/tokenizer.json"), ("other", 64, "other/meta.pkl")])
+    ("gpt2", 65536, "GPT-2's encoding"), ("cl100k_base", 100352, "tiktoken's cl100k_base"),
+    ("words", None, "words/tokenizer.json"), ("words/tokenizer.json", None, "words/tokenizer.json"),
+    ("other", 64, "other/meta.pkl")])
 def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
     for folder in "out", "other":
         save_meta(Path(folder, "meta.pkl"))
@@ -97,16 +93,13 @@ def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
     tokenizer = load(Path("out"), None, vocab_size or size, name)
     ids = tokenizer.encode("world")
     assert tokenizer.source == source and tokenizer.decode(ids) == "world"
-    for convert in torch.tensor, lambda ids: np.array(ids, dtype=np.uint16):
-        assert tokenizer.decode(convert(ids)) == "world" and tokenizer.decode(convert([])) == ""
-        with pytest.raises((ValueError, TypeError)): # several rows
-            tokenizer.decode(convert([ids, ids])) if len(ids) > 1 else tokenizer.decode(convert([[*ids, 0]]))
+    assert tokenizer.decode(torch.tensor(ids)) == tokenizer.decode(np.array(ids, np.uint16)) == "world"
 
 
 @pytest.mark.parametrize("name, vocab_size, message", [
     (None, 50304, f"out/meta.pkl has {len(CHARS)} tokens, but the model has 50304"), (None, 60, "the model has 60, so"),
     ("cl100k_base", 100276, "cl100k_base has 100277 tokens, but the model has 100276"), ("gpt2", 61, "50257 tokens"),
-    ("gpt3", 50257, "there is no tokenizer 'gpt3'; pass .*(gpt2, r50k_base, .*a tokenizer.json or its folder, or a "),
+    ("gpt3", 50257, "there is no tokenizer 'gpt3'; pass .* r50k_base, .*, a tokenizer.json or its folder"),
     ("empty", 50257, "there is no tokenizer 'empty'"), ("a.md", 61, "there is no tokenizer 'a.md'"),
     ("config.json", 61, "cannot read config.json: it has no model, so it is not a tokenizer.json"),
     ("meta.pkl", 50257, "has no stoi, and names no tokenizer")])
