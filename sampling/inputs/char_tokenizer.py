@@ -4,15 +4,13 @@ import re
 
 from sampling.checkpoints.checkpoint import damaged_if_fails, named_errors, require
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler
-from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
+from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
 
-# The fields in which prepare scripts name a tokenizer, and names for what stoi and itos describe.
-NAME_FIELDS = ("tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type", "tokenizer_file", "tokenizer_path",
-               "tokenizer_model", "sentencepiece_model")
+# The fields in which prepare scripts name or extend a tokenizer, and names for what stoi and itos describe.
+NAME_FIELDS = ("has_additional_tokens", "tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type",
+               "tokenizer_file", "tokenizer_path", "tokenizer_model", "sentencepiece_model")
 CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
 SPECIAL_TOKEN = re.compile(r"[<\[{|].{1,250}[>\]}|]", re.DOTALL) # a token of several characters that no text means
-ADVICE = ("pass --tokenizer=NAME|FILE, an encoding of tiktoken or a tokenizer.json (transformers converts a "
-          "SentencePiece model to one)")
 
 
 class CharTokenizer(ByteDecodingTokenizer):
@@ -32,27 +30,15 @@ class CharTokenizer(ByteDecodingTokenizer):
             require_unicode(text)
         symbols = text.encode() if self.is_bytes else text
         if unknown := [symbol for symbol in dict.fromkeys(symbols) if symbol not in self.stoi]:
-            raise ValueError(self._unknown_message(unknown, symbols))
+            listed = "; ".join(f"{symbol!r} at {symbols.index(symbol) + 1}" for symbol in unknown[:5])
+            known = bytes(sorted(self.stoi)) if self.is_bytes else "".join(sorted(self.stoi))
+            newline = r"""; for a newline pass --start='"\n"'""" if "\\" in unknown else ""
+            raise ValueError(f"the prompt has characters that {self.source} lacks: {listed}; it has {known!r:.200}"
+                             f"{newline}")
         return [self.stoi[symbol] for symbol in symbols]
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces.get(token_id, REPLACEMENT.encode())
-
-    def _unknown_message(self, unknown: list, symbols: str | bytes) -> str:
-        listed = [f"{bytes([symbol]) if self.is_bytes else symbol!r} at {symbols.index(symbol) + 1}"
-                  for symbol in unknown[:5]]
-        more = f"; {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        return (f"the prompt has {'bytes' if self.is_bytes else 'characters'} that {self.source} lacks: "
-                f"{'; '.join(listed)}{more} (counted from 1){'' if self.is_bytes else self._advice(unknown)}")
-
-    def _advice(self, unknown: list[str]) -> str:
-        """What the user may do about these unknown characters."""
-        if "\\" in unknown and "\n" in self.stoi:
-            return r"""; for a newline pass --start='"\n"', or --start=$'\n' in bash"""
-        if "\r" in unknown and "\n" in self.stoi:
-            return "; save the prompt with plain newlines"
-        swapped = [char.swapcase() for char in unknown if char.swapcase() in self.stoi]
-        return f"; it has {', '.join(map(repr, swapped[:5])) or repr(''.join(sorted(self.stoi)))[:200]}"
 
 
 def parse_vocabulary(source: str, meta: dict) -> tuple[dict, dict]:
@@ -94,10 +80,9 @@ def named_encoding(meta: dict, source: object) -> str | None:
     for field in NAME_FIELDS:
         value = meta.get(field)
         name = value.lower().replace("gpt-2", "gpt2") if isinstance(value, str) else f"a {type(value).__name__}"
-        if name in ENCODINGS and not meta.get("has_additional_tokens"):
+        if name in ENCODINGS:
             return name
         if value and name != "tiktoken" and not CHAR_NAMES.fullmatch(name):
-            field = f"{field}, with has_additional_tokens" if name in ENCODINGS else field
             raise ValueError(f"{source} names a tokenizer that cannot be read, {name!r:.60} in {field}; {ADVICE}")
     return None
 

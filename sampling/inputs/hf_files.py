@@ -25,12 +25,9 @@ def find_tokenizer(folder: Path) -> Path | None:
     for name in "tokenizer.json", "vocab.json", "vocab.txt":
         if os.path.lexists(folder / name):
             return folder / name
-    if os.path.lexists(folder / "merges.txt"):
-        raise ValueError(f"{folder / 'merges.txt'} needs a vocab.json in the same folder")
-    for name in "tokenizer.model", "spiece.model", "sentencepiece.bpe.model":
+    for name in "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model":
         if os.path.lexists(folder / name):
-            raise ValueError(f"{folder / name} is a SentencePiece model, which is not supported; convert it to a "
-                             "tokenizer.json with transformers: "
+            raise ValueError(f"{folder} has {name}, but no tokenizer.json; transformers may make one: "
                              "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
     settings = read_optional(folder / "tokenizer_config.json")
     if "auto_map" in settings or class_name(settings) not in ("", "GPT2Tokenizer"):

@@ -18,8 +18,7 @@ MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then
 MAX_STEPS = 16 # normalizers; also pre-tokenizers, and decoders
 MAX_GROWTH = 256 # how many times longer they may make a text
 MAX_TEXT = 2**10 # characters of a token, or of a text in a step; real tokens have at most a few hundred
-MAX_ADDED_TOKENS = 2**14 # no well-known model has more than 6,400
-MAX_PIECE_BYTES = 2**20 # of all pieces of Unigram: each byte may become a node of 330 bytes
+MAX_TREE_BYTES = 2**20 # of all added tokens, and Unigram's pieces: each byte may become a node of 330 bytes
 # What the library gets: fields of models, without BPE's dropout, which makes encoding random; and types of steps.
 MODEL_FIELDS = {"BPE": "vocab merges unk_token end_of_word_suffix fuse_unk byte_fallback ignore_merges",
                 "WordPiece": "vocab unk_token continuing_subword_prefix max_input_chars_per_word",
@@ -135,11 +134,14 @@ def safe_content(content: dict) -> dict:
         require(is_local or not is_fused, f"its decoder has {step['type']} after Fuse, which is not supported")
         require(not step.get("stop"), "its decoder strips the end of a text, which is not supported")
         is_fused = is_fused or step["type"] in ("Fuse", "ByteLevel")
-    added = sorted(content["added_tokens"], key=lambda token: token["id"])
-    require(len(added) <= MAX_ADDED_TOKENS and all(map(is_text, (token["content"] for token in added))),
-            f"it has more than {MAX_ADDED_TOKENS} added tokens, or one without 1 to {MAX_TEXT} characters")
+    model, added = safe_model(content["model"]), sorted(content["added_tokens"], key=lambda token: token["id"])
+    pieces, texts = vocab_of(model), [token["content"] for token in added]
+    require(all(len(text) <= MAX_TEXT for text in [*pieces, *texts]),
+            f"it has a token of more than {MAX_TEXT} characters")
+    in_trees = [*pieces, *texts] if model["type"] == "Unigram" else texts
+    require(sum(len(text.encode()) for text in in_trees) <= MAX_TREE_BYTES, "its tokens would take too much memory")
     sequences = {part: {"type": "Sequence", STEPS[part][0]: steps} if steps else None for part, steps in parts.items()}
-    return {"model": safe_model(content["model"]), "added_tokens": added, **sequences}
+    return {"model": model, "added_tokens": added, **sequences}
 
 
 def safe_steps(content: dict | None, part: str) -> list[dict]:
@@ -187,18 +189,12 @@ def safe_model(model: dict) -> dict:
                                  "WordPiece" if "max_input_chars_per_word" in model else "WordLevel") # older files
     require(kind in MODEL_FIELDS, f"its model has the type {kind!r:.60}; supported types: {', '.join(MODEL_FIELDS)}")
     vocab = vocab_of(model)
-    require(vocab and all(len(token) <= MAX_TEXT for token in vocab),
-            f"its vocabulary is empty, or has a token of more than {MAX_TEXT} characters")
-    require(all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()) and len({*vocab.values()}) == len(vocab),
-            "its vocabulary must give each token a different id from 0 to 2**31 - 1")
-    require(kind != "Unigram" or sum(len(token.encode()) for token in vocab) <= MAX_PIECE_BYTES,
-            "its vocabulary would take too much memory")
+    require(vocab and len({*vocab.values()}) == len(vocab), "its vocabulary is empty, or gives two tokens the same id")
     # WordPiece takes time in proportion to the square of a word's length.
     require(model.get("max_input_chars_per_word", 100) in range(1, MAX_TEXT), "its words may be too long")
     require(kind != "BPE" or not model.get("continuing_subword_prefix"),
             "its continuing_subword_prefix is not supported") # with some merges, the library aborts the process
-    for merge in model.get("merges") or ():
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        require(isinstance(pair, list) and all(map(is_text, pair)) and "".join(pair) in vocab,
-                f"its merge {merge!r:.60} is no pair of tokens, or makes a token that its vocabulary lacks")
+    for merge in model.get("merges") or (): # the library raises an error for other bad merges, but panics for these
+        require("".join(merge.split(" ") if isinstance(merge, str) else merge) in vocab,
+                f"its merge {merge!r:.60} makes a token that its vocabulary lacks")
     return {"type": kind} | {name: model[name] for name in MODEL_FIELDS[kind].split() if name in model}

@@ -77,10 +77,7 @@ def read_prompts(start: str) -> Iterator[Prompt]:
     if kind == "TEXT":
         yield Prompt(start)
         return
-    if not path:
-        raise ValueError(f"{kind}: needs the path of a file after the colon, or - for standard input")
-    source = "standard input" if path == "-" else path
-    name, number, is_empty = source if path == "-" else f"the prompt file {path}", 0, True
+    source, number, is_empty = "standard input" if path == "-" else path, 0, True
     try:
         # utf-8-sig skips a byte-order mark.
         with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as file:
@@ -91,11 +88,11 @@ def read_prompts(start: str) -> Iterator[Prompt]:
                     yield parse_json_line(text, location) if kind == "JSONL" else Prompt(text, None, location)
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
-        raise ValueError(f"{name} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
+        raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}") from None
     if is_empty:
-        raise ValueError(f"{name} is empty, but a sample needs a prompt")
+        raise ValueError(f"{source} is empty, but a sample needs a prompt")
 
 
 def parse_json_line(line: str, location: str) -> Prompt:
@@ -106,18 +103,14 @@ def parse_json_line(line: str, location: str) -> Prompt:
         json.dumps(found, allow_nan=False) # out_file gets these fields, and JSON has no NaN or infinity
     except (ValueError, RecursionError) as error:
         found, reason = None, f" ({error})"
-    if not (isinstance(found, dict) and isinstance(found.get("prompt"), str)):
+    if not (isinstance(found, dict) and isinstance(found.get("prompt"), str) and found["prompt"]):
         raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
                          f"got {line!r:.100}{reason}")
     prompt = Prompt(found.pop("prompt"), found.pop("id", None), location, other_fields=found)
-    if not prompt.text:
-        raise ValueError(f"{location}: the prompt is empty, but a sample needs one")
     for name in found:
-        if name in RULES:
-            raise ValueError(f"{location}: {name} is a setting of the whole run, not of one prompt: pass --{name}=... "
-                             "to sample.py, or rename the field")
-        if name in RESULT_FIELDS:
-            raise ValueError(f"{location}: out_file already has a field {name}: rename the field in the prompt file")
+        if name in RULES or name in RESULT_FIELDS:
+            raise ValueError(f"{location}: {name} is a setting of the whole run, or a field that out_file already has: "
+                             "rename the field in the prompt file")
     return prompt
 
 
@@ -152,9 +145,8 @@ def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int
         num_tokens, is_new = len(sample.prompt_ids), not sample.already_saved
         if is_new and num_tokens > block_size and not said_cropped:
             said_cropped = True
-            others = f"; of later prompts too, it sees at most {block_size}" if at else ""
-            log(f"{at}the prompt has {num_tokens} tokens, but the model sees only the last {block_size}, which begin "
-                f"with {tokenizer.decode(sample.prompt_ids[-block_size:])[:40]!r}{others}")
+            log(f"{at}the prompt has {num_tokens} tokens, but the model sees only the last {block_size} of any prompt, "
+                f"here from {tokenizer.decode(sample.prompt_ids[-block_size:])[:40]!r} on")
         # In the training text, this space was part of the token of the next word, so the model rarely saw it alone.
         if is_new and sample.prompt.text.endswith(" ") and not said_space:
             said_space = True

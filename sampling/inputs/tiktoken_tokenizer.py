@@ -57,8 +57,7 @@ def load_encoding(name: str, log: Log):
             if encoding := load():
                 return encoding
         except Exception as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else first_sentence(error)
-            log(f"{encoding_label(name)}: {source} failed ({type(error).__name__}: {reason:.200})")
+            log(f"{encoding_label(name)}: {source} failed ({type(error).__name__}: {first_sentence(error)})")
     raise ValueError(
         f"{encoding_label(name)} is not on this machine, and could not be downloaded: on a machine with internet "
         f"access, get {' and '.join(urls)}, save {'them' if is_gpt2 else 'it'} as {' and '.join(files)} in a folder "

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Protocol
 
 from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.inputs.hf_files import find_tokenizer
 from sampling.messages import Log
 
 # The encodings of tiktoken, and how many tokens each has.
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of unknown ids, and of bytes that form no character
+ADVICE = (f"pass --tokenizer=NAME|FILE: an encoding of tiktoken ({', '.join(ENCODINGS)}), a tokenizer.json or its "
+          "folder, or a meta.pkl")
 
 
 class Tokenizer(Protocol):
@@ -72,18 +75,13 @@ def load_tokenizer(checkpoint: Checkpoint, log: Log, tokenizer: str | None = Non
 
 def resolve(name: str) -> str | Path:
     """The encoding, or the file, that the setting names. Raises ValueError if there is none."""
-    from sampling.inputs.hf_files import find_tokenizer
     if name in ENCODINGS:
         return name
     given = Path(name)
     path = find_tokenizer(given) or given / "meta.pkl" if given.is_dir() else given
     if path.is_file() and (path.suffix in (".json", ".pkl") or path.name == "vocab.txt"):
         return path
-    reason = (f"; did you mean {name.lower()}?" if name.lower() in ENCODINGS else
-              ", a folder without a tokenizer" if given.is_dir() else
-              ", a file of another kind" if path.is_file() else "")
-    raise ValueError(f"tokenizer must be an encoding of tiktoken ({', '.join(ENCODINGS)}), a tokenizer.json or its "
-                     f"folder, or a meta.pkl; got {name!r:.200}{reason}")
+    raise ValueError(f"there is no tokenizer {name!r:.200}; {ADVICE}")
 
 
 def candidates(checkpoint: Checkpoint, log: Log) -> Iterator[str | Path]:
@@ -92,18 +90,13 @@ def candidates(checkpoint: Checkpoint, log: Log) -> Iterator[str | Path]:
     Raises ValueError where the next one would be a guess.
     """
     from sampling.inputs.char_tokenizer import named_encoding
-    from sampling.inputs.hf_files import find_tokenizer
     own, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # a stranger's, and of any type
-    folders, metas, lacks = [own], [], f"{own} has no tokenizer of its own"
-    if not checkpoint.is_huggingface:
-        if isinstance(dataset, str) and len(dataset) < 1000 and "\0" not in dataset:
-            folders += [Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
-        searched = dict.fromkeys(os.path.join(os.path.abspath(folder), "") for folder in folders)
-        metas = [folder / "meta.pkl" for folder in folders]
-        lacks = f"neither meta.pkl nor tokenizer.json is in {', '.join(searched)}"
-    is_outside = os.path.isabs(str(dataset)) or ".." in str(dataset).replace("\\", "/").split("/")
+    folders = [own]
+    if not checkpoint.is_huggingface and isinstance(dataset, str) and len(dataset) < 1000 and "\0" not in dataset:
+        folders += [Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
+    metas = [] if checkpoint.is_huggingface else [folder / "meta.pkl" for folder in folders]
     for path in chain(filter(os.path.isfile, metas), filter(None, map(find_tokenizer, folders))):
-        if is_outside and path.parent != own: # the file could be any
+        if path.parent != own and (Path(dataset).anchor or ".." in Path(dataset).parts): # the file could be any
             raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; if it "
                              "is the right file, copy it to the folder of ckpt.pt")
         yield path
@@ -111,7 +104,9 @@ def candidates(checkpoint: Checkpoint, log: Log) -> Iterator[str | Path]:
         yield encoding
     # Nobody names GPT-2's encoding, so only the sizes to which people pad its vocabulary are sure.
     if not (50257 <= checkpoint.config.vocab_size <= 50304 or checkpoint.config.vocab_size == 51200):
-        raise ValueError(f"{lacks}; " + misfit(checkpoint, "GPT-2's encoding", 50257))
+        searched = ", ".join(dict.fromkeys(map(os.path.abspath, folders)))
+        raise ValueError(f"no tokenizer is in {searched}, and GPT-2's encoding has 50257 tokens, but the model has "
+                         f"{checkpoint.config.vocab_size}; {ADVICE}")
     if checkpoint.is_huggingface:
         log(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     yield "gpt2"
@@ -141,10 +136,5 @@ def load_from(name: str | Path, checkpoint: Checkpoint, log: Log) -> Tokenizer |
 def check_size(checkpoint: Checkpoint, source: str, size: int) -> None:
     """Raise ValueError unless the model has as many tokens as its tokenizer, or at most twice as many, padded."""
     if not size <= checkpoint.config.vocab_size <= 2 * size:
-        raise ValueError(misfit(checkpoint, source, size))
-
-
-def misfit(checkpoint: Checkpoint, source: str, size: int) -> str:
-    return (f"{source} has {size} tokens, but the model has {checkpoint.config.vocab_size}, so it is not the tokenizer "
-            "of this model; pass --tokenizer=NAME|FILE, the tokenizer that it was trained with: an encoding of "
-            "tiktoken such as cl100k_base, a tokenizer.json, or a meta.pkl")
+        raise ValueError(f"{source} has {size} tokens, but the model has {checkpoint.config.vocab_size}, so it is not "
+                         f"the tokenizer of this model; {ADVICE}")

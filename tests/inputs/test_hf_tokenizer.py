@@ -9,16 +9,6 @@ from hf_tokenizers import KINDS, MAKE, random_texts, save_tokenizer
 from sampling.inputs.hf_files import find_tokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
 
-COUNTS = [300, pytest.param(5_000, marks=pytest.mark.slow)]
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def pair(request, tmp_path_factory):
-    """A tokenizer of each kind, as transformers reads its folder and as we do."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(request.param, folder)
-    return AutoTokenizer.from_pretrained(folder), load(folder)
-
 
 def load(folder, vocab_size=10**6):
     return HFTokenizer(find_tokenizer(folder), vocab_size)
@@ -41,10 +31,11 @@ def assert_same_as_transformers(folder):
         assert ours.encode("a" + text) == theirs("a" + text, add_special_tokens=False).input_ids, text
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_texts_and_ids_are_those_of_transformers(pair, count):
-    theirs, ours = pair
-    rng = random.Random(count)
+@pytest.mark.parametrize("count", [300, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
+    save_tokenizer(kind, tmp_path)
+    theirs, ours, rng = AutoTokenizer.from_pretrained(tmp_path), load(tmp_path), random.Random(count)
     for text in random_texts(f"texts {count}", count):
         if ids := theirs(text, add_special_tokens=False).input_ids:
             assert ours.encode(text) == ids, text
@@ -57,16 +48,9 @@ def test_texts_and_ids_are_those_of_transformers(pair, count):
         prompt_ids = ours.encode(text + rng.choice(["", "a" * 100, " world" * 40]) + ".")
         if not theirs.convert_ids_to_tokens(ids[:1])[0].startswith("<0x"): # else it belongs to the prompt's last bytes
             assert ours.decode(prompt_ids) + stream(ours, ids, prompt_ids) == theirs.decode(prompt_ids + ids)
-
-
-def test_unknown_ids_and_special_tokens(pair):
-    theirs, ours = pair
-    ids, special = ours.encode("world"), next(iter(theirs.added_tokens_decoder.values())).content
-    for unknown in ours.size, 10**6:
-        text = ours.decode([*ids, unknown, *ids])
-        assert text.count("\ufffd") == 1 and stream(ours, [*ids, unknown, *ids]) == text
-    special_id = ours.encode(f"a{special}")[-1]
-    assert special_id == theirs.convert_tokens_to_ids(special) and special in ours.decode([*ids, special_id])
+    known = ours.encode("world")
+    for ids in [*known, ours.size, *known], [*known, 10**6, *known]:
+        assert stream(ours, ids) == ours.decode(ids) and ours.decode(ids).count("\ufffd") == 1
     with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
         ours.encode("a\udcff")
 
@@ -89,13 +73,11 @@ def test_bytes_of_a_character_come_with_the_last_of_them(kind, tmp_path):
     ("older-files", {"eos_token": {"content": "world", "__type": "AddedToken", "lstrip": True, "rstrip": False,
                                    "normalized": True, "single_word": False}}),
     ("older-files", {"added_tokens_decoder": {"0": {"content": "<|endoftext|>", "rstrip": True, "special": True}}}),
-    ("vocab-txt", {"do_lower_case": False, "strip_accents": False}),
-    ("vocab-txt", {"unk_token": "[MASK]", "tokenize_chinese_chars": False}),
+    ("vocab-txt", {"tokenizer_class": "BertTokenizer", "do_lower_case": False, "strip_accents": False}),
+    ("vocab-txt", {"tokenizer_class": "BertTokenizer", "unk_token": "[MASK]", "tokenize_chinese_chars": False}),
 ], ids=str)
 def test_settings_mean_what_they_mean_to_transformers(kind, settings, tmp_path):
     save_tokenizer(kind, tmp_path)
-    if kind == "vocab-txt":
-        settings = {"tokenizer_class": "BertTokenizer"} | settings
     write(tmp_path, tokenizer_config=settings, config={"model_type": "gpt2"})
     assert_same_as_transformers(tmp_path)
     if kind == "older-files":
@@ -112,18 +94,18 @@ def test_added_tokens_beside_the_older_files(tmp_path):
     assert tokenizer.size == size and tokenizer.decode(tokenizer.encode("<pad>")) == "<pad>"
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("merges.txt", "", "merges.txt needs a vocab.json in the same folder"),
-    ("spiece.model", "", "spiece.model is a SentencePiece model"),
-    ("tokenizer_config.json", '{"tokenizer_class": "ByT5Tokenizer"}', "asks for 'ByT5Tokenizer', but the folder has"),
-    ("vocab.json", "{}", "merges.txt is missing"),
-    ("vocab.txt", "a", "'BertJapaneseTokenizer' needs a tokenizer.json, not vocab.txt"),
-    ("tokenizer.json", "{}" + " " * 2**24, "it has more than 16 MiB; without indentation it may be small enough"),
-], ids=lambda text: text[:30])
-def test_files_that_cannot_be_read_are_named(name, content, message, tmp_path):
+@pytest.mark.parametrize("name, content, settings, message", [
+    ("spiece.model", "", {}, "has spiece.model, but no tokenizer.json; transformers may"),
+    ("README.md", "", {"tokenizer_class": "ByT5Tokenizer"}, "asks for 'ByT5Tokenizer', but the folder has"),
+    ("vocab.json", "{}", {}, "merges.txt is missing"),
+    ("vocab.txt", "a", {"tokenizer_class": "BertJapaneseTokenizer"}, "'BertJapaneseTokenizer' needs a tokenizer.json"),
+    ("vocab.txt", "a", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}, "cannot load .*: Exceeds the limit"),
+    ("vocab.txt", "a\n" * (2**20 + 1), {}, "it has more than 1048576 values or lines"),
+    ("tokenizer.json", "{}" + " " * 2**24, {}, "it has more than 16 MiB; without indentation it may be small enough"),
+], ids=lambda value: str(value)[:30])
+def test_files_that_cannot_be_read_are_named(name, content, settings, message, tmp_path):
     assert find_tokenizer(tmp_path) is None
-    if name == "vocab.txt":
-        write(tmp_path, tokenizer_config={"tokenizer_class": "BertJapaneseTokenizer"})
+    write(tmp_path, tokenizer_config=settings)
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message) as error:
         load(tmp_path)
