@@ -99,7 +99,7 @@ def test_added_tokens_beside_the_older_files(tmp_path):
     ("README.md", "", {"tokenizer_class": "ByT5Tokenizer"}, "asks for 'ByT5Tokenizer', but the folder has"),
     ("vocab.json", "{}", {}, "merges.txt is missing"),
     ("vocab.txt", "a", {"tokenizer_class": "BertJapaneseTokenizer"}, "'BertJapaneseTokenizer' needs a tokenizer.json"),
-    ("vocab.txt", "a", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}, "cannot load .*: Exceeds the limit"),
+    ("vocab.txt", "a", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}, "cannot read .*: Exceeds the limit"),
     ("vocab.txt", "a\n" * (2**20 + 1), {}, "it has more than 1048576 values or lines"),
     ("tokenizer.json", "{}" + " " * 2**24, {}, "it has more than 16 MiB; without indentation it may be small enough"),
 ], ids=lambda value: str(value)[:30])
