@@ -44,7 +44,7 @@ def parallel(function: FunctionType, weights: str = "") -> Callable[..., Array]:
 
 
 @inner
-def exp(x):
+def exp(x: np.float32) -> np.float32:
     """exp(x) for x <= 0, to float32 accuracy, but exp(-87) for smaller x. LLVM vectorises it, but not math.exp.
 
     exp(x) = 2**n * exp(rest), where n is a whole number, whose bits make the float32 2**n, and |rest| is at most
@@ -72,7 +72,7 @@ TANH = (-2.80885487e-06, 1.87247376e-05, 1.02340362e-04, -1.09109089e-03, 1.5797
 
 
 @inner
-def gelu_of(x, form):
+def gelu_of(x: np.float32, form: tuple[float, ...]) -> np.float32:
     """GELU of x in the form EXACT or TANH."""
     p = ZERO
     for coefficient in form:
@@ -81,7 +81,7 @@ def gelu_of(x, form):
 
 
 @inner
-def finish(y, first, last, scales, bias, gelu, residual):
+def finish(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int, residual: Array) -> None:
     """What follows the sums y[:, first:last]: scales, bias, GELU, and the residual unless it is empty.
 
     gelu: 0 none, 1 the exact form, 2 the tanh form.
@@ -101,7 +101,7 @@ def finish(y, first, last, scales, bias, gelu, residual):
 
 
 @inner
-def row_block(x, weight, y, first, last, quarter):
+def row_block(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
     """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x.
 
     Four rows of the weight that lie far apart are four streams for the processor's prefetcher, which one core needs to
@@ -120,7 +120,7 @@ def row_block(x, weight, y, first, last, quarter):
 
 
 @inner
-def rows_block(x, weight, y, first, last, quarter):
+def rows_block(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
     """Outputs first to last of several rows, and those of the other quarters: y[r, o] = weight[o] @ x[r].
 
     Four outputs of five rows at once: twenty sums in registers, for which nine numbers are read. The four rows of the
@@ -201,7 +201,7 @@ def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
 
 
 @inner
-def softmax(scores):
+def softmax(scores: Array) -> None:
     """Softmax in place."""
     largest, total = np.float32(-np.inf), ZERO
     for s in range(len(scores)):
@@ -214,7 +214,7 @@ def softmax(scores):
 
 
 @inner
-def attend_head(q, k, v, new_k, new_v, start, y):
+def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start: int, y: Array) -> None:
     """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (D, C)."""
     num_tokens, width = q.shape
     scores = np.empty(start + num_tokens, np.float32)

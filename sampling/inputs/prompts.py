@@ -59,8 +59,7 @@ class PromptSource:
 
 def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int,
                  first_index: int = 0) -> Iterator[Sample]:
-    """Yield num_samples samples, without tokens, for each prompt. Raises ValueError, with its location, if one cannot
-    be encoded."""
+    """Yield num_samples empty samples per prompt. Raises ValueError, with its location, if one cannot be encoded."""
     indices = count(first_index)
     for prompt in prompts:
         try:
@@ -136,8 +135,7 @@ def can_produce(tokenizer: Tokenizer, text: str) -> bool:
     return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
 
 
-def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int,
-                log: Log) -> Iterator[Sample]:
+def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int, log: Log) -> Iterator[Sample]:
     """Yield the samples. Of the new ones, log the first that is cropped, and the first that ends in a space."""
     said_cropped, said_space = False, not tokenizer.joins_spaces
     for sample in samples:
