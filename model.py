@@ -4,7 +4,7 @@ Axes: B batch, T tokens of this call, S all positions so far (those in the cache
 D = E / H head width, V vocabulary.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -206,9 +206,15 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, model_type: str, override_args: dict | None = None) -> "GPT":
-        """GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", ...) or from a local folder: see load_gpt."""
-        from sampling.checkpoints.huggingface import load_gpt  # imported here, so that this file can be used alone
-        return load_gpt(model_type, override_args)
+        """GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", ...) or from a local folder: see load_huggingface.
+
+        override_args replaces fields of GPTConfig that no tensor depends on, such as dropout.
+        """
+        from sampling.checkpoints.build import build_gpt  # imported here, so that this file can be used alone
+        from sampling.checkpoints.huggingface import load_huggingface
+        checkpoint = load_huggingface(model_type)
+        checkpoint.config = replace(checkpoint.config, **override_args or {})
+        return build_gpt(checkpoint)
 
 
 def linear_dtype(model: GPT) -> torch.dtype:

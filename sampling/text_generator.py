@@ -14,7 +14,6 @@ from sampling.inputs.prompts import make_samples
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
 from sampling.messages import Log, info, warn
 from sampling.params import ModelOptions, Prompt, Sample, SamplingParams, check_options, check_values
-from sampling.sampler.row_streams import draws_like_multinomial
 
 
 class TextGenerator:
@@ -86,7 +85,4 @@ def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device,
     shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
     speculation = prepare_draft(options.draft, checkpoint, dtype, log) if options.draft else None # needs the weights
     backend = prepare_backend(checkpoint, device, dtype, options, num_steps, log)
-    if device.type == "cuda" and not draws_like_multinomial(device, backend.config.vocab_size):
-        log("the random numbers are not those of torch.multinomial here: the samples are good, but not the ones that "
-            "nanoGPT generates with this seed")
     return LoadedModel(backend, tokenizer, checkpoint, dtype, sum(map(math.prod, shapes.values())), speculation)

@@ -5,6 +5,8 @@ from functools import partial
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from project import GPT2_FILES
+
 LINES = [
     "Hello world, I'm a language model. Don't they say that it's the end of the world? We've won!",
     "Die Größe der Straße überrascht; die Brücke über den Fluß ist schön.",
@@ -101,6 +103,19 @@ def save_tokenizer(kind, folder):
     else:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return tokenizer.get_vocab_size()
+
+
+def gpt2_tokenizer_json(folder):
+    """GPT-2's tokenizer.json, as the hub has it, from the files of its encoding in a folder of tiktoken's cache."""
+    vocab = json.loads((folder / GPT2_FILES["encoder.json"]).read_text())
+    _, *merges = (folder / GPT2_FILES["vocab.bpe"]).read_text("utf-8").splitlines()
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    end = dict.fromkeys(["single_word", "lstrip", "rstrip"], False) | {"normalized": True, "special": True}
+    return json.dumps({
+        "version": "1.0", "added_tokens": [{"id": 50256, "content": "<|endoftext|>"} | end], "pre_tokenizer": step,
+        "post_processor": step, "decoder": step | {"add_prefix_space": True},
+        "model": {"dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+                  "fuse_unk": False, "vocab": vocab, "merges": merges}})
 
 
 def random_texts(seed, count):

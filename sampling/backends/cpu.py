@@ -58,9 +58,9 @@ class CPUCache:
     """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
 
     def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
-        shape = config.n_layer, num_rows, config.n_head, config.n_embd // config.n_head, capacity
+        shape = 2, config.n_layer, num_rows, config.n_head, config.n_embd // config.n_head, capacity
         # Positions are the last axis, (layers, B, H, D, C), so that the inner loops of attention are over them.
-        self.keys, self.values = torch.empty(shape).numpy(), torch.empty(shape).numpy()
+        self.keys, self.values = torch.empty(shape, dtype=torch.float32).numpy()
         self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:

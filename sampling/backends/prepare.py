@@ -88,12 +88,6 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
         return getattr(torch, name)
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """The context in which a model of this dtype runs. It turns autocast on for half precision, otherwise off."""
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    return torch.autocast(device.type, dtype if is_half else None, enabled=is_half)
-
-
 def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
                     options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None, log: Log = warn) -> Backend:
     """The fastest backend for a model. Takes the weights out of the checkpoint.

@@ -1,13 +1,11 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from torch import Tensor
 
-from model import GPT
-from sampling.checkpoints.build import EMBEDDING, HEAD, build_gpt, read_model, tensors_by_name
+from sampling.checkpoints.build import EMBEDDING, HEAD, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint, Convert, find_checkpoint, read_complete, read_json, require
 from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
 from sampling.checkpoints.tensor_files import read_tensor_file
@@ -23,13 +21,6 @@ GPT2_FIELDS = [("n_layer", "n_layer", 12), ("n_head", "n_head", 12), ("n_embd", 
                ("vocab_size", "vocab_size", 50257), ("n_inner", "n_inner", None), ("block_size", "n_positions", 1024),
                ("layer_norm_epsilon", "layer_norm_epsilon", 1e-5)] # GPTConfig's, config.json's, GPT2Config's default
 CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
-
-
-def load_gpt(name_or_folder: str, override_args: dict | None = None) -> GPT:
-    """Load GPT-2 as a GPT. override_args replaces GPTConfig fields that no tensor depends on, such as dropout."""
-    checkpoint = load_huggingface(name_or_folder)
-    checkpoint.config = replace(checkpoint.config, **override_args or {})
-    return build_gpt(checkpoint)
 
 
 def load_huggingface(name_or_folder: str, convert: Convert | None = None, with_crc32: bool = False,

@@ -8,7 +8,6 @@ from itertools import islice
 import torch
 
 from sampling.backends.backend import Backend
-from sampling.backends.prepare import autocast
 from sampling.backends.process import return_freed_memory
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.decode import Decoder, Step
@@ -42,7 +41,9 @@ class LoadedModel:
         return str(self.dtype).removeprefix("torch.")
 
     def autocast(self) -> torch.autocast:
-        return autocast(self.backend.device, self.dtype)
+        """The context in which the model runs. It turns autocast on for half precision, otherwise off."""
+        is_half = self.dtype in (torch.bfloat16, torch.float16)
+        return torch.autocast(self.backend.device.type, self.dtype if is_half else None, enabled=is_half)
 
 
 @dataclass

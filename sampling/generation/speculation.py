@@ -4,6 +4,7 @@ The draft samples with the random numbers that the target will use at the same p
 target's own tokens, and one pass of the target computes the logits of several positions. docs/speculation.md explains
 why the text stays the same.
 """
+import functools
 from collections.abc import Generator
 from dataclasses import replace
 
@@ -73,8 +74,8 @@ class Speculation:
     """
 
     def __init__(self, draft: Backend, relative_cost: float, is_int8_copy: bool, log: Log):
-        self.draft, self.relative_cost, self.is_int8_copy, self.log = draft, relative_cost, is_int8_copy, log
-        self.logged: set[str] = set() # messages
+        self.draft, self.relative_cost, self.is_int8_copy = draft, relative_cost, is_int8_copy
+        self.log_once = functools.cache(log) # the cache has the result of a message that was logged before
         self.num_proposed = self.num_accepted = 0 # of all samples
 
     def should_draft(self, decoder: Decoder, prompts: list[list[int]], num_steps: int) -> bool:
@@ -148,11 +149,6 @@ class Speculation:
             token = sampler(logits, extended, None if sampler.is_greedy else streams.next())
             extended = torch.cat([extended, token], dim=1)
         return extended[:, ids.size(1):]
-
-    def log_once(self, message: str) -> None:
-        if message not in self.logged:
-            self.logged.add(message)
-            self.log(message)
 
     def summary(self) -> str:
         """How many proposals were accepted so far."""

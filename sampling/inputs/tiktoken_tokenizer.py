@@ -1,28 +1,26 @@
 """GPT-2's byte-pair encoding and tiktoken's others, and where their vocabularies come from."""
 import hashlib
-import json
 import os
 import tempfile
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from sampling.checkpoints.checkpoint import first_sentence, read_json
-from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
-from sampling.messages import Log, warn
+from sampling.checkpoints.checkpoint import first_sentence
+from sampling.inputs.hf_tokenizer import HFTokenizer
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, Tokenizer, require_unicode
+from sampling.messages import Log
 
 HOST = "https://openaipublic.blob.core.windows.net"
 GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-GPT2_SHA256 = "855ec41a9d90094ebb1189ee8082e915505cf2dfe0691a4f39da9c020f9476b2" # of the vocabulary in a tokenizer.json
 
 
 class TiktokenTokenizer(ByteDecodingTokenizer):
-    """GPT-2's byte-pair encoding, or tiktoken's of this name. <|endoftext|> in a text becomes the special token."""
+    """tiktoken's encoding of this name. <|endoftext|> in a text becomes the special token."""
     joins_spaces = True
 
-    def __init__(self, name: str = "gpt2", log: Log = warn):
-        self.source, self.size = encoding_label(name), ENCODINGS[name]
-        self.encoding = load_encoding(name, log)
+    def __init__(self, name: str = "gpt2"):
+        from tiktoken import get_encoding
+        self.source, self.size, self.encoding = encoding_label(name), ENCODINGS[name], get_encoding(name)
 
     def encode(self, text: str) -> list[int]:
         require_unicode(text)
@@ -39,13 +37,12 @@ def encoding_label(name: str) -> str:
     return "GPT-2's encoding" if name == "gpt2" else f"tiktoken's {name}"
 
 
-def load_encoding(name: str, log: Log):
-    """tiktoken's encoding of this name. Logs why a source of its vocabulary failed. Raises ValueError if all do."""
-    from tiktoken import get_encoding
+def load_encoding(name: str, log: Log) -> Tokenizer:
+    """tiktoken's encoding of this name. Logs why a source of it failed. Raises ValueError if all do."""
     is_gpt2 = name in ("gpt2", "r50k_base") # two names of one encoding
     urls = GPT2_URLS if is_gpt2 else [f"{HOST}/encodings/{name}.tiktoken"]
     files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
-    sources = [("tiktoken's download", lambda: get_encoding("gpt2" if is_gpt2 else name))] # or its cache
+    sources = [("tiktoken's download", lambda: TiktokenTokenizer("gpt2" if is_gpt2 else name))] # or its cache
     if is_gpt2:
         hub_cache = "tokenizer.json in Hugging Face's cache", from_hub_cache
         cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "data-gym-cache")
@@ -64,34 +61,19 @@ def load_encoding(name: str, log: Log):
         "here, and set TIKTOKEN_CACHE_DIR to that folder")
 
 
-def from_hub_cache():
+def from_hub_cache() -> Tokenizer | None:
     """GPT-2's encoding from Hugging Face's cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     for repository in "openai-community/gpt2", "gpt2": # its name, and its older one
         if isinstance(path := try_to_load_from_cache(repository, "tokenizer.json"), str):
-            return from_json(path)
+            return HFTokenizer(Path(path), ENCODINGS["gpt2"])
     return None
 
 
-def from_hub():
+def from_hub() -> Tokenizer:
     """GPT-2's encoding from Hugging Face's hub, or from the mirror that HF_ENDPOINT names."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url
     file = "openai-community/gpt2", "tokenizer.json"
     if not constants.HF_HUB_OFFLINE: # a hub that does not answer is asked once, not six times
         urlopen(Request(hf_hub_url(*file), method="HEAD"), timeout=10).close()
-    return from_json(hf_hub_download(*file))
-
-
-def from_json(path: str | os.PathLike):
-    """GPT-2's encoding from its tokenizer.json. Raises ValueError if the file has another vocabulary."""
-    import tiktoken
-    vocab = read_json(Path(path))["model"]["vocab"]
-    if hashlib.sha256(json.dumps(vocab, sort_keys=True).encode()).hexdigest() != GPT2_SHA256:
-        raise ValueError(f"{path} does not have GPT-2's vocabulary")
-    # Each character of a token represents a byte: a printable one itself, any other one from 256 on.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-    end = "<|endoftext|>"
-    ranks = {bytes(byte_of[char] for char in token): i for token, i in vocab.items() if token != end}
-    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={end: vocab[end]})
+    return HFTokenizer(Path(hf_hub_download(*file)), ENCODINGS["gpt2"])

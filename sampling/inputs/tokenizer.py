@@ -116,10 +116,10 @@ def load_from(name: str | Path, checkpoint: Checkpoint, log: Log) -> Tokenizer |
     """Load the encoding with this name, or the tokenizer in a file; None for a meta.pkl without a vocabulary."""
     from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
     from sampling.inputs.hf_tokenizer import HFTokenizer
-    from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer, encoding_label
+    from sampling.inputs.tiktoken_tokenizer import encoding_label, load_encoding
     if isinstance(name, str):
         check_size(checkpoint, encoding_label(name), ENCODINGS[name]) # first, because loading may download files
-        return TiktokenTokenizer(name, log)
+        return load_encoding(name, log)
     if name.suffix != ".pkl":
         found = HFTokenizer(name, checkpoint.config.vocab_size)
     else:

@@ -111,12 +111,3 @@ def advance_exponential(generator: torch.Generator, num_calls: int, size: int) -
     else:
         for _ in range(num_calls):
             numbers.exponential_(generator=generator)
-
-
-def draws_like_multinomial(device: torch.device, vocab_size: int) -> bool:
-    """Whether two samples of one token get the tokens of two calls of torch.multinomial."""
-    run, probs = RunStream(1, device, 0, 1, vocab_size), torch.linspace(1, 2, vocab_size, device=device)
-    found = (probs / exponentials(RowStreams(run, [0, 1]).next(), None)).argmax(dim=-1)
-    generator = torch.Generator(run.generator.device).manual_seed(1)
-    expected = torch.cat([torch.multinomial(probs, 1, generator=generator) for _ in range(2)])
-    return torch.equal(found, expected)

@@ -24,7 +24,6 @@ import sampling
 from model import GPT, GPTConfig
 from models import save_checkpoint, save_meta
 from oracles import nanogpt_generate
-from sampling.backends.prepare import autocast
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=272, vocab_size=97, bias=True)
@@ -97,11 +96,14 @@ class Bench:
         torch.manual_seed(SEED)
         model = GPT(GPTConfig(**self.shapes[name])) # nanoGPT initialises a model before it samples
         model.load_state_dict(self.models[name].state_dict())
-        with torch.no_grad(), autocast(self.device, DTYPES[dtype]):
+        with torch.no_grad(), self.autocast(dtype):
             expected = [nanogpt_generate(model.eval().to(self.device), idx, self.new_tokens, TEMPERATURE, TOP_K)
                         for _ in range(4)]
         pairs = [(ids, one[0, length:].tolist()) for ids, one in zip(found, expected, strict=True)]
         return {"equal": f"{sum(a == b for a, b in pairs)} of 4"}
+
+    def autocast(self, dtype):
+        return torch.autocast(self.device.type, DTYPES[dtype], enabled=dtype != "float32")
 
     def load(self, name, dtype, **options):
         """The generator that Python users get."""
@@ -116,7 +118,7 @@ class Bench:
     def time_loop(self, name, dtype):
         """nanoGPT's loop, one sample."""
         model, idx = self.models[name].to(self.device), torch.tensor([[1]], device=self.device)
-        with autocast(self.device, DTYPES[dtype]):
+        with self.autocast(dtype):
             return self.time(1, lambda: nanogpt_loop(model, idx, self.new_tokens))
 
     def time_transformers(self, name, dtype, samples):

@@ -11,10 +11,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from hf_tokenizers import save_tokenizer
+from hf_tokenizers import gpt2_tokenizer_json, save_tokenizer
 from model import GPT
 from models import make_transformers_gpt2
-from project import GPT2_FILES, PROJECT
+from project import PROJECT
 from sampling.checkpoints.huggingface import load_huggingface
 
 
@@ -148,9 +148,9 @@ def test_a_model_that_the_hub_does_not_have_is_one_line(hub, run_script):
 
 @pytest.mark.usefixtures("needs_gpt2_encoding")
 def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_path):
-    vocab = json.loads((tiktoken_cache / GPT2_FILES["encoder.json"]).read_text())
-    write_json(tmp_path / "openai-community/gpt2/resolve/main/tokenizer.json", {"model": {"vocab": vocab}})
-    code = "from sampling.inputs.tiktoken_tokenizer import *; print(TiktokenTokenizer(log=print).encode('Hello world'))"
+    content = json.loads(gpt2_tokenizer_json(tiktoken_cache))
+    write_json(tmp_path / "openai-community/gpt2/resolve/main/tokenizer.json", content)
+    code = "from sampling.inputs.tiktoken_tokenizer import *; print(load_encoding('gpt2', print).encode('Hello world'))"
     command, env = [sys.executable, "-c", code], {**os.environ, **hub.env, "HTTPS_PROXY": "http://127.0.0.1:9"}
     dead = subprocess.run(command, cwd=PROJECT, env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True)
     assert dead.stdout.count(b" failed (") == dead.stdout.count(b"\n") == 2 and b"Retry" not in dead.stderr

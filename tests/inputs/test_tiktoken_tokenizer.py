@@ -1,27 +1,24 @@
 """TiktokenTokenizer, GPT-2's byte-pair encoding, and where its vocabulary comes from."""
 import hashlib
-import json
 import random
 
 import pytest
 import tiktoken
 
-from hf_tokenizers import random_texts
+from hf_tokenizers import gpt2_tokenizer_json, random_texts
 from project import GPT2_FILES
-from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer, load_encoding
 
 
 @pytest.fixture
 def leave_hub_cache(tmp_path, monkeypatch, gpt2_encoding, tiktoken_cache):
-    """A function that leaves a vocabulary in Hugging Face's cache, none in tiktoken's, and no network."""
-    def leave(repository, hello=15496):
+    """A function that leaves a tokenizer in Hugging Face's cache, none in tiktoken's, and no network."""
+    def leave(repository, content):
         monkeypatch.delitem(tiktoken.registry.ENCODINGS, "gpt2", raising=False)
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
         monkeypatch.setattr("tiktoken.load.read_file", lambda url: (_ for _ in ()).throw(ConnectionError("no network")))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        vocab = json.loads((tiktoken_cache / GPT2_FILES["encoder.json"]).read_text()) | {"Hello": hello}
-        content = json.dumps({"model": {"vocab": vocab}})
         for name, text in ("refs/main", "1234"), ("snapshots/1234/tokenizer.json", content):
             path = tmp_path / f"models--{repository}" / name
             path.parent.mkdir(parents=True)
@@ -41,27 +38,30 @@ def test_text_is_encoded_as_by_gpt2(gpt2_encoding):
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_hugging_faces_cache_has_the_same_encoding_and_comes_before_downloads(count, leave_hub_cache):
-    theirs, rng = tiktoken.get_encoding("gpt2"), random.Random(1)
-    leave_hub_cache("openai-community--gpt2")
-    ours = [TiktokenTokenizer(name, log=pytest.fail).encoding for name in ("gpt2", "r50k_base")]
-    for encoding in ours:
-        assert encoding.decode_tokens_bytes(range(50257)) == theirs.decode_tokens_bytes(range(50257))
+def test_hugging_faces_cache_has_the_same_encoding_and_comes_before_downloads(count, leave_hub_cache, tiktoken_cache):
+    theirs, rng = TiktokenTokenizer(), random.Random(1)
+    leave_hub_cache("openai-community--gpt2", gpt2_tokenizer_json(tiktoken_cache))
+    ours, _ = [load_encoding(name, pytest.fail) for name in ("gpt2", "r50k_base")]
+    assert [ours.decode([i]) for i in range(50304)] == [theirs.decode([i]) for i in range(50304)]
+    assert (ours.size, ours.joins_spaces) == (theirs.size, theirs.joins_spaces)
     for text in random_texts("gpt2", count):
-        text += rng.choice(["", "  x", " \n\n a", "'ll 123'S", "ﷺ" * 5])
-        assert ours[0].encode(text, allowed_special="all") == theirs.encode(text, allowed_special="all")
+        text += rng.choice(["!", "  x", " \n\n a", "'ll 123'S", "ﷺ" * 5])
+        prompt_ids, ids = ours.encode(text), rng.choices(range(50300), k=rng.choice([1, 9, 40]))
+        assert prompt_ids == theirs.encode(text) and ours.decode(ids) == theirs.decode(ids)
+        decode, is_last = ours.incremental_decoder(prompt_ids), [False] * (len(ids) - 1) + [True]
+        assert "".join(map(decode, ids, is_last)) == theirs.decode(ids)
 
 
 def test_each_failure_is_said_once_and_the_error_says_what_to_get(leave_hub_cache):
-    leave_hub_cache("gpt2", hello=15497)
+    leave_hub_cache("gpt2", "{}")
     lines = []
     with pytest.raises(ValueError, match="set TIKTOKEN_CACHE_DIR to that folder") as error:
-        TiktokenTokenizer(log=lines.append)
+        load_encoding("gpt2", lines.append)
     assert [line.split(" failed (")[0] for line in lines] == [f"GPT-2's encoding: {source}" for source in (
         "tokenizer.json in Hugging Face's cache", "tiktoken's download", "the download from Hugging Face's hub")]
-    assert "does not have GPT-2's vocabulary" in lines[0] and "ConnectionError: no network" in lines[1]
+    assert "it has no model" in lines[0] and "ConnectionError: no network" in lines[1]
     for name, cached_name in GPT2_FILES.items():
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
         assert url in str(error.value) and hashlib.sha1(url.encode()).hexdigest() == cached_name in str(error.value)
     with pytest.raises(ValueError, match=r"get https://\S+/encodings/cl100k_base\.tiktoken, save it as 9b5ad71b2ce5"):
-        TiktokenTokenizer("cl100k_base", lines.append)
+        load_encoding("cl100k_base", lines.append)
