@@ -7,7 +7,6 @@ import io
 import math
 import pickle
 import pickletools
-import posixpath
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from sampling.checkpoints.checkpoint import RejectedFileError, require
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of them.
 MAX_PICKLE_BYTES = 2**23
 MAX_OPCODES = 2**21
-MAX_COPIES = 2**20 # values that a pickle lets functions copy
+MAX_BYTES = 64 # of text that a call may encode
 HASHED_OPERANDS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2),
                    "ADDITEMS": slice(-1), "FROZENSET": slice(None)}
 NOT_PLAIN_KEYS = "it has keys that are neither text nor numbers"
@@ -75,7 +74,6 @@ class DataUnpickler(pickle.Unpickler):
 
     def __init__(self, pickled: bytes):
         check_pickle(pickled)
-        self.num_copies = 0
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
 
     def find_class(self, module: str, name: str) -> Any:
@@ -84,18 +82,10 @@ class DataUnpickler(pickle.Unpickler):
         if full in DTYPES:
             return DTYPES[full]
         if full in FUNCTIONS:
-            return self.with_copy_limit(FUNCTIONS[full])
+            return lambda *arguments: FUNCTIONS[full](*arguments) # a new one: a pickle cannot change another file's
         if re.fullmatch(r"([A-Za-z_]\w*\.)+GPTConfig", full[:200], re.ASCII):
-            return type("GPTConfig", (Record,), {}) # a new class: a pickle cannot change another file's
+            return type("GPTConfig", (Record,), {}) # a new one, too
         raise RejectedFileError(f"it names {full:.80}, which could run code; only data is allowed")
-
-    def with_copy_limit(self, function: Callable) -> Callable:
-        """Wrap a function: it raises RejectedFileError when all calls together got more than MAX_COPIES values."""
-        def call(*arguments):
-            self.num_copies += sum(len(argument) for argument in arguments if hasattr(argument, "__len__"))
-            require(self.num_copies <= MAX_COPIES, "it copies more values than a checkpoint has")
-            return function(*arguments)
-        return call
 
     def persistent_load(self, saved_id: tuple) -> StoredTensor:
         """A whole record, of which tensors are views: saved_id is ("storage", dtype, key, device, ...)."""
@@ -112,22 +102,17 @@ def rebuild_tensor(record: StoredTensor, offset: int, shape: tuple, strides: tup
     return StoredTensor(record.key, dtype, shape, strides, offset)
 
 
-def plain_set(items: list) -> set:
-    require(not any(isinstance(item, tuple) for item in items), NOT_PLAIN_KEYS)
-    return set(items)
-
-
 class PlainDict(dict):
-    """Stands in for OrderedDict and Counter. It drops the _metadata of a state_dict."""
+    """Stands in for OrderedDict. It drops the _metadata of a state_dict."""
     __setstate__ = staticmethod(lambda state: None)
 
 
 class Record:
-    """Stands in for an instance of a class: what it was made from, and the fields that were then put into it."""
-    arguments, state = (), {}
+    """Stands in for an instance of a class: the first argument, if there was any, and what was then put into it."""
+    first, state = None, {}
 
-    def __init__(self, *arguments):
-        self.arguments = arguments
+    def __init__(self, first=None, *others):
+        self.first = first
 
     def __setstate__(self, state):
         self.state = state
@@ -136,20 +121,22 @@ class Record:
 def numpy_scalar(dtype: Record, data: bytes) -> Any:
     """Stands in for numpy's function that makes scalars. Returns a number or text; None for other types."""
     import numpy as np
-    if not re.fullmatch(r"[biufcUS]\d{1,4}", dtype.arguments[0]) or not isinstance(data, bytes):
+    if not re.fullmatch(r"[biufcUS]\d{1,2}", dtype.first) or not isinstance(data, bytes):
         return None
     byte_order = dtype.state[1] if dtype.state else "<"
-    return np.frombuffer(data, np.dtype(dtype.arguments[0]).newbyteorder(byte_order), count=1)[0].item()
+    return np.frombuffer(data, np.dtype(dtype.first).newbyteorder(byte_order), count=1)[0].item()
 
 
+# None of these functions copies much: a few bytes of a pickle could otherwise ask for many large copies. So a set or a
+# Counter is the list or dict that it is made from, and of a path or of long bytes only a note is left.
 FUNCTIONS: dict[str, Callable] = {
-    "collections.OrderedDict": lambda: PlainDict(), "collections.Counter": lambda items: PlainDict() | items,
-    "builtins.set": plain_set, "__builtin__.set": plain_set, "torch.Size": tuple,
-    "torch.device": lambda *parts: None,
-    "_codecs.encode": lambda text, encoding: text.encode("latin1"), # so pickle's protocol 2 writes bytes
-    "numpy.dtype": Record,
+    "collections.OrderedDict": lambda: PlainDict(),
+    **dict.fromkeys(["collections.Counter", "builtins.set", "__builtin__.set", "torch.Size"], lambda items: items),
+    "torch.device": lambda *parts: None, "numpy.dtype": Record,
+    # How pickle's protocol 2 writes bytes.
+    "_codecs.encode": lambda text, encoding: text.encode("latin1") if len(text) <= MAX_BYTES else "long bytes",
     "numpy._core.multiarray.scalar": numpy_scalar, "numpy.core.multiarray.scalar": numpy_scalar,
-    **{f"pathlib{module}.{kind}Path": lambda *parts: posixpath.join("", *parts) or "." for module in ("", "._local")
+    **{f"pathlib{module}.{kind}Path": lambda *parts: "a path" for module in ("", "._local")
        for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")},
     **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,

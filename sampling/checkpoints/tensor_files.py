@@ -68,8 +68,8 @@ class TensorFile:
 def read_tensor_file(file: BinaryIO) -> TensorFile:
     """The content of an open file of torch.save or of safetensors. It must stay open while tensors are read.
 
-    numpy's numbers and paths, which settings may hold, become plain numbers and text; a GPTConfig of any module becomes
-    a Record. Raises DamagedFileError if the file is cut or damaged; RejectedFileError if it holds more than data.
+    numpy's numbers, which settings may hold, become plain numbers; a GPTConfig of any module becomes a Record.
+    Raises DamagedFileError if the file is cut or damaged; RejectedFileError if it holds more than data.
     """
     file.seek(0)
     start = file.read(32)

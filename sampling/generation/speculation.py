@@ -87,12 +87,9 @@ class Speculation:
         if best_num_proposals(NUM_ACCEPTED / NUM_CHECKED, self.relative_cost) == 0:
             self.log_once("the draft is off: its steps take too long, compared with the model's, to save time")
             return False
-        num_tokens = len(prompts[0]) + num_steps
-        if num_tokens > draft_block_size and draft_block_size < block_size:
-            self.log_once(f"the draft is used only while the window has at most {draft_block_size} tokens, its own "
-                          "block_size")
-        elif num_tokens > block_size and not decoder.context_shift:
-            self.log_once(f"the draft is used only up to block_size: {block_size} tokens, including the prompt")
+        limit = min(block_size, draft_block_size)
+        if len(prompts[0]) + num_steps > limit and not (decoder.context_shift and limit == block_size):
+            self.log_once(f"the draft is used only for the first {limit} tokens of the window, including the prompt")
         return True
 
     def decode(self, decoder: Decoder, prompt: list[int], streams: RowStreams,

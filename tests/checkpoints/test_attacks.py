@@ -40,10 +40,15 @@ CODE = { # with pickle.loads, all but the last six make it
 # ---- pickles that would crash the process, hang it, or fill its memory
 
 LARGE = struct.pack("<Q", 2**40)
-COPIES = value(list(range(300_000))) + b"q\x01" + b"c__builtin__\nset\nh\x01\x85R" * 3000 # sets of a list
 TUPLES = value("x" * 10) + b"q\x01h\x01\x86" * 60 # each holds the one before it twice: few bytes, 2**60 leaves
 
 
+def copies(function, argument, rest):
+    """A list of the results of many calls. The rest of each call gets the argument by h\\1."""
+    return b"](" + value(argument) + b"q\1" + (b"c" + function + rest) * 3000 + b"e"
+
+
+NUMBERS, NO_TENSORS = range(300_000), "must hold tensors by name"
 BOMBS = { # the piece of pickle, a part of the error line
     "memo": (b"]r\x00\x00\x00\x10", "memo indices"), "memo-as-text": (b"]p400000000\n", "memo indices"),
     "bytes": (b"\x8e" + LARGE, "damaged"), "bytearray": (b"\x96" + LARGE, "damaged"),
@@ -52,9 +57,12 @@ BOMBS = { # the piece of pickle, a part of the error line
     "tuples-as-a-key-of-DICT": (b"(" + TUPLES + b"Nd", "keys that are neither"),
     "tuples-in-a-set": (b"\x8f(" + TUPLES + b"\x90", "keys that are neither"),
     "tuples-in-a-frozenset": (b"(" + TUPLES + b"\x91", "keys that are neither"),
-    "tuples-in-a-set-by-a-call": (call("builtins set", b"](" + TUPLES + b"e"), "keys that are neither"),
-    "deep-lists": (b"]" * 200_000 + b"a" * 199_999, "must hold tensors by name"),
-    "copies-of-a-set": (b"](" + COPIES + b"e", "copies more"),
+    "tuples-in-a-set-by-a-call": (call("builtins set", b"](" + TUPLES + b"e"), NO_TENSORS),
+    "deep-lists": (b"]" * 200_000 + b"a" * 199_999, NO_TENSORS),
+    "copies-of-a-set": (copies(b"__builtin__\nset\n", [*NUMBERS], b"h\1\x85R"), NO_TENSORS),
+    "copies-of-the-parts-of-a-path": (copies(b"pathlib\nPath\n", (*NUMBERS,), b"h\1R"), NO_TENSORS),
+    "copies-of-arguments": (copies(b"numpy\ndtype\n", (*NUMBERS,), b"h\1R"), NO_TENSORS),
+    "copies-as-bytes": (copies(b"_codecs\nencode\n", "x" * 10**6, b"h\1" + value("latin1") + b"\x86R"), NO_TENSORS),
     "many-values": (b"N" * 2**22 + b"]", "opcodes"),
     "long": (value("x" * 9_000_000), "its pickle"),
 }

@@ -82,8 +82,8 @@ def test_a_good_draft_saves_passes_and_the_summary_counts_its_proposals(tokenize
 
 SEVERAL = "the draft is off: several samples at once are faster without it; batch_size=1 turns it on"
 SLOW = "the draft is off: its steps take too long, compared with the model's, to save time"
-PAST = "the draft is used only up to block_size: 32 tokens, including the prompt"
-SHORT = "the draft is used only while the window has at most 20 tokens, its own block_size"
+PAST, SHORT = (f"the draft is used only for the first {limit} tokens of the window, including the prompt"
+               for limit in (32, 20))
 
 
 @pytest.mark.parametrize("draft, cost, batch_size, settings, lines", [

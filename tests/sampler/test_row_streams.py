@@ -2,9 +2,10 @@
 import pytest
 import torch
 
+from recorded_graphs import NEEDS_GPU
 from sampling.sampler import mt19937, row_streams
 from sampling.sampler.mt19937 import advance_mt19937
-from sampling.sampler.row_streams import RowStreams, RunStream, advance_exponential, exponentials
+from sampling.sampler.row_streams import RowStreams, RunStream, exponentials
 
 STEPS = 8
 
@@ -54,10 +55,13 @@ def test_a_copy_draws_the_numbers_of_later_steps_and_leaves_its_original_as_it_i
         assert torch.equal(draw(streams, 2), expected[:, step:step + 2])
 
 
-def test_the_numbers_are_those_of_multinomial_and_if_not_it_is_noticed(each_build, monkeypatch):
-    assert row_streams.draws_like_multinomial("cpu", 65) and row_streams.draws_like_multinomial("cpu", 50304)
-    monkeypatch.setattr(row_streams, "advance_exponential", lambda *arguments: advance_exponential(*arguments[:2], 66))
-    assert not row_streams.draws_like_multinomial("cpu", 65)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("vocab_size", [65, 50304])
+def test_the_numbers_of_two_samples_are_those_of_two_calls_of_multinomial(each_build, device, vocab_size):
+    run, probs = RunStream(1, device, 0, 1, vocab_size), torch.linspace(1, 2, vocab_size, device=device)
+    found = (probs / exponentials(RowStreams(run, [0, 1]).next(), None)).argmax(dim=-1)
+    generator = torch.Generator(device).manual_seed(1)
+    assert found.tolist() == [int(torch.multinomial(probs, 1, generator=generator)) for _ in range(2)]
 
 
 @pytest.mark.parametrize("before", [1, 623, 624])
