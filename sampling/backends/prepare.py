@@ -33,9 +33,7 @@ def choose_device(name: str, local_rank: int | None = None, log: Log = warn) -> 
     if name not in ["auto", *available]:
         raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use one of these, or "
                          "auto")
-    for candidate in available if name == "auto" else [name]:
-        if name == "auto" and candidate == "cuda:0": # "cuda" stands for it
-            continue
+    for candidate in [each for each in available if each != "cuda:0"] if name == "auto" else [name]: # cuda is cuda:0
         device = torch.device(candidate)
         if candidate == "cuda" and local_rank is not None:
             device = torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -21,7 +21,6 @@ MAX_OPCODES = 2**21
 MAX_BYTES = 64 # of text that a call may encode
 HASHED_OPERANDS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2),
                    "ADDITEMS": slice(-1), "FROZENSET": slice(None)}
-NOT_PLAIN_KEYS = "it has keys that are neither text nor numbers"
 
 
 class StoredTensor(NamedTuple):
@@ -64,7 +63,7 @@ def check_pickle(pickled: bytes) -> int:
                 fixed = fixed[:fixed.index(mark)]
             operands += [stack.pop() for _ in fixed] # the top of the stack is the first of them
             hashed = operands[HASHED_OPERANDS[opcode.name]] if opcode.name in HASHED_OPERANDS else []
-            require(not any(hashed), NOT_PLAIN_KEYS)
+            require(not any(hashed), "it has keys that are neither text nor numbers")
             stack += [None if after is mark else bool(operands) for after in opcode.stack_after]
     return stream.tell()
 

@@ -4,7 +4,6 @@ Rank 0 reads the prompts, sends every rank its share of the samples, and shows a
 in order. Each sample has its own offset in the random stream, so the samples are the same as with one process.
 """
 import os
-import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -39,8 +38,6 @@ class Workers:
         dist.init_process_group("gloo", timeout=timedelta(days=7))
         os.dup2(stdout, 1)
         os.close(stdout)
-        if self.is_main: # torchrun sends SIGTERM when another process has failed
-            signal.signal(signal.SIGTERM, end_on_sigterm)
 
     def all_gather(self, value: Any) -> list:
         """The values that all processes call this with, by rank. Raises ValueError if a process has ended."""
@@ -99,10 +96,3 @@ class Workers:
                 for sample in part if self.is_main else []:
                     engine.on_tokens(sample.num_tokens)
                     yield sample
-
-
-def end_on_sigterm(*_) -> None:
-    """A signal handler that ends the process. Python's streams may be in use, so this does not write to them."""
-    os.write(2, b"error: torchrun ended this run, as it does when one of its processes fails; with out_file, the same "
-                b"command resumes the run\n")
-    os._exit(143)

@@ -12,6 +12,7 @@ from torch import Tensor
 from sampling.sampler.row_streams import exponentials
 
 NUM_EXTRA_FOR_TIES = 64 # bfloat16 logits nearly always tie with the k-th largest: the first topk has room for ties
+MAX_LOGIT = 1e9 # no model has larger ones
 NOT_FINITE = ("the model's logits are NaN or infinite: the checkpoint may be damaged, its training may have diverged, "
               "or dtype=float16 overflows (try dtype=bfloat16 or float32)")
 
@@ -78,7 +79,7 @@ def apply_repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Ten
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits (B, V) by a temperature above 0. nanoGPT fails if the largest logit of a row overflows."""
     scaled = logits / temperature
-    if temperature >= 1: # nothing can overflow
+    if temperature * torch.finfo(logits.dtype).max > MAX_LOGIT: # nothing overflows
         return scaled
     # What the probabilities are in the limit of low temperatures: only the largest logits are left.
     limit = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
