@@ -94,6 +94,7 @@ def streamed_texts(engine, samples):
     """The texts as a reader of the stream gets them: each character once."""
     texts = [""] * len(samples)
     for sample in engine.generate(without_tokens(samples)):
+        assert sample.num_emittable_chars <= len(sample.text)
         texts[sample.index] += sample.text[len(texts[sample.index]):sample.num_emittable_chars]
     return texts
 

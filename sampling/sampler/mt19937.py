@@ -26,16 +26,15 @@ NUM_WORDS = 624 # that determine the next one
 DEGREE = 19937 # of P: 624 * 32 bits without the 31 that the recurrence ignores
 JUMP_THRESHOLD = 2**23 # a jump past this many random numbers, or more, is faster than a walk
 
-# The layout of torch's CPU generator state (CPUGeneratorImpl), in units of 32 bits. Each word takes 64 bits.
-NUM_LEFT, WORDS = 2, slice(6, 6 + 2 * NUM_WORDS, 2)
+# Where torch's CPU generator state (CPUGeneratorImpl) has the current block of 624 words, in units of 32 bits. Each word
+# takes 64 bits. Another field counts how many words of the block were drawn.
+WORDS = slice(6, 6 + 2 * NUM_WORDS, 2)
 
 
 def advance_mt19937(generator: torch.Generator, count: int) -> None:
     """Advance a CPU generator of torch past count 32-bit random numbers."""
     if count >= JUMP_THRESHOLD:
-        num_left = int(get_fields(generator)[NUM_LEFT]) - 1 # in the current block of 624 words
-        walk(generator, num_left)
-        num_blocks, count = divmod(count - num_left, NUM_WORDS)
+        num_blocks, count = divmod(count, NUM_WORDS)
         jump(generator, num_blocks)
     walk(generator, count)
 
@@ -48,7 +47,7 @@ def walk(generator: torch.Generator, count: int) -> None:
 
 
 def jump(generator: torch.Generator, num_blocks: int) -> None:
-    """Advance a generator that is at the end of a block of 624 words by num_blocks (1 or more)."""
+    """Advance a generator by num_blocks (1 or more) of 624 words, to the same place in a later block."""
     # The next block, and all words that the highest term can reach from it. The jump starts at the next block, because
     # 31 bits of the current one may come from the seed and not from the recurrence.
     blocks = []
@@ -59,7 +58,7 @@ def jump(generator: torch.Generator, num_blocks: int) -> None:
     for i in exponents(x_pow_mod(NUM_WORDS * (num_blocks - 1))):
         destination ^= words[i:i + NUM_WORDS]
     fields = get_fields(generator)
-    fields[WORDS] = destination # the other fields are those of the end of any block
+    fields[WORDS] = destination # the other fields are those of this place in any block
     generator.set_state(torch.from_numpy(fields.view(np.uint8)))
 
 
