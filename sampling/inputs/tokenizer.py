@@ -126,7 +126,7 @@ def load_from(name: str | Path, checkpoint: Checkpoint, log: Log) -> Tokenizer |
         meta = read_meta(name)
         if encoding := named_encoding(meta, name):
             return load_from(encoding, checkpoint, log)
-        if "stoi" not in meta: # there may be only a vocab_size, for GPT-2's tokens
+        if "vocab_size" in meta and not {"stoi", "itos"} & meta.keys(): # for GPT-2's tokens
             return None
         found = CharTokenizer(name, meta)
     check_size(checkpoint, found.source, found.size)

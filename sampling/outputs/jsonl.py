@@ -179,8 +179,8 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
     types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
     if not (isinstance(record, dict) and record.get("version") == VERSION
             and all(type(record.get(name)) is kind for name, kind in types.items())):
-        raise ValueError(f"{where}: not written by this version of sample.py; nothing is overwritten, so move the "
-                         "file, or give another name")
+        raise ValueError(f"{where}: not written by this version of sample.py, so it cannot be used, and is not "
+                         "overwritten: give another file")
     return record
 
 

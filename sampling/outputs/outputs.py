@@ -84,7 +84,7 @@ class Outputs:
             if self.overwrite:
                 self.jsonl.truncate(0)
                 self.overwrite = False
-            with name_write_errors(self.jsonl.name):
+            with name_write_errors(self.out_file if self.can_resume else self.html_file):
                 self.jsonl.seek(0, os.SEEK_END) # the page is read from the same file
                 self.jsonl.write(line)
                 self.jsonl.flush()

@@ -26,8 +26,8 @@ NUM_WORDS = 624 # that determine the next one
 DEGREE = 19937 # of P: 624 * 32 bits without the 31 that the recurrence ignores
 JUMP_THRESHOLD = 2**23 # a jump past this many random numbers, or more, is faster than a walk
 
-# Where torch's CPU generator state (CPUGeneratorImpl) has the current block of 624 words, in units of 32 bits. Each word
-# takes 64 bits. Another field counts how many words of the block were drawn.
+# Where the state of torch's CPU generator (CPUGeneratorImpl) has the current block of 624 words, in units of 32 bits.
+# Each word takes two of them. Other fields say which word of the block comes next.
 WORDS = slice(6, 6 + 2 * NUM_WORDS, 2)
 
 

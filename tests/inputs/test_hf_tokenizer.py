@@ -63,13 +63,14 @@ def test_bytes_of_a_character_come_with_the_last_of_them(kind, tmp_path):
         ids, decode = tokenizer.encode(text), tokenizer.incremental_decoder()
         texts = [decode(token_id, i == len(ids) - 1) for i, token_id in enumerate(ids)]
         assert "".join(texts).strip() == text and max(map(len, texts)) <= longest and len(ids) > 1
+        assert tokenizer.incremental_decoder(ids)(ids[-1], True) == "\ufffd", "no token continues a prompt's character"
     texts = [decode(ids[-1]) for _ in range(1000)] # which never form a character: some text must come all the same
     assert "".join(texts).count("\ufffd") > 900
 
 
 @pytest.mark.parametrize("kind, settings", [
     ("older-files", {}), ("older-files", {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True}),
-    ("older-files", {"eos_token": "world", "additional_special_tokens": ["Welt"]}),
+    ("older-files", {"eos_token": "world", "additional_special_tokens": ["Welt", "Straße", "coração"]}),
     ("older-files", {"eos_token": {"content": "world", "__type": "AddedToken", "lstrip": True, "rstrip": False,
                                    "normalized": True, "single_word": False}}),
     ("older-files", {"added_tokens_decoder": {"0": {"content": "<|endoftext|>", "rstrip": True, "special": True}}}),

@@ -49,6 +49,17 @@ def contents(tmp_path):
     return lambda: ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes())
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+@pytest.mark.parametrize("settings, name", [({}, "a.jsonl"), ({"out_file": None}, "a.html")], ids=["lines", "page"])
+def test_a_full_disk_is_named_by_the_users_file(tmp_path, settings, name):
+    with outputs_in(tmp_path, **settings) as outputs, open("/dev/full", "r+b", 0) as full:
+        outputs.open(model_of(), iter([]))
+        outputs.jsonl.close()
+        outputs.jsonl = full
+        with pytest.raises(OSError, match=f"cannot write '{tmp_path}/{name}': No space left on device"):
+            outputs.write(finished_sample(0, "O", make_tokens(1)))
+
+
 # ---- resuming
 
 @pytest.mark.parametrize("end, message", [
@@ -113,7 +124,7 @@ def test_the_file_of_another_run_is_refused_and_stays_unchanged(run, contents, c
 @pytest.mark.parametrize("content", [b"my notes\n", b"no line end", b'{"version": 2, "index": 1, "pro'])
 def test_other_files_are_refused_and_stay_unchanged(run, tmp_path, content):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*nothing is overwritten"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*is not overwritten"):
         run(3, html_file=None)
     assert (tmp_path / "a.jsonl").read_bytes() == content
 
