@@ -64,7 +64,7 @@ def test_the_numbers_of_two_samples_are_those_of_two_calls_of_multinomial(each_b
     assert found.tolist() == [int(torch.multinomial(probs, 1, generator=generator)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("before", [1, 623, 624])
+@pytest.mark.parametrize("before", [0, 1, 623, 624])
 @pytest.mark.parametrize("count", [0, 1, 624, 5000, 1234567])
 @pytest.mark.parametrize("threshold", [mt19937.JUMP_THRESHOLD, 2000], ids=["walk", "jump"])
 def test_advancing_equals_drawing(before, count, threshold, monkeypatch):
