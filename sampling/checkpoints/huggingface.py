@@ -6,8 +6,7 @@ from typing import BinaryIO
 from torch import Tensor
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, read_model, tensors_by_name
-from sampling.checkpoints.checkpoint import (Checkpoint, Convert, find_checkpoint, first_sentence, read_complete,
-                                             read_json, require)
+from sampling.checkpoints.checkpoint import Checkpoint, Convert, find_checkpoint, read_complete, read_json, require
 from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.messages import Log, warn
@@ -111,9 +110,10 @@ def download(name: str) -> Path:
         message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
                    "access to it (set HF_TOKEN, or run 'hf auth login')")
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
+        first_line = str(e).partition("\n")[0]
         message = (f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, and the "
-                   f"hub did not answer ({first_sentence(e)}); set HF_ENDPOINT for a mirror, or on a machine that "
-                   f"reaches the hub, run 'hf download {name} --local-dir DIR', then give DIR instead of the name")
+                   f"hub did not answer ({first_line:.200}); set HF_ENDPOINT for a mirror, or on a machine "
+                   f"that reaches the hub, run 'hf download {name} --local-dir DIR', then give DIR instead of the name")
     raise ValueError(message)
 
 
