@@ -45,7 +45,7 @@ TUPLES = value("x" * 10) + b"q\x01h\x01\x86" * 60 # each holds the one before it
 
 def copies(function, argument, rest):
     """A list of the results of many calls. The rest of each call gets the argument by h\\1."""
-    return b"](" + value(argument) + b"q\1" + (b"c" + function + rest) * 3000 + b"e"
+    return b"](" + value(argument) + b"q\1" + (b"c" + function + rest) * 500 + b"e"
 
 
 NUMBERS, NO_TENSORS = range(300_000), "must hold tensors by name"
@@ -62,7 +62,7 @@ BOMBS = { # the piece of pickle, a part of the error line
     "copies-of-a-set": (copies(b"__builtin__\nset\n", [*NUMBERS], b"h\1\x85R"), NO_TENSORS),
     "copies-of-the-parts-of-a-path": (copies(b"pathlib\nPath\n", (*NUMBERS,), b"h\1R"), NO_TENSORS),
     "copies-of-arguments": (copies(b"numpy\ndtype\n", (*NUMBERS,), b"h\1R"), NO_TENSORS),
-    "copies-as-bytes": (copies(b"_codecs\nencode\n", "x" * 10**6, b"h\1" + value("latin1") + b"\x86R"), NO_TENSORS),
+    "copies-as-bytes": (copies(b"_codecs\nencode\n", "x" * 2**21, b"h\1" + value("latin1") + b"\x86R"), NO_TENSORS),
     "many-values": (b"N" * 2**22 + b"]", "opcodes"),
     "long": (value("x" * 9_000_000), "its pickle"),
 }
