@@ -80,7 +80,7 @@ class Linear:
         else:
             self.weight, self.scales = as_array(weight), np.ones(len(weight), np.float32)
         self.bias = np.zeros(len(self.weight), np.float32) if bias is None else as_array(bias)
-        self.kernel = kernels.linear[self.weight.dtype.name]
+        self.kernel = kernels.LINEAR[self.weight.dtype.name]
 
     def __call__(self, x: np.ndarray, gelu: str | None = None, residual: np.ndarray = NO_RESIDUAL) -> np.ndarray:
         """(R, I) -> (R, O). The residual has the shape of the result."""
@@ -242,7 +242,7 @@ def compile_kernels(dtypes: tuple[str, ...], log: Log) -> None:
         x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)
         calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0)}
         for dtype in dtypes:
-            calls[kernels.linear[dtype]] = x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL
+            calls[kernels.LINEAR[dtype]] = x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL
         start, is_new, num_threads = time.perf_counter(), False, torch.get_num_threads()
         for kernel, arguments in calls.items():
             if kernel in compiled:

@@ -2,7 +2,7 @@
 
 Axes: R rows (tokens of all samples), I inputs and O outputs of a linear layer, B samples, T new tokens of a sample,
 S its positions so far, C room for positions in the cache, E width, H heads, D = E / H. Arrays are float32 and
-C-contiguous. The functions at the end of the file are the backend's; the others are parts of them.
+C-contiguous. The backend calls layer_norm, attention and those of LINEAR; the other functions are parts of them.
 """
 import math
 from collections.abc import Callable
@@ -183,6 +183,10 @@ def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, resid
     return y
 
 
+LINEAR: dict[str, Callable[..., Array]] = {dtype: parallel(linear, dtype) for dtype in ("float32", "int8")}
+
+
+@parallel
 def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
     """Each row of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) -> (R, E)."""
     y = np.empty_like(x)
@@ -236,6 +240,7 @@ def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start:
             y[t, d] = total
 
 
+@parallel
 def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
     """T new tokens of each sample attend to the tokens up to themselves -> (B * T, E).
 
@@ -252,7 +257,3 @@ def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
         attend_head(qkv[rows, q:q + width], keys[b, h], values[b, h], qkv[rows, k:k + width], qkv[rows, v:v + width],
                     start, y[rows, q:q + width])
     return y
-
-
-layer_norm, attention = parallel(layer_norm), parallel(attention)
-linear = {weights: parallel(linear, weights) for weights in ("float32", "int8")}

@@ -33,7 +33,8 @@ def choose_device(name: str, local_rank: int | None = None, log: Log = warn) -> 
     if name not in ["auto", *available]:
         raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use one of these, or "
                          "auto")
-    for candidate in [each for each in available if each != "cuda:0"] if name == "auto" else [name]: # cuda is cuda:0
+    names = [each for each in available if each != "cuda:0"] # "cuda" stands for it
+    for candidate in names if name == "auto" else [name]:
         device = torch.device(candidate)
         if candidate == "cuda" and local_rank is not None:
             device = torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -18,7 +18,6 @@ from sampling.checkpoints.checkpoint import RejectedFileError, require
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of them.
 MAX_PICKLE_BYTES = 2**23
 MAX_OPCODES = 2**21
-MAX_BYTES = 64 # of text that a call may encode
 HASHED_OPERANDS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2),
                    "ADDITEMS": slice(-1), "FROZENSET": slice(None)}
 
@@ -133,7 +132,7 @@ FUNCTIONS: dict[str, Callable] = {
     **dict.fromkeys(["collections.Counter", "builtins.set", "__builtin__.set", "torch.Size"], lambda items: items),
     "torch.device": lambda *parts: None, "numpy.dtype": Record,
     # How pickle's protocol 2 writes bytes.
-    "_codecs.encode": lambda text, encoding: text.encode("latin1") if len(text) <= MAX_BYTES else "long bytes",
+    "_codecs.encode": lambda text, encoding: text.encode("latin1") if len(text) <= 64 else "long bytes",
     "numpy._core.multiarray.scalar": numpy_scalar, "numpy.core.multiarray.scalar": numpy_scalar,
     **{f"pathlib{module}.{kind}Path": lambda *parts: "a path" for module in ("", "._local")
        for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")},

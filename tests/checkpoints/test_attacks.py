@@ -12,6 +12,7 @@ import torch
 
 from attacks import call, needs_linux, poison, tensor, value, write_attack, write_settled
 from models import SHAPE, make_gpt, save_checkpoint
+from sampling.checkpoints.pickles import DataUnpickler, Record
 
 pytest_plugins = ["attacks"]
 pytestmark = needs_linux
@@ -112,6 +113,11 @@ PICKLES = { # name: (the piece of pickle, the entry that it replaces, a part of 
 def test_hostile_pickles_are_refused(kind, name, assert_refused, valid_checkpoint, tmp_path):
     piece, key, message = PICKLES[name]
     assert_refused(tmp_path, message, write_attack(kind, piece, tmp_path, valid_checkpoint, key))
+
+
+def test_a_pickle_does_not_change_what_reads_the_next_one():
+    DataUnpickler(b"cnumpy\ndtype\nN" + value({"first": "f4"}) + b"\x86b.").load() # sets an attribute
+    assert Record.first is None
 
 
 @pytest.mark.parametrize("entry, change, message", [

@@ -57,8 +57,7 @@ def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path):
     ({"stoi": {"a": 0}, "itos": {0: "b"}}, "damaged: stoi and itos disagree about 'b'"),
     ({"stoi": {"a": 0, "▁t": 1}}, "'▁t' of several characters.*--tokenizer=NAME"),
     *[({"stoi": stoi}, "must map characters or bytes") for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {}]],
-    *[(meta, "stoi or itos is not a dict") for meta in ({"stoi": 3}, {"itos": {0: "a"}}, {})],
-    ([1], "cannot read .*: it holds a list"),
+    ({"stoi": 3}, "stoi or itos is not a dict"), ([1], "cannot read .*: it holds a list"),
     (b"hello", "cannot read .*: .*damaged or incomplete"),
 ], ids=str)
 def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path): # checkpoints/test_attacks.py has more

@@ -58,6 +58,13 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
     assert load(out, "letters", len(CHARS)).source == str(letters / "meta.pkl")
 
 
+@pytest.mark.parametrize("meta", [{}, {"itos": {0: "a"}, "vocab_size": 50257}], ids=str)
+def test_a_damaged_vocabulary_is_not_replaced_by_gpt2s_encoding(meta, here):
+    (here / "meta.pkl").write_bytes(pickle.dumps(meta))
+    with pytest.raises(ValueError, match=r"cannot read .*meta\.pkl: stoi or itos is not a dict"):
+        load(here, None, 50257)
+
+
 def test_a_vocabulary_outside_of_the_data_folder_is_refused(here):
     (here / "data" / "a").mkdir(parents=True)
     save_meta(here / "elsewhere" / "meta.pkl")
