@@ -9,6 +9,7 @@ settings files (Python that assigns settings) and --key=value, --key value, or a
 """
 import gc
 import inspect
+import logging
 import os
 import sys
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from sampling.generation.workers import Workers
 from sampling.inputs.prompts import PromptSource, log_notices, make_samples, warn_about_stop_texts
 from sampling.inputs.tokenizer import load_tokenizer
 from sampling.messages import ALIASES, training_settings
-from sampling.outputs.console import hard_exit, is_tty, log, report_user_errors, setup_console
+from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.outputs.printer import Printer, Progress
 from sampling.params import SamplingParams, check_settings, choose_seed
@@ -84,7 +85,7 @@ def main(settings, workers):
     from sampling.generation.engine import Engine
 
     workers.connect(settings.interactive or settings.watch) # to the other processes, if torchrun started any
-    settings.seed = workers.broadcast(choose_seed(settings.seed, log))
+    settings.seed = workers.broadcast(choose_seed(settings.seed))
     params = SamplingParams.from_settings(vars(settings), num_logprobs(vars(settings)))
     if settings.interactive:
         from sampling.repl import run_repl
@@ -92,19 +93,19 @@ def main(settings, workers):
     with workers.fail_together():
         prompts = PromptSource(settings.start, settings.watch) if workers.is_main else None
     outputs = Outputs(vars(settings))
-    for _ in wait_for_saves(settings.out_dir, log) if settings.watch else [None]:
+    for _ in wait_for_saves(settings.out_dir, logger.info) if settings.watch else [None]:
         model, num_total, batch_size = load(settings, params, workers, prompts)
         with workers.fail_together():
             samples = [] # of rank 0, which has the prompts
             if prompts:
                 samples = outputs.open(model, make_samples(prompts, model.tokenizer, settings.num_samples))
-                samples = log_notices(samples, model.tokenizer, model.backend.config.block_size, log)
+                samples = log_notices(samples, model.tokenizer, model.backend.config.block_size, logger.info)
         with torch.no_grad(), model.autocast():
             if settings.compile:
-                compile_steps(model.backend, min(batch_size, num_total or batch_size), log)
+                compile_steps(model.backend, min(batch_size, num_total or batch_size))
             printer = Printer(model.tokenizer, settings.show_probs)
             progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
-            engine = Engine(model, params, batch_size, is_tty(sys.stdout), log, progress.add_tokens)
+            engine = Engine(model, params, batch_size, is_tty(sys.stdout), progress.add_tokens)
             for sample in workers.generate(engine, samples):
                 if sample.finish_reason: # while streaming, samples come unfinished too
                     outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
@@ -114,7 +115,7 @@ def main(settings, workers):
         outputs.write_page()
         progress.close(peak_memory(model.backend.device))
         if model.speculation:
-            log(model.speculation.summary())
+            logger.info(model.speculation.summary())
         del model, engine # their memory must be free before the next model is loaded
 
 
@@ -126,23 +127,27 @@ def load(settings, params, workers, prompts=None):
     from sampling.text_generator import assemble
     return_freed_memory() # of the model before this one
     with workers.fail_together():
-        device = choose_device(settings.device, workers.local_rank, log)
+        device = choose_device(settings.device, workers.local_rank)
         dtype = choose_dtype(device, settings.dtype, settings.exact)
-        load_options = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=log)
+        load_options = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=logger.info)
         if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
             checkpoint = load_nanogpt(settings.out_dir, **load_options)
         else: # GPT-2
             checkpoint = load_huggingface(settings.init_from, **load_options)
-        tokenizer = load_tokenizer(checkpoint, log, settings.tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
-        warn_about_stop_texts(params.stop_texts, tokenizer, log)
+        tokenizer = load_tokenizer(checkpoint, logger.info, settings.tokenizer)
+        # meta.pkl, or one of tiktoken such as GPT-2's
+        warn_about_stop_texts(params.stop_texts, tokenizer, logger.warning)
         lengths = prompts.count_and_max_len(tokenizer, settings.num_samples) if prompts else (None, None)
     num_total, max_prompt_len = workers.broadcast(lengths)
     num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens # in full batches
     with workers.fail_together():
-        model = assemble(checkpoint, tokenizer, device, dtype, settings, num_steps, log)
-    log(f"{model.num_params / 1e6:.2f}M parameters on {device} in {model.dtype_name}")
+        model = assemble(checkpoint, tokenizer, device, dtype, settings, num_steps)
+    logger.info(f"{model.num_params / 1e6:.2f}M parameters on {device} in {model.dtype_name}")
     length = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
     return model, num_total, settings.batch_size or default_batch_size(model.backend, length, workers.local_world_size)
+
+
+logger = logging.getLogger("sampling") # below the settings, because it is none
 
 
 def command(owns_process=True):
@@ -150,7 +155,7 @@ def command(owns_process=True):
     workers = Workers() # one process, unless torchrun started more
     setup_console(workers.is_main, owns_process)
     with report_user_errors(status=2):
-        settings = override(globals(), sys.argv[1:], check_settings, log, ALIASES, training_settings)
+        settings = override(globals(), sys.argv[1:], check_settings, logger.info, ALIASES, training_settings)
     if owns_process:
         shorten_spinning() # before torch is imported
         gc.set_threshold(1_000_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none

@@ -2,6 +2,7 @@
 
 Imports no torch.
 """
+import logging
 import math
 import os
 import re
@@ -10,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from sampling.messages import Log, brief_repr
+from sampling.messages import brief_repr
 
+logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
 
 
@@ -124,11 +126,11 @@ def as_list(value: Any) -> list:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def choose_seed(seed: int | str, log: Log, flag: str = "--seed") -> int:
+def choose_seed(seed: int | str, flag: str = "--seed") -> int:
     """Return the seed that the setting asks for. For "random", draw one and log it. flag: how a user sets the seed."""
     if seed == "random":
         seed = int.from_bytes(os.urandom(4), "big")
-        log(f"seed: {seed}, drawn at random; {flag}={seed} gives the same samples again")
+        logger.info(f"seed: {seed}, drawn at random; {flag}={seed} gives the same samples again")
     return seed
 
 

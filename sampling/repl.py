@@ -1,5 +1,6 @@
 """The interactive session: the model stays loaded, each line is a prompt, and its sample streams to the terminal."""
 import io
+import logging
 import os
 import re
 import signal
@@ -13,10 +14,11 @@ from typing import get_args
 from configurator import parse, suggest
 from sampling.generation.engine import Engine, LoadedModel
 from sampling.inputs.prompts import PromptSource, log_notices, make_samples, parse_start, warn_about_stop_texts
-from sampling.outputs.console import end_line, is_tty, log
+from sampling.outputs.console import end_line, is_tty
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SamplingParams, choose_seed
 
+logger = logging.getLogger(__name__)
 # The settings that a command may change, and the names that configurator gives to the types of their values.
 TYPES = {f.name: [t.__name__.removesuffix("Type") for t in get_args(f.type) or [f.type]]
          for f in fields(SamplingParams) if f.name != "num_logprobs"} | {"show_probs": ["bool"]}
@@ -52,7 +54,7 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
     session.reload()
     signal.signal(signal.SIGINT, signal.default_int_handler) # it ends what runs, but not the session
     if is_tty(sys.stdin):
-        log("type a prompt, or :help; Ctrl-D ends the session")
+        logger.info("type a prompt, or :help; Ctrl-D ends the session")
     if start != DEFAULT_START:
         session.attempt(session.print_samples, start)
     while not session.is_over:
@@ -64,7 +66,7 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
             readline.set_history_length(1000)
             readline.write_history_file(history)
     if session.engine and session.engine.model.speculation:
-        log(session.engine.model.speculation.summary())
+        logger.info(session.engine.model.speculation.summary())
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Session:
         except KeyboardInterrupt:
             end_line()
         except (ValueError, OSError) as error:
-            log(f"error: {error}")
+            logger.error(error)
 
     def respond(self, line: str) -> None:
         """Run a command, or print a sample for a prompt."""
@@ -105,7 +107,7 @@ class Session:
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
         model = self.require_engine().model
         samples = make_samples(PromptSource(start), model.tokenizer, 1, self.next_index)
-        for sample in log_notices(samples, model.tokenizer, model.backend.config.block_size, log):
+        for sample in log_notices(samples, model.tokenizer, model.backend.config.block_size, logger.info):
             self.print_sample(sample)
 
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> None:
@@ -143,7 +145,7 @@ class Session:
 
     def show_settings(self) -> None:
         values = {**vars(self.params), "show_probs": self.show_probs}
-        log("\n".join(f"  {name}={values[name]!r}" for name in TYPES))
+        logger.info("\n".join(f"  {name}={values[name]!r}" for name in TYPES))
 
     def change_setting(self, name: str, text: str) -> None:
         if name not in TYPES:
@@ -152,7 +154,7 @@ class Session:
         if not text and TYPES[name] != ["bool"]:
             raise ValueError(f":{name} needs a value: :{name}=...")
         is_random = name == "seed" and text == "random"
-        value = choose_seed(text, log, ":seed") if is_random else parse(name, text or "True", TYPES[name])
+        value = choose_seed(text, ":seed") if is_random else parse(name, text or "True", TYPES[name])
         change = {"num_logprobs": 0 if value else None} if name == "show_probs" else {name: value}
         params = replace(self.params, **change)
         self.engine = replace(self.require_engine(), params=params) # an exact model refuses some values
@@ -162,7 +164,7 @@ class Session:
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_about_stop_texts(params.stop_texts, self.printer.tokenizer, log)
+            warn_about_stop_texts(params.stop_texts, self.printer.tokenizer, logger.warning)
 
     def sample_again(self) -> None:
         sample = self.require_sample()
@@ -188,13 +190,13 @@ class Session:
         if before and (before.source, before.size) != (model.tokenizer.source, model.tokenizer.size):
             self.last = None # its ids are of another vocabulary
         self.printer = Printer(model.tokenizer, self.show_probs)
-        self.engine = Engine(model, self.params, stream=True, log=log)
+        self.engine = Engine(model, self.params, stream=True)
 
     def quit(self) -> None:
         self.is_over = True
 
 
-COMMANDS = {**dict.fromkeys(["help", "h", "?"], lambda session: log(HELP)), "settings": Session.show_settings,
+COMMANDS = {**dict.fromkeys(["help", "h", "?"], lambda session: logger.info(HELP)), "settings": Session.show_settings,
             "again": Session.sample_again, "continue": Session.continue_last, "reload": Session.reload,
             **dict.fromkeys(["quit", "q", "exit"], Session.quit)}
 

@@ -1,4 +1,5 @@
 """TextGenerator, which sampling.load returns: text in, text out. sample.py assembles its model in the same way."""
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -12,8 +13,9 @@ from sampling.generation.engine import Engine, LoadedModel
 from sampling.generation.speculation import prepare_draft
 from sampling.inputs.prompts import make_samples
 from sampling.inputs.tokenizer import Tokenizer, load_tokenizer
-from sampling.messages import Log, info, warn
 from sampling.params import ModelOptions, Prompt, Sample, SamplingParams, check_options, check_values
+
+logger = logging.getLogger(__name__)
 
 
 class TextGenerator:
@@ -21,11 +23,11 @@ class TextGenerator:
 
     def __init__(self, name: str | os.PathLike, device: str, dtype: str, options: ModelOptions, tokenizer: str | None):
         check_options({**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer})
-        torch_device = choose_device(device, log=warn)
+        torch_device = choose_device(device)
         torch_dtype = choose_dtype(torch_device, dtype, options.exact)
         with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
-            checkpoint = load_by_name(name, weight_converter(torch_dtype), log=info)
-            self.tokenizer = load_tokenizer(checkpoint, warn, tokenizer)
+            checkpoint = load_by_name(name, weight_converter(torch_dtype), log=logger.info)
+            self.tokenizer = load_tokenizer(checkpoint, logger.warning, tokenizer)
             self.model = assemble(checkpoint, self.tokenizer, torch_device, torch_dtype, options)
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
@@ -75,7 +77,7 @@ class TextGenerator:
 
 
 def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
-             options: ModelOptions, num_steps: int | None = None, log: Log = warn) -> LoadedModel:
+             options: ModelOptions, num_steps: int | None = None) -> LoadedModel:
     """Prepare the model of a checkpoint, and take the weights out of it. num_steps: how many steps the run will take;
     None: unknown, or many. Raises ValueError or OSError if an option or the draft cannot be used.
     """
@@ -83,6 +85,6 @@ def assemble(checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device,
         raise ValueError(f"draft works only on a CPU, because no gain was measured on other devices; got {device}: "
                          "leave out draft, or use device=cpu")
     shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
-    speculation = prepare_draft(options.draft, checkpoint, dtype, log) if options.draft else None # needs the weights
-    backend = prepare_backend(checkpoint, device, dtype, options, num_steps, log)
+    speculation = prepare_draft(options.draft, checkpoint, dtype) if options.draft else None # needs the weights
+    backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
     return LoadedModel(backend, tokenizer, checkpoint, dtype, sum(map(math.prod, shapes.values())), speculation)

@@ -23,7 +23,7 @@ from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.inputs.tokenizer import load_tokenizer
-from sampling.outputs.console import report_user_errors
+from sampling.outputs.console import report_user_errors, setup_console
 
 MAX_MB, MAX_SECONDS = 600, 20
 MAX_ADDRESS_SPACE = 2**33 # limits the damage that a failing test can do
@@ -39,6 +39,7 @@ def load(folder, init_from):
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE, MAX_ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS)) # of processor time
     signal.alarm(10 * MAX_SECONDS) # also if it only waits
+    setup_console()
     with report_user_errors():
         quiet = {"log": lambda text: None}
         checkpoint = load_nanogpt("out", **quiet) if init_from == "resume" else load_huggingface(init_from, **quiet)

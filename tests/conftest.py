@@ -1,4 +1,5 @@
 """Fixtures that all tests share, and the option --slow."""
+import logging
 import os
 import shutil
 import signal
@@ -113,6 +114,27 @@ def gpt2_folder(tmp_path_factory, needs_gpt2_encoding):
     folder = tmp_path_factory.mktemp("gpt2")
     make_transformers_gpt2().save_pretrained(folder)
     return folder
+
+
+class ListHandler(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def messages():
+    """The messages that the package logs during a test. Afterwards, its logger is as before."""
+    logger, handler = logging.getLogger("sampling"), ListHandler()
+    handlers, level, propagate = [*logger.handlers], logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.lines
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B * T.
 """
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -18,8 +19,8 @@ from torch.nn import functional as F
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend
-from sampling.messages import Log, warn
 
+logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
 MAX_KERNEL_ROWS = 32 # with more rows, F.linear is as fast in float32, or faster
@@ -140,12 +141,11 @@ class CPUBackend(Backend):
     """Computes the logits of a GPT, without copying the float32 weights of the checkpoint.
 
     weights: by nanoGPT's names. int8: round all weights that are not QuantizedWeights yet; activations and sums are
-    float32 all the same. log gets a line if the kernels must be compiled, which happens once on a machine.
+    float32 all the same.
     """
     device, max_rows = torch.device("cpu"), 64
 
-    def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False,
-                 log: Log = warn):
+    def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False):
         def linear(name: str) -> Linear:
             weight = weights[f"{name}.weight"]
             if int8 and not isinstance(weight, QuantizedWeight):
@@ -161,7 +161,7 @@ class CPUBackend(Backend):
 
         self.config = config
         has_shortlist = not int8 and config.vocab_size * config.n_embd >= Shortlist.MIN_WEIGHTS
-        compile_kernels(("int8",) if int8 else ("float32", "int8") if has_shortlist else ("float32",), log)
+        compile_kernels(("int8",) if int8 else ("float32", "int8") if has_shortlist else ("float32",))
         self.lm_head = linear("lm_head")
         self.shortlist = Shortlist(self.lm_head.weight) if has_shortlist else None
         self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
@@ -233,9 +233,9 @@ def run(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
         return kernel(*arguments)
 
 
-def compile_kernels(dtypes: tuple[str, ...], log: Log) -> None:
+def compile_kernels(dtypes: tuple[str, ...]) -> None:
     """Load the kernels for weights of these dtypes ("float32", "int8") from numba's cache, or compile them, which takes
-    some seconds. Then log says so.
+    some seconds.
     """
     global run_lock
     with compile_lock:
@@ -261,9 +261,9 @@ def compile_kernels(dtypes: tuple[str, ...], log: Log) -> None:
             compiled.add(kernel)
             if not is_new and sum(kernel.stats.cache_misses.values()):
                 is_new = True
-                log("compiling kernels for this processor, once ...")
+                logger.info("compiling kernels for this processor, once ...")
         if is_new:
-            log(f"compiled in {time.perf_counter() - start:.1f} s")
+            logger.info(f"compiled in {time.perf_counter() - start:.1f} s")
         torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
         if numba.threading_layer() == "workqueue": # it aborts the process if two threads are inside at once
             run_lock = Lock()

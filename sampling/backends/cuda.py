@@ -7,6 +7,7 @@ that are not filled. Tests on a CPU run the same steps without graphs.
 
 The first step of each kind is checked on the user's own GPU: it must compute what the plain model computes.
 """
+import logging
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -17,19 +18,19 @@ from torch.nn import functional as F
 
 from model import GPT, Block, KVCache, linear_dtype
 from sampling.backends.backend import Backend
-from sampling.messages import Log, is_out_of_memory, warn
+from sampling.messages import is_out_of_memory
 
+logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
 TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # see compare_logits; a wrong key, mask or position gives more
 
 
 @dataclass
 class SelfCheck:
-    """Which path this GPU may use. If a check or a graph fails, it becomes a slower one, and log gets one line.
+    """Which path this GPU may use. If a check or a graph fails, it becomes a slower one, and a warning says so.
 
     path: "graphs": CUDA graphs of the steps of CUDABackend; "steps": these steps themselves; "plain": the plain model.
     """
-    log: Log
     path: str
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
@@ -39,7 +40,7 @@ class SelfCheck:
             return True
         worst = (error - limit).argmax()
         self.path = "plain"
-        self.log(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
+        logger.warning(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
                  f"{error[worst]:.3g} standard deviations; {limit[worst]:.3g} is allowed): continuing with the plain "
                  "model, which is slower")
         return False
@@ -55,7 +56,7 @@ class SelfCheck:
             raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this process: run it again "
                              f"with --cuda_graphs=False ({reason})") from None
         self.path = "steps"
-        self.log(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
+        logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
 
 
 class GraphSet:
@@ -151,12 +152,12 @@ class CUDABackend(Backend):
     """
     max_rows = 128 # a guess: the random numbers of each row need a kernel
 
-    def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True, log: Log = warn):
+    def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
-        self.checks = SelfCheck(log, "graphs" if cuda_graphs and self.device.type == "cuda" else "steps")
+        self.checks = SelfCheck("graphs" if cuda_graphs and self.device.type == "cuda" else "steps")
         self.window: tuple[Tensor, GraphSet] | None = None # ids (B, block_size), and the graph that reads them
         self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
         self.lock = threading.Lock()

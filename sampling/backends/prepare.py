@@ -1,4 +1,5 @@
 """Chooses the device, the dtype, the backend for a checkpoint, and the batch size. Prepares the backend."""
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,10 @@ from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_s
 from sampling.backends.process import disable_malloc_trim
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.messages import Log, is_out_of_memory, warn
+from sampling.messages import is_out_of_memory
 from sampling.params import ModelOptions
 
+logger = logging.getLogger(__name__)
 DEFAULT_OPTIONS = ModelOptions()
 MIN_EAGER_SECONDS = 1.0 # a shorter run uses no compiled kernels: loading them takes half a second
 # A step of one row with EagerBackend on a CPU, in seconds: for each layer, and for each weight.
@@ -22,10 +24,10 @@ SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
 SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes a full window (measured with ten rows)
 
 
-def choose_device(name: str, local_rank: int | None = None, log: Log = warn) -> torch.device:
+def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     """The device of this name; 'auto' is CUDA, then MPS, then the CPU. Raises ValueError if it is not available.
 
-    A GPU whose first kernel fails cannot be used: 'auto' logs why, and goes on to the next device.
+    A GPU whose first kernel fails cannot be used: 'auto' says why, and goes on to the next device.
     If several processes share the machine, local_rank is the number of this process there, and selects its GPU.
     """
     gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
@@ -43,7 +45,7 @@ def choose_device(name: str, local_rank: int | None = None, log: Log = warn) -> 
             return device
         if name != "auto":
             raise ValueError(reason)
-        log(f"{reason}; trying the next device")
+        logger.warning(f"{reason}; trying the next device")
 
 
 def why_unusable(device: torch.device) -> str | None:
@@ -88,19 +90,19 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
 
 
 def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
-                    options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None, log: Log = warn) -> Backend:
+                    options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None) -> Backend:
     """The fastest backend for a model. Takes the weights out of the checkpoint.
 
     dtype may be torch.int8 on a CPU, without compile and exact. num_steps: how many steps the run will take; None:
-    unknown, or many. log gets messages for the user.
+    unknown, or many.
     Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
     config = checkpoint.config
-    if wants_kernels(config, device, dtype, options, num_steps) and has_numba(dtype, log):
+    if wants_kernels(config, device, dtype, options, num_steps) and has_numba(dtype):
         from sampling.backends.cpu import CPUBackend
-        backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8, log)
+        backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8)
         checkpoint.state_dict = {}
     else:
         gpt = cast_linears(build_gpt(checkpoint), dtype).to(device)
@@ -108,7 +110,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
             backend = ExactBackend(gpt)
         elif device.type == "cuda":
             from sampling.backends.cuda import CUDABackend
-            backend = CUDABackend(gpt, options.compile, options.cuda_graphs, log)
+            backend = CUDABackend(gpt, options.compile, options.cuda_graphs)
         else:
             backend = EagerBackend(gpt, options.compile)
     if device.type == "cpu":
@@ -137,9 +139,9 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, o
     return num_steps * step + num_windows * window >= MIN_EAGER_SECONDS
 
 
-def has_numba(dtype: torch.dtype, log: Log = warn) -> bool:
-    """Whether numba can be imported: not with a Python or a processor that it does not support. If not, log says so.
-    Raises ValueError then for int8, which has no other backend.
+def has_numba(dtype: torch.dtype) -> bool:
+    """Whether numba can be imported: not with a Python or a processor that it does not support. If not, a warning says
+    so. Raises ValueError then for int8, which has no other backend.
     """
     try:
         import numba  # noqa: F401
@@ -148,7 +150,7 @@ def has_numba(dtype: torch.dtype, log: Log = warn) -> bool:
         message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({error}): pip install numba"
     if dtype == torch.int8:
         raise ValueError(message)
-    log(f"{message}; continuing without the kernels, which is slower")
+    logger.warning(f"{message}; continuing without the kernels, which is slower")
     return False
 
 
@@ -175,11 +177,11 @@ def default_batch_size(backend: Backend, length: int, num_processes: int = 1) ->
     return max(1, min(backend.max_rows, free // 2 // backend.bytes_per_row(length)))
 
 
-def compile_steps(backend: Backend, num_rows: int, log: Log) -> None:
+def compile_steps(backend: Backend, num_rows: int) -> None:
     """Compile a prefill and a decode step of num_rows, by running them. Raises ValueError if torch.compile does not
     work here, but errors that mean out of memory unchanged.
     """
-    log("compiling ...")
+    logger.info("compiling ...")
     start = time.perf_counter()
     ids, cache = torch.zeros(num_rows, 1, dtype=torch.long, device=backend.device), backend.new_cache(num_rows, 2)
     try:
@@ -189,4 +191,4 @@ def compile_steps(backend: Backend, num_rows: int, log: Log) -> None:
         if is_out_of_memory(e):
             raise
         raise ValueError(f"compile=True does not work here ({type(e).__name__}: {e!s:.300}): leave it out") from None
-    log(f"compiled in {time.perf_counter() - start:.1f} s")
+    logger.info(f"compiled in {time.perf_counter() - start:.1f} s")

@@ -1,4 +1,5 @@
 """Generates many samples in batches. Each sample has the same tokens as if it were generated alone."""
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,11 +14,12 @@ from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.decode import Decoder, Step
 from sampling.generation.speculation import Speculation
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.messages import Log, is_out_of_memory, warn
+from sampling.messages import is_out_of_memory
 from sampling.params import Sample, SamplingParams, Token, check_exact
 from sampling.sampler.row_streams import RowStreams, RunStream
 from sampling.sampler.sampler import NOT_FINITE, Sampler
 
+logger = logging.getLogger(__name__)
 FLUSH_STEPS, CUDA_STREAM_FLUSH_STEPS = 16, 4 # between two copies of tokens to the host
 MIN_ROWS_TO_SHRINK = 32 # on CUDA: idle rows of a smaller batch cost less than the new graphs of a smaller one
 
@@ -52,7 +54,6 @@ class Engine:
 
     batch_size: how many samples to generate at once.
     stream: whether to yield samples before they are finished.
-    log: gets messages for the user.
     on_tokens: gets the number of new tokens of samples that are not saved yet; negative if memory ran out and tokens
     are discarded.
     """
@@ -60,7 +61,6 @@ class Engine:
     params: SamplingParams
     batch_size: int = 1
     stream: bool = False
-    log: Log = warn
     on_tokens: Callable[[int], None] = lambda num_tokens: None
 
     def __post_init__(self):
@@ -116,7 +116,7 @@ class Engine:
                     raise
             # outside of the except clause, because the error holds the tensors of the batch
             self.batch_size = len(batch) // 2
-            self.log(f"out of memory with {len(batch)} samples at once: continuing with {self.batch_size}")
+            logger.warning(f"out of memory with {len(batch)} samples at once: continuing with {self.batch_size}")
             return_freed_memory()
             unfinished = [sample for sample in batch if not sample.finish_reason]
             for sample in unfinished:

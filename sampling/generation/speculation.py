@@ -5,6 +5,7 @@ target's own tokens, and one pass of the target computes the logits of several p
 why the text stays the same.
 """
 import functools
+import logging
 from collections.abc import Generator
 from dataclasses import replace
 
@@ -17,9 +18,9 @@ from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint, named_errors
 from sampling.checkpoints.nanogpt import load_by_name
 from sampling.generation.decode import Decoder, Step, crop
-from sampling.messages import Log, warn
 from sampling.sampler.row_streams import RowStreams
 
+logger = logging.getLogger(__name__)
 # The counts of proposals begin with these. After each round, the counts of earlier rounds are multiplied by DECAY.
 NUM_CHECKED, NUM_ACCEPTED, DECAY = 8.0, 7.0, 0.95
 # The time of a pass of the target over k + 1 positions, in steps of the target: PASS_COST + k * PASS_COST_PER_PROPOSAL.
@@ -27,7 +28,7 @@ PASS_COST, PASS_COST_PER_PROPOSAL = 1.4, 0.045 # for GPT-2 in float32; two Intel
 OVERHEAD_BYTES_PER_LAYER = 7_000_000 # norms, attention and operator calls take as long as reading so many bytes
 
 
-def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log: Log = warn) -> "Speculation":
+def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype) -> "Speculation":
     """Load the draft of a target, on a CPU. Call this before prepare_backend takes the target's weights.
 
     name: "int8" is the target itself in int8, otherwise a model's name, folder or file. Raises ValueError or OSError if
@@ -37,14 +38,14 @@ def prepare_draft(name: str, target: Checkpoint, target_dtype: torch.dtype, log:
         if name == "int8":
             checkpoint, dtype = replace(target, state_dict=dict(target.state_dict)), torch.int8
         else:
-            checkpoint, dtype = load_by_name(name, log=log), target_dtype
+            checkpoint, dtype = load_by_name(name, log=logger.info), target_dtype
         size, target_size = checkpoint.config.vocab_size, target.config.vocab_size
         if size != target_size:
             raise ValueError(f"it has a vocabulary of {size} tokens, but the model has {target_size}: the two must be "
                              "equal; choose another draft, or leave it out")
-        draft = prepare_backend(checkpoint, torch.device("cpu"), dtype, log=log)
+        draft = prepare_backend(checkpoint, torch.device("cpu"), dtype)
     relative_cost = step_cost(draft.config, dtype.itemsize) / step_cost(target.config, target_dtype.itemsize)
-    return Speculation(draft, relative_cost, name == "int8", log)
+    return Speculation(draft, relative_cost, name == "int8")
 
 
 def step_cost(config: GPTConfig, bytes_per_weight: int) -> float:
@@ -73,9 +74,9 @@ class Speculation:
     Logs once why the draft is not used.
     """
 
-    def __init__(self, draft: Backend, relative_cost: float, is_int8_copy: bool, log: Log):
+    def __init__(self, draft: Backend, relative_cost: float, is_int8_copy: bool):
         self.draft, self.relative_cost, self.is_int8_copy = draft, relative_cost, is_int8_copy
-        self.log_once = functools.cache(log) # the cache has the result of a message that was logged before
+        self.log_once = functools.cache(logger.info) # the cache has the result of a message that was logged before
         self.num_proposed = self.num_accepted = 0 # of all samples
 
     def should_draft(self, decoder: Decoder, prompts: list[list[int]], num_steps: int) -> bool:

@@ -119,10 +119,10 @@ def warn_about_stop_texts(stop_texts: list[str], tokenizer: Tokenizer, log: Log)
     """Log a warning for each stop text that cannot end a sample, or probably will not."""
     for text in stop_texts:
         if "\\n" in text:
-            log(f"warning: the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, write "
+            log(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, write "
                 "the text in quotes, as Python does: --stop='\"\\n\"'")
         elif not can_produce(tokenizer, text):
-            log(f"warning: the stop text {text!r:.100} cannot end a sample: {tokenizer.source} never produces "
+            log(f"the stop text {text!r:.100} cannot end a sample: {tokenizer.source} never produces "
                 "this text")
 
 

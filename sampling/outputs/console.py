@@ -1,5 +1,6 @@
 """Shows messages on standard error, and ends the script. Only samples go to standard output."""
 import io
+import logging
 import os
 import signal
 import stat
@@ -8,7 +9,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from sampling.messages import is_out_of_memory
@@ -19,21 +19,46 @@ if TYPE_CHECKING:
 # Unicode's symbols for control characters, except tab and newline. A terminal would interpret the characters.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
                     **dict.fromkeys(range(0x80, 0xa0), "\ufffd")}
+PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
-# What the functions below share; setup_console sets it. bar: on standard error; log clears it before a message.
-_console = SimpleNamespace(is_main=True, owns_process=True, bar=None)
+class ConsoleHandler(logging.Handler):
+    """Shows the messages of the logger "sampling" on the standard error of the moment, if the process has one.
+
+    is_main: whether this is rank 0 of the run. Only rank 0 shows messages, but every rank shows errors.
+    owns_process: whether the end of the run may call os._exit: see setup_console.
+    bar: the progress bar on standard error, above which messages are shown.
+    """
+    is_main, owns_process = True, True
+    bar: "tqdm | None" = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is not None and (self.is_main or record.levelno >= logging.ERROR):
+            with suppress(OSError):
+                if self.bar is not None:
+                    self.bar.clear()
+                text = PREFIXES.get(record.levelno, "") + record.getMessage()
+                print(sanitize(text), file=sys.stderr, flush=True)
+
+
+logger = logging.getLogger(__name__)
+_console = ConsoleHandler() # the only one of this process
 
 
 def setup_console(is_main: bool = True, owns_process: bool = True) -> None:
-    """Set up Ctrl-C, which then ends the script at once, and standard output, which then never fails on characters.
+    """Set up messages, which standard error then shows, Ctrl-C, which then ends the script at once, and standard
+    output, which then never fails on characters.
 
     On a terminal, characters that its encoding lacks become "?". Files and pipes get UTF-8.
 
-    is_main=False silences all messages: only rank 0 of a run shows them.
+    is_main=False silences all messages but errors: only rank 0 of a run shows them.
     owns_process: no other code runs in this process, so the end of the run may call os._exit. Otherwise, as in a
     notebook, Ctrl-C and exits raise exceptions.
     """
+    package = logging.getLogger("sampling")
+    package.addHandler(_console) # once, however often this is called
+    package.setLevel(logging.INFO)
+    package.propagate = False
     _console.is_main, _console.owns_process, _console.bar = is_main, owns_process, None
     if owns_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Not a KeyboardInterrupt: it would show a traceback, and importing torch would swallow it.
@@ -41,15 +66,6 @@ def setup_console(is_main: bool = True, owns_process: bool = True) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper): # a notebook has another stream, which takes all characters
         encoding = None if is_tty(sys.stdout) else "utf-8" # in which only lone surrogates are replaced
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
-
-
-def log(text: str) -> None:
-    """Print a message for the user on standard error, if the process has one."""
-    if sys.stderr is not None and _console.is_main:
-        with suppress(OSError):
-            if _console.bar is not None:
-                _console.bar.clear()
-            print(sanitize(text), file=sys.stderr, flush=True)
 
 
 def start_progress_bar(total: int | None) -> "tqdm | None":
@@ -88,10 +104,10 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
         status, message = 1, ("out of memory: the model, or a single sample, does not fit "
                               f"({str(error) or 'no details available':.200}): use a smaller model, fewer "
                               "max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8")
-    line = " ".join(f"error: {message}".split())
-    log(line if len(line) < 3000 else f"{line[:1500]} ... {line[-1500:]}")
+    line = " ".join(message.split())
     if not _console.is_main: # torchrun ends all processes as soon as one has failed: rank 0 must show its error first
         time.sleep(10)
+    logger.error(line if len(line) < 3000 else f"{line[:1500]} ... {line[-1500:]}")
     hard_exit(status)
 
 

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import html
 import json
+import logging
 import os
 import re
 import sys
@@ -18,9 +19,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sampling.outputs.console import log, name_write_errors, plural, report_user_errors, setup_console
+from sampling.outputs.console import name_write_errors, plural, report_user_errors, setup_console
 from sampling.outputs.jsonl import PAGE, read_records
 
+logger = logging.getLogger("sampling.outputs.html") # not __name__: this file is also run as a script
 NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
 Rows = dict[tuple[str, int], dict[int, tuple[BinaryIO, int]]] # prompt, index -> number of a run -> file, position in it
@@ -180,7 +182,7 @@ def main() -> None:
         raise ValueError(f"{page} is not a page of samples, so it is not replaced: the last name is that of the page")
     with ExitStack() as stack:
         files = [stack.enter_context(open(path, "rb")) for path in paths]
-        log(f"{page}: {plural(write_page(page, files), 'sample')}")
+        logger.info(f"{page}: {plural(write_page(page, files), 'sample')}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The files of samples: their lines of JSON, and how a later run may continue or replace them."""
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -8,9 +9,10 @@ from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from sampling.inputs.prompts import FILE_KINDS, MULTI_KINDS, RESULT_FIELDS, parse_start
-from sampling.outputs.console import log, name_write_errors, plural
+from sampling.outputs.console import name_write_errors, plural
 from sampling.params import Sample, Token, as_list
 
+logger = logging.getLogger(__name__)
 VERSION = 2 # of the fields of a line
 
 # How the files begin that sample.py writes.
@@ -97,8 +99,8 @@ class LineFormat:
         first_new = list(islice(samples, 1))
         if num_saved:
             saved = plural(num_saved, "sample")
-            log(f"{file.name} holds {saved} already: resuming after them" if first_new
-                else f"{file.name} is complete, with {saved}: nothing to sample")
+            logger.info(f"{file.name} holds {saved} already: resuming after them" if first_new
+                        else f"{file.name} is complete, with {saved}: nothing to sample")
         yield from chain(first_new, samples)
 
 
@@ -167,7 +169,7 @@ def read_records(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     file.seek(0)
     for number, line in enumerate(file, 1):
         if not is_complete(line):
-            log(f"{file.name}: the last line is truncated, so it is left out")
+            logger.warning(f"{file.name}: the last line is truncated, so it is left out")
             return
         yield start, line, parse_record(line, f"{file.name}, line {number}")
         start += len(line)

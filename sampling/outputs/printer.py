@@ -1,13 +1,15 @@
 """Shows a run: prints its samples on standard output, as nanoGPT does, and its progress on standard error."""
+import logging
 import math
 import os
 import sys
 import time
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.outputs.console import is_tty, log, name_write_errors, plural, sanitize, start_progress_bar
+from sampling.outputs.console import is_tty, name_write_errors, plural, sanitize, start_progress_bar
 from sampling.params import Sample, Token
 
+logger = logging.getLogger(__name__)
 RULE = "---------------" # nanoGPT prints it after every sample
 LOG_INTERVAL = 30 # seconds between two lines of progress
 
@@ -29,7 +31,7 @@ class Printer:
         has_colors = not os.environ.get("NO_COLOR") and (is_terminal or bool(os.environ.get("FORCE_COLOR")))
         self.show_probs = show_probs and has_colors
         if show_probs and not has_colors:
-            log("show_probs has no effect: standard output is not a terminal, or NO_COLOR is set")
+            logger.warning("show_probs has no effect: standard output is not a terminal, or NO_COLOR is set")
         self.sample: Sample | None = None # the latest one
         self.num_printed = 0 # its characters, without the prompt
         self.token_index = self.offset = 0 # of its next character: its token, its position in the token's text
@@ -99,8 +101,8 @@ class Progress:
             self.last_line_time = now
             samples = (f"{self.num_samples} of {plural(self.total_samples, 'sample')}" if self.total_samples
                        else plural(self.num_samples, "sample"))
-            log(f"{samples}, {plural(self.num_tokens, 'token')} so far: "
-                f"{self.num_tokens / (now - self.start_time):.1f} tokens/s")
+            logger.info(f"{samples}, {plural(self.num_tokens, 'token')} so far: "
+                        f"{self.num_tokens / (now - self.start_time):.1f} tokens/s")
 
     def add_sample(self, sample: Sample) -> None:
         self.num_samples += 1
@@ -117,5 +119,5 @@ class Progress:
             return
         seconds = time.perf_counter() - self.start_time
         peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
-        log(f"{plural(self.num_samples, 'sample')}, {plural(self.num_tokens, 'token')} in {seconds:.1f} s: "
-            f"{self.num_tokens / seconds:.1f} tokens/s{peak}")
+        logger.info(f"{plural(self.num_samples, 'sample')}, {plural(self.num_tokens, 'token')} in {seconds:.1f} s: "
+                    f"{self.num_tokens / seconds:.1f} tokens/s{peak}")

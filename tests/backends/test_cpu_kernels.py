@@ -15,14 +15,17 @@ from project import PROJECT
 from sampling.backends.cpu import WORK_PER_THREAD, compile_kernels, run
 
 SETUP = """
+import logging
 import sys
 import numpy as np
 import torch
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import CPUBackend, compile_kernels
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+logging.getLogger("sampling").setLevel(logging.INFO)
 """
 # Two kernels of four: LayerNorm and attention.
-COMPILE_SOME = SETUP + "compile_kernels((), lambda line: print(line, flush=True))"
+COMPILE_SOME = SETUP + "compile_kernels(())"
 CHECK = """
 x = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
 y = kernels.layer_norm(x, np.ones(40, np.float32), np.zeros(40, np.float32), 1e-5)
@@ -31,7 +34,7 @@ torch.testing.assert_close(torch.from_numpy(y), torch.nn.functional.layer_norm(t
 COMPILE_ALL = SETUP + """
 from models import make_gpt
 gpt, ids = make_gpt(), torch.zeros(3, 5, dtype=torch.long)
-backend = CPUBackend(gpt.config, gpt.state_dict(), sys.argv[1] == "int8", lambda line: print(line, flush=True))
+backend = CPUBackend(gpt.config, gpt.state_dict(), sys.argv[1] == "int8")
 with torch.no_grad():
     expected = gpt(ids)[0][:, -1]
 assert (backend.logits(ids, None) - expected).norm() / expected.norm() < (0.05 if sys.argv[1] == "int8" else 1e-4)
@@ -138,7 +141,7 @@ def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(m
     def num_threads(work):
         run(lambda: seen.append(numba.get_num_threads()), work)
         return seen[-1]
-    compile_kernels((), lambda line: None)
+    compile_kernels(())
     seen, available = [], numba.config.NUMBA_NUM_THREADS
     torch.set_num_threads(most)
     with ThreadPoolExecutor(1) as pool: # numba and torch have numbers of their own for each Python thread

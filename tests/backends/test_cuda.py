@@ -76,6 +76,6 @@ def test_a_step_never_synchronises_the_gpu(monkeypatch):
 def test_compiled_steps_give_the_same_text(device):
     prompts = IDS[:, :5].tolist()
     with torch._dynamo.config.patch(recompile_limit=8): # restores it
-        backend = CUDABackend(make_gpt().to(device), compile=True, log=pytest.fail)
+        backend = CUDABackend(make_gpt().to(device), compile=True)
         assert decode(backend, prompts, 20) == expected_ids(prompts, 20, device=device)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -54,12 +54,11 @@ def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(config, device
     assert wants_kernels(config, torch.device(device), dtype, ModelOptions(**options), num_steps) == expected
 
 
-def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_error(monkeypatch):
+def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_error(monkeypatch, messages):
     monkeypatch.setitem(sys.modules, "numba", None) # then the import raises ImportError
-    lines = []
-    backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32, log=lines.append)
-    assert type(backend) is EagerBackend and len(lines) == 1
-    assert lines[0].endswith(": pip install numba; continuing without the kernels, which is slower")
+    backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32)
+    assert type(backend) is EagerBackend and len(messages) == 1
+    assert messages[0].endswith(": pip install numba; continuing without the kernels, which is slower")
     for call in weight_converter, lambda dtype: prepare_backend(as_checkpoint(make_gpt()), CPU, dtype):
         with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba .*: pip install numba$"):
             call(torch.int8)
@@ -73,16 +72,14 @@ def test_weights_may_be_rounded_to_int8_while_they_are_read(tmp_path):
 
 
 def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(monkeypatch):
-    calls, messages, gpu = [], [], torch.device("cuda", 1)
+    calls, gpu = [], torch.device("cuda", 1)
     monkeypatch.setattr(type(make_gpt()), "to", lambda gpt, device: calls.append(("to", device)) or gpt)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", device)))
     torch.set_float32_matmul_precision("high")
-    backend = prepare_backend(as_checkpoint(make_gpt()), gpu, torch.float32, log=messages.append)
+    backend = prepare_backend(as_checkpoint(make_gpt()), gpu, torch.float32)
     assert type(backend) is CUDABackend and calls == [("set_device", gpu), ("to", gpu)]
     assert torch.get_float32_matmul_precision() == "highest", "with TF32, another batch size could change a token"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-    backend.checks.log("hello")
-    assert messages == ["hello"]
 
 
 def test_cast_linears_give_the_logits_of_autocast():
@@ -105,5 +102,5 @@ def test_a_failing_compiler_is_an_error_that_says_what_to_do_but_out_of_memory_i
     backend = EagerBackend(make_gpt())
     monkeypatch.setattr(backend.model, "forward", fail)
     with pytest.raises(ValueError if message.startswith("compile") else type(error)) as raised:
-        compile_steps(backend, 1, lambda message: None)
+        compile_steps(backend, 1)
     assert str(raised.value) == message

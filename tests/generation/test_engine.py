@@ -128,19 +128,19 @@ def test_tokens_are_copied_every_16_steps_or_sooner_for_a_reader(tokenizer, is_g
     assert counts == expected
 
 
-def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_character_twice(tokenizer):
+def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_character_twice(tokenizer, messages):
     samples, backend = make_samples(tokenizer, ["The "], 4), LeastBackend(make_gpt(), fails_at=12)
-    lines, counts = [], []
+    counts = []
     stops = [expected_texts(samples, tokenizer)[2][3:6]]
-    engine = Engine(load(tokenizer, backend), replace(PARAMS, stop=stops), 4, True, lines.append, counts.append)
+    engine = Engine(load(tokenizer, backend), replace(PARAMS, stop=stops), 4, True, counts.append)
     assert engines.streamed_texts(engine, samples) == expected_texts(samples, tokenizer, stops=stops)
     assert backend.num_rows == [1, *5 * [4], *6 * [3], 1, *19 * [2], 1, *19 * [1]] and sum(counts) == 66
-    assert lines == ["out of memory with 4 samples at once: continuing with 2"]
+    assert messages == ["out of memory with 4 samples at once: continuing with 2"]
 
 
 @pytest.mark.parametrize("error, last_size", [(MemoryError("too large"), 1), (RuntimeError("illegal access"), 8)])
 def test_out_of_memory_with_one_sample_and_other_errors_are_raised(tokenizer, error, last_size):
-    engine = Engine(load(tokenizer, LeastBackend(make_gpt(), error, 0)), PARAMS, 8, log=lambda line: None)
+    engine = Engine(load(tokenizer, LeastBackend(make_gpt(), error, 0)), PARAMS, 8)
     with pytest.raises(type(error), match=str(error)):
         run(engine, make_samples(tokenizer, PROMPTS))
     assert engine.batch_size == last_size

@@ -25,9 +25,9 @@ def make_model(seed=1, noise=0.0, block_size=32):
     return add_noise(model, noise)
 
 
-def speculate(draft="good", cost=0.05, log=lambda line: None, is_int8_copy=False):
+def speculate(draft="good", cost=0.05, is_int8_copy=False):
     """Speculation with one of the DRAFTS, whose steps cost this share of the model's."""
-    return Speculation(LeastBackend(make_model(**DRAFTS[draft])), cost, is_int8_copy, log)
+    return Speculation(LeastBackend(make_model(**DRAFTS[draft])), cost, is_int8_copy)
 
 
 def check_text(tokenizer, speculation, params=PARAMS, samples_per_prompt=1, **settings):
@@ -35,7 +35,7 @@ def check_text(tokenizer, speculation, params=PARAMS, samples_per_prompt=1, **se
     samples, target = make_samples(tokenizer, ["The "], samples_per_prompt), LeastBackend(make_model())
     with_draft = replace(load(tokenizer, target), speculation=speculation)
     models = with_draft, load(tokenizer, EagerBackend(make_model()))
-    found, expected = (run(Engine(model, params, log=pytest.fail, **settings), samples) for model in models)
+    found, expected = (run(Engine(model, params, **settings), samples) for model in models)
     for sample, other in zip(found, expected, strict=True):
         assert (sample.text, sample.finish_reason) == (other.text, other.finish_reason)
         for token, same in zip(sample.tokens, other.tokens, strict=True):
@@ -92,10 +92,10 @@ PAST, SHORT = (f"the draft is used only for the first {limit} tokens of the wind
     ("good", 0.1, 1, dict(max_new_tokens=29), [PAST]), ("short", 0.1, 1, dict(max_new_tokens=17), [SHORT]),
     ("short", 0.1, 1, dict(max_new_tokens=16), []),
 ])
-def test_one_line_says_where_the_draft_is_off(tokenizer, draft, cost, batch_size, settings, lines):
-    speculation = speculate(draft, cost, (logged := []).append)
+def test_one_line_says_where_the_draft_is_off(tokenizer, draft, cost, batch_size, settings, lines, messages):
+    speculation = speculate(draft, cost)
     check_text(tokenizer, speculation, replace(PARAMS, **settings), samples_per_prompt=2, batch_size=batch_size)
-    assert logged == lines and (speculation.num_proposed == 0) == ("is off" in str(lines))
+    assert messages == lines and (speculation.num_proposed == 0) == ("is off" in str(lines))
 
 
 @pytest.mark.parametrize("cost, rate, expected", [(0.05, 1.0, 8), (0.35, 0.99, 8), (0.05, 0.75, 6), (0.02, 0.2, 0)])

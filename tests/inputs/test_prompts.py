@@ -78,7 +78,7 @@ def test_prompts_from_a_pipe_are_read_once_as_they_arrive(char_checkpoint):
 def test_a_stop_text_that_cannot_end_a_sample_gets_a_warning(chars, gpt2_encoding, tmp_path):
     warn = prompts.warn_about_stop_texts
     lines = lines_of(warn, ["\n\n", "KING", "<|endoftext|>", "\\n\\n", "5" * 10**6], chars)
-    assert lines[0] == ("warning: the stop text '<|endoftext|>' cannot end a sample: "
+    assert lines[0] == ("the stop text '<|endoftext|>' cannot end a sample: "
                         f"{chars.source} never produces this text")
     assert len(lines) == 3 and lines[1].endswith("""as Python does: --stop='"\\n"'""")
     assert lines_of(warn, [" the", "<|endoftext|>", "🙂", "\x00", "  "], TiktokenTokenizer()) == []

@@ -1,5 +1,6 @@
 """Messages on standard error, and exit statuses."""
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from project import SCRIPT
 from sampling.outputs import console
 from terminal import redirected
 
+LOGGER = logging.getLogger("sampling.test")
 OUT_OF_MEMORY = ("error: out of memory: the model, or a single sample, does not fit ({}): use a smaller model, fewer "
                  "max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8\n")
 
@@ -19,7 +21,7 @@ OUT_OF_MEMORY = ("error: out of memory: the model, or a single sample, does not 
 @pytest.fixture
 def read_stderr(monkeypatch, capsys):
     """A function that returns the text written to standard error. Exits raise SystemExit, as in a notebook."""
-    monkeypatch.setattr(console, "_console", SimpleNamespace(is_main=True, owns_process=False, bar=None))
+    console.setup_console(owns_process=False)
     return lambda: capsys.readouterr().err
 
 
@@ -27,7 +29,7 @@ def read_stderr(monkeypatch, capsys):
     (ValueError("wrong"), 2, "error: wrong\n"),
     (FileNotFoundError("two\n  lines"), 2, "error: two lines\n"),
     (ValueError("a\x1b[2Jb\x9bc"), 2, "error: a\u241b[2Jb\ufffdc\n"),
-    (ValueError("x" * 9999), 2, f"error: {'x' * 1493} ... {'x' * 1500}\n"),
+    (ValueError("x" * 9999), 2, f"error: {'x' * 1500} ... {'x' * 1500}\n"),
     (BrokenPipeError(), 141, ""),
     (MemoryError(), 1, OUT_OF_MEMORY.format("no details available")),
     (RuntimeError("can't allocate memory"), 1, OUT_OF_MEMORY.format("can't allocate memory")),
@@ -45,19 +47,21 @@ def test_an_internal_error_keeps_its_traceback(read_stderr):
     assert read_stderr() == ""
 
 
-def test_a_message_clears_the_progress_bar_first(read_stderr):
-    console._console.bar = SimpleNamespace(clear=lambda: print("<cleared>", file=sys.stderr, end=""))
-    console.log("hello")
+def test_a_message_clears_the_progress_bar_first(read_stderr, monkeypatch):
+    bar = SimpleNamespace(clear=lambda: print("<cleared>", file=sys.stderr, end=""))
+    monkeypatch.setattr(console._console, "bar", bar)
+    LOGGER.info("hello")
     assert read_stderr() == "<cleared>hello\n"
 
 
-def test_only_the_main_process_prints_messages(read_stderr, monkeypatch):
+def test_other_processes_print_only_errors(read_stderr, monkeypatch):
     pauses = []
     monkeypatch.setattr(console.time, "sleep", pauses.append)
     console.setup_console(is_main=False, owns_process=False)
+    LOGGER.warning("hello")
     with pytest.raises(SystemExit) as end, console.report_user_errors():
         raise ValueError("wrong")
-    assert read_stderr() == "" and end.value.code == 1
+    assert read_stderr() == "error: wrong\n" and end.value.code == 1
     assert pauses == [10] # torchrun ends all processes when one has failed: the main one must show its error first
 
 
@@ -94,7 +98,7 @@ def test_a_closed_or_full_stderr_is_ignored(read_stderr, monkeypatch):
             raise OSError(28, "No space left on device")
     for stream in None, Full():
         monkeypatch.setattr(sys, "stderr", stream)
-        console.log("hello")
+        LOGGER.info("hello")
         assert not console.is_tty(stream)
 
 

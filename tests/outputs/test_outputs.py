@@ -65,7 +65,7 @@ def test_a_full_disk_is_named_by_the_users_file(tmp_path, settings, name):
 @pytest.mark.parametrize("end, message", [
     (-1, "is complete, with 3 samples: nothing to sample"), (-2, "holds 2 samples already: resuming after them"),
     (0, ""), (10, "")], ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
-def test_lines_and_page_of_a_killed_run_become_those_of_a_whole_one(run, contents, tmp_path, capsys, end, message):
+def test_lines_and_page_of_a_killed_run_become_those_of_a_whole_one(run, contents, tmp_path, messages, end, message):
     run(3)
     whole = contents()
     (tmp_path / "a.jsonl").write_bytes(whole[0][:end])
@@ -73,7 +73,7 @@ def test_lines_and_page_of_a_killed_run_become_those_of_a_whole_one(run, content
         (tmp_path / "a.html").unlink()
     run(3)
     assert contents() == whole
-    assert capsys.readouterr().err == (f"{tmp_path}/a.jsonl {message}\n" if message else "")
+    assert messages == ([f"{tmp_path}/a.jsonl {message}"] if message else [])
 
 
 @pytest.mark.parametrize("logprobs, num_top", [(None, 5), (2, 5), (7, 7)])

@@ -131,7 +131,7 @@ def test_a_bar_is_shown_if_stderr_is_a_terminal_and_stdout_is_not(terminal):
     screen.process.send_signal(signal.SIGINT)
 
 
-def test_the_bar_and_the_last_line_count_what_was_sampled(capsys):
+def test_the_bar_and_the_last_line_count_what_was_sampled(messages):
     counter = Progress(10, 100)
     with tqdm(total=1000, file=io.StringIO()) as counter.bar:
         counter.add_tokens(40)
@@ -139,16 +139,16 @@ def test_the_bar_and_the_last_line_count_what_was_sampled(capsys):
         counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 30, "stop"))
         assert (counter.bar.n, counter.bar.total, counter.bar.postfix) == (30, 930, "1 sample") # it stopped early
     counter.close(3 * 2**20)
-    line = r"1 sample, 30 tokens in \d+\.\d s: [\d.]+ tokens/s, peak memory 3 MB\n"
-    assert re.fullmatch(line, capsys.readouterr().err)
+    line = r"1 sample, 30 tokens in \d+\.\d s: [\d.]+ tokens/s, peak memory 3 MB"
+    assert re.fullmatch(line, messages.pop())
     Progress(0, 5).close(None) # out_file was complete
-    assert capsys.readouterr().err == ""
+    assert messages == []
 
 
 @pytest.mark.parametrize("total, before, after", [
     (5, "0 of 5 samples", "1 of 5 samples"), (None, "0 samples", "1 sample")])
 @pytest.mark.parametrize("is_terminal", [False, True]) # a terminal without a bar shows samples
-def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(capsys, monkeypatch, total, before, after,
+def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(messages, monkeypatch, total, before, after,
                                                                      is_terminal):
     clock = iter([0, 10, 29, 31, 50, 62, 90, 93])
     monkeypatch.setattr(printer.time, "perf_counter", clock.__next__)
@@ -162,4 +162,4 @@ def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(capsys, mon
         counter.add_tokens(-50) # a batch ran out of memory
     lines = [f"{before}, 300 tokens so far: 9.7 tokens/s", f"{before}, 500 tokens so far: 8.1 tokens/s",
              f"{after}, 400 tokens so far: 4.3 tokens/s"]
-    assert capsys.readouterr().err.splitlines() == ([] if is_terminal else lines)
+    assert messages == ([] if is_terminal else lines)
