@@ -188,6 +188,12 @@ class Token(NamedTuple):
     top_logprobs: tuple[tuple[str, float], ...] = () # (text, logprob) of the most likely tokens
 
 
+class Piece(NamedTuple):
+    """New text of a sample that no stop text can take back, and how likely the model found it."""
+    text: str
+    logprob: float | None = None # of the token that the text is from, with those that began its first character
+
+
 @dataclass(eq=False)
 class Sample:
     """One continuation of a prompt. Until it is finished, finish_reason is None and tokens are appended."""
