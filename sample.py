@@ -18,14 +18,14 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and 
 
 from configurator import override
 from sampling.backends.process import peak_memory, return_freed_memory, shorten_spinning
-from sampling.generation.workers import Workers
+from sampling.generation.workers import RANK, WORLD_SIZE, Workers
 from sampling.inputs.prompts import PromptSource, log_notices, make_samples, warn_about_stop_texts
 from sampling.inputs.tokenizer import load_tokenizer
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console
 from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.outputs.printer import Printer, Progress
-from sampling.params import SamplingParams, check_settings, choose_seed
+from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -76,75 +76,60 @@ interactive = False # ask for prompts and answer each with a sample
 watch = False # when the samples are done, wait until train.py saves a new ckpt.pt, and sample from it too; Ctrl-C ends
 
 
-def main(settings, workers):
+def main(settings):
     """Load the model, then generate, save and show samples. settings: the values of the settings above, by name."""
-    import torch  # imported here, so that errors in the settings are reported without waiting for torch
 
-    from sampling.backends.prepare import compile_steps
     from sampling.checkpoints.nanogpt import wait_for_saves
-    from sampling.generation.engine import Engine
 
-    workers.connect(settings.interactive or settings.watch) # to the other processes, if torchrun started any
-    settings.seed = workers.broadcast(choose_seed(settings.seed))
+    workers = Workers(settings.interactive or settings.watch) # mostly one process
+    settings.seed = choose_seed(settings.seed)
     params = SamplingParams.from_settings(vars(settings), num_logprobs(vars(settings)))
     if settings.interactive:
         from sampling.repl import run_repl
-        return run_repl(lambda: load(settings, params, workers)[0], params, settings.show_probs, settings.start)
-    with workers.fail_together():
-        prompts = PromptSource(settings.start, settings.watch) if workers.is_main else None
+        return run_repl(lambda: load(settings, params)[0], params, settings.show_probs, settings.start)
+    if RANK:
+        return workers.serve(load(settings, params)[0])
+    prompts = PromptSource(settings.start, settings.watch)
     outputs = Outputs(vars(settings))
     for _ in wait_for_saves(settings.out_dir, logger.info) if settings.watch else [None]:
-        model, num_total, batch_size = load(settings, params, workers, prompts)
-        with workers.fail_together():
-            samples = [] # of rank 0, which has the prompts
-            if prompts:
-                samples = outputs.open(model, make_samples(prompts, model.tokenizer, settings.num_samples))
-                samples = log_notices(samples, model.tokenizer, model.backend.config.block_size, logger.info)
-        with torch.no_grad(), model.autocast():
-            if settings.compile:
-                compile_steps(model.backend, min(batch_size, num_total or batch_size))
-            printer = Printer(model.tokenizer, settings.show_probs)
-            progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
-            engine = Engine(model, params, batch_size, is_tty(sys.stdout), progress.add_tokens)
-            for sample in workers.generate(engine, samples):
-                if sample.finish_reason: # while streaming, samples come unfinished too
-                    outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
-                    progress.add_sample(sample)
-                if not outputs.uses_stdout:
-                    printer.update(sample)
+        model, num_total = load(settings, params, prompts)
+        samples = outputs.open(model, make_samples(prompts, model.tokenizer, settings.num_samples))
+        samples = log_notices(samples, model.tokenizer, model.backend.config.block_size, logger.info)
+        printer = Printer(model.tokenizer, settings.show_probs)
+        progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
+        for sample, pieces in workers.run(model, samples, params, settings.batch_size, is_tty(sys.stdout)):
+            sample.num_emittable_chars += sum(len(piece.text) for piece in pieces)
+            if sample.finish_reason: # while streaming, samples come unfinished too
+                outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
+                progress.add_tokens(sample.num_tokens)
+                progress.add_sample(sample)
+            if not outputs.uses_stdout and (sample.finish_reason or is_tty(sys.stdout)):
+                printer.update(sample)
         outputs.write_page()
         progress.close(peak_memory(model.backend.device))
-        if model.speculation:
-            logger.info(model.speculation.summary())
-        del model, engine # their memory must be free before the next model is loaded
+        del model # its memory must be free before the next model is loaded
 
 
-def load(settings, params, workers, prompts=None):
+def load(settings, params, prompts=None):
     """Load the model with its tokenizer. Returns (model, number of samples or None if unknown, batch size)."""
-    from sampling.backends.prepare import choose_device, choose_dtype, default_batch_size, weight_converter
+    from sampling.backends.prepare import choose_device, choose_dtype, weight_converter
     from sampling.checkpoints.huggingface import load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
-    from sampling.text_generator import assemble
+    from sampling.text_generator import TextGenerator
     return_freed_memory() # of the model before this one
-    with workers.fail_together():
-        device = choose_device(settings.device, workers.local_rank)
-        dtype = choose_dtype(device, settings.dtype, settings.exact)
-        load_options = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=logger.info)
-        if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
-            checkpoint = load_nanogpt(settings.out_dir, **load_options)
-        else: # GPT-2
-            checkpoint = load_huggingface(settings.init_from, **load_options)
-        tokenizer = load_tokenizer(checkpoint, logger.info, settings.tokenizer)
-        # meta.pkl, or one of tiktoken such as GPT-2's
-        warn_about_stop_texts(params.stop_texts, tokenizer, logger.warning)
-        lengths = prompts.count_and_max_len(tokenizer, settings.num_samples) if prompts else (None, None)
-    num_total, max_prompt_len = workers.broadcast(lengths)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(device, settings.dtype, settings.exact)
+    load_options = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=logger.info)
+    if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
+        checkpoint = load_nanogpt(settings.out_dir, **load_options)
+    else: # GPT-2
+        checkpoint = load_huggingface(settings.init_from, **load_options)
+    tokenizer = load_tokenizer(checkpoint, logger.info, settings.tokenizer)
+    warn_about_stop_texts(params.stop_texts, tokenizer, logger.warning)
+    num_total = prompts and prompts.count_and_max_len(tokenizer, settings.num_samples)[0]
     num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens # in full batches
-    with workers.fail_together():
-        model = assemble(checkpoint, tokenizer, device, dtype, settings, num_steps)
-    logger.info(f"{model.num_params / 1e6:.2f}M parameters on {device} in {model.dtype_name}")
-    length = (max_prompt_len or model.backend.config.block_size) + settings.max_new_tokens
-    return model, num_total, settings.batch_size or default_batch_size(model.backend, length, workers.local_world_size)
+    options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
+    return TextGenerator(checkpoint, tokenizer, device, dtype, options, None if WORLD_SIZE > 1 else num_steps), num_total
 
 
 logger = logging.getLogger("sampling") # below the settings, because it is none
@@ -152,15 +137,14 @@ logger = logging.getLogger("sampling") # below the settings, because it is none
 
 def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process; it may end at once."""
-    workers = Workers() # one process, unless torchrun started more
-    setup_console(workers.is_main, owns_process)
+    setup_console(RANK == 0, owns_process)
     with report_user_errors(status=2):
         settings = override(globals(), sys.argv[1:], check_settings, logger.info, ALIASES, training_settings)
     if owns_process:
         shorten_spinning() # before torch is imported
         gc.set_threshold(1_000_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none
     with report_user_errors():
-        main(SimpleNamespace(**settings), workers)
+        main(SimpleNamespace(**settings))
     if owns_process:
         hard_exit()
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sampling.params import ModelOptions, Sample, SamplingParams, Token
+from sampling.params import ModelOptions, Sample, SamplingParams, Token, check_options
 
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator
@@ -38,5 +38,16 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     Changes settings of the whole process: on a CPU glibc's malloc; on CUDA the current device, the precision of matrix
     products and the attention kernels; with compile, the limits of torch.compile.
     """
+    import torch
+
+    from sampling.backends.prepare import choose_device, choose_dtype, weight_converter
+    from sampling.checkpoints.nanogpt import load_by_name
+    from sampling.inputs.tokenizer import load_tokenizer
     from sampling.text_generator import TextGenerator
-    return TextGenerator(name, device, dtype, ModelOptions(compile, cuda_graphs, exact, draft), tokenizer)
+    options = ModelOptions(compile, cuda_graphs, exact, draft)
+    check_options({**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer})
+    torch_device = choose_device(device)
+    torch_dtype = choose_dtype(torch_device, dtype, exact)
+    with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
+        checkpoint = load_by_name(name, weight_converter(torch_dtype), log=lambda text: None)
+        return TextGenerator(checkpoint, load_tokenizer(checkpoint, print, tokenizer), torch_device, torch_dtype, options)

@@ -60,7 +60,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
               "must be auto, float32, bfloat16, float16 or int8"),
     **dict.fromkeys(["compile", "cuda_graphs", "exact", "context_shift"],
                     (lambda v: isinstance(v, bool), "must be True or False")),
-    "draft": (optional(is_nonempty_text), "must be int8, the name, folder or file of a model, or None"),
+    "draft": (lambda v: v in (None, "int8"), "must be int8 (a copy of the model) or None: no other model can be a draft"),
     "batch_size": (optional(whole_number(1, 10**5)), "must be from 1 to 100000, or None"),
     "out_file": (optional(is_nonempty_text), "must be the path of a file, or None"),
     "logprobs": (optional(whole_number(0, 1000)), "must be from 0 to 1000, or None to save none"),

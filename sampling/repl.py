@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
-from sampling.generation.engine import Engine, LoadedModel
 from sampling.inputs.prompts import PromptSource, log_notices, make_samples, parse_start, warn_about_stop_texts
 from sampling.outputs.console import end_line, is_tty
 from sampling.outputs.printer import Printer
-from sampling.params import Prompt, Sample, SamplingParams, choose_seed
+from sampling.params import Prompt, Sample, SamplingParams, check_exact, choose_seed
+from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
 # The settings that a command may change, and the names that configurator gives to the types of their values.
@@ -35,7 +35,7 @@ Put a prompt that begins with a colon in quotes: ":like this". Several pasted li
 Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
-def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs: bool, start: str) -> None:
+def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_probs: bool, start: str) -> None:
     """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is DEFAULT_START.
 
     load: loads the model, at the start and for :reload. params, show_probs: the initial settings.
@@ -65,17 +65,15 @@ def run_repl(load: Callable[[], LoadedModel], params: SamplingParams, show_probs
             history.parent.mkdir(parents=True, exist_ok=True)
             readline.set_history_length(1000)
             readline.write_history_file(history)
-    if session.engine and session.engine.model.speculation:
-        logger.info(session.engine.model.speculation.summary())
 
 
 @dataclass
 class Session:
     """The state of a session, which prompts and commands change."""
-    load: Callable[[], LoadedModel]
+    load: Callable[[], TextGenerator]
     params: SamplingParams
     show_probs: bool
-    engine: Engine | None = None # None while the model is loaded, and after that has failed
+    engine: TextGenerator | None = None # None while the model is loaded, and after that has failed
     printer: Printer | None = None # None before the first model is loaded
     next_index: int = 0 # the index of the next sample
     last: Sample | None = None
@@ -105,7 +103,7 @@ class Session:
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
-        model = self.require_engine().model
+        model = self.require_engine()
         samples = make_samples(PromptSource(start), model.tokenizer, 1, self.next_index)
         for sample in log_notices(samples, model.tokenizer, model.backend.config.block_size, logger.info):
             self.print_sample(sample)
@@ -117,17 +115,16 @@ class Session:
         interrupts = [] # within a step, an exception could leave the model in an inconsistent state
         signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         try:
-            with engine.model.autocast():
-                # The same engine for every prompt: its CUDA graphs are kept, and its random stream goes on.
-                for _ in engine.generate([sample]):
-                    self.last = sample
-                    self.printer.update(sample, shows_prompt)
-                    if interrupts:
-                        raise KeyboardInterrupt
+            for _, pieces in engine.run([sample], self.params, 1, stream=True):
+                self.last = sample
+                sample.num_emittable_chars += sum(len(piece.text) for piece in pieces)
+                self.printer.update(sample, shows_prompt)
+                if interrupts:
+                    raise KeyboardInterrupt
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def require_engine(self) -> Engine:
+    def require_engine(self) -> TextGenerator:
         if self.engine is None:
             raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
         return self.engine
@@ -157,7 +154,8 @@ class Session:
         value = choose_seed(text, ":seed") if is_random else parse(name, text or "True", TYPES[name])
         change = {"num_logprobs": 0 if value else None} if name == "show_probs" else {name: value}
         params = replace(self.params, **change)
-        self.engine = replace(self.require_engine(), params=params) # an exact model refuses some values
+        if self.require_engine().backend.is_exact:
+            check_exact(vars(params))
         self.params = params
         if name == "show_probs":
             self.show_probs, self.printer = value, Printer(self.printer.tokenizer, value)
@@ -190,7 +188,7 @@ class Session:
         if before and (before.source, before.size) != (model.tokenizer.source, model.tokenizer.size):
             self.last = None # its ids are of another vocabulary
         self.printer = Printer(model.tokenizer, self.show_probs)
-        self.engine = Engine(model, self.params, stream=True)
+        self.engine = model
 
     def quit(self) -> None:
         self.is_over = True

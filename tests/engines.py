@@ -1,4 +1,4 @@
-"""Backends for an Engine, the model that it runs, the samples that it must generate, and the text of the oracle."""
+"""Backends, the TextGenerator that runs them, the samples that it must generate, and the text of the oracle."""
 from functools import cache
 from pathlib import Path
 
@@ -10,26 +10,15 @@ from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.generation.engine import LoadedModel
 from sampling.params import Prompt, Sample, SamplingParams
+from sampling.text_generator import TextGenerator
 
 PROMPTS = ["The ", "Thou", "What is it?", "a" * 15, "b" * 16, "And then they all went home. ", "x", "yes, "]
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
 
 
-class FakeGPU(str):
-    """The device of a backend on a CPU, for which the engine decides as for a GPU. torch takes it as the CPU's name."""
-    type = "cuda"
-
-
-def on_fake_gpu(backend):
-    """The backend, with a FakeGPU as its device."""
-    backend.device = FakeGPU("cpu")
-    return backend
-
-
-class LeastBackend(EagerBackend):
-    """Returns no logits but those that it must, and overwrites them at the next call. Notes the calls.
+class NotingBackend(EagerBackend):
+    """Notes how many rows each call has. Overwrites the logits of a call at the next one, as graphs do.
 
     Raises error for more than most_rows rows, and once in call fails_at.
     """
@@ -37,15 +26,12 @@ class LeastBackend(EagerBackend):
     def __init__(self, gpt, error=MemoryError, most_rows=99, fails_at=None):
         super().__init__(gpt)
         self.error, self.most_rows, self.fails_at = error, most_rows, fails_at
-        self.latest, self.num_rows, self.needed = torch.zeros(0), [], [] # of each call: its rows, and num_needed
+        self.latest, self.num_rows = torch.zeros(0), []
 
-    def logits(self, ids, cache, num_positions=1, num_needed=None):
+    def logits(self, ids, cache, num_positions=1):
         self.num_rows.append(len(ids))
-        self.needed.append(num_needed)
         self.latest.fill_(torch.nan)
         logits = self.latest = super().logits(ids, cache, num_positions).clone()
-        if num_needed is not None:
-            logits[logits < logits.topk(min(num_needed, logits.size(1))).values[:, -1:]] = -torch.inf
         if len(ids) > self.most_rows or len(self.num_rows) == self.fails_at:
             raise self.error
         return logits
@@ -64,14 +50,17 @@ def recorded_graphs(gpt):
 
 
 BACKENDS = {
-    "eager": EagerBackend, "least": LeastBackend, "cpu": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
+    "eager": EagerBackend, "noting": NotingBackend, "cpu": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
     "static steps": static_steps, "recorded graphs": recorded_graphs, "cuda": lambda gpt: static_steps(gpt.cuda())}
 
 
-def load(tokenizer, backend=None, **fields):
-    """A LoadedModel with this backend, or with the plain model of make_gpt(). fields are those of its Checkpoint."""
-    checkpoint = Checkpoint("out/ckpt.pt", {}, {}, 61, Path("out"), **fields)
-    return LoadedModel(backend or EagerBackend(make_gpt()), tokenizer, checkpoint, torch.float32, num_params=1)
+class Generator(TextGenerator):
+    """A TextGenerator with this backend, or with the plain model of make_gpt()."""
+
+    def __init__(self, tokenizer, backend=None, draft=None):
+        self.backend, self.tokenizer, self.draft = backend or EagerBackend(make_gpt()), tokenizer, draft
+        self.device, self.dtype = self.backend.device, torch.float32
+        self.checkpoint = Checkpoint("out/ckpt.pt", self.backend.config, {}, Path("out"))
 
 
 def make_samples(tokenizer, texts, samples_per_prompt=1):
@@ -84,18 +73,18 @@ def without_tokens(samples):
     return [Sample(sample.index, sample.prompt, sample.prompt_ids, sample.already_saved) for sample in samples]
 
 
-def run(engine, samples):
-    """The finished samples, in the order in which the engine yields them. The given samples stay without tokens."""
-    return [sample for sample in engine.generate(without_tokens(samples)) if sample.finish_reason]
+def run(gpt, samples, *arguments, **settings):
+    """The finished samples, in the order in which gpt.run yields them. The given samples stay without tokens.
 
-
-def streamed_texts(engine, samples):
-    """The texts as a reader of the stream gets them: each character once."""
-    texts = [""] * len(samples)
-    for sample in engine.generate(without_tokens(samples)):
-        assert sample.num_emittable_chars <= len(sample.text)
-        texts[sample.index] += sample.text[len(texts[sample.index]):sample.num_emittable_chars]
-    return texts
+    The pieces of each sample must be its text.
+    """
+    finished, texts = [], {}
+    for sample, pieces in gpt.run(without_tokens(samples), *arguments, **settings):
+        texts[sample.index] = texts.get(sample.index, "") + "".join(piece.text for piece in pieces)
+        if sample.finish_reason:
+            assert texts[sample.index] == sample.text
+            finished.append(sample)
+    return finished
 
 
 def expected_ids(prompts, num_tokens=20, seed=3, block_size=16, device="cpu", **settings):

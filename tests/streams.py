@@ -1,10 +1,9 @@
 """Random prompts and numbers, and text from a backend."""
 import torch
 
+from engines import Generator, run
 from models import SHAPE
-from sampling.generation.decode import Decoder
-from sampling.sampler.row_streams import RowStreams, RunStream
-from sampling.sampler.sampler import Sampler
+from sampling.params import Prompt, Sample, SamplingParams
 
 
 def normal(*shape, seed=0):
@@ -17,17 +16,15 @@ def random_prompt(length, rows=1, seed=0):
     return torch.randint(SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def decode(backend, prompts, num_tokens, seed=3, context_shift=False, **settings):
-    """The num_tokens ids with which a run continues each of prompts (lists of ids). max_rows rows decode together."""
-    run = RunStream(seed, backend.device, draws_per_sample=num_tokens, vocab_size=backend.config.vocab_size)
-    decoder, found = Decoder(backend, Sampler(**settings), context_shift=context_shift), []
-    visible = [ids[-backend.config.block_size:] for ids in prompts]
-    for start in range(0, len(prompts), backend.max_rows):
-        rows = visible[start:start + backend.max_rows]
-        shortest, longest = min(map(len, rows)), max(map(len, rows))
-        streams = RowStreams(run, list(range(start, start + len(rows))), [len(ids) - shortest for ids in rows])
-        steps = list(decoder.decode(rows, streams, num_tokens + longest - shortest))
-        assert all(step.is_valid for step in steps)
-        tokens = torch.cat([step.ids for step in steps], dim=1).tolist()
-        found += [row[len(ids) - shortest:][:num_tokens] for row, ids in zip(tokens, rows, strict=True)]
-    return found
+def decode(backend, prompts, num_tokens, seed=3, context_shift=False, temperature=1.0, top_k=None, **settings):
+    """The num_tokens ids with which a run continues each of prompts (lists of ids)."""
+    params = SamplingParams(num_tokens, temperature, top_k, seed=seed, context_shift=context_shift, **settings)
+    samples = [Sample(i, Prompt("a"), ids) for i, ids in enumerate(prompts)]
+    return [sample.token_ids for sample in run(Generator(IdTokenizer(), backend), samples, params)]
+
+
+class IdTokenizer:
+    """The text of each token is one character."""
+
+    def incremental_decoder(self, prompt_ids=()):
+        return lambda token_id, last=False: chr(token_id + 32)

@@ -33,6 +33,11 @@ class Backend(Protocol):
     def new_cache(self, num_rows: int, capacity: int) -> Cache:
         """An empty cache with room for capacity positions in each row."""
 
+    min_flush_steps, all_columns = 1, False
+
+    def should_drop(self, num_rows, num_unfinished):
+        return num_unfinished < num_rows
+
     def release(self, cache: Cache) -> None:
         """Take back a cache that the caller needs no more."""
 
@@ -93,7 +98,7 @@ class ExactBackend(Backend):
     Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole process. Raises ValueError if the
     device is neither CUDA nor a CPU.
     """
-    is_exact = True
+    is_exact = all_columns = True
     max_rows = 1
 
     def __init__(self, model: GPT):
@@ -109,13 +114,14 @@ class ExactBackend(Backend):
 
     def new_cache(self, num_rows: int, capacity: int) -> SimpleNamespace:
         """The tokens so far: all that nanoGPT keeps."""
-        return SimpleNamespace(ids=torch.empty(1, 0, dtype=torch.long, device=self.device)) # (1, S)
+        return SimpleNamespace(seq_len=0, ids=torch.empty(1, 0, dtype=torch.long, device=self.device)) # (1, S)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: SimpleNamespace | None, num_positions: int = 1,
                num_needed: int | None = None) -> Tensor:
         """Expects one row, and num_positions=1."""
         if cache is not None:
+            cache.seq_len += ids.size(1)
             ids = cache.ids = torch.cat([cache.ids, ids], dim=1)
         transformer = self.model.transformer
         x = transformer.wte(ids) + transformer.wpe(torch.arange(ids.size(1), device=self.device)) # (1, T, E)

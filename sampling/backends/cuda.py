@@ -150,6 +150,11 @@ class CUDABackend(Backend):
     kernels one by one. Changes the precision of matrix products and the choice of attention kernels for the whole
     process. Several threads may use it, one at a time.
     """
+    min_flush_steps, all_columns = 4, True
+
+    def should_drop(self, num_rows, num_unfinished):
+        return num_rows > 32 and 2 * num_unfinished <= num_rows
+
     max_rows = 128 # a guess: the random numbers of each row need a kernel
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True):

@@ -163,6 +163,13 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
     return model
 
 
+def free_memory(device: torch.device) -> int:
+    """The free memory of a device in bytes, for this process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
 def default_batch_size(backend: Backend, length: int, num_processes: int = 1) -> int:
     """The batch size for samples of length tokens if the user gives none: as many as half of the free memory holds, at
     most backend.max_rows.

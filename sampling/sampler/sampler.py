@@ -6,6 +6,8 @@ sample do not depend on its batch.
 
 Axes: B rows, V vocabulary entries, S tokens so far, K candidates.
 """
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,36 +40,46 @@ class Sampler:
             self.filters.append(lambda logits: mask_top_p(logits, top_p))
         if min_p:
             self.filters.append(lambda logits: mask_min_p(logits, min_p))
-        self.num_needed = 1 if self.is_greedy else top_k or None # of the largest logits must be exact; None: all
-        if self.penalty != 1: # it may make a small logit the largest
-            self.num_needed = None
 
     def __call__(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> Tensor:
-        """Logits (B, V), which are_valid, and the ids (B, S) that the model saw -> the next ids (B, 1).
+        """Logits (B, V) and the ids (B, S) that the model saw -> the next ids (B, 1).
 
-        noise (B, V): see exponentials; None if is_greedy.
+        noise (B, V): see exponentials; None if is_greedy. The largest logit of each row must be finite.
+        """
+        return self.pick(*self.scores(logits, ids, noise))
+
+    def scores(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The scores (B, K) of the candidates, and their ids (B, K), or None if all V tokens are candidates in order.
+
+        The best score wins. Without noise, a score is a logit; otherwise it is a probability divided by noise.
         """
         logits = logits.to(self.dtype or logits.dtype)
         if self.penalty != 1:
             logits = apply_repetition_penalty(logits.float(), ids, self.penalty)
         if self.is_greedy:
-            return logits.argmax(dim=-1, keepdim=True)
+            return logits, None
         logits, candidates = apply_temperature(logits, self.temperature), None
         if self.top_k and self.top_k < logits.size(-1):
             logits, candidates = self.select_top_k(logits, self.top_k)
         logits = logits.float()
         for mask_unlikely in self.filters:
             logits = mask_unlikely(logits)
-        best = (logits.softmax(dim=-1) / exponentials(noise, candidates)).argmax(dim=-1, keepdim=True) # (B, 1)
+        return logits.softmax(dim=-1) / exponentials(noise, candidates), candidates
+
+    @staticmethod
+    def pick(scores: Tensor, candidates: Tensor | None) -> Tensor:
+        """The ids (B, 1) with the best scores."""
+        best = scores.argmax(dim=-1, keepdim=True)
         return best if candidates is None else candidates.gather(1, best)
 
-
-def are_valid(logits: Tensor) -> Tensor:
-    """Whether tokens can be sampled from logits (B, V): one bool, on their device.
-
-    The largest logit of each row must be finite, and NaN counts as the largest.
-    """
-    return logits.amax(dim=-1).isfinite().all()
+    def lead(self, scores: Tensor) -> float:
+        """How far the best of the scores (1, K) is ahead of the next one: the difference of their logarithms."""
+        if scores.size(1) == 1:
+            return math.inf
+        best, second = scores[0].topk(2).values.tolist()
+        if self.is_greedy:
+            return best - second
+        return math.log(best / second) if second > 0 else math.inf
 
 
 def apply_repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:

@@ -4,13 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from sampling.generation.decode import Decoder
 
 from engines import expected_ids, recorded_graphs, static_steps
 from models import make_gpt
 from recorded_graphs import ON_GPU, record_graphs
 from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend
-from sampling.generation.decode import Decoder
 from sampling.sampler.row_streams import RowStreams, RunStream
 from sampling.sampler.sampler import Sampler
 from streams import decode, random_prompt

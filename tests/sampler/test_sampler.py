@@ -1,9 +1,11 @@
 """Sampler: logits and random numbers in, token ids out."""
+import math
+
 import pytest
 import torch
 
 from oracles import nanogpt_token, reference_token
-from sampling.sampler.sampler import Sampler, are_valid
+from sampling.sampler.sampler import Sampler
 from streams import normal
 
 FOUR = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log() # the logarithms of probabilities
@@ -99,10 +101,10 @@ def test_with_all_columns_the_host_does_not_wait_for_a_gpu():
     logits, noise = torch.empty(2, 50, dtype=torch.bfloat16, device="meta"), torch.empty(2, 50, device="meta")
     sampler = Sampler(0.8, 20, 0.9, 0.1, 1.2, all_columns=True, in_logits_dtype=True)
     assert sampler(logits, torch.zeros(2, 3, dtype=torch.long, device="meta"), noise).shape == (2, 1)
-    assert are_valid(logits).is_meta
 
 
-@pytest.mark.parametrize("row, expected", [
-    ([-torch.inf, 1], True), ([torch.nan, 1], False), ([torch.inf, 1], False), ([-torch.inf] * 2, False)], ids=str)
-def test_logits_are_valid_if_the_largest_of_each_row_is_finite(row, expected):
-    assert bool(are_valid(torch.tensor([[0.0, 1], row]))) == expected
+@pytest.mark.parametrize("scores, expected", [
+    ([1.0, 4.0, 2.0], math.log(2)), ([3.0, 3.0], 0), ([1.0], math.inf), ([1.0, 0.0], math.inf)], ids=str)
+def test_the_lead_of_the_best_score_is_a_difference_of_logarithms(scores, expected):
+    assert Sampler().lead(torch.tensor([scores])) == pytest.approx(expected)
+    assert Sampler(temperature=0).lead(torch.tensor([[1.0, 4.0, 2.5]])) == 1.5, "logits are logarithms already"

@@ -1,0 +1,133 @@
+"""Batch: the rows that are decoded together, and all that belongs to them.
+
+Axes: B rows, S tokens that the model sees.
+"""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from sampling.backends.backend import Backend
+from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.params import SamplingParams
+from sampling.sampler.row_streams import RowStreams, RunStream
+from sampling.sampler.sampler import NOT_FINITE
+
+
+class Step(NamedTuple):
+    """The tokens of one step, and what is known about them. All tensors are on the backend's device.
+
+    The log-probabilities are those of the model itself: at temperature 1, over the whole vocabulary. They are of the
+    sampled tokens, and then of the n most likely ones; without log-probabilities, both tensors have no columns.
+    """
+    token: Tensor # (B, 1)
+    largest_logit: Tensor # (B, 1)
+    logprobs: Tensor # (B, 1 + n)
+    top_ids: Tensor # (B, n)
+
+
+class Batch:
+    """Prompts, of which the model sees at most block_size tokens, and their samples.
+
+    All rows decode in lockstep from the end of the shortest prompt. The rest of a longer prompt is teacher-forced while
+    the other rows are sampled. Each row gets the tokens that it would get alone.
+
+    window (B, S): the tokens that the model sees. cache: the keys and values of the first cache.seq_len of them; None
+    once the window moves. rows: the texts of the samples. Whoever makes a Batch must release it.
+    """
+
+    def __init__(self, rows: list[IncrementalDetokenizer], backend: Backend, run_stream: RunStream,
+                 params: SamplingParams):
+        self.rows, self.backend, self.params = rows, backend, params
+        block_size = backend.config.block_size
+        prompts = [row.sample.prompt_ids[-block_size:] for row in rows]
+        length = min(map(len, prompts))
+        self.window = torch.tensor([ids[:length] for ids in prompts], device=backend.device)
+        self.has_equal_prompts = all(ids[:length] == prompts[0][:length] for ids in prompts)
+        self.first_steps = [len(ids) - length for ids in prompts] # in which the rows get their first new tokens
+        self.last_steps = {first + params.max_new_tokens for first in self.first_steps} # after which rows are finished
+        # One tensor, because a copy from the host at each step would synchronise the GPU. -1: the row has none left.
+        rests = [torch.tensor(ids[length:], dtype=torch.long) for ids in prompts]
+        self.forced = pad_sequence(rests, padding_value=-1).to(backend.device)[..., None] # (steps, B, 1)
+        self.streams = RowStreams(run_stream, [row.sample.index for row in rows], self.first_steps)
+        self.num_steps = 0 # so far
+        self.pending: list[Step] = [] # the latest steps, whose tokens are not on the host yet
+        self.cache = backend.new_cache(len(rows), min(length + max(self.last_steps), block_size))
+
+    @property
+    def unread(self) -> Tensor:
+        """The tokens that are not in the cache: (B, T), or (1, T) for equal prompts, which are read once."""
+        if self.cache is None:
+            return self.window
+        ids = self.window[:, self.cache.seq_len:]
+        return ids[:1] if self.num_steps == 0 and self.has_equal_prompts else ids
+
+    @property
+    def forced_token(self) -> Tensor | None:
+        """The tokens (B, 1) of longer prompts in this step; -1 where the token is sampled. None: all are sampled."""
+        return self.forced[self.num_steps] if self.num_steps < len(self.forced) else None
+
+    def append(self, step: Step) -> None:
+        """Append the tokens of a step. Past block_size, the window moves."""
+        self.pending.append(step)
+        self.num_steps += 1
+        if self.cache is not None:
+            self.cache.seq_len = self.window.size(1) # a draft may have read wrong proposals
+        self.window = torch.cat([self.window, step.token], dim=1)
+        block_size = self.backend.config.block_size
+        if self.window.size(1) <= block_size:
+            return
+        # Positions are learned and absolute: once the window moves, all keys and values change.
+        if self.params.context_shift: # as in llama.cpp: drop the older half, and prefill the rest once
+            self.window = self.window[:, -(block_size - block_size // 2):]
+            self.cache.seq_len = 0
+        else: # as in nanoGPT: from now on, every step recomputes the whole window
+            self.window = self.window[:, -block_size:]
+            self.release()
+
+    def flush(self) -> None:
+        """Append the tokens of the pending steps to the samples. Raises ValueError if their logits were not finite.
+
+        It copies two tensors, because each copy to the host waits for the GPU.
+        """
+        first = self.num_steps - len(self.pending) # of the pending steps
+        ids = torch.stack([torch.cat([step.token, step.top_ids], dim=1) for step in self.pending]).tolist()
+        floats = [torch.cat([step.largest_logit.float(), step.logprobs], dim=1) for step in self.pending]
+        floats = torch.stack(floats).cpu()
+        if not floats[..., 0].isfinite().all():
+            raise ValueError(NOT_FINITE)
+        logprobs = floats[..., 1:].tolist()
+        self.pending = []
+        for i, (row, first_step) in enumerate(zip(self.rows, self.first_steps, strict=True)):
+            for step in range(max(0, first_step - first), len(ids)):
+                if not row.is_finished:
+                    token_id, *top_ids = ids[step][i]
+                    logprob, *top = logprobs[step][i] or [None]
+                    row.append(token_id, logprob, top, top_ids)
+
+    def is_due(self, flush_steps: int) -> bool:
+        """Whether to flush: after flush_steps steps, or when a row may be finished."""
+        return len(self.pending) >= flush_steps or bool(self.pending and self.num_steps in self.last_steps)
+
+    def drop_finished(self) -> None:
+        """Keep the unfinished rows only, if the backend gains by it. After the last row, none are left."""
+        unfinished = [i for i, row in enumerate(self.rows) if not row.is_finished]
+        if not unfinished:
+            self.rows = []
+        elif self.backend.should_drop(len(self.rows), len(unfinished)):
+            self.keep(unfinished)
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep these rows only, everywhere. No step may be pending."""
+        self.rows, self.first_steps = [self.rows[i] for i in rows], [self.first_steps[i] for i in rows]
+        self.window, self.forced = self.window[rows], self.forced[:, rows]
+        self.streams.select_rows(rows)
+        if self.cache is not None:
+            self.cache.select_rows(rows)
+
+    def release(self) -> None:
+        """Give the cache back to the backend."""
+        if self.cache is not None:
+            self.backend.release(self.cache)
+            self.cache = None

@@ -1,0 +1,91 @@
+"""From tokens to the text of a sample, piece by piece, and the search for stop texts."""
+from collections.abc import Sequence
+
+from sampling.inputs.tokenizer import Tokenizer
+from sampling.params import Piece, Sample, SamplingParams, Token
+
+
+class IncrementalDetokenizer:
+    """Appends tokens to a sample until it has max_new_tokens or a stop text appears, which may span several tokens.
+
+    The new text comes as pieces, as soon as no stop text can take it back.
+    """
+
+    def __init__(self, sample: Sample, tokenizer: Tokenizer, params: SamplingParams):
+        self.sample, self.tokenizer, self.params = sample, tokenizer, params
+        self.num_taken = 0 # pieces that take_pieces has returned
+        self.restart()
+
+    def restart(self) -> None:
+        """Remove all tokens. The pieces that were taken already do not come again."""
+        self.sample.tokens = []
+        self.decode = self.tokenizer.incremental_decoder(self.sample.prompt_ids)
+        self.pieces: list[Piece] = []
+        self.withheld: list[Piece] = [] # with these, a stop text may begin
+        self.logprob: float | None = None # of the tokens since the last text: a character may have several
+        if self.params.max_new_tokens == 0:
+            self.sample.finish_reason = "length"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.sample.finish_reason is not None
+
+    def take_pieces(self) -> list[Piece]:
+        """The pieces since the last call."""
+        pieces = self.pieces[self.num_taken:]
+        self.num_taken += len(pieces)
+        return pieces
+
+    def append(self, token_id: int, logprob: float | None = None, top: Sequence[float] = (),
+               top_ids: Sequence[int] = ()) -> None:
+        """Append the next token, and set the finish reason if it is the last one.
+
+        top, top_ids: the log-probabilities of the most likely tokens, and their ids.
+        """
+        sample = self.sample
+        before = sample.prompt_ids[-1:] # some tokenizers leave out the space before the first word of a text
+        top_texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids]
+        is_last = len(sample.tokens) + 1 == self.params.max_new_tokens
+        text = self.decode(token_id, is_last)
+        sample.tokens.append(Token(token_id, text, logprob, tuple(zip(top_texts, top, strict=True))))
+        if logprob is not None:
+            self.logprob = logprob + (self.logprob or 0.0)
+        if text:
+            self.withheld.append(Piece(text, self.logprob))
+            self.logprob = None
+        sample.finish_reason, num_chars = self.find_stop(is_last)
+        final, self.withheld = split(self.withheld, num_chars)
+        self.pieces += final
+        if sample.finish_reason == "stop":
+            self.truncate(sum(len(piece.text) for piece in self.withheld))
+
+    def find_stop(self, is_last: bool) -> tuple[str | None, int]:
+        """The finish reason, and how many characters of the withheld text are final."""
+        text, stops = "".join(piece.text for piece in self.withheld), self.params.stop_texts
+        if starts := [start for stop in stops if (start := text.find(stop)) >= 0]:
+            return "stop", min(starts)
+        if is_last:
+            return "length", len(text)
+        # A stop text may begin at the end of the text.
+        lengths = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
+        return None, len(text) - max(lengths, default=0)
+
+    def truncate(self, num_chars: int) -> None:
+        """Remove this many characters from the end of the text. The tokens stay, but their text becomes shorter."""
+        tokens, i = self.sample.tokens, len(self.sample.tokens)
+        while num_chars > 0:
+            i -= 1
+            text = tokens[i].text
+            tokens[i] = tokens[i]._replace(text=text[:max(0, len(text) - num_chars)])
+            num_chars -= len(text)
+
+
+def split(pieces: list[Piece], num_chars: int) -> tuple[list[Piece], list[Piece]]:
+    """The pieces of the first num_chars characters, and those of the rest. A piece may become two."""
+    first, rest = [], []
+    for piece in pieces:
+        head, tail = piece.text[:num_chars], piece.text[num_chars:]
+        num_chars -= len(head)
+        first += [piece._replace(text=head)] if head else []
+        rest += [piece._replace(text=tail)] if tail else []
+    return first, rest
