@@ -71,14 +71,6 @@ def test_a_temperature_that_overflows_one_row_leaves_the_others_as_they_are():
     assert Sampler(10**300)(logits, None, noise).tolist() == [[2], [2]], "a large int is a temperature too"
 
 
-@pytest.mark.parametrize("settings, expected", [
-    (dict(top_k=20, top_p=0.7), 20), (dict(temperature=0, top_k=20), 1), (dict(top_p=0.5), None), (dict(top_k=0), None),
-    (dict(top_k=20, repetition_penalty=1.1), None), (dict(temperature=0, repetition_penalty=0.9), None),
-], ids=str)
-def test_the_largest_logits_are_enough_unless_a_small_one_may_become_large(settings, expected):
-    assert Sampler(**settings).num_needed == expected
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("settings", [dict(temperature=0.8, top_k=200), dict(temperature=0.3, top_k=5)], ids=str)
 def test_in_their_own_dtype_logits_give_nanogpts_tokens_and_bfloat16_shows_the_difference(settings, dtype):

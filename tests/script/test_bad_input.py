@@ -31,7 +31,7 @@ UNUSABLE = [ # arguments, a part of the error line: exit status 1
     ("--init_from=out", "for a ckpt.pt pass --out_dir=out"),
     ("--out_file=no/such/a.jsonl", "cannot write 'no/such/a.jsonl': there is no folder /"),
     ("--out_file=bad.py", "bad.py, line 1: not"),
-    ("--draft=nowhere", "nowhere"),
+    ("--draft=int8 --dtype=bfloat16", "draft=int8 works only on a CPU in float32"),
 ]
 
 
