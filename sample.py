@@ -22,7 +22,7 @@ from sampling.generation.workers import RANK, WORLD_SIZE, Workers
 from sampling.inputs.prompts import PromptSource, log_notices, make_samples, warn_about_stop_texts
 from sampling.inputs.tokenizer import load_tokenizer
 from sampling.messages import ALIASES, training_settings
-from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console
+from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
 from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.outputs.printer import Printer, Progress
 from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
@@ -120,11 +120,12 @@ def load(settings, params, prompts=None):
     device = choose_device(settings.device)
     dtype = choose_dtype(device, settings.dtype, settings.exact)
     load_options = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=logger.info)
-    if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
-        checkpoint = load_nanogpt(settings.out_dir, **load_options)
-    else: # GPT-2
-        checkpoint = load_huggingface(settings.init_from, **load_options)
-    tokenizer = load_tokenizer(checkpoint, logger.info, settings.tokenizer)
+    with system_interrupts(): # a stranger's file may keep Python busy for minutes
+        if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
+            checkpoint = load_nanogpt(settings.out_dir, **load_options)
+        else: # GPT-2
+            checkpoint = load_huggingface(settings.init_from, **load_options)
+        tokenizer = load_tokenizer(checkpoint, logger.info, settings.tokenizer)
     warn_about_stop_texts(params.stop_texts, tokenizer, logger.warning)
     num_total = prompts and prompts.count_and_max_len(tokenizer, settings.num_samples)[0]
     num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens # in full batches

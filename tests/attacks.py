@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import zipfile
 
 import pytest
+import torch
 
 from models import make_gpt, save_checkpoint, save_meta
 from project import PROJECT
@@ -26,13 +28,17 @@ from sampling.inputs.tokenizer import load_tokenizer
 from sampling.outputs.console import report_user_errors, setup_console
 
 MAX_MB, MAX_SECONDS = 600, 20
+NAMED_MODULE = "this" # a module that only attacks name
 MAX_ADDRESS_SPACE = 2**33 # limits the damage that a failing test can do
 CONTROL_CHARS = re.compile("[\x00-\x1f\x7f-\x9f]") # control characters, which can move the cursor
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and ru_maxrss in kB")
 
 
 def load(folder, init_from):
-    """Load the model that init_from names in this folder, or the checkpoint in out. Standard error is a file there."""
+    """Load the model that init_from names in this folder, or the checkpoint in out. Standard error is a file there.
+
+    Ends with status 1 if this imported the module that pickles name.
+    """
     import resource
     os.chdir(folder)
     os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
@@ -45,12 +51,14 @@ def load(folder, init_from):
         checkpoint = load_nanogpt("out", **quiet) if init_from == "resume" else load_huggingface(init_from, **quiet)
         build_gpt(checkpoint)
         load_tokenizer(checkpoint, **quiet)
+    if NAMED_MODULE in sys.modules:
+        sys.exit(f"{NAMED_MODULE} was imported")
 
 
 @pytest.fixture(scope="session")
-def assert_refused(tiktoken_cache, tmp_path_factory):
-    """assert_refused(folder, message, init_from) loads folder/out in a process of its own, and asserts that it prints
-    one error line with this message, stays within the limits, and runs no code."""
+def attack(tiktoken_cache, tmp_path_factory):
+    """attack(folder, message, init_from) loads folder/out in a process of its own, and asserts that it prints one error
+    line with this message, stays within the limits, and runs no code. message=None: it may also load."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "",
            "PYTHONPATH": str(PROJECT)}
     process = subprocess.Popen([sys.executable, __file__], cwd=PROJECT, env=env, text=True, stdin=subprocess.PIPE,
@@ -65,9 +73,12 @@ def assert_refused(tiktoken_cache, tmp_path_factory):
         before = set(os.listdir(folder))
         status, stderr, peak = run(folder, init_from)
         assert set(os.listdir(folder)) - before <= {"stderr"}, "the attack has run its code"
-        assert (status, stderr.count("\n"), stderr[:7]) == (1, 1, "error: "), (status, stderr[-2000:])
-        assert message in stderr and "out" in stderr and not CONTROL_CHARS.search(stderr[:-1]), stderr
-        assert len(stderr) < 3000 and peak < valid_peak + MAX_MB
+        assert peak < valid_peak + MAX_MB
+        if message is not None or status:
+            assert (status, stderr.count("\n"), stderr[:7]) == (1, 1, "error: "), (status, stderr[-2000:])
+            assert (message or "") in stderr and "out" in stderr and not CONTROL_CHARS.search(stderr[:-1]), stderr
+            assert len(stderr) < 3000
+        return status
 
     valid = tmp_path_factory.mktemp("valid")
     save_checkpoint(valid / "out", make_gpt())
@@ -92,37 +103,51 @@ def valid_checkpoint(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("valid"), make_gpt()).read_bytes()
 
 
+def with_entry(pickled, key, piece):
+    """A pickle of a dict, in which this piece of pickle is also the value of key."""
+    return pickled[:-1] + b"(" + value(key) + piece + b"u."
+
+
 def poison(valid_checkpoint, key, piece, **options):
     """The bytes of a valid checkpoint in which this piece of pickle is the value of key. Options go to ZipFile."""
     content, out = zipfile.ZipFile(io.BytesIO(valid_checkpoint)), io.BytesIO()
     with zipfile.ZipFile(out, "w", **options) as archive:
         for name in content.namelist():
             record = content.read(name)
-            if name.endswith("data.pkl"):
-                record = record[:-1] + b"(" + value(key) + piece + b"u."
-            archive.writestr(name, record)
+            archive.writestr(name, with_entry(record, key, piece) if name.endswith("data.pkl") else record)
     return out.getvalue()
 
 
-def write_attack(kind, payload, folder, valid_checkpoint, key="model"):
-    """Write a file of this kind with the payload, a piece of pickle, to folder/out. Return the init_from for it.
+def poison_old(valid_checkpoint, key, piece):
+    """The same as poison, in the format of torch before 1.6."""
+    out, ends = io.BytesIO(), []
+    torch.save(torch.load(io.BytesIO(valid_checkpoint)), out, _use_new_zipfile_serialization=False)
+    out.seek(0)
+    for _ in range(4): # the fourth pickle is the content
+        list(pickletools.genops(out))
+        ends.append(out.tell())
+    content = out.getvalue()
+    return content[:ends[2]] + with_entry(content[ends[2]:ends[3]], key, piece) + content[ends[3]:]
 
-    key: which entry of a ckpt.pt the payload replaces. An old ckpt.pt is one of torch before 1.6.
+
+def write_attack(place, piece, folder, valid_checkpoint):
+    """Write files with this piece of pickle to folder/out. Return the init_from for it.
+
+    place: "model" or another entry of a ckpt.pt, "old " and such an entry, "stoi" or "x" of "meta.pkl", or "hf" for a
+    pytorch_model.bin.
     """
     out = folder / "out"
     save_meta(out / "meta.pkl")
-    if kind == "pytorch_model.bin":
+    kind, _, key = place.rpartition(" ")
+    if kind == "hf":
         (out / "config.json").write_text('{"model_type": "gpt2"}')
-        write_settled(out / "pytorch_model.bin", poison(valid_checkpoint, "x", payload))
+        write_settled(out / "pytorch_model.bin", poison(valid_checkpoint, key, piece))
         return "out"
-    content = poison(valid_checkpoint, key, payload)
     if kind == "meta.pkl":
-        content = valid_checkpoint
-        write_settled(out / "meta.pkl", b"\x80\x04" + payload + b".")
-    elif kind == "old ckpt.pt":
-        start = b"".join(pickle.dumps(part, 2) for part in (0x1950a86a20f9469cfc6c, 1001, {}))
-        content = start + b"\x80\x02" + payload + b"." + pickle.dumps([], 2)
-    write_settled(out / "ckpt.pt", content)
+        write_settled(out / "meta.pkl", with_entry((out / "meta.pkl").read_bytes(), key, piece))
+        write_settled(out / "ckpt.pt", valid_checkpoint)
+    else:
+        write_settled(out / "ckpt.pt", (poison_old if kind == "old" else poison)(valid_checkpoint, key, piece))
     return "resume"
 
 
@@ -139,11 +164,12 @@ def call(function, *arguments):
 
 
 def tensor(size, stride=None, offset=0, key="0", kind="torch FloatStorage"):
-    """A tensor as torch.save writes it."""
-    storage = (b"(" + value("storage") + b"c" + kind.replace(" ", "\n").encode() + b"\n"
-               + value(key) + value("cpu") + value(1) + b"tQ")
-    size, stride = (n if isinstance(n, bytes) else value(n) for n in (size, stride or (1,) * len(size)))
-    return call("torch._utils _rebuild_tensor_v2", storage, value(offset), size, stride, value(False),
+    """A tensor as torch.save writes it. Pieces of pickle may stand in the place of the first four."""
+    size, stride, offset, key = (part if isinstance(part, bytes) else value(part)
+                                 for part in (size, stride or (1,) * len(size), offset, key))
+    storage = (b"(" + value("storage") + b"c" + kind.replace(" ", "\n").encode() + b"\n" + key + value("cpu") + value(1)
+               + b"tQ")
+    return call("torch._utils _rebuild_tensor_v2", storage, offset, size, stride, value(False),
                 call("collections OrderedDict"))
 
 

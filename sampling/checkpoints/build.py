@@ -3,6 +3,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,24 +11,39 @@ from torch.overrides import TorchFunctionMode
 
 from model import GPT, GPTConfig
 from sampling.checkpoints.checkpoint import Checkpoint, Convert, require
-from sampling.checkpoints.pickles import StoredTensor
+from sampling.checkpoints.pickles import StoredTensor, describe, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
 
 StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
 
 HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "transformer.wte.weight", "transformer.wpe.weight"
 MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold the causal mask; the model needs none
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+TRANSFORMER_PARTS = {"wte", "wpe", "h", "ln_f"}
+GPT_PARTS = TRANSFORMER_PARTS | {"transformer", "lm_head"}
 MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a millisecond
 VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
-def nanogpt_name(name: str) -> str:
-    """nanoGPT's name of a tensor: without the prefixes of torch.compile and DDP, which may be in either order, and with
-    the prefix that is missing where only the model's transformer was saved.
+def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors by nanoGPT's names. Raises RejectedFileError if two names become one.
+
+    Dropped are wrappers anywhere in a name, such as those of torch.compile and DDP, and a prefix that all names share.
+    Where only the model's transformer was saved, its prefix is missing.
     """
-    name = name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
-    return f"transformer.{name}" if name.split(".")[0] in ("wte", "wpe", "h", "ln_f") else name
+    parts = {name: [part for part in name.split(".") if part not in WRAPPERS] for name in tensors}
+    first = next(iter(parts.values()), [])
+    depth = next((i for i, part in enumerate(first) if part in GPT_PARTS), 0)
+    if any(found[:depth] != first[:depth] or not GPT_PARTS & {*found[depth:depth + 1]} for found in parts.values()):
+        depth = 0
+    renamed = {}
+    for name, found in parts.items():
+        missing = ["transformer"] if TRANSFORMER_PARTS & {*found[depth:depth + 1]} else []
+        new = ".".join(missing + found[depth:])
+        require(new not in renamed, f"two of its tensors are called {new!r:.60} without wrappers, such as {name!r:.60}")
+        renamed[new] = tensors[name]
+    return renamed
 
 
 def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
@@ -36,17 +52,19 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
     Views made by expand, or one record under many names, can claim far more bytes than the file has. Twice its bytes
     are allowed, because a tied head is stored once and named twice.
     """
+    tensors = unwrap(tensors)
     require(isinstance(tensors, dict) and tensors,
-            f"it must hold tensors by name, but holds {repr_or_type(tensors or None)}")
-    stored = {}
+            f"it must hold tensors by name, but holds {describe(tensors or None)}")
     for name, tensor in tensors.items():
         require(isinstance(name, str) and isinstance(tensor, StoredTensor),
-                f"it must hold tensors by name, but holds {repr_or_type(name)}: {type(tensor).__name__}")
+                f"it must hold tensors by name, but holds {describe(name)}: {describe(tensor)}")
+    stored = {}
+    for name, tensor in nanogpt_names(tensors).items():
         if not MASK_BUFFER.search(name):
             require(tensor.dtype.is_floating_point,
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
             file.check(tensor)
-            stored[nanogpt_name(name)] = file, tensor
+            stored[name] = file, tensor
     size, claimed = sum(file.sizes.values()), sum(tensor.nbytes for _, tensor in stored.values())
     require(claimed <= 2 * size, f"it has {size} bytes of tensors, but claims tensors of {claimed} bytes")
     return stored
@@ -100,12 +118,6 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
                 for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
     more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
     require(not problems, f"the tensors do not fit the model: {'; '.join(problems[:5])}{more}")
-
-
-def repr_or_type(value: object) -> str:
-    """A text or number for a message; for other values only the type, as nested values could print forever."""
-    is_short = isinstance(value, str | int | float | None)
-    return f"{value!r:.60}" if is_short else type(value).__name__.removeprefix("Stored") # a StoredTensor is a Tensor
 
 
 def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:

@@ -1,4 +1,5 @@
 """Checkpoint, and what all that reads files shares: errors, text and JSON, and files that a training overwrites."""
+import difflib
 import json
 import os
 import time
@@ -68,6 +69,14 @@ def require(condition: object, reason: str) -> None:
         raise RejectedFileError(reason)
 
 
+def reject_pointer(content: bytes | str) -> None:
+    """Raises RejectedFileError if a file with this content, or start, is a pointer of Git LFS."""
+    prefix = "version https://git-lfs"
+    require(not content.startswith(prefix if isinstance(content, str) else prefix.encode()),
+            "it is only a pointer of Git LFS to the file; get the file itself: run 'git lfs install' and then "
+            "'git lfs pull' in its folder")
+
+
 def first_sentence(error: BaseException) -> str:
     """The first sentence of an exception's message, or the name of the exception's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
@@ -106,27 +115,44 @@ def find_checkpoint(out_dir: str | Path) -> Path:
     path = folder / "ckpt.pt" if folder.is_dir() else folder
     if path.is_file():
         return path
-    if has_model_type(folder):
+    if is_huggingface_folder(folder):
         raise FileNotFoundError(f"{folder} holds a Hugging Face model, but no ckpt.pt; pass --init_from={folder}")
     if snapshots := newest_first(folder.glob("*.pt")): # ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt of forks
-        names = ", ".join(snapshot.name for snapshot in snapshots[:5]) + (", ..." if len(snapshots) > 5 else "")
+        names = first_names(snapshot.name for snapshot in snapshots)
         raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
-    if weights := newest_first(folder.glob("*.safetensors")):
+    if weights := newest_first([*folder.glob("*.safetensors"), folder / "adapter_model.bin"]):
         return weights[0]
-    neither = ", and no config.json with a model_type" if folder.is_dir() else ""
-    raise FileNotFoundError(f"there is no checkpoint at {path}{neither}; pass --out_dir=FOLDER_OR_FILE, or "
+    found = [*folder.parent.glob("ckpt.pt"), *folder.parent.glob("*/ckpt.pt"), *folder.glob("*/ckpt.pt"),
+             *Path().glob("*/ckpt.pt")]
+    near = dict.fromkeys(path.parent for path in newest_first(found))
+    similar = difflib.get_close_matches(folder.name, [place.name for place in near], n=1)
+    guess = next((place for place in near if place.name in similar), None)
+    advice = f"; did you mean --out_dir={guess}?" if guess else ""
+    advice += f"; found ckpt.pt in {first_names(near)}" if near else ""
+    raise FileNotFoundError(f"there is no checkpoint at {path}{advice}; pass --out_dir=FOLDER_OR_FILE, or "
                             "--init_from=gpt2 for GPT-2")
+
+
+def first_names(names: Iterable[object]) -> str:
+    """The first five of some names."""
+    listed = [str(name) for name in names]
+    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(filter(Path.is_file, paths), key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
 
 
-def has_model_type(folder: Path) -> bool:
-    """Whether a folder has a config.json that names an architecture, as every Hugging Face model does."""
+def is_huggingface_folder(folder: Path) -> bool:
+    """Whether a folder has the config.json of a Hugging Face model."""
     with suppress(OSError, ValueError):
-        return "model_type" in read_json(folder / "config.json")
+        return is_huggingface_config(read_json(folder / "config.json"))
     return False
+
+
+def is_huggingface_config(config: dict) -> bool:
+    """Whether a config.json names an architecture, or has GPT-2's fields, as those of 2019 and of GPT2-Chinese."""
+    return "model_type" in config or config.keys() >= {"n_embd", "n_head", "n_layer", "n_positions"}
 
 
 def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any], log: Log) -> Any:
@@ -185,6 +211,7 @@ def read_text(path: Path) -> str:
                 f"it has more than {MAX_TEXT_BYTES >> 20} MiB; without indentation it may be small enough: load it "
                 "with Python's json, and save it with indent=None")
         text = path.read_text("utf-8")
+        reject_pointer(text)
         num_values = max(text.count("\n" if path.suffix == ".txt" else ","), 2 * (text.count("[") + text.count("{")))
         require(num_values <= MAX_VALUES, f"it has more than {MAX_VALUES} values or lines")
     return text

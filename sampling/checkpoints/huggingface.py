@@ -6,12 +6,20 @@ from typing import BinaryIO
 from torch import Tensor
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, read_model, tensors_by_name
-from sampling.checkpoints.checkpoint import Checkpoint, Convert, find_checkpoint, read_complete, read_json, require
+from sampling.checkpoints.checkpoint import (
+    Checkpoint,
+    Convert,
+    find_checkpoint,
+    is_huggingface_config,
+    read_complete,
+    read_json,
+    require,
+)
 from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.messages import Log, warn
 
-SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors"]
+SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "adapter_model.safetensors"]
 TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
               "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
 PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin"]
@@ -20,6 +28,7 @@ GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": 
 GPT2_FIELDS = [("n_layer", "n_layer", 12), ("n_head", "n_head", 12), ("n_embd", "n_embd", 768),
                ("vocab_size", "vocab_size", 50257), ("n_inner", "n_inner", None), ("block_size", "n_positions", 1024),
                ("layer_norm_epsilon", "layer_norm_epsilon", 1e-5)] # GPTConfig's, config.json's, GPT2Config's default
+HUB_NAMES = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 
@@ -69,8 +78,8 @@ def scale_queries(name: str, tensor: Tensor, config: dict, model_args: dict) -> 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
     """The fields of GPTConfig, from config.json. Raises ValueError if the architecture is not GPT-2's."""
-    if config.get("model_type") != "gpt2":
-        raise ValueError(f"{folder} has model_type {config.get('model_type')!r:.60}; only gpt2 is supported")
+    if config.get("model_type", "gpt2") != "gpt2":
+        raise ValueError(f"{folder} has model_type {config['model_type']!r:.60}; only gpt2 is supported")
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
         raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
@@ -85,9 +94,17 @@ def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
     folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else {}
-    if "model_type" in config:
+    if is_huggingface_config(config):
         return folder, config
-    path = find_checkpoint(folder)
+    try:
+        path = find_checkpoint(folder)
+    except FileNotFoundError:
+        if not folder.is_dir() or any(folder.glob("*.pt")):
+            raise
+        hub_name = HUB_NAMES.get(name_or_folder)
+        pass_name = f"pass --init_from={hub_name}, or " if hub_name else ""
+        raise ValueError(f"{name_or_folder} is a folder here, and holds no model; for the model of this name on the "
+                         f"Hugging Face hub, {pass_name}run the command in another folder") from None
     read_complete(path, [path], lambda file: read_nanogpt_file(file, path), log) # says what another file is
     raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
                      f"--out_dir={name_or_folder}")
@@ -110,10 +127,11 @@ def download(name: str) -> Path:
         message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
                    "access to it (set HF_TOKEN, or run 'hf auth login')")
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
-        first_line = str(e).partition("\n")[0]
-        message = (f"could not get {name!r}: there is no such folder here, it is not in Hugging Face's cache, and the "
-                   f"hub did not answer ({first_line:.200}); set HF_ENDPOINT for a mirror, or on a machine "
-                   f"that reaches the hub, run 'hf download {name} --local-dir DIR', then give DIR instead of the name")
+        first_line = str(e).partition("\n")[0].partition(". ")[0]
+        message = (f"could not get {name!r}: it is no folder here, it is not in Hugging Face's cache, and the hub did "
+                   f"not answer ({first_line:.100}); on a machine that reaches the hub, run "
+                   f"'hf download {name} --local-dir DIR', and give DIR instead of the name, or set HF_ENDPOINT to a "
+                   "mirror")
     raise ValueError(message)
 
 

@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import BinaryIO
 
 from model import GPTConfig
-from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, repr_or_type, tensors_by_name
+from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint, Convert, find_checkpoint, read_complete, require
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.other_programs import SAVE_MODEL, read_nanogpt_file
-from sampling.checkpoints.pickles import Record, StoredTensor
+from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
 from sampling.messages import Log, warn
 
 WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
 MODEL_KEYS = "model", "model_state_dict"
-BUILD_NANOGPT_FIELDS = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # of its GPTConfig
+SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # all fields of build-nanogpt's GPTConfig
 KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
 # Fields of forks that may be on and change nothing when a trained model samples.
-HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|label_smoothing|\w*(dropout|pdrop|drop_prob)\w*")
+HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|dtype|compile|label_smoothing|init_std|"
+                            r"initializer_range|gradient_checkpointing|\w*(dropout|pdrop|drop_prob)\w*")
 
 
 def load_by_name(name: str | os.PathLike, convert: Convert | None = None, with_crc32: bool = False,
@@ -56,9 +57,9 @@ def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None, with_cr
             stored[missing] = stored[present]
     # Older checkpoints have no bias in model_args: the tensors show it.
     model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
-    config = tensor_file.content.get("config") # nanoGPT: train.py's settings; build-nanogpt: the sizes
+    config = fields_of(tensor_file.content.get("config")) # nanoGPT: train.py's settings; build-nanogpt: the sizes
     return Checkpoint(
-        path=str(path), folder=path.parent, raw_config=config if isinstance(config, dict) else {},
+        path=str(path), folder=path.parent, raw_config=config or {},
         iter_num=read_number(tensor_file, "iter_num", "step"),
         val_loss=read_number(tensor_file, "best_val_loss", "val_loss"),
         # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
@@ -75,26 +76,31 @@ def model_entries(content: object) -> tuple[object, dict]:
     entries = content if isinstance(content, dict) else {}
     model_key = next((key for key in MODEL_KEYS if key in entries), None)
     args_key = "model_args" if "model_args" in entries else "config"
-    fields, is_object = entries.get(args_key), isinstance(entries.get(args_key), Record)
-    fields = fields.state if is_object else fields
+    args = entries.get(args_key)
+    fields = fields_of(args)
     # Without model_args, config may hold train.py's settings.
-    has_sizes = args_key == "model_args" or (isinstance(fields, dict) and fields.keys() >= BUILD_NANOGPT_FIELDS)
-    found = ", ".join(map(repr_or_type, list(entries)[:5])) or type(content).__name__
+    has_sizes = args_key == "model_args" or (fields or {}).keys() >= SIZES
+    found = ", ".join(map(describe, list(entries)[:5])) or describe(content)
     require(model_key and has_sizes,
             "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
             f"config, but holds {found:.200}; save both: {SAVE_MODEL}")
-    require(isinstance(fields, dict), f"its {args_key} must be a dict, got {type(fields).__name__}")
-    for name, value in fields.items():
-        require(isinstance(name, str) and isinstance(value, str | int | float | None),
-                f"its {args_key} must hold numbers and text, got {repr_or_type(name)}: {repr_or_type(value)}")
+    require(fields is not None, f"its {args_key} must be a dict or an object with fields, got {describe(args)}")
+    missing = [name for name in KNOWN_FIELDS if name in SIZES - fields.keys()]
+    require(isinstance(unwrap(args), dict) or not missing, # a dict may lack fields that have defaults
+            f"its {args_key} is an object of {describe(args)} without the fields {', '.join(missing)}")
     known = fields.keys() & KNOWN_FIELDS
-    active = sorted(name for name in fields.keys() - known if fields[name] and not HARMLESS_FIELD.fullmatch(name))
+    for name in known:
+        require(isinstance(fields[name], str | int | float | None),
+                f"its {args_key} must hold numbers and text, got {name}: {describe(fields[name])}")
+    others = [name[:100] if isinstance(name, str) else describe(name) for name in fields.keys() - known if fields[name]]
+    active = sorted(name for name in others if not HARMLESS_FIELD.fullmatch(name))
     require(not active,
             f"its {args_key} has fields that a GPT does not have: {', '.join(active):.200}; if the model is a GPT, "
             f'save only a GPT\'s fields: torch.save({{"model": model.state_dict(), "{args_key}": '
             f'{{name: getattr(model.config, name) for name in {sorted(known)}}}}}, "ckpt.pt")')
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
-    is_build_nanogpt = (args_key == "config" or is_object) and known == BUILD_NANOGPT_FIELDS
+    is_gpt_config = args_key == "config" or (isinstance(args, Note) and args.name.rpartition(".")[2] == "GPTConfig")
+    is_build_nanogpt = is_gpt_config and known == SIZES
     gelu = {"gelu": "tanh"} if is_build_nanogpt else {}
     model_args = {name: fields[name] for name in known if fields[name] is not None}
     return entries[model_key], gelu | model_args

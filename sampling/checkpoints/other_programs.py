@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from sampling.checkpoints.build import nanogpt_name
-from sampling.checkpoints.checkpoint import RejectedFileError, has_model_type
-from sampling.checkpoints.pickles import StoredTensor
+from sampling.checkpoints.build import nanogpt_names
+from sampling.checkpoints.checkpoint import RejectedFileError, is_huggingface_folder
+from sampling.checkpoints.pickles import StoredTensor, fields_of
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
 
 SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'
@@ -27,9 +27,12 @@ OTHER_PROGRAMS = [
     (r"\AGGUF", "it is a GGUF file; sample from it with llama.cpp: 'llama-cli -m {path} -p PROMPT'"),
     (r"pytorch-lightning_version",
      f"it is a Lightning checkpoint; load it with the program that trained it, and save the GPT in it: {SAVE_MODEL}"),
-    (r"[\0\x0b]_parameters", # a text in a pickle, after its length
+    (r"^_parameters$", # a field of every torch.nn.Module
      "it holds a whole pickled module, and loading it could run code; if you trust the file, load it in a program that "
      f"defines its class, and save only its tensors and sizes: {SAVE_MODEL}"),
+    (r"\.lora_[AB](\.|$)",
+     "it holds a LoRA adapter, which is no model alone; merge it in the program that trained it, and save the result: "
+     "with PEFT, model.merge_and_unload().save_pretrained(DIR), then pass --init_from=DIR"),
     (r"^code\nmodel$", "it holds a model of modded-nanogpt, whose architecture changes from run to run; its own code "
      "is in the file, and defines the model: python -c \"import torch; print(torch.load('{path}', "
      "weights_only=True)['code'])\""),
@@ -64,11 +67,10 @@ def advice_for(text: str) -> str | None:
 
 
 def advice_for_content(content: object, folder: Path) -> str | None:
-    entries = content if isinstance(content, dict) else {}
+    entries = fields_of(content) or {}
     is_bare = bool(entries) and all(isinstance(value, StoredTensor) for value in entries.values())
-    tensors = entries if is_bare else entries.get("model", entries.get("model_state_dict"))
-    tensors = tensors if isinstance(tensors, dict) else {}
-    tensors = {nanogpt_name(name): tensor for name, tensor in tensors.items() if isinstance(name, str)}
+    tensors = entries if is_bare else fields_of(entries.get("model", entries.get("model_state_dict"))) or {}
+    tensors = nanogpt_names({name: tensor for name, tensor in tensors.items() if isinstance(name, str)})
     is_fork = "model_args" in entries # of nanoGPT; it may have entries of any name
     names = [name for name in entries if isinstance(name, str) and not is_fork]
     return advice_for("\n".join([*names, *tensors])) or (advice_for_tensors(tensors, folder) if is_bare else None)
@@ -76,7 +78,7 @@ def advice_for_content(content: object, folder: Path) -> str | None:
 
 def advice_for_tensors(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
     """What to do with a file that holds only tensors, given with nanoGPT's names: it lacks the sizes of the model."""
-    if has_model_type(folder):
+    if is_huggingface_folder(folder):
         return "it belongs to a Hugging Face model; pass --init_from={folder}"
     if QKV not in tensors:
         some = ", ".join(repr(name[:60]) for name in list(tensors)[:3])

@@ -1,7 +1,8 @@
 """Reads pickles as data.
 
-A pickle runs code by naming classes and functions. The unpickler here knows only a short list of names, and each stands
-for a harmless function of this file. A tensor becomes a note of where its bytes lie.
+A pickle runs code by naming classes and functions. Here a name never means what it names: a few names stand for
+harmless functions of this file, and all others for inert notes. A tensor becomes a StoredTensor, which says where its
+bytes lie. All memory that a pickle can ask for is bounded, and so is the time to hash its keys.
 """
 import io
 import math
@@ -13,38 +14,34 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sampling.checkpoints.checkpoint import RejectedFileError, require
+from sampling.checkpoints.checkpoint import reject_pointer, require
 
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of them.
 MAX_PICKLE_BYTES = 2**23
 MAX_OPCODES = 2**21
+MAX_NAMES = 4096
+MAX_DIMS = 64 # of a tensor, and parts of a tuple that is a key
+
+# ---- the check before the C unpickler reads the bytes
+
+MARK, PLAIN, FLAT, OTHER = range(4) # what stands on the stack: FLAT is a tuple of PLAIN values, OTHER is never hashed
 HASHED_OPERANDS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2),
                    "ADDITEMS": slice(-1), "FROZENSET": slice(None)}
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor lies in a file: a view of a record. A pickle cannot change a tuple."""
-    key: str # of the record
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] # in elements, like offset
-    offset: int
-
-    @property
-    def nbytes(self) -> int: # when the tensor is contiguous
-        return math.prod(self.shape) * self.dtype.itemsize
+CONTAINERS = {"EMPTY_LIST", "LIST", "EMPTY_DICT", "DICT", "EMPTY_SET", "FROZENSET", "BYTEARRAY8", "NEXT_BUFFER",
+              "READONLY_BUFFER"}
+CHANGES = {"DUP", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"} # they leave the object they change
 
 
 def check_pickle(pickled: bytes) -> int:
     """Check the first pickle in these bytes before the C unpickler reads it, and return its length.
 
-    Two things could harm the process: a huge memo index, which allocates gigabytes, and a dict key or set item made of
-    nested tuples, whose hash never ends or overflows the stack. So memo indices are limited, and keys must be plain:
-    pickletools knows which values each opcode takes from the stack and leaves there. Raises RejectedFileError for
-    either. A damaged pickle can raise anything.
+    Two things could harm the process: a huge memo index, which allocates gigabytes, and a key of a dict or an item of a
+    set whose hash never ends or overflows the stack. So memo indices are limited, and what is hashed must be a number
+    of at most 8 bytes, a text, a note, or a flat tuple of these. pickletools knows which values each opcode takes from
+    the stack and leaves there; what a call makes is a note, a StoredTensor, or a number or text.
+    Raises RejectedFileError for either. A damaged pickle can raise anything.
     """
-    stream, mark, memo = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), pickletools.markobject, {}
-    stack: list[bool | None] = [] # whether each value is made of others; None is a mark
+    stream, memo, stack = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), {}, []
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
         require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
         require(not opcode.name.startswith("EXT"), "it uses copyreg's extensions") # they need no name
@@ -56,88 +53,194 @@ def check_pickle(pickled: bytes) -> int:
             stack.append(memo[argument])
         else:
             operands, fixed = [], opcode.stack_before
-            if mark in fixed:
-                while (value := stack.pop()) is not None:
+            if pickletools.markobject in fixed:
+                while (value := stack.pop()) != MARK:
                     operands.append(value)
-                fixed = fixed[:fixed.index(mark)]
+                fixed = fixed[:fixed.index(pickletools.markobject)]
             operands += [stack.pop() for _ in fixed] # the top of the stack is the first of them
             hashed = operands[HASHED_OPERANDS[opcode.name]] if opcode.name in HASHED_OPERANDS else []
-            require(not any(hashed), "it has keys that are neither text nor numbers")
-            stack += [None if after is mark else bool(operands) for after in opcode.stack_after]
+            require(OTHER not in hashed, "it has keys that are neither text nor numbers, nor tuples of them")
+            made = made_by(opcode.name, argument, operands)
+            stack += [MARK if after is pickletools.markobject else made for after in opcode.stack_after]
     return stream.tell()
 
 
+def made_by(opcode: str, argument: Any, operands: list[int]) -> int:
+    """What kind of value an opcode leaves on the stack."""
+    if opcode in CHANGES:
+        return operands[-1]
+    if "TUPLE" in opcode:
+        return FLAT if len(operands) <= MAX_DIMS and set(operands) <= {PLAIN} else OTHER
+    is_long = isinstance(argument, int) and argument.bit_length() > 64
+    return OTHER if is_long or opcode in CONTAINERS else PLAIN
+
+
+# ---- what a pickle gets instead of what it names
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in a file: a view of a record. A pickle cannot change a tuple."""
+    key: str # of the record
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] # in elements, like offset
+    offset: int
+
+    @classmethod
+    def checked(cls, key: Any, dtype: torch.dtype, shape: Any, strides: Any, offset: Any) -> "StoredTensor":
+        """Raises RejectedFileError unless the last three are whole numbers that a tensor may have."""
+        is_shape = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= MAX_DIMS
+        require(is_shape and all(type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides))
+                and math.prod(shape) < 2**63, "one of its tensors has an impossible shape")
+        return cls(key, dtype, shape, strides, offset)
+
+    @property
+    def nbytes(self) -> int: # when the tensor is contiguous
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Note:
+    """Stands in for an object of a class, or for the result of a function, that a pickle names. Does nothing.
+
+    It holds references: to the first argument, to the last state, and to the items that it is given one by one. It
+    copies nothing: a few bytes of a pickle could otherwise ask for many large copies.
+    """
+    __slots__ = "first", "items", "state"
+    name = "a value of an unknown type" # what the pickle names, for messages
+
+    def __new__(cls, /, *arguments, **_):
+        note = object.__new__(cls)
+        note.first, note.items, note.state = arguments[0] if arguments else None, None, None
+        return note
+
+    def __setstate__(self, state, /): # without it, a pickle could set attributes
+        self.state = state
+
+    def __setitem__(self, key, value, /):
+        self.items = {} if self.items is None else self.items
+        self.items[key] = value
+
+    def append(self, item, /):
+        self.items = [] if self.items is None else self.items
+        self.items.append(item)
+
+    add = append # to a set
+
+
+class Function:
+    """A function of this file that a pickle may call. What it sets on the function is dropped."""
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    def __call__(self, /, *arguments):
+        return self.function(*arguments)
+
+    def __setstate__(self, state, /):
+        pass
+
+
+# ---- what a value is
+
+def unwrap(value: Any) -> Any:
+    """What an object of a subclass of dict, list, tuple or str holds; any other value as it is."""
+    if isinstance(value, Note):
+        held = value.first if value.items is None else value.items
+        return held if isinstance(held, dict | list | tuple | str) else value
+    return value
+
+
+def fields_of(value: Any) -> dict | None:
+    """The items of a mapping, or the fields of an object; None for other values."""
+    value = unwrap(value)
+    if isinstance(value, Note):
+        value = value.state
+        if isinstance(value, tuple) and len(value) == 2 and value[0] is None: # of a class with slots
+            value = value[1]
+    return value if isinstance(value, dict) else None
+
+
+def describe(value: Any) -> str:
+    """A short text or number for a message; for other values only their type, as nested values could print forever."""
+    if isinstance(value, str | int | float | None):
+        return f"{value!r:.60}"
+    return value.name if isinstance(value, Note | type) else type(value).__name__.removeprefix("Stored") # a Tensor
+
+
+# ---- the unpickler
+
+def read_pickle(pickled: bytes) -> Any:
+    """The content of the first pickle in some bytes. Numbers and texts of numpy are plain ones."""
+    return unwrap(DataUnpickler(pickled).load())
+
+
 class DataUnpickler(pickle.Unpickler):
-    """Reads the first pickle in some bytes."""
+    """Reads the first pickle in some bytes, which has this length."""
 
     def __init__(self, pickled: bytes):
-        check_pickle(pickled)
+        reject_pointer(pickled)
+        self.length, self.dtypes, self.meanings = check_pickle(pickled), {}, {} # dtypes: of records, by their keys
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for: a dtype or something of ours. Raises RejectedFileError for all other names."""
-        full = f"{module}.{name}"
-        if full in DTYPES:
-            return DTYPES[full]
-        if full in FUNCTIONS:
-            return lambda *arguments: FUNCTIONS[full](*arguments) # a new one: a pickle cannot change another file's
-        if re.fullmatch(r"([A-Za-z_]\w*\.)+GPTConfig", full[:200], re.ASCII):
-            return type("GPTConfig", (Record,), {}) # a new one, too
-        raise RejectedFileError(f"it names {full:.80}, which could run code; only data is allowed")
+        """What a name stands for: a dtype, a function of ours, or a class of notes that only this unpickler has."""
+        full = f"{module:.80}.{name:.80}"
+        if full not in self.meanings:
+            require(len(self.meanings) < MAX_NAMES, f"it names more than {MAX_NAMES} classes and functions")
+            self.meanings[full] = (DTYPES.get(full) or (Function(FUNCTIONS[full]) if full in FUNCTIONS else
+                                   type("Note", (Note,), {"__slots__": (), "name": full[:80]})))
+        return self.meanings[full]
 
-    def persistent_load(self, saved_id: tuple) -> StoredTensor:
-        """A whole record, of which tensors are views: saved_id is ("storage", dtype, key, device, ...)."""
-        kind, dtype, key, *_ = saved_id
-        require(kind == "storage" and isinstance(dtype, torch.dtype) and isinstance(key, str)
-                and not any(saved_id[5:]), "it has a record that torch.save does not write")
-        return StoredTensor(key, dtype, (), (), 0)
+    def persistent_load(self, saved_id: Any) -> Any:
+        """A whole record, of which tensors are views, for ("storage", dtype, key, device, size) and, in old files,
+        None. In old files, there is also ("module", class, ...) for the class of a module.
+        """
+        parts = saved_id if isinstance(saved_id, tuple) else ()
+        require(len(parts) <= 6, "it has a record that torch.save does not write")
+        if parts[:1] == ("module",) and isinstance(parts[1], type):
+            return parts[1]
+        is_record = len(parts) > 2 and parts[0] == "storage" and all(part is None for part in parts[5:])
+        if not (is_record and isinstance(parts[1], torch.dtype) and isinstance(parts[2], str)):
+            return Note()
+        self.dtypes.setdefault(parts[2], parts[1])
+        return StoredTensor(parts[2], parts[1], (), (), 0)
 
 
-def rebuild_tensor(record: StoredTensor, offset: int, shape: tuple, strides: tuple, *others: Any) -> StoredTensor:
+# None of these functions returns an argument, because the result may be a key, and none copies much.
+
+def rebuild_tensor(record: Any, offset: Any, shape: Any, strides: Any, *others: Any) -> StoredTensor | Note:
     """Stands in for torch's functions. The third of the others is a dtype, if torch had no class for its storages."""
-    require(isinstance(record, StoredTensor), "one of its tensors has no record")
+    if not isinstance(record, StoredTensor):
+        return Note()
     dtype = others[2] if len(others) > 2 and isinstance(others[2], torch.dtype) else record.dtype
-    return StoredTensor(record.key, dtype, shape, strides, offset)
+    return StoredTensor.checked(record.key, dtype, shape, strides, offset)
 
 
-class PlainDict(dict):
-    """Stands in for OrderedDict. It drops the _metadata of a state_dict."""
-    __setstate__ = staticmethod(lambda state: None)
+def rebuild_parameter(tensor: Any, *_: Any) -> StoredTensor | Note:
+    return StoredTensor(*tensor) if isinstance(tensor, StoredTensor) else Note()
 
 
-class Record:
-    """Stands in for an instance of a class: the first argument, if there was any, and what was then put into it."""
-    first, state = None, {}
-
-    def __init__(self, first=None, *others):
-        self.first = first
-
-    def __setstate__(self, state):
-        self.state = state
+def encode(text: Any, encoding: Any) -> bytes | Note:
+    """Stands in for codecs.encode, by which protocol 2 writes bytes."""
+    return text.encode("latin1") if isinstance(text, str) and len(text) <= 256 else Note()
 
 
-def numpy_scalar(dtype: Record, data: bytes) -> Any:
-    """Stands in for numpy's function that makes scalars. Returns a number or text; None for other types."""
+def numpy_scalar(dtype: Any, data: Any) -> Any:
+    """Stands in for numpy's function that makes scalars. Returns a number of at most 8 bytes, or a text, or a Note."""
     import numpy as np
-    if not re.fullmatch(r"[biufcUS]\d{1,2}", dtype.first) or not isinstance(data, bytes):
-        return None
-    byte_order = dtype.state[1] if dtype.state else "<"
-    return np.frombuffer(data, np.dtype(dtype.first).newbyteorder(byte_order), count=1)[0].item()
+    code, state = (dtype.first, dtype.state) if isinstance(dtype, Note) else (None, None)
+    if not (isinstance(code, str) and NUMPY_CODES.fullmatch(code) and isinstance(data, bytes)):
+        return Note()
+    byte_order = ">" if isinstance(state, tuple) and state[1:2] == (">",) else "<"
+    return np.frombuffer(data, np.dtype(code).newbyteorder(byte_order), count=1)[0].item()
 
 
-# None of these functions copies much: a few bytes of a pickle could otherwise ask for many large copies. So a set or a
-# Counter is the list or dict that it is made from, and of a path or of long bytes only a note is left.
+NUMPY_CODES = re.compile(r"b1|[iu][1248]|f[248]|[SU]\d{1,2}")
 FUNCTIONS: dict[str, Callable] = {
-    "collections.OrderedDict": lambda: PlainDict(),
-    **dict.fromkeys(["collections.Counter", "builtins.set", "__builtin__.set", "torch.Size"], lambda items: items),
-    "torch.device": lambda *parts: None, "numpy.dtype": Record,
-    # How pickle's protocol 2 writes bytes.
-    "_codecs.encode": lambda text, encoding: text.encode("latin1") if len(text) <= 64 else "long bytes",
+    "_codecs.encode": encode,
     "numpy._core.multiarray.scalar": numpy_scalar, "numpy.core.multiarray.scalar": numpy_scalar,
-    **{f"pathlib{module}.{kind}Path": lambda *parts: "a path" for module in ("", "._local")
-       for kind in ("", "Posix", "Windows", "Pure", "PurePosix", "PureWindows")},
     **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
-    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    **{f"torch._utils._rebuild_parameter{suffix}": rebuild_parameter for suffix in ("", "_with_state")},
 }
 STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
             "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,

@@ -2,11 +2,9 @@
 
 A file of torch.save is a zip of one pickle and of records, the bytes of tensors. Only a model's tensors are read.
 """
-import io
 import json
 import math
 import os
-import pickle
 import re
 import sys
 import zipfile
@@ -18,8 +16,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sampling.checkpoints.checkpoint import DamagedFileError, RejectedFileError, damaged_if_fails, require
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, check_pickle
+from sampling.checkpoints.checkpoint import DamagedFileError, damaged_if_fails, reject_pointer, require
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, read_pickle, unwrap
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
 MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
@@ -39,10 +37,7 @@ class TensorFile:
     def check(self, stored: StoredTensor) -> None:
         """Raises RejectedFileError if the tensor is not inside its record."""
         key, dtype, shape, strides, offset = stored
-        require(isinstance(key, str) and key in self.sizes, "one of its tensors has no record")
-        is_shape = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= 64 and all(
-            type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides))
-        require(is_shape and math.prod(shape) < 2**63, "one of its tensors has an impossible shape")
+        require(key in self.sizes, "one of its tensors has no record")
         length, rest = divmod(self.sizes[key], dtype.itemsize)
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         require(not rest and (0 in shape or last < length), "one of its tensors reaches beyond its record")
@@ -68,19 +63,30 @@ class TensorFile:
 def read_tensor_file(file: BinaryIO) -> TensorFile:
     """The content of an open file of torch.save or of safetensors. It must stay open while tensors are read.
 
-    numpy's numbers, which settings may hold, become plain numbers; a GPTConfig of any module becomes a Record.
-    Raises DamagedFileError if the file is cut or damaged; RejectedFileError if it holds more than data.
+    Raises DamagedFileError if the file is cut or damaged; RejectedFileError if it is none of these.
     """
     file.seek(0)
     start = file.read(32)
     file.seek(0)
+    reject_pointer(start)
     if start[8:9] == b"{": # the length of a header in JSON comes before it
         return read_safetensors(file)
     if start.startswith(b"PK\3\4"):
         return read_zip(file)
     is_begun = not start.strip(b"\0") # its writer has written nothing yet
-    require(is_begun or OLD_MAGIC in start, "it is not a checkpoint: neither torch.save nor safetensors wrote it")
+    require(is_begun or OLD_MAGIC in start, kind_of(start))
     return read_old_file(file)
+
+
+def kind_of(start: bytes) -> str:
+    """What a file is that begins with these bytes, and no program wrote that saves tensors."""
+    if re.match(rb"\x80[\2-\5]", start):
+        return ("it is a plain pickle, not a checkpoint; load it in the program that wrote it, and save it with "
+                "torch.save instead of pickle.dump")
+    if re.fullmatch(rb"[\t\n\r -~\x80-\xff]+", start):
+        return ("it is a text file, not a checkpoint; if it is a page that a download saved in the place of the "
+                "checkpoint, download it again")
+    return "it is not a checkpoint: neither torch.save nor safetensors wrote it"
 
 
 def read_zip(file: BinaryIO) -> TensorFile:
@@ -96,28 +102,33 @@ def read_zip(file: BinaryIO) -> TensorFile:
             info.CRC = None
     require(infos[pickle_name].file_size <= MAX_PICKLE_BYTES, f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
     folder = pickle_name.removesuffix("data.pkl")
-    is_native = f"{folder}byteorder" not in infos or archive.read(f"{folder}byteorder") == sys.byteorder.encode()
-    require(is_native, "it was saved on a machine with another byte order")
-    content, prefix = DataUnpickler(archive.read(pickle_name)).load(), f"{folder}data/"
+    if f"{folder}byteorder" in infos:
+        require_byte_order(archive.read(f"{folder}byteorder").decode())
+    content, prefix = read_pickle(archive.read(pickle_name)), f"{folder}data/"
     records = {name.removeprefix(prefix): info for name, info in infos.items() if name.startswith(prefix)}
     return TensorFile(content, {key: info.file_size for key, info in records.items()},
                       lambda key: archive.open(records[key]))
 
 
 def read_old_file(file: BinaryIO) -> TensorFile:
-    """A file of torch before 1.6: five pickles, and then the records. torch reads it as data, and saves it as a zip."""
-    position = 0
-    for _ in range(5): # torch does not check what check_pickle checks
+    """A file of torch before 1.6: five pickles, and then each record after its number of elements."""
+    position, contents, dtypes, file_size = 0, [], {}, file.seek(0, os.SEEK_END)
+    for _ in range(5): # the magic number, the version, the machine, the content, the keys of the records in order
         file.seek(position)
-        position += check_pickle(file.read(MAX_PICKLE_BYTES))
-    file.seek(0)
-    try:
-        content = torch.load(file, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError:
-        raise RejectedFileError("it is damaged, or holds more than tensors, numbers and text") from None
-    converted = io.BytesIO()
-    torch.save(content, converted)
-    return read_zip(converted)
+        unpickler = DataUnpickler(file.read(MAX_PICKLE_BYTES))
+        contents.append(unwrap(unpickler.load()))
+        position, dtypes = position + unpickler.length, dtypes | unpickler.dtypes
+    require_byte_order("little" if contents[2]["little_endian"] else "big")
+    places = {}
+    for key in contents[4]:
+        require(isinstance(key, str) and key in dtypes, "it has a record of an unknown type")
+        file.seek(position)
+        position += 8
+        places[key] = position, int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
+        position += places[key][1]
+        if position > file_size:
+            raise DamagedFileError("it is cut short")
+    return raw_tensor_file(contents[3], places, file)
 
 
 def read_safetensors(file: BinaryIO) -> TensorFile:
@@ -129,16 +140,24 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
     header.pop("__metadata__", None)
     content, places = {}, {}
     for key, entry in header.items():
-        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
-        content[key] = StoredTensor(key, DTYPES[entry["dtype"]], tuple(shape), strides, 0)
+        content[key] = StoredTensor.checked(key, DTYPES[entry["dtype"]], shape, strides, 0)
         places[key] = start + begin, end - begin
         require(0 <= begin <= end and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
     end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if end != file.seek(0, os.SEEK_END):
         raise DamagedFileError("it is cut short, or longer than its header says")
+    return raw_tensor_file(content, places, file)
 
+
+def raw_tensor_file(content: Any, places: dict[str, tuple[int, int]], file: BinaryIO) -> TensorFile:
+    """A TensorFile whose records are at these places: (position, bytes)."""
     def open_record(key: str) -> AbstractContextManager[BinaryIO]:
         file.seek(places[key][0])
         return nullcontext(file)
     return TensorFile(content, {key: size for key, (_, size) in places.items()}, open_record)
+
+
+def require_byte_order(byte_order: str) -> None:
+    require(byte_order == sys.byteorder, "it was saved on a machine with another byte order")

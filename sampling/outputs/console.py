@@ -80,6 +80,23 @@ def start_progress_bar(total: int | None) -> "tqdm | None":
 
 
 @contextmanager
+def system_interrupts() -> Iterator[None]:
+    """Give Ctrl-C the system's own action inside this block, which ends the process, if the script owns it.
+
+    Python calls a handler only between two operations, and a stranger's file can ask for one that takes minutes.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    is_used = _console.owns_process and callable(handler) # otherwise it is ignored, or not Python's
+    if is_used:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if is_used:
+            signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
 def report_user_errors(status: int = 1) -> Iterator[None]:
     """End the script with one line, of limited length, for every error that a user can cause.
 

@@ -64,6 +64,47 @@ def test_fields_of_a_hugging_face_checkpoint(tmp_path):
     assert checkpoint.num_init_draws == 0, "transformers' users seed after the model is built"
 
 
+OLD_FIELDS = ("initializer_range", "layer_norm_epsilon", "n_ctx", "n_embd", "n_head", "n_layer", "n_positions",
+              "vocab_size")
+
+
+@pytest.mark.parametrize("kept", [
+    lambda name: name not in ("model_type", "architectures"), OLD_FIELDS.__contains__, # of GPT2-Chinese
+    lambda name: name in (*OLD_FIELDS, "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_type"), # of 2019
+    lambda name: name != "model_type"], ids=["no-type", "few-fields", "2019", "architectures"])
+def test_a_config_without_a_model_type_is_that_of_gpt2_if_it_has_its_fields(kept, tmp_path):
+    theirs = make_transformers_gpt2(vocab_size=300)
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"n_ctx": 48}
+    (tmp_path / "config.json").write_text(json.dumps({name: config[name] for name in config if kept(name)}))
+    assert same_as_transformers(tmp_path, theirs)
+
+
+@pytest.mark.parametrize("name, advice", [
+    ("gpt2", "pass --init_from=openai-community/gpt2, or run the command"), ("out", "run the command in another"),
+    ("gpt2-xl", "pass --init_from=openai-community/gpt2-xl, or"), ("user/model", "hub, run the command in another")])
+def test_a_folder_here_that_holds_no_model(name, advice, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs(name)
+    with pytest.raises(ValueError, match=f"^{name} is a folder here, and holds no model; .*{advice}"):
+        load_huggingface(name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin",
+                                  "model-00001-of-00001.safetensors"])
+def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
+    make_transformers_gpt2(vocab_size=300).config.save_pretrained(tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
+    with pytest.raises(ValueError, match=f"{tmp_path}/{name}: it is only a pointer of Git LFS .*'git lfs pull'"):
+        load_huggingface(str(tmp_path))
+
+
+def test_the_error_for_a_hub_that_does_not_answer_fits_on_a_screen():
+    with pytest.raises(ValueError, match=r"^could not get 'gpt2-xl': .* 'hf download gpt2-xl --local-dir DIR") as error:
+        load_huggingface("gpt2-xl") # HF_HUB_OFFLINE is set
+    assert len(str(error.value)) < 400
+
+
 @pytest.mark.parametrize("config, message", [
     ("{", "cannot read"), ("[1]", "must hold an object"),
     ('{"model_type": "llama"}', "model_type 'llama'; only gpt2"),

@@ -1,6 +1,18 @@
 """Files of nanoGPT, its forks and build-nanogpt: how they are found, which load, and what their Checkpoint holds."""
+import argparse
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import math
 import os
 import pathlib
+import random
+import re
+import types
+import uuid
 import weakref
 from functools import partial
 
@@ -17,11 +29,35 @@ from sampling.sampler.mt19937 import advance_mt19937
 SIZES = {name: SHAPE[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
 
 
-class GPTConfig:
-    """build-nanogpt saves an object of its class of this name."""
+class Config:
+    """An object of a trainer's own class, with these fields."""
 
     def __init__(self, fields):
         vars(self).update(fields)
+
+
+class GPTConfig(Config):
+    """build-nanogpt saves an object of its class of this name."""
+
+
+class Slots:
+    __slots__ = tuple(SHAPE)
+
+    def __init__(self, fields):
+        for name, field in fields.items():
+            setattr(self, name, field)
+
+
+class Mapping(dict):
+    """A subclass of dict, such as those that give items as attributes."""
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+Sizes = dataclasses.make_dataclass("Sizes", SHAPE)
+Sizes.__module__ = __name__
 
 
 # ---- finding the file
@@ -36,6 +72,25 @@ def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
         with pytest.raises(FileNotFoundError) as error:
             load(tmp_path)
         assert str(error.value) == f"{tmp_path} holds {listed}, but no ckpt.pt; pass --out_dir={tmp_path / names[-1]}"
+
+
+@pytest.mark.parametrize("out_dir, advice", [
+    ("out-shakespear", "did you mean --out_dir=out-shakespeare?; found ckpt.pt in out-shakespeare"),
+    ("runs", "found ckpt.pt in out-shakespeare, runs/first"), ("x/y/z", "found ckpt.pt in out-shakespeare"),
+    ("runs/frist", "did you mean --out_dir=runs/first?; found ckpt.pt in out-shakespeare, runs/first"),
+    ("runs/first/ckpt.pth", "found ckpt.pt in out-shakespeare, runs/first"),
+])
+def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_dir, advice, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for i, folder in enumerate(["out-shakespeare", "runs/first", "data/a/b"]):
+        pathlib.Path(folder).mkdir(parents=True)
+        pathlib.Path(folder, "ckpt.pt").touch()
+        os.utime(pathlib.Path(folder, "ckpt.pt"), (1000 - i,) * 2)
+    with pytest.raises(FileNotFoundError) as error:
+        load_nanogpt(out_dir)
+    path = pathlib.Path(out_dir, *(["ckpt.pt"] if out_dir == "runs" else []))
+    assert str(error.value) == (f"there is no checkpoint at {path}; {advice}; pass --out_dir=FOLDER_OR_FILE, or "
+                                "--init_from=gpt2 for GPT-2")
 
 
 # ---- what a Checkpoint holds
@@ -97,53 +152,77 @@ MASKS = {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.uint8
          "transformer.h.1.attn.masked_bias": torch.tensor(-1e4)}
 WEIGHTS = { # what a file may have instead of these weights
     "as-they-are": lambda w: w, "untied": lambda w: w, "masks": lambda w: w | MASKS,
-    "compiled": lambda w: {"_orig_mod." + name: tensor for name, tensor in w.items()},
-    "compiled-DDP": lambda w: {"module._orig_mod." + name: tensor for name, tensor in w.items()},
-    "DDP-compiled": lambda w: {"_orig_mod.module." + name: tensor for name, tensor in w.items()},
+    **{wrapped: lambda w, wrapped=wrapped: {wrapped.replace("NAME", name): tensor for name, tensor in w.items()}
+       for wrapped in ["_orig_mod.NAME", "module._orig_mod.NAME", "_orig_mod.module.NAME", "model.NAME",
+                       "_orig_mod.gpt.model.NAME", "_fsdp_wrapped_module.NAME"]},
+    **{inner: lambda w, inner=inner: {re.sub(r"(h\.\d\.)(mlp\.)?", inner, name): tensor for name, tensor in w.items()}
+       for inner in [r"\1_orig_mod.\2", r"module.\1\2module.", r"_fsdp_wrapped_module.\1_fsdp_wrapped_module.\2",
+                     r"\1_checkpoint_wrapped_module.\2_orig_mod."]},
     "without-transformer": lambda w: {name.removeprefix("transformer."): tensor for name, tensor in w.items()},
+    "without-transformer-in-a-model": lambda w: {name.replace("transformer", "model", 1) if "lm_head" not in name else
+                                                 "model." + name: tensor for name, tensor in w.items()},
     "head-copied": lambda w: w | {HEAD: w[HEAD].clone()}, "head-in-float64": lambda w: w | {HEAD: w[HEAD].double()},
     "no-head": lambda w: {name: tensor for name, tensor in w.items() if name != HEAD},
     "no-embedding": lambda w: {name: tensor for name, tensor in w.items() if name != EMBEDDING},
     "views-of-one-record": lambda w: {name: torch.stack([tensor, tensor])[1] for name, tensor in w.items()},
     "parameters": lambda w: {name: torch.nn.Parameter(tensor) for name, tensor in w.items()},
+    "a-subclass-of-dict": Mapping, "defaultdict": lambda w: collections.defaultdict(list, w),
     **{str(dtype): lambda w, dtype=dtype: {name: tensor.to(dtype) for name, tensor in w.items()}
        for dtype in (torch.float16, torch.bfloat16, torch.float64)},
 }
-ENTRIES = {
+ENTRIES = { # what a file may have instead of these entries, and beside them
     "no-bias-field": {"model_args": {name: value for name, value in SHAPE.items() if name != "bias"}},
     "fields-that-are-off-or-change-no-arithmetic": {"model_args": SHAPE | {
-        "rope": False, "n_kv_head": None, "flash": True, "device": "cuda", "attn_pdrop": 0.1}},
-    "numpy-numbers": {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0)}},
+        "rope": False, "n_kv_head": None, "flash": True, "device": torch.device("cuda"), "dtype": torch.float16}},
+    "numpy-numbers": {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0), "bias": np.bool_(True)}},
     "numpy-and-paths": {"config": {"lr": np.dtype(">f4").type(0.1), "out": pathlib.Path("a/b")}},
-    "others": {"losses": [i / 7 for i in range(100_000)], "x": {1, 2}, "y": torch.ones(1, dtype=torch.uint16)},
+    **{f"model_args-of-{type(args).__name__}": {"model_args": args} for args in [
+        argparse.Namespace(**SHAPE), types.SimpleNamespace(**SHAPE), Sizes(**SHAPE), Slots(SHAPE), Config(SIZES),
+        GPTConfig(SHAPE), Mapping(SHAPE), collections.OrderedDict(SHAPE)]},
+    "config-that-cannot-be-read": {"config": Color.RED},
+    "collections": {"losses": collections.deque([1.0, 2.0], maxlen=5), "counts": collections.Counter("aab"),
+                    "groups": collections.defaultdict(list, a=[1]), "merges": {(1, 2): 3, (b"a", None): 4},
+                    "names": {"a", ("b", 1)}, "frozen": frozenset([1]), "by class": {Color.RED: 1, Config: 2}},
+    "states-of-random-generators": {"python": random.getstate(), "numpy": np.random.get_state(),
+                                    "generator": np.random.default_rng(1), "torch": torch.get_rng_state()},
+    "values": {"time": datetime.datetime(2025, 1, 1), "id": uuid.UUID(int=5), "color": Color.RED, "complex": 1j,
+               "decimal": decimal.Decimal(1), "fraction": fractions.Fraction(1, 3), "long": np.longdouble(1),
+               "range": range(3), "bytes": bytearray(b"ab"), "array": np.arange(6.0).reshape(2, 3),
+               "objects": np.array([None, "a"], object), "when": np.datetime64("2025-01-01"), "large": 2**100},
+    "objects": {"args": Config({"lr": 1}), "function": math.sqrt, "method": Config({}).__init__, "class": Config,
+                "optimizer": torch.optim.SGD, "dtype": torch.float8_e5m2, "size": torch.Size([2]), "type": int,
+                "partial": partial(print, 1), "sparse": torch.eye(2).to_sparse(), "layer": torch.nn.Linear(1, 1)},
+    "many": {"losses": [i / 7 for i in range(100_000)], "x": {1, 2}, "y": torch.ones(1, dtype=torch.uint16)},
 }
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("options", [{"pickle_protocol": 2}, {"pickle_protocol": 4},
+                                     {"_use_new_zipfile_serialization": False}], ids=["2", "4", "before-torch-1.6"])
 @pytest.mark.parametrize("form", [*WEIGHTS, *ENTRIES])
-def test_forms_of_checkpoints_load(form, protocol, tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse")
+def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
     model = make_gpt(tie_word_embeddings=form != "untied").half().bfloat16().float() # numbers that each dtype has
     weights = WEIGHTS.get(form, WEIGHTS["as-they-are"])(model.state_dict())
-    monkeypatch.setattr(torch, "save", partial(torch.save, pickle_protocol=protocol))
+    monkeypatch.setattr(torch, "save", partial(torch.save, **options))
     assert same_model(save_checkpoint(tmp_path, model, **{"model": weights} | ENTRIES.get(form, {})), model)
 
 
-@pytest.mark.parametrize("name, changed", [
-    ("torch.save", partial(torch.save, _use_new_zipfile_serialization=False)),
-    ("torch.serialization.get_crc32_options", lambda: False),
-], ids=["of-torch-before-1.6", "without-checksums"])
-def test_files_of_other_formats_load(name, changed, tmp_path, monkeypatch):
-    monkeypatch.setattr(name, changed)
-    path = save_checkpoint(tmp_path, make_gpt())
-    monkeypatch.undo()
-    assert same_model(path, make_gpt())
+def test_a_file_without_checksums_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.serialization.get_crc32_options", lambda: False)
+    assert same_model(save_checkpoint(tmp_path, make_gpt()), make_gpt())
+
+
+@pytest.mark.parametrize("config", [{"dataset": "a"}, argparse.Namespace(dataset="a"), Mapping(dataset="a")], ids=str)
+def test_the_data_set_is_read_from_the_settings_of_the_training(config, tmp_path):
+    assert load_nanogpt(save_checkpoint(tmp_path, make_gpt(), config=config)).raw_config["dataset"] == "a"
 
 
 @pytest.mark.parametrize("model_key, config_key, config, gelu", [
     ("model", "config", GPTConfig(SIZES), "tanh"), ("model_state_dict", "config", SIZES, "tanh"),
     ("model", "model_args", GPTConfig(SIZES), "tanh"), ("model", "config", SHAPE, "none"), # nanoGPT's fields
-    ("model", "config", GPTConfig(SHAPE), "none"),
-], ids=["object", "dict", "as-model_args", "nanoGPT", "nanoGPT's-object"])
+    ("model", "config", GPTConfig(SHAPE), "none"), ("model", "model_args", argparse.Namespace(**SIZES), "none"),
+    ("model", "config", Config(SIZES), "tanh"), ("model", "model_args", SIZES, "none"),
+], ids=["object", "dict", "as-model_args", "nanoGPT", "nanoGPT's-object", "Namespace", "config", "dict-as-model_args"])
 def test_build_nanogpts_files_load_with_its_form_of_gelu(model_key, config_key, config, gelu, tmp_path):
     model, path = make_gpt(gelu=gelu), tmp_path / "model_19072.pt"
     torch.save({model_key: model.state_dict(), config_key: config, "step": 19072, "val_loss": 3.05}, path)
@@ -170,10 +249,18 @@ def test_a_field_that_is_on_is_named_and_the_advice_works(key, tmp_path):
     ({"model": {}}, "must hold model and model_args, or model and config, but holds 'model'"),
     ([1, 2], "but holds list"), ({"model": [], "model_args": {}}, "must hold tensors by name"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
-    ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "names torch._utils._rebuild_sparse_tensor"),
-    ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict, got int"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": 10**12}}, "n_layer=1000000000000 but holds"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"x": [1, 2]}}, "must hold numbers and text, got 'x': list"),
+    ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "'a': torch._utils._rebuild_sparse_tensor"),
+    ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict or an object with fields, got 3"),
+    ({"model": {"a": torch.ones(2)}, "model_args": print}, "with fields, got __builtin__.print"),
+    ({"model": Config({}), "model_args": SHAPE}, "must hold tensors by name, but holds test_nanogpt.Config"),
+    ({"model": {"a": np.ones(2)}, "model_args": SHAPE}, "but holds 'a': numpy"),
+    ({"model": {"a": torch.ones(2)}, "model_args": Config(SIZES | {"n_layer": 10**12})}, "n_layer=1000000000000 but"),
+    ({"model": {"a": torch.ones(2)}, "model_args": Config({"n_layer": 2, "n_embd": 4})},
+     "is an object of test_nanogpt.Config without the fields block_size, vocab_size, n_head"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": [1, 2]}}, "numbers and text, got n_layer: list"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"x": [1, 2]}}, "has fields that a GPT does not have: x"),
+    ({"model": {"module.h.x": torch.ones(2), "h._orig_mod.x": torch.ones(2)}, "model_args": {}},
+     "two of its tensors are called 'transformer.h.x'"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):

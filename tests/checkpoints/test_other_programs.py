@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 
 from models import SHAPE, make_gpt, make_transformers_gpt2, nanogpt_args, same_model
 from sampling.checkpoints.huggingface import load_huggingface
@@ -46,7 +46,13 @@ FILES = { # the content, or the first bytes; a part of the error line
     "llm.c": ((20240326).to_bytes(4, "little"),
               "'python dev/eval/export_hf.py --input MODEL.bin --output DIR', then pass --init_from=DIR"),
     "GGUF": (b"GGUF", "'llama-cli -m {path} -p PROMPT'"),
-    "meta.pkl": (pickle.dumps({"stoi": {"a": 0}}), "it is not a checkpoint"),
+    "lora": (tensors("base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"), "merge_and_unload().save_pretrain"),
+    "lora-in-a-fork": ({"model": tensors("transformer.h.0.mlp.c_fc.lora_B.0"), "model_args": SHAPE}, "a LoRA adapter"),
+    "module-of-an-entry": ({"model": torch.nn.Sequential(torch.nn.Linear(2, 2)), "config": SHAPE}, MODULE_ADVICE),
+    "meta.pkl": (pickle.dumps({"stoi": {"a": 0}}), "it is a plain pickle, not a checkpoint; load it in the program"),
+    "web-page": (b"<!DOCTYPE html>\n<title>Models</title>" * 9, "it is a text file, not a checkpoint; if it is a page"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:", "only a pointer of Git LFS"),
+    "other": (bytes(range(1, 200)), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
     "no-gpt": (tensors("conv1.weight", "fc.bias"), "named 'conv1.weight', 'fc.bias'; the tensor names of a nanoGPT"),
 }
 
@@ -55,7 +61,7 @@ FILES = { # the content, or the first bytes; a part of the error line
 def test_the_error_says_what_a_file_is_and_what_to_do_with_it(content, message, tmp_path):
     path = tmp_path / "weights.pt"
     if isinstance(content, bytes):
-        path.write_bytes(content + bytes(4000))
+        path.write_bytes(content if content.isascii() else content + bytes(4000))
     else:
         torch.save(content, path)
     assert message.replace("{path}", str(path)).replace("{folder}", str(tmp_path)) in error_of(path)
@@ -109,3 +115,12 @@ def test_a_hugging_face_model_as_out_dir(tmp_path):
     model.save_pretrained(tmp_path)
     assert f"holds a Hugging Face model, but no ckpt.pt; pass --init_from={tmp_path}" in error_of(tmp_path)
     assert f"belongs to a Hugging Face model; pass --init_from={tmp_path}" in error_of(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_a_folder_of_a_lora_adapter(name, tmp_path):
+    adapter = tensors("base_model.model.transformer.h.0.attn.c_attn.lora_A.weight")
+    (save_file if name.endswith("safetensors") else torch.save)(adapter, tmp_path / name)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for load in load_nanogpt, load_huggingface:
+        assert "LoRA adapter, which is no model alone; merge it" in error_of(tmp_path, load)
