@@ -9,6 +9,7 @@ after it, with the indented comments below. An unindented comment above a settin
 import ast
 import difflib
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -23,11 +24,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
               "None": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
-Log = Callable[[str], None]
 Validate = Callable[[dict[str, Any]], None]
 Ignore = Callable[[Collection[str]], Mapping[str, str]]
 
@@ -42,13 +43,13 @@ class Setting:
 
 
 def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate = lambda values: None,
-             log: Log = print, aliases: Mapping[str, str] = {}, ignore: Ignore = lambda names: {}) -> dict[str, Any]:
+             aliases: Mapping[str, str] = {}, ignore: Ignore = lambda names: {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
 
-    validate gets all settings, and raises ValueError if they are not valid. log gets warnings, and one line that lists
-    the changes. aliases: what to suggest for names of other programs. ignore gets the names in a file that are not
-    settings, and returns the settings to ignore in that file, each with the reason. Raises ValueError, without changing
-    scope, if an argument or a file cannot be used. --help prints the settings and exits.
+    validate gets all settings, and raises ValueError if they are not valid. aliases: what to suggest for names of other
+    programs. ignore gets the names in a file that are not settings, and returns the settings to ignore in that file,
+    each with the reason. Logs one line that lists the changes. Raises ValueError, without changing scope, if an
+    argument or a file cannot be used. --help prints the settings and exits.
     """
     settings, arguments = find_settings(scope["__file__"]), list(arguments)
     if {"--help", "-h"} & set(arguments):
@@ -63,35 +64,32 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
             files.pop(name, None)
         else:
             path, source = read_file(arguments.pop(0), scope["__file__"])
-            found = run_file(path, source, scope | changes, settings, log, ignore)
+            found = run_file(path, source, scope | changes, settings, ignore)
             changes, files = changes | found, files | dict.fromkeys(found, path)
     values = {name: scope[name] for name in settings} | changes
     check(values, validate, scope, files)
     if changes:
-        log("settings: " + ", ".join(f"{name}={value!r:.100}" for name, value in changes.items()))
+        logger.info("settings: " + ", ".join(f"{name}={value!r:.100}" for name, value in changes.items()))
     scope.update(changes)
     return values
 
 
 def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], files: Mapping[str, str]) -> None:
     """Raise ValueError if the values are not valid. The message names the settings file that has them."""
-    message = validation_error(validate, values)
-    if message is None:
-        return
-    for path in dict.fromkeys(files.values()):
-        # A file is the cause if the error changes when its settings are reset to their defaults.
-        defaults = {name: scope[name] for name, source in files.items() if source == path}
-        if validation_error(validate, values | defaults) != message:
-            raise ValueError(f"{path}: {message}")
-    raise ValueError(message)
+    if message := validation_error(validate, values):
+        for path in dict.fromkeys(files.values()):
+            # A file is the cause if the error changes when its settings are reset to their defaults.
+            defaults = {name: scope[name] for name, source in files.items() if source == path}
+            if validation_error(validate, values | defaults) != message:
+                raise ValueError(f"{path}: {message}")
+        raise ValueError(message)
 
 
 def validation_error(validate: Validate, values: dict[str, Any]) -> str | None:
     try:
-        validate(values)
+        return validate(values)
     except ValueError as error:
         return str(error)
-    return None
 
 
 def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
@@ -141,10 +139,13 @@ def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: 
 
     Raises ValueError if there is no such setting, or if the setting does not take the value.
     """
+    flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
     key, equals, text = arguments.pop(0).partition("=")
     name = key.removeprefix("--").replace("-", "_")
     if name not in settings:
-        raise ValueError(f"unknown setting {key:.100}{suggest(name.removeprefix('_'), settings, aliases)}"
+        unknown = dict.fromkeys([key, *(flag for flag in flags if flag[2:].replace("-", "_") not in settings)])
+        hint = suggest(name.removeprefix("_"), settings, aliases) if len(unknown) == 1 else ""
+        raise ValueError(f"unknown setting{'s' * (len(unknown) > 1)} {', '.join(unknown):.500}{hint}"
                          f"{'' if key.startswith('--') else '; settings begin with --'}; --help lists all settings")
     types = settings[name].types
     if equals:
@@ -182,10 +183,7 @@ def combine(earlier: Any, value: Any, types: list[str]) -> Any:
 
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
-    """Return value if it has one of these types, or a float for an int.
-
-    Raises ValueError, which calls the setting label and shows given.
-    """
+    """Return value if it has one of these types, or a float for an int. The error names label and shows given."""
     given_type = type_name(value)
     if given_type in types:
         return value
@@ -201,21 +199,21 @@ def type_name(value: Any) -> str:
 
 
 def read_file(path: str, script: str) -> tuple[str, bytes]:
-    """Return the path and the content of a settings file.
-
-    A relative path is looked up in the working directory, then in the script's folder.
-    """
+    """Return the path and content of a settings file, which is looked up here, then in the script's folder."""
     found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
-        return found, Path(found).read_bytes()
+        source = b"\0" if os.path.isdir(found) else Path(found).read_bytes()
     except (OSError, ValueError) as e: # ValueError: the path has a null byte
         why = e.strerror if isinstance(e, OSError) else e
         advice = "" if path.endswith(".py") else '; a value with spaces needs quotes: --start="Once upon a time"'
         raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; "
                          f"give settings as --key=value{advice}") from None
+    if b"\0" in source: # a folder, or a checkpoint
+        raise ValueError(f"{path!r:.200} is not a settings file; if a model is there, pass --out_dir={path:.200}")
+    return found, source
 
 
-def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting], log: Log,
+def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting],
              ignore: Ignore) -> dict[str, Any]:
     """Run a settings file and return the settings that it changes. The file can use the names in scope.
 
@@ -240,17 +238,17 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     others = {name for name in names.keys() - scope.keys() if not name.startswith("__")}
     for name in sorted(others):
         if type(names[name]).__name__ in TYPE_NAMES and (hint := suggest(name, settings, prefixes=False)):
-            log(f"warning: {path} sets {name}, which is not a setting{hint}")
+            logger.warning(f"{path} sets {name}, which is not a setting{hint}")
     # 1 == True, but as settings they differ.
     changes = {name: names[name] for name in settings if name in names
                and (type(names[name]), names[name]) != (type(scope[name]), scope[name])}
     if not (changes or others or settings.keys() & set(code.co_names)):
         name, setting = next(iter(settings.items()))
-        log(f"warning: {path} sets nothing; a settings file is Python, such as: {name} = {setting.default!r}")
+        logger.warning(f"{path} sets nothing; a settings file is Python, such as: {name} = {setting.default!r}")
     for name, why in ignore(others).items():
         if name in changes:
             del changes[name]
-            log(f"{path}: {name} is ignored, {why}")
+            logger.info(f"{path}: {name} is ignored, {why}")
     return {name: coerce(f"{path}: {name}", value, settings[name].types, value) for name, value in changes.items()}
 
 

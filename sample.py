@@ -140,7 +140,7 @@ def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process; it may end at once."""
     setup_console(RANK == 0, owns_process)
     with report_user_errors(status=2):
-        settings = override(globals(), sys.argv[1:], check_settings, logger.info, ALIASES, training_settings)
+        settings = override(globals(), sys.argv[1:], check_settings, ALIASES, training_settings)
     if owns_process:
         shorten_spinning() # before torch is imported
         gc.set_threshold(1_000_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from project import GPT2_FILES, PROJECT
+from sampling.outputs.console import LOGGERS
 from script_process import READ_ON_LOADING, run_here, start_script
 
 del os.environ["GOMP_SPINCOUNT"], os.environ["HF_HUB_OFFLINE"] # sample.py must set the first one itself
@@ -127,14 +128,15 @@ class ListHandler(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def messages():
-    """The messages that the package logs during a test. Afterwards, its logger is as before."""
-    logger, handler = logging.getLogger("sampling"), ListHandler()
-    handlers, level, propagate = [*logger.handlers], logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    """The messages that the package and the configurator log during a test. Afterwards, their loggers are as before."""
+    handler, states = ListHandler(), {}
+    for logger in map(logging.getLogger, LOGGERS):
+        states[logger] = [*logger.handlers], logger.level, logger.propagate
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
     yield handler.lines
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+    for logger, (logger.handlers[:], level, logger.propagate) in states.items():
+        logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 # Unicode's symbols for control characters, except tab and newline. A terminal would interpret the characters.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
                     **dict.fromkeys(range(0x80, 0xa0), "\ufffd")}
+LOGGERS = "sampling", "configurator"
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows the messages of the logger "sampling" on the standard error of the moment, if the process has one.
+    """Shows the messages of LOGGERS on the standard error of the moment, if the process has one.
 
     is_main: whether this is rank 0 of the run. Only rank 0 shows messages, but every rank shows errors.
     owns_process: whether the end of the run may call os._exit: see setup_console.
@@ -55,10 +56,10 @@ def setup_console(is_main: bool = True, owns_process: bool = True) -> None:
     owns_process: no other code runs in this process, so the end of the run may call os._exit. Otherwise, as in a
     notebook, Ctrl-C and exits raise exceptions.
     """
-    package = logging.getLogger("sampling")
-    package.addHandler(_console) # once, however often this is called
-    package.setLevel(logging.INFO)
-    package.propagate = False
+    for package in map(logging.getLogger, LOGGERS):
+        package.addHandler(_console) # once, however often this is called
+        package.setLevel(logging.INFO)
+        package.propagate = False
     _console.is_main, _console.owns_process, _console.bar = is_main, owns_process, None
     if owns_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Not a KeyboardInterrupt: it would show a traceback, and importing torch would swallow it.

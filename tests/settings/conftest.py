@@ -1,4 +1,4 @@
-"""A script with settings, and a fixture that runs the configurator on it."""
+"""A script with settings, a fixture that runs the configurator on it, and one with what the configurator logs."""
 import pytest
 
 from configurator import override
@@ -27,7 +27,7 @@ def main():
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """script(*arguments, validate=..., log=...) runs override on a fresh script -> the settings that it changes."""
+    """script(*arguments, validate=..., aliases=...) runs override on a fresh script -> the settings that it changes."""
     path = tmp_path / "project" / "script.py"
     path.parent.mkdir()
     path.write_text(SOURCE)

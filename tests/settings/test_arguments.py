@@ -1,5 +1,8 @@
 """The configurator reads command-line arguments into a script's globals. The script is that of conftest.py."""
+from pathlib import Path
+
 import pytest
+import torch
 
 from configurator import suggest
 
@@ -34,7 +37,9 @@ def test_arguments_change_settings(script, arguments, changes):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--cuont=3"], "unknown setting --cuont; did you mean count?; --help lists all settings"),
-    (["--inner=3"], "unknown setting --inner"),
+    (["--inner=3"], "unknown setting --inner; --help lists all settings"),
+    (["--count=1", "--n_layer=4", "--cuont=3", "--rate", "1", "--max-iters", "9", "--n_layer=5"],
+     "unknown settings --n_layer, --cuont, --max-iters; --help lists all settings"),
     (["-"], "unknown setting -; settings begin with --"),
     (["-count=3"], "unknown setting -count; did you mean count?; settings begin with --"),
     (["--count"], "--count needs a value"),
@@ -43,10 +48,14 @@ def test_arguments_change_settings(script, arguments, changes):
     (["--flag=maybe"], "flag takes True or False, got 'maybe'"),
     (["--count=3", "--flag", "--rate=fast"], "rate takes a number"),
     (["missing.py"], "cannot read the settings file 'missing.py': No such file or directory; give settings as --key"),
+    (["folder"], "'folder' is not a settings file; if a model is there, pass --out_dir=folder"),
+    (["folder/ckpt.pt"], "'folder/ckpt.pt' is not a settings file; if a model is there, pass --out_dir=folder/ckpt.pt"),
     (["a\0b"], "cannot read the settings file 'a\\x00b': embedded null byte"),
     (["--text=Once", "upon", "a", "time", "--flag"], '; a value with spaces needs quotes: --start="Once upon a time"'),
 ], ids=str)
 def test_an_invalid_argument_raises_and_changes_nothing(script, arguments, message):
+    Path("folder").mkdir()
+    torch.save({"model": {}}, "folder/ckpt.pt")
     with pytest.raises(ValueError) as error:
         script(*arguments)
     assert message in str(error.value)

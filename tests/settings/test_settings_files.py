@@ -58,31 +58,28 @@ def test_a_file_whose_name_begins_with_a_dash_is_a_file(script, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["# count = 3\n", '{"count": 3, "rate": 1}', "count: 3\nrate: 0.5\n"])
-def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, content):
+def test_a_file_that_sets_nothing_gets_a_warning(script, tmp_path, messages, content):
     (tmp_path / "a.py").write_text(content)
-    lines = []
-    assert script("a.py", log=lines.append) == {}
-    assert lines == ["warning: a.py sets nothing; a settings file is Python, such as: text = '\\n'"]
+    assert script("a.py") == {}
+    assert messages == ["a.py sets nothing; a settings file is Python, such as: text = '\\n'"]
 
 
 @pytest.mark.parametrize("content", ["count = 10", "learning_rate = 3", "exec('count = 3')"])
-def test_a_file_that_sets_something_gets_no_warning(script, tmp_path, content):
+def test_a_file_that_sets_something_gets_no_warning(script, tmp_path, messages, content):
     """Also what it sets to the value that it has, and names that are no settings."""
     (tmp_path / "a.py").write_text(content)
-    lines = []
-    script("a.py", log=lines.append)
-    assert not any("warning" in line for line in lines)
+    script("a.py")
+    assert all(line.startswith("settings: ") for line in messages)
 
 
-def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, tmp_path):
+def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, tmp_path, messages):
     (tmp_path / "a.py").write_text("count = 3\nrate = 2\ndepth = 5\n")
     (tmp_path / "b.py").write_text("count = 4\n")
-    lines = []
 
     def ignore(names):
         return {"count": "it is deep", "top": "it is not there"} if "depth" in names else {}
-    assert script("a.py", "--text=" + "x" * 1000, log=lines.append, ignore=ignore) == {"rate": 2.0, "text": "x" * 1000}
-    assert lines == ["a.py: count is ignored, it is deep", f"settings: rate=2.0, text='{'x' * 99}"]
+    assert script("a.py", "--text=" + "x" * 1000, ignore=ignore) == {"rate": 2.0, "text": "x" * 1000}
+    assert messages == ["a.py: count is ignored, it is deep", f"settings: rate=2.0, text='{'x' * 99}"]
     assert script("b.py", "a.py", ignore=ignore) == {"count": 4, "rate": 2.0}
     assert script("a.py", "--count=5", ignore=ignore) == {"count": 5, "rate": 2.0}
 
@@ -120,21 +117,20 @@ def helper(): return 1
 """
 
 
-def test_training_settings_files_cause_no_warnings(tmp_path):
+def test_training_settings_files_cause_no_warnings(tmp_path, messages):
     (tmp_path / "train.py").write_text(TRAINING)
     scope = {"__file__": str(SCRIPT)}
     exec(SCRIPT.read_text(encoding="utf-8").split("def ")[0], scope)
-    lines = []
-    settings = override(scope, [str(tmp_path / "train.py")], log=lines.append, ignore=training_settings)
+    settings = override(scope, [str(tmp_path / "train.py")], ignore=training_settings)
     assert settings["out_dir"] == "o" and settings["batch_size"] is None
-    assert [line.partition(": ")[0] for line in lines] == [str(tmp_path / "train.py"), "settings"]
+    assert [line.partition(": ")[0] for line in messages] == [str(tmp_path / "train.py"), "settings"]
 
 
-def test_a_misspelt_setting_causes_a_warning_and_what_a_file_prints_goes_to_stderr(script, tmp_path, capsys):
+def test_a_misspelt_setting_causes_a_warning_and_what_a_file_prints_goes_to_stderr(script, tmp_path, messages, capsys):
     (tmp_path / "a.py").write_text("conut = 3\nfor c in range(3): pass\nprint('hello')\n")
     assert script("a.py") == {}
-    warning = "warning: a.py sets conut, which is not a setting; did you mean count?\n"
-    assert capsys.readouterr() == (warning, "hello\n")
+    assert messages == ["a.py sets conut, which is not a setting; did you mean count?"]
+    assert capsys.readouterr() == ("", "hello\n")
 
 
 def test_a_settings_file_may_use_torch_as_in_nanogpt(script, tmp_path):
