@@ -19,8 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and 
 from configurator import override
 from sampling.backends.process import peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import RANK, WORLD_SIZE, Workers
-from sampling.inputs.prompts import PromptSource, log_notices, make_samples, warn_about_stop_texts
-from sampling.inputs.tokenizer import load_tokenizer
+from sampling.inputs.prompts import PromptNotices, encode_prompts, make_samples, read_prompts, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
 from sampling.outputs.outputs import Outputs, num_logprobs
@@ -89,12 +88,13 @@ def main(settings):
         return run_repl(lambda: load(settings, params)[0], params, settings.show_probs, settings.start)
     if RANK:
         return workers.serve(load(settings, params)[0])
-    prompts = PromptSource(settings.start, settings.watch)
+    prompts = read_prompts(settings.start, settings.watch)
     outputs = Outputs(vars(settings))
     for _ in wait_for_saves(settings.out_dir, logger.info) if settings.watch else [None]:
-        model, num_total = load(settings, params, prompts)
-        samples = outputs.open(model, make_samples(prompts, model.tokenizer, settings.num_samples))
-        samples = log_notices(samples, model.tokenizer, model.backend.config.block_size, logger.info)
+        model, encoded = load(settings, params, prompts)
+        num_total = len(encoded) * settings.num_samples if isinstance(encoded, list) else None
+        samples = outputs.open(model, make_samples(encoded, settings.num_samples))
+        samples = map(PromptNotices(model.tokenizer, model.backend.config.block_size), samples)
         printer = Printer(model.tokenizer, settings.show_probs)
         progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
         for sample, pieces in workers.run(model, samples, params, settings.batch_size, is_tty(sys.stdout)):
@@ -110,11 +110,12 @@ def main(settings):
         del model # its memory must be free before the next model is loaded
 
 
-def load(settings, params, prompts=None):
-    """Load the model with its tokenizer. Returns (model, number of samples or None if unknown, batch size)."""
+def load(settings, params, prompts=()):
+    """Load the model with its tokenizer. Returns (model, the prompts with their token ids)."""
     from sampling.backends.prepare import choose_device, choose_dtype, weight_converter
     from sampling.checkpoints.huggingface import load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
+    from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
     return_freed_memory() # of the model before this one
     device = choose_device(settings.device)
@@ -125,12 +126,14 @@ def load(settings, params, prompts=None):
             checkpoint = load_nanogpt(settings.out_dir, **load_options)
         else: # GPT-2
             checkpoint = load_huggingface(settings.init_from, **load_options)
-        tokenizer = load_tokenizer(checkpoint, logger.info, settings.tokenizer)
-    warn_about_stop_texts(params.stop_texts, tokenizer, logger.warning)
-    num_total = prompts and prompts.count_and_max_len(tokenizer, settings.num_samples)[0]
-    num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens # in full batches
+        tokenizer = load_tokenizer(checkpoint, settings.tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
+    warn_about_stop_texts(params.stop_texts, tokenizer)
+    encoded, num_steps = encode_prompts(prompts, tokenizer), None # None: unknown
+    if isinstance(encoded, list) and WORLD_SIZE == 1:
+        num_batches = -(-len(encoded) * settings.num_samples // (settings.batch_size or 64)) # full ones
+        num_steps = num_batches * settings.max_new_tokens
     options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
-    return TextGenerator(checkpoint, tokenizer, device, dtype, options, None if WORLD_SIZE > 1 else num_steps), num_total
+    return TextGenerator(checkpoint, tokenizer, device, dtype, options, num_steps), encoded
 
 
 logger = logging.getLogger("sampling") # below the settings, because it is none

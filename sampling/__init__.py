@@ -42,7 +42,7 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
 
     from sampling.backends.prepare import choose_device, choose_dtype, weight_converter
     from sampling.checkpoints.nanogpt import load_by_name
-    from sampling.inputs.tokenizer import load_tokenizer
+    from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
     options = ModelOptions(compile, cuda_graphs, exact, draft)
     check_options({**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer})
@@ -50,4 +50,4 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     torch_dtype = choose_dtype(torch_device, dtype, exact)
     with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
         checkpoint = load_by_name(name, weight_converter(torch_dtype), log=lambda text: None)
-        return TextGenerator(checkpoint, load_tokenizer(checkpoint, print, tokenizer), torch_device, torch_dtype, options)
+        return TextGenerator(checkpoint, load_tokenizer(checkpoint, tokenizer), torch_device, torch_dtype, options)

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
-from sampling.inputs.prompts import PromptSource, log_notices, make_samples, parse_start, warn_about_stop_texts
+from sampling.inputs.prompts import (
+    PromptNotices,
+    encode_prompts,
+    make_samples,
+    parse_start,
+    read_prompts,
+    warn_about_stop_texts,
+)
+from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty
 from sampling.outputs.printer import Printer
 from sampling.params import Prompt, Sample, SamplingParams, check_exact, choose_seed
@@ -104,8 +112,8 @@ class Session:
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
         model = self.require_engine()
-        samples = make_samples(PromptSource(start), model.tokenizer, 1, self.next_index)
-        for sample in log_notices(samples, model.tokenizer, model.backend.config.block_size, logger.info):
+        samples = make_samples(encode_prompts(read_prompts(start), model.tokenizer), 1, self.next_index)
+        for sample in map(PromptNotices(model.tokenizer, model.backend.config.block_size), samples):
             self.print_sample(sample)
 
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> None:
@@ -162,7 +170,7 @@ class Session:
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_about_stop_texts(params.stop_texts, self.printer.tokenizer, logger.warning)
+            warn_about_stop_texts(params.stop_texts, self.printer.tokenizer)
 
     def sample_again(self) -> None:
         sample = self.require_sample()
@@ -173,6 +181,8 @@ class Session:
         text = sample.prompt.text + sample.text[:sample.num_emittable_chars]
         # After a stop text or Ctrl-C, token_ids has tokens that the user did not see.
         shows_all = sample.finish_reason == "length"
+        if shows_all: # a character that was incomplete comes whole with the next tokens
+            text = text.rstrip(REPLACEMENT)
         ids = sample.prompt_ids + sample.token_ids if shows_all else self.printer.tokenizer.encode(text)
         self.print_sample(Sample(self.next_index, Prompt(text), ids), shows_prompt=False)
 

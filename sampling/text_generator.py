@@ -11,7 +11,7 @@ from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.engine import Engine
 from sampling.generation.speculation import Draft
-from sampling.inputs.prompts import make_samples
+from sampling.inputs.prompts import encode_prompts, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, check_values
 
@@ -85,7 +85,7 @@ class TextGenerator:
                 raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")
             if not prompt:
                 raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
-        return list(make_samples(map(Prompt, prompts), self.tokenizer, num_samples))
+        return list(make_samples(encode_prompts(map(Prompt, prompts), self.tokenizer), num_samples))
 
     def run(self, samples: Iterable[Sample], params: SamplingParams | None = None, batch_size: int | None = None,
             stream: bool = False) -> Iterator[tuple[Sample, list[Piece]]]:

@@ -24,7 +24,7 @@ from project import PROJECT
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
-from sampling.inputs.tokenizer import load_tokenizer
+from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.outputs.console import report_user_errors, setup_console
 
 MAX_MB, MAX_SECONDS = 600, 20
@@ -50,7 +50,7 @@ def load(folder, init_from):
         quiet = {"log": lambda text: None}
         checkpoint = load_nanogpt("out", **quiet) if init_from == "resume" else load_huggingface(init_from, **quiet)
         build_gpt(checkpoint)
-        load_tokenizer(checkpoint, **quiet)
+        load_tokenizer(checkpoint)
     if NAMED_MODULE in sys.modules:
         sys.exit(f"{NAMED_MODULE} was imported")
 

@@ -3,7 +3,7 @@ import json
 import random
 from functools import partial
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from project import GPT2_FILES
 
@@ -83,7 +83,55 @@ def words():
                 pre_tokenizer=pre_tokenizers.Whitespace())
 
 
-MAKE = {"byte-level": byte_level, "older-files": byte_level, "wordpiece": wordpiece, "vocab-txt": wordpiece,
+def characters(*splits, decoder, normalizer=None):
+    """A token for each character of the lines, split by these patterns, and [UNK] for others."""
+    vocab = {char: i for i, char in enumerate(sorted({*"".join(LINES)}))}
+    tokenizer = Tokenizer(models.WordLevel(vocab | {"[UNK]": len(vocab)}, unk_token="[UNK]"))
+    steps = [pre_tokenizers.Split(pattern, "isolated") for pattern in splits]
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(steps), decoder
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+def prefix():
+    """BPE with a prefix for the parts of a word, split into pieces of three characters."""
+    return make(models.BPE(unk_token="[UNK]", continuing_subword_prefix="##"),
+                partial(trainers.BpeTrainer, continuing_subword_prefix="##"), "[UNK]", decoder=decoders.WordPiece(),
+                normalizer=normalizers.Sequence([normalizers.Nmt(), normalizers.Replace(Regex(r"\s+"), " ")]),
+                pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.FixedLength(3)]))
+
+
+def own_expression():
+    """Byte-level, with an expression of its own and nested steps."""
+    steps = [pre_tokenizers.Split(Regex(r"\p{N}{1,2}|\p{Lu}?\p{Ll}+|\s+(?!\S)|."), "isolated"),
+             pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])]
+    return make(models.BPE(), trainers.BpeTrainer, "<|endoftext|>", 500, normalizer=normalizers.NFC(),
+                pre_tokenizer=pre_tokenizers.Sequence(steps), decoder=decoders.ByteLevel())
+
+
+def changed_prompts():
+    """With what would change a prompt: padding, truncation, a post-processor and dropout. transformers leaves them out
+    where no special tokens are asked for, but for dropout.
+    """
+    tokenizer = byte_level()
+    tokenizer.enable_padding(pad_to_multiple_of=64)
+    tokenizer.enable_truncation(1)
+    tokenizer.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    return tokenizer
+
+
+MAKE = {
+    "split-empty": partial(characters, "", decoder=decoders.Fuse()),
+    "split-dot": partial(characters, Regex("."), decoder=decoders.Fuse()),
+    "split-words": partial(characters, Regex(r"\w+|\W"), "", decoder=decoders.Strip(" ", 0, 1)),
+    "ctc": partial(characters, "", decoder=decoders.CTC(pad_token="x", word_delimiter_token="|")),
+    "no-accents": partial(characters, "", decoder=decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+                          normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
+    "whole-text": partial(characters, "", decoder=decoders.Sequence([
+        decoders.Fuse(), decoders.Replace(Regex("[aeiou]{2}"), "x"), decoders.Replace("th", "þ")])),
+    "prefix": prefix, "own-expression": own_expression, "changed-prompts": changed_prompts,
+    "byte-level": byte_level, "older-files": byte_level, "wordpiece": wordpiece, "vocab-txt": wordpiece,
         "unigram": unigram, "unigram-bytes": unigram_bytes, "byte-fallback": byte_fallback, "suffix": suffix,
         "words": words}
 KINDS = list(MAKE)

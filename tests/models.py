@@ -27,6 +27,17 @@ def make_gpt(seed=1, **changes):
     return model
 
 
+def save_repeating(folder, ids, vocab_size):
+    """Write the checkpoint of a model that says these tokens again and again. Its head is not tied."""
+    model = GPT(GPTConfig(**SHAPE | {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": vocab_size}))
+    weights = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    weights["transformer.ln_f.weight"] += 1
+    for k, (token_id, next_id) in enumerate(zip(ids, ids[1:] + ids[:1], strict=True)):
+        weights["transformer.wte.weight"][token_id, k] = 1
+        weights["lm_head.weight"][next_id, k] = 6
+    return save_checkpoint(folder, model, meta=False, model=weights)
+
+
 def as_checkpoint(model):
     """The model as a Checkpoint that holds its weights, not copies; a tied head is one tensor under two names."""
     weights, config = dict(model.state_dict()), model.config

@@ -1,5 +1,6 @@
 """The interactive session, on a terminal and with lines from a pipe."""
 import os
+import pickle
 import re
 import shutil
 import time
@@ -10,7 +11,7 @@ import pytest
 
 import terminal
 from configurator import find_settings
-from models import make_gpt, save_checkpoint, save_meta
+from models import make_gpt, save_checkpoint, save_meta, save_repeating
 from project import SCRIPT
 from sampling import repl
 from script_process import CLOSED, start_script
@@ -167,6 +168,14 @@ def test_a_sample_can_be_continued(session, run):
     for command in ":continue\n", ":again\n":
         session.type(command)
         session.wait_for(f"{command}{whole[12:]}> ")
+
+
+def test_a_character_that_a_sample_began_comes_whole_when_it_is_continued(run_script, tmp_path):
+    save_repeating(tmp_path, [*"🙂".encode()], 256)
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"tokenizer": "byte"}))
+    done = run_script(f"--out_dir={tmp_path}", "--interactive", "--device=cpu", "--max_new_tokens=6", "--temperature=0",
+                      stdin="🙂\n:continue\n:max_new_tokens=1\n:continue\n:continue\n".encode())
+    assert done.stdout.split(RULE) == ["🙂🙂\ufffd", "🙂🙂", "\ufffd", "", ""]
 
 
 def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run):

@@ -1,20 +1,26 @@
-"""The meta.pkl of a nanoGPT data set: a vocabulary of characters or of bytes, or the name of a tokenizer."""
+"""The meta.pkl of a nanoGPT data set: a vocabulary of characters, bytes or longer texts, or a tokenizer's name."""
+import logging
 import os
 import re
 
 from sampling.checkpoints.checkpoint import damaged_if_fails, named_errors, require
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle, unwrap
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
+
+logger = logging.getLogger(__name__)
 
 # The fields in which prepare scripts name or extend a tokenizer, and names for what stoi and itos describe.
 NAME_FIELDS = ("has_additional_tokens", "tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type",
                "tokenizer_file", "tokenizer_path", "tokenizer_model", "sentencepiece_model")
 CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
-SPECIAL_TOKEN = re.compile(r"[<\[{|].{1,250}[>\]}|]", re.DOTALL) # a token of several characters that no text means
 
 
 class CharTokenizer(ByteDecodingTokenizer):
-    """One token for each character, or for each byte in UTF-8. meta: the content of the file, if it was read."""
+    """Looks up each character of a text in stoi, or each byte in UTF-8, and joins the texts of itos, as nanoGPT does.
+
+    Texts of several characters, such as words, are sampled but never found in a prompt. meta: the content of the file,
+    if it was read.
+    """
     joins_spaces = False
 
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
@@ -22,8 +28,12 @@ class CharTokenizer(ByteDecodingTokenizer):
         self.stoi, itos = parse_vocabulary(self.source, read_meta(path) if meta is None else meta)
         self.size = 1 + max([*self.stoi.values(), *itos])
         self.is_bytes = any(isinstance(symbol, int) for symbol in self.stoi)
+        self.longer = [] if self.is_bytes else [symbol for symbol in self.stoi if len(symbol) > 1]
+        self.unit = "bytes" if self.is_bytes else "tokens" if self.longer else "characters"
         self.pieces = {i: bytes([symbol]) if self.is_bytes else symbol.encode("utf-8", "replace")
                        for i, symbol in itos.items()}
+        if not self.is_bytes and any("▁" in symbol for symbol in itos.values()):
+            logger.info(f"{self.source} has pieces with ▁, which are shown as they are, as in nanoGPT")
 
     def encode(self, text: str) -> list[int]:
         if self.is_bytes:
@@ -31,10 +41,12 @@ class CharTokenizer(ByteDecodingTokenizer):
         symbols = text.encode() if self.is_bytes else text
         if unknown := [symbol for symbol in dict.fromkeys(symbols) if symbol not in self.stoi]:
             listed = "; ".join(f"{symbol!r} at {symbols.index(symbol) + 1}" for symbol in unknown[:5])
-            known = bytes(sorted(self.stoi)) if self.is_bytes else "".join(sorted(self.stoi))
+            known = bytes(sorted(self.stoi)) if self.is_bytes else "".join(sorted({*self.stoi}.difference(self.longer)))
+            longer = (f", and {len(self.longer)} longer tokens such as {self.longer[0]!r:.40}, which are not looked up "
+                      "in a prompt") if self.longer else ""
             newline = r"""; for a newline pass --start='"\n"'""" if "\\" in unknown else ""
             raise ValueError(f"the prompt has characters that {self.source} lacks: {listed}; it has {known!r:.200}"
-                             f"{newline}")
+                             f"{longer}{newline}")
         return [self.stoi[symbol] for symbol in symbols]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -43,21 +55,18 @@ class CharTokenizer(ByteDecodingTokenizer):
 
 def parse_vocabulary(source: str, meta: dict) -> tuple[dict, dict]:
     """stoi and itos, in which a byte is an int. Raises ValueError unless they map symbols to token ids, and back."""
-    stoi, itos = meta.get("stoi"), meta.get("itos", {})
-    itos = dict(enumerate(itos)) if isinstance(itos, list) else itos
-    if not (isinstance(stoi, dict) and isinstance(itos, dict)):
-        raise ValueError(f"cannot read {source}: stoi or itos is not a dict")
+    stoi, itos = unwrap(meta.get("stoi")), unwrap(meta.get("itos", {}))
+    itos = dict(enumerate(itos)) if isinstance(itos, list | tuple | str | bytes) else itos
+    for name, value in ("stoi", stoi), ("itos", itos):
+        if not isinstance(value, dict):
+            raise ValueError(f"cannot read {source}: its {name} is not a dict, but {describe(value)}")
     stoi = {byte_as_int(symbol): i for symbol, i in stoi.items()}
     itos = {i: byte_as_int(symbol) for i, symbol in itos.items()}
     ids, symbols = [*stoi.values(), *itos], [*stoi, *itos.values()]
     are_bytes = {*map(type, symbols)} == {int} and set(symbols) <= set(range(256))
     are_ids = {*map(type, ids)} == {int} and min(ids) >= 0
     if not (are_ids and (are_bytes or {*map(type, symbols)} == {str})):
-        raise ValueError(f"{source} must map characters or bytes to token ids in stoi, and token ids to them in itos")
-    for symbol in [] if are_bytes else symbols:
-        if len(symbol) > 1 and not SPECIAL_TOKEN.fullmatch(symbol):
-            raise ValueError(f"{source} has the token {symbol!r:.40} of several characters, so it is no vocabulary of "
-                             f"characters; {ADVICE}")
+        raise ValueError(f"{source} must map texts or bytes to token ids in stoi, and token ids to them in itos")
     # Several characters may share an id, and several ids may share a character. But the two dicts must not conflict.
     known_ids, known_symbols = set(stoi.values()), set(itos.values())
     conflicts = [symbol for symbol, i in stoi.items() if symbol in known_symbols and itos.get(i) != symbol]
@@ -90,7 +99,7 @@ def named_encoding(meta: dict, source: object) -> str | None:
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
     with open(path, "rb") as file, named_errors(path), damaged_if_fails():
-        meta = DataUnpickler(file.read(MAX_PICKLE_BYTES)).load()
-        require(isinstance(meta, dict), f"it holds a {type(meta).__name__}, not the stoi and itos of a vocabulary")
+        meta = read_pickle(file.read(MAX_PICKLE_BYTES))
+        require(isinstance(meta, dict), f"it holds {describe(meta)}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most
     return {"stoi": {byte: byte for byte in range(256)}, **meta} if is_named else meta

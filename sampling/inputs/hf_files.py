@@ -1,7 +1,4 @@
-"""The files of a Hugging Face tokenizer: which a folder has, and what they say, as the content of one tokenizer.json.
-
-They may be a stranger's: their size and the number of their values are checked before they are parsed.
-"""
+"""The files of a Hugging Face tokenizer: which a folder has, and their content as that of one tokenizer.json."""
 import os
 from itertools import chain
 from pathlib import Path
@@ -69,18 +66,16 @@ def read_tokenizer(path: Path) -> dict:
 
 def wordpiece(path: Path, settings: dict) -> dict:
     """A tokenizer.json for the vocab.txt of a BERT, with these settings."""
-    from tokenizers.models import WordPiece
-    read_text(path) # checks it
-    unknown = settings["unk_token"]
+    pieces, unknown = read_text(path).removesuffix("\n").split("\n"), settings["unk_token"]
     return {
         "normalizer": {"type": "BertNormalizer", "clean_text": True, "strip_accents": settings.get("strip_accents"),
                        "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
                        "lowercase": settings.get("do_lower_case", True)},
         "pre_tokenizer": {"type": "BertPreTokenizer"},
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        "model": {"type": "WordPiece", "vocab": WordPiece.read_file(str(path)), "max_input_chars_per_word": 100,
+        "model": {"type": "WordPiece", "vocab": {piece.rstrip(): i for i, piece in enumerate(pieces)},
                   "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown,
-                  "continuing_subword_prefix": "##"}}
+                  "max_input_chars_per_word": 100, "continuing_subword_prefix": "##"}}
 
 
 def byte_level(path: Path, options: dict) -> dict:

@@ -1,24 +1,26 @@
-"""Reads the prompts that the setting start names, encodes them, and warns about them.
+"""Reads the prompts that the setting start names, encodes them, and says what a user should know about them.
 
 start is a prompt, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
 each line that is not empty is a prompt. With JSONL:path, each line is a JSON object with a "prompt" and an optional
 "id"; its other fields are copied to out_file. The path - is standard input.
 """
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, count
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.messages import Log
 from sampling.params import RULES, Prompt, Sample
 
+logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
 FILE_KINDS = "FILE", *MULTI_KINDS
 # The fields of a line in out_file, besides "prompt" and "id".
 RESULT_FIELDS = frozenset(["version", "index", "text", "num_tokens", "finish_reason", "cumulative_logprob", "logprobs",
                            "seed", "checkpoint", "settings"])
+EncodedPrompt = tuple[Prompt, list[int]]
 
 
 def parse_start(start: str) -> tuple[str, str]:
@@ -27,51 +29,46 @@ def parse_start(start: str) -> tuple[str, str]:
     return (kind, path) if colon and kind in FILE_KINDS else ("TEXT", start)
 
 
-class PromptSource:
-    """An iterable of the prompts that start names. A pipe can be iterated once, anything else many times.
+def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Prompt]:
+    """The prompts that start names: a list, or for a pipe, which may stay open, an iterator.
 
     Raises ValueError if there is no prompt, if the file cannot be read, or if it is a pipe and watch is True; for a
-    later line, when the iteration reaches it.
+    later line of a pipe, when the iteration reaches it.
     """
-
-    def __init__(self, start: str, watch: bool = False):
-        self.start = start
-        kind, path = parse_start(start)
-        self.is_multi = kind in MULTI_KINDS
-        self.is_single_pass = self.is_multi and not os.path.isfile(path)
-        if watch and self.is_single_pass:
-            raise ValueError("watch=True reads the prompts once for each checkpoint: save them in a file")
-        self.prompts = read_prompts(start)
-        self.first = next(self.prompts)
-
-    def __iter__(self) -> Iterator[Prompt]:
-        if not self.is_multi:
-            return iter([self.first])
-        return chain([self.first], self.prompts) if self.is_single_pass else read_prompts(self.start)
-
-    def count_and_max_len(self, tokenizer: Tokenizer, num_samples: int) -> tuple[int, int] | tuple[None, None]:
-        """The number of samples of the run, and the number of tokens in the longest prompt; (None, None) for a pipe."""
-        if self.is_single_pass:
-            return None, None
-        lengths = [len(sample.prompt_ids) for sample in make_samples(self, tokenizer, num_samples=1)]
-        return len(lengths) * num_samples, max(lengths)
+    kind, path = parse_start(start)
+    is_pipe = kind in MULTI_KINDS and not os.path.isfile(path)
+    if watch and is_pipe:
+        raise ValueError("watch=True uses the prompts again for each checkpoint: save them in a file")
+    for path in (start, start.partition(":")[2]) if kind == "TEXT" else ():
+        if os.path.isfile(path):
+            logger.info(f"the prompt is the text {start!r:.100}; to read the file, pass --start=FILE:{path}")
+    prompts = iterate_prompts(start)
+    return chain([next(prompts)], prompts) if is_pipe else list(prompts)
 
 
-def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int,
-                 first_index: int = 0) -> Iterator[Sample]:
-    """Yield num_samples empty samples per prompt. Raises ValueError, with its location, if one cannot be encoded."""
+def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[EncodedPrompt] | Iterator[EncodedPrompt]:
+    """The prompts with their token ids: a list or an iterator, as the prompts are."""
+    encoded = ((prompt, encode_prompt(prompt, tokenizer)) for prompt in prompts)
+    return list(encoded) if isinstance(prompts, list) else encoded
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    try:
+        return tokenizer.encode(prompt.text)
+    except ValueError as error:
+        raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
+
+
+def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index: int = 0) -> Iterator[Sample]:
+    """Yield num_samples empty samples for each prompt."""
     indices = count(first_index)
-    for prompt in prompts:
-        try:
-            prompt_ids = tokenizer.encode(prompt.text)
-        except ValueError as error:
-            raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
+    for prompt, prompt_ids in encoded:
         for _ in range(num_samples):
             yield Sample(next(indices), prompt, prompt_ids)
 
 
-def read_prompts(start: str) -> Iterator[Prompt]:
-    """Yield the prompts of start. Reads a file line by line."""
+def iterate_prompts(start: str) -> Iterator[Prompt]:
+    """Yield the prompts that start names. Reads a file line by line."""
     kind, path = parse_start(start)
     if kind == "TEXT":
         yield Prompt(start)
@@ -82,7 +79,8 @@ def read_prompts(start: str) -> Iterator[Prompt]:
         with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as file:
             for number, line in enumerate([file.read()] if kind == "FILE" else file, 1):
                 location = "" if kind == "FILE" else f"{source}, line {number}"
-                if text := line if kind == "FILE" else line.rstrip("\n"):
+                text = line if kind == "FILE" else line.rstrip("\n")
+                if text.strip() if kind == "JSONL" else text:
                     is_empty = False
                     yield parse_json_line(text, location) if kind == "JSONL" else Prompt(text, None, location)
     except UnicodeDecodeError as error:
@@ -115,15 +113,15 @@ def parse_json_line(line: str, location: str) -> Prompt:
 
 # ---- notices
 
-def warn_about_stop_texts(stop_texts: list[str], tokenizer: Tokenizer, log: Log) -> None:
+def warn_about_stop_texts(stop_texts: list[str], tokenizer: Tokenizer) -> None:
     """Log a warning for each stop text that cannot end a sample, or probably will not."""
     for text in stop_texts:
         if "\\n" in text:
-            log(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, write "
-                "the text in quotes, as Python does: --stop='\"\\n\"'")
+            logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, "
+                           "write the text in quotes, as Python does: --stop='\"\\n\"'")
         elif not can_produce(tokenizer, text):
-            log(f"the stop text {text!r:.100} cannot end a sample: {tokenizer.source} never produces "
-                "this text")
+            logger.warning(f"the stop text {text!r:.100} cannot end a sample: {tokenizer.source} never produces this "
+                           "text")
 
 
 def can_produce(tokenizer: Tokenizer, text: str) -> bool:
@@ -135,19 +133,28 @@ def can_produce(tokenizer: Tokenizer, text: str) -> bool:
     return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
 
 
-def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int, log: Log) -> Iterator[Sample]:
-    """Yield the samples. Of the new ones, log the first that is cropped, and the first that ends in a space."""
-    said_cropped, said_space = False, not tokenizer.joins_spaces
-    for sample in samples:
+class PromptNotices:
+    """Logs what a user should know about the prompts of new samples, each thing for the first such sample.
+
+    Call it with each sample when it is made; it returns the sample.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, block_size: int):
+        self.tokenizer, self.block_size = tokenizer, block_size
+        self.said_cropped, self.said_space = False, not tokenizer.joins_spaces
+
+    def __call__(self, sample: Sample) -> Sample:
+        if sample.already_saved:
+            return sample
         at = f"{sample.prompt.location}: " if sample.prompt.location else ""
-        num_tokens, is_new = len(sample.prompt_ids), not sample.already_saved
-        if is_new and num_tokens > block_size and not said_cropped:
-            said_cropped = True
-            log(f"{at}the prompt has {num_tokens} tokens, but the model sees only the last {block_size} of any prompt, "
-                f"here from {tokenizer.decode(sample.prompt_ids[-block_size:])[:40]!r} on")
+        num_tokens, size = len(sample.prompt_ids), self.block_size
+        if num_tokens > size and not self.said_cropped:
+            self.said_cropped = True
+            logger.info(f"{at}the prompt has {num_tokens} tokens, but the model sees only the last {size} of any "
+                        f"prompt, here from {self.tokenizer.decode(sample.prompt_ids[-size:])[:40]!r} on")
         # In the training text, this space was part of the token of the next word, so the model rarely saw it alone.
-        if is_new and sample.prompt.text.endswith(" ") and not said_space:
-            said_space = True
-            log(f"{at}the prompt ends in a space: a trailing space mostly gives worse text, because in "
-                f"{tokenizer.source} a word begins with its space")
-        yield sample
+        if sample.prompt.text.endswith(" ") and not self.said_space:
+            self.said_space = True
+            logger.info(f"{at}the prompt ends in a space: a trailing space mostly gives worse text, because in "
+                        f"{self.tokenizer.source} a word begins with its space")
+        return sample

@@ -1,14 +1,16 @@
 """GPT-2's byte-pair encoding and tiktoken's others, and where their vocabularies come from."""
 import hashlib
+import logging
 import os
 import tempfile
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 from sampling.checkpoints.checkpoint import first_sentence
-from sampling.inputs.hf_tokenizer import HFTokenizer
+from sampling.inputs.hf_tokenizer import HFTokenizer, call_library
 from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, Tokenizer, require_unicode
-from sampling.messages import Log
+
+logger = logging.getLogger(__name__)
 
 HOST = "https://openaipublic.blob.core.windows.net"
 GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
@@ -16,7 +18,7 @@ GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/m
 
 class TiktokenTokenizer(ByteDecodingTokenizer):
     """tiktoken's encoding of this name. <|endoftext|> in a text becomes the special token."""
-    joins_spaces = True
+    unit, joins_spaces = "tokens", True
 
     def __init__(self, name: str = "gpt2"):
         from tiktoken import get_encoding
@@ -24,7 +26,12 @@ class TiktokenTokenizer(ByteDecodingTokenizer):
 
     def encode(self, text: str) -> list[int]:
         require_unicode(text)
-        return self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=())
+        special = {"<|endoftext|>"}
+        try:
+            return call_library(lambda: self.encoding.encode(text, allowed_special=special, disallowed_special=()))
+        except ValueError as error: # the expression goes back over each blank before a word, and has a limit
+            raise ValueError("tiktoken cannot split the prompt into words, mostly because of about a million blanks in "
+                             f"a row: shorten them ({error})") from None
 
     def token_bytes(self, token_id: int) -> bytes:
         try:
@@ -37,7 +44,7 @@ def encoding_label(name: str) -> str:
     return "GPT-2's encoding" if name == "gpt2" else f"tiktoken's {name}"
 
 
-def load_encoding(name: str, log: Log) -> Tokenizer:
+def load_encoding(name: str) -> Tokenizer:
     """tiktoken's encoding of this name. Logs why a source of it failed. Raises ValueError if all do."""
     is_gpt2 = name in ("gpt2", "r50k_base") # two names of one encoding
     urls = GPT2_URLS if is_gpt2 else [f"{HOST}/encodings/{name}.tiktoken"]
@@ -54,7 +61,7 @@ def load_encoding(name: str, log: Log) -> Tokenizer:
             if encoding := load():
                 return encoding
         except Exception as error:
-            log(f"{encoding_label(name)}: {source} failed ({type(error).__name__}: {first_sentence(error)})")
+            logger.info(f"{encoding_label(name)}: {source} failed ({type(error).__name__}: {first_sentence(error)})")
     raise ValueError(
         f"{encoding_label(name)} is not on this machine, and could not be downloaded: on a machine with internet "
         f"access, get {' and '.join(urls)}, save {'them' if is_gpt2 else 'it'} as {' and '.join(files)} in a folder "

@@ -8,7 +8,7 @@ from models import save_meta
 from sampling.inputs import prompts
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
-from sampling.inputs.prompts import PromptSource
+from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample
 from script_process import PIPE, start_script
@@ -21,30 +21,39 @@ def chars(tmp_path):
     return CharTokenizer(tmp_path / "meta.pkl")
 
 
-def lines_of(notices, *arguments):
-    """What this function logs."""
-    lines = []
-    list(notices(*arguments, lines.append) or [])
-    return lines
-
-
 def test_a_prompt_is_a_text_or_a_file_or_each_line_of_one_that_is_not_empty(tmp_path):
     path = tmp_path / "a:b" # only the first colon counts
     path.write_bytes("\ufeff a \r\n\n\té\n".encode())
-    source = PromptSource(f"LINES:{path}")
-    assert [prompt.text for prompt in source] == [" a ", "\té"] == [prompt.text for prompt in source]
-    assert list(PromptSource(f"FILE:{path}")) == [Prompt(" a \n\n\té\n")]
+    assert [prompt.text for prompt in read_prompts(f"LINES:{path}")] == [" a ", "\té"]
+    assert read_prompts(f"FILE:{path}") == [Prompt(" a \n\n\té\n")]
     for text in "FILE", "lines:a", "a FILE:b":
-        assert list(PromptSource(text)) == [Prompt(text)]
+        assert read_prompts(text) == [Prompt(text)]
 
 
-def test_jsonl_prompts_have_ids_and_are_counted(tmp_path, chars):
+@pytest.mark.parametrize("start", ["p.txt", "file:p.txt", "LINE:p.txt", "prompt:p.txt", "data/p.txt"])
+def test_a_text_that_names_a_file_gets_a_line(tmp_path, monkeypatch, messages, start):
+    monkeypatch.chdir(tmp_path)
+    assert read_prompts(start) == [Prompt(start)] and messages == []
+    (tmp_path / "data").mkdir()
+    for name in "p.txt", "data/p.txt":
+        (tmp_path / name).write_text("a")
+    path = start.partition(":")[2] or start
+    assert read_prompts(start) == [Prompt(start)] # the text stays the prompt, as in nanoGPT
+    assert messages == [f"the prompt is the text {start!r}; to read the file, pass --start=FILE:{path}"]
+
+
+def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path, chars):
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a\\nb", "id": 7}\n\n{"id": {"x": 1}, "prompt": "c", "topic": null}')
-    source = PromptSource(f"JSONL:{path}")
-    assert list(source) == [Prompt("a\nb", 7, f"{path}, line 1"),
-                            Prompt("c", {"x": 1}, f"{path}, line 3", {"topic": None})]
-    assert source.count_and_max_len(chars, num_samples=10) == (20, 3)
+    path.write_text('{"prompt": "a\\nb", "id": 7}\n\n  \t \n{"id": {"x": 1}, "prompt": "c", "topic": null}\n   ')
+    prompts = read_prompts(f"JSONL:{path}")
+    assert prompts == [Prompt("a\nb", 7, f"{path}, line 1"),
+                       Prompt("c", {"x": 1}, f"{path}, line 4", {"topic": None})]
+    encoded = encode_prompts(prompts, chars)
+    assert encoded == [(prompts[0], chars.encode("a\nb")), (prompts[1], chars.encode("c"))]
+    samples = [(sample.index, sample.prompt, sample.prompt_ids) for sample in make_samples(encoded, 2, first_index=5)]
+    assert samples == [(5, *encoded[0]), (6, *encoded[0]), (7, *encoded[1]), (8, *encoded[1])]
+    with pytest.raises(ValueError, match="line 1: the prompt has characters that"):
+        encode_prompts([Prompt("é", location="line 1")], chars)
 
 
 @pytest.mark.parametrize("start, content, message", [
@@ -59,7 +68,7 @@ def test_the_error_names_what_is_no_prompt(tmp_path, monkeypatch, start, content
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p").write_text('{"prompt": "a"}\n' + content, "latin-1")
     with pytest.raises(ValueError, match=message):
-        list(PromptSource(start))
+        read_prompts(start)
 
 
 def test_prompts_from_a_pipe_are_read_once_as_they_arrive(char_checkpoint):
@@ -75,24 +84,30 @@ def test_prompts_from_a_pipe_are_read_once_as_they_arrive(char_checkpoint):
 
 # ---- notices
 
-def test_a_stop_text_that_cannot_end_a_sample_gets_a_warning(chars, gpt2_encoding, tmp_path):
-    warn = prompts.warn_about_stop_texts
-    lines = lines_of(warn, ["\n\n", "KING", "<|endoftext|>", "\\n\\n", "5" * 10**6], chars)
+def test_a_stop_text_that_cannot_end_a_sample_gets_a_warning(chars, gpt2_encoding, tmp_path, messages):
+    def lines_of(stops, tokenizer):
+        messages.clear()
+        prompts.warn_about_stop_texts(stops, tokenizer)
+        return [*messages]
+
+    lines = lines_of(["\n\n", "KING", "<|endoftext|>", "\\n\\n", "5" * 10**6], chars)
     assert lines[0] == ("the stop text '<|endoftext|>' cannot end a sample: "
                         f"{chars.source} never produces this text")
     assert len(lines) == 3 and lines[1].endswith("""as Python does: --stop='"\\n"'""")
-    assert lines_of(warn, [" the", "<|endoftext|>", "🙂", "\x00", "  "], TiktokenTokenizer()) == []
+    assert lines_of([" the", "<|endoftext|>", "🙂", "\x00", "  "], TiktokenTokenizer()) == []
     save_tokenizer("wordpiece", tmp_path)
     words = HFTokenizer(tmp_path / "tokenizer.json", 10**6) # its tokens have no spaces, but its text has
-    assert lines_of(warn, [" world", "o the", "world ", "KING"], words) == lines_of(warn, ["KING"], words) != []
+    assert lines_of([" world", "o the", "world ", "KING"], words) == lines_of(["KING"], words) != []
 
 
-def test_the_first_new_prompt_that_is_long_or_ends_in_a_space_is_logged(chars, gpt2_encoding, tmp_path):
+def test_the_first_new_prompt_that_is_long_or_ends_in_a_space_is_logged(chars, gpt2_encoding, tmp_path, messages):
     def logged(tokenizer, *texts):
         """The lines about these prompts, of which the first one is saved already."""
         samples = [Sample(i, Prompt(text, location=f"a.txt, line {i}"), tokenizer.encode(text), already_saved=i == 0)
                    for i, text in enumerate(texts)]
-        return lines_of(prompts.log_notices, samples, tokenizer, 16)
+        messages.clear()
+        assert [*map(prompts.PromptNotices(tokenizer, 16), samples)] == samples
+        return [*messages]
 
     assert logged(chars, "b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 16 + " ") == [
         "a.txt, line 2: the prompt has 20 tokens, but the model sees only the last 16 of any prompt, here from "

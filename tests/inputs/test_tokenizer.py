@@ -11,14 +11,14 @@ from hf_tokenizers import save_tokenizer
 from model import GPTConfig
 from models import CHARS, make_gpt, save_checkpoint, save_meta
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.inputs.tokenizer import load_tokenizer
+from sampling.inputs.tokenizer_choice import load_tokenizer
 
 
-def load(folder, dataset, vocab_size, tokenizer=None, log=pytest.fail, is_huggingface=False, settings=None):
+def load(folder, dataset, vocab_size, tokenizer=None, is_huggingface=False, settings=None):
     """The tokenizer of a checkpoint in this folder, whose training had these settings."""
     checkpoint = Checkpoint("ckpt.pt", GPTConfig(vocab_size=vocab_size), {}, folder, is_huggingface=is_huggingface,
                             raw_config={"dataset": dataset} | (settings or {}))
-    return load_tokenizer(checkpoint, log, tokenizer)
+    return load_tokenizer(checkpoint, tokenizer)
 
 
 @pytest.fixture(autouse=True)
@@ -32,18 +32,18 @@ def here(tmp_path, monkeypatch, gpt2_encoding):
 
 
 @pytest.mark.parametrize("dataset", [None, 5, "x" * 100_000, "x" * 300, "a\0b"], ids=lambda dataset: repr(dataset)[:20])
-def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary_alone(dataset, here):
-    lines = []
+def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary_alone(dataset, here, messages):
     for is_huggingface in False, True:
         for vocab_size in 50257, 50258, 50304, 51200:
-            assert load(Path("out"), dataset, vocab_size, None, lines.append, is_huggingface).encode("Hello") == [15496]
+            found = load(Path("out"), dataset, vocab_size, is_huggingface=is_huggingface)
+            assert found.encode("Hello") == [15496] and messages.pop() == "GPT-2's encoding: 50257 tokens"
         for vocab_size in 61, 50256, 50305, 65536, 100352:
             with pytest.raises(ValueError, match=f"^no tokenizer is in {here}/out.* model has {vocab_size}; pass"):
                 load(Path("out"), dataset, vocab_size, is_huggingface=is_huggingface)
-    assert lines == ["ckpt.pt has no tokenizer of its own: using GPT-2's encoding"] * 4
+    assert messages == ["ckpt.pt has no tokenizer of its own: using GPT-2's encoding"] * 4
 
 
-def test_the_first_folder_with_a_tokenizer_has_it(here):
+def test_the_first_folder_with_a_tokenizer_has_it(here, messages):
     """The likelier files are written later, so each wins over those before it."""
     out, beside, letters = here / "project" / "out", here / "project" / "data" / "letters", Path("data", "letters")
     size = save_tokenizer("byte-level", beside)
@@ -53,6 +53,7 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
     for folder in beside, letters, out:
         save_meta(folder / "meta.pkl")
         assert load(out, "letters", len(CHARS)).source == str(folder / "meta.pkl")
+        assert messages[-1] == f"{folder / 'meta.pkl'}: {len(CHARS)} characters"
     assert load(out, "letters", size, is_huggingface=True).source == str(out / "tokenizer.json")
     (out / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50257})) # for GPT-2's tokens
     assert load(out, "letters", len(CHARS)).source == str(letters / "meta.pkl")
@@ -61,7 +62,7 @@ def test_the_first_folder_with_a_tokenizer_has_it(here):
 @pytest.mark.parametrize("meta", [{}, {"itos": {0: "a"}, "vocab_size": 50257}], ids=str)
 def test_a_damaged_vocabulary_is_not_replaced_by_gpt2s_encoding(meta, here):
     (here / "meta.pkl").write_bytes(pickle.dumps(meta))
-    with pytest.raises(ValueError, match=r"cannot read .*meta\.pkl: stoi or itos is not a dict"):
+    with pytest.raises(ValueError, match=r"cannot read .*meta\.pkl: its stoi is not a dict, but None"):
         load(here, None, 50257)
 
 
@@ -104,9 +105,11 @@ def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
 
 
 @pytest.mark.parametrize("name, vocab_size, message", [
-    (None, 50304, f"out/meta.pkl has {len(CHARS)} tokens, but the model has 50304"), (None, 60, "the model has 60, so"),
+    (None, 60, f"out/meta.pkl has {len(CHARS)} tokens, but the model has 60, so it is not the tokenizer of this model"),
     ("cl100k_base", 100276, "cl100k_base has 100277 tokens, but the model has 100276"), ("gpt2", 61, "50257 tokens"),
-    ("gpt3", 50257, "there is no tokenizer 'gpt3'; pass .* r50k_base, .*, a tokenizer.json or its folder"),
+    ("GPT2", 50257, "there is no tokenizer 'GPT2'; did you mean gpt2.; pass --tokenizer=NAME"),
+    ("cl100k", 50257, "there is no tokenizer 'cl100k'; did you mean cl100k_base"), ("gpt2", 50256, "50257 tokens"),
+    ("gpt3", 50257, "there is no tokenizer 'gpt3'; did .*; pass .* r50k_base, .*, a tokenizer.json or its folder"),
     ("empty", 50257, "there is no tokenizer 'empty'"), ("a.md", 61, "there is no tokenizer 'a.md'"),
     ("config.json", 61, "cannot read config.json: it has no model, so it is not a tokenizer.json"),
     ("meta.pkl", 50257, "has no stoi, and names no tokenizer")])
@@ -117,6 +120,20 @@ def test_what_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, messag
     save_meta(Path("out", "meta.pkl"))
     with pytest.raises(ValueError, match=message):
         load(Path("out"), None, vocab_size, name)
+
+
+@pytest.mark.parametrize("name, vocab_size, warning", [
+    (None, 64, None), (None, 122, None), (None, 128, "meta.pkl has 61 tokens, but the model has 128; the rest may be"),
+    (None, 50304, "model has 50304; the rest may be padding; if the model was trained on GPT-2's tokens, pass --token"),
+    ("gpt2", 65536, None), ("gpt2", 200_000, "GPT-2's encoding has 50257 tokens, but the model has 200000"),
+    ("words", 5000, "words/tokenizer.json has 75 tokens, but the model has 5000")])
+def test_a_padded_vocabulary_is_the_models_and_gets_a_warning_if_it_is_mostly_padding(name, vocab_size, warning,
+                                                                                     caplog):
+    save_meta(Path("out", "meta.pkl"))
+    save_tokenizer("words", Path("words"))
+    load(Path("out"), None, vocab_size, name)
+    found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(found) == bool(warning) and (warning or "") in "".join(found)
 
 
 def test_the_script_takes_a_tokenizer(run_script, tmp_path):

@@ -24,7 +24,7 @@ from oracles import reference_generate
 from project import PROJECT
 from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.prompts import PromptSource
+from sampling.inputs.prompts import read_prompts
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SamplingParams, check_settings
 
@@ -132,7 +132,7 @@ def test_any_settings_file_gives_settings_or_a_one_line_error(scratch, content):
 def test_any_prompt_file_gives_prompts_or_a_one_line_error(scratch, kind, content):
     (scratch / "any").write_bytes(content)
     try:
-        found = list(PromptSource(f"{kind}:{scratch / 'any'}"))
+        found = list(read_prompts(f"{kind}:{scratch / 'any'}"))
     except ValueError as error:
         assert str(scratch / "any") in str(error) and "cannot read" not in str(error)
     else:
@@ -151,14 +151,17 @@ def tokenizers(scratch, gpt2):
             (CharTokenizer(scratch / "special.pkl"), len(symbols)), (gpt2, 300)]
 
 
-def reference_stop(tokenizer, token_ids, stops):
+def reference_stop(tokenizer, prompt_ids, token_ids, stops):
     """Slow reference: search the whole text after every token -> (token ids, text, finish reason)."""
     for n in range(1, len(token_ids) + 1):
-        decode = tokenizer.incremental_decoder()
+        decode = tokenizer.incremental_decoder(prompt_ids)
         text = "".join(decode(token_id, i == len(token_ids) - 1) for i, token_id in enumerate(token_ids[:n]))
         if starts := [text.index(stop) for stop in stops if stop in text]:
             return token_ids[:n], text[:min(starts)], "stop"
-    return token_ids, tokenizer.decode(token_ids), "length"
+    before, after = tokenizer.decode(prompt_ids), tokenizer.decode(prompt_ids + token_ids)
+    while not after.startswith(before): # a character of the prompt was incomplete
+        before = before[:-1]
+    return token_ids, after[len(before):], "length"
 
 
 SAMPLING = [dict(temperature=0.9, top_k=30), dict(temperature=1.0, top_k=None), dict(temperature=0, top_k=None),
@@ -190,7 +193,7 @@ def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
         begin = data.draw(st.integers(0, len(text)))
         stop = text[begin:begin + data.draw(st.integers(1, 6))] + data.draw(st.sampled_from(["", "", "!", "a"]))
         stops += [stop] if stop else []
-    expected = [reference_stop(tokenizer, token_ids, stops) for token_ids in expected]
+    expected = [reference_stop(tokenizer, *ids, stops) for ids in zip(prompts, expected, strict=True)]
 
     params = SamplingParams(max_new_tokens, **sampling, stop=stops, seed=5)
     loaded, batch_size = engines.load(tokenizer, backend), data.draw(st.integers(1, 9))

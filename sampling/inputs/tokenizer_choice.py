@@ -1,0 +1,97 @@
+"""Chooses the tokenizer of a checkpoint: a list of places in order, and the first that is there."""
+import logging
+import os
+from itertools import chain
+from pathlib import Path
+
+from configurator import suggest
+from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
+from sampling.inputs.hf_files import find_tokenizer
+from sampling.inputs.hf_tokenizer import HFTokenizer
+from sampling.inputs.tiktoken_tokenizer import encoding_label, load_encoding
+from sampling.inputs.tokenizer import ADVICE, ENCODINGS, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Tokenizer:
+    """Load the tokenizer of a model. Raises ValueError if none is surely the model's, or if it cannot be loaded.
+
+    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, searches the folder of the
+    checkpoint, and for a ckpt.pt also data/<dataset> in the working directory and beside out_dir, for a meta.pkl, then
+    for a Hugging Face tokenizer. If there is none, loads the encoding that the training's settings in the checkpoint
+    name, or else GPT-2's if the vocabulary has its size.
+    """
+    vocab_size = checkpoint.config.vocab_size
+    found = find(checkpoint) if tokenizer is None else resolve(tokenizer, vocab_size)
+    if isinstance(found, str): # the name of an encoding, whose size is checked first, because loading may download it
+        check_size(encoding_label(found), ENCODINGS[found], vocab_size)
+        found = load_encoding(found)
+    else:
+        check_size(found.source, found.size, vocab_size)
+    logger.info(f"{found.source}: {found.size} {found.unit}")
+    return found
+
+
+def resolve(name: str, vocab_size: int) -> Tokenizer | str:
+    """The tokenizer in the file that the setting names, or the name of an encoding."""
+    if name in ENCODINGS:
+        return name
+    given = Path(name)
+    path = find_tokenizer(given) or given / "meta.pkl" if given.is_dir() else given
+    if not (path.is_file() and (path.suffix in (".json", ".pkl") or path.name == "vocab.txt")):
+        raise ValueError(f"there is no tokenizer {name!r:.200}{suggest(name, ENCODINGS)}; {ADVICE}")
+    if found := read_file(path, vocab_size):
+        return found
+    raise ValueError(f"{name} has no stoi, and names no tokenizer")
+
+
+def find(checkpoint: Checkpoint) -> Tokenizer | str:
+    """The tokenizer in the first place that has one, or the name of an encoding."""
+    own, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # a stranger's, and of any type
+    folders, vocab_size = [own], checkpoint.config.vocab_size
+    if not checkpoint.is_huggingface and isinstance(dataset, str) and len(dataset) < 1000 and "\0" not in dataset:
+        folders += [Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
+    metas = [] if checkpoint.is_huggingface else [folder / "meta.pkl" for folder in folders]
+    for path in chain(filter(os.path.isfile, metas), filter(None, map(find_tokenizer, folders))):
+        if path.parent != own and (Path(dataset).anchor or ".." in Path(dataset).parts): # the file could be any
+            raise ValueError(f"the checkpoint names {path} as its vocabulary, but this file is outside of data/; if it "
+                             "is the right file, copy it to the folder of ckpt.pt")
+        if found := read_file(path, vocab_size):
+            return found
+    if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
+        return encoding
+    # Nobody names GPT-2's encoding, so only the sizes to which people pad its vocabulary are sure.
+    if not has_gpt2_size(vocab_size):
+        searched = ", ".join(dict.fromkeys(map(os.path.abspath, folders)))
+        raise ValueError(f"no tokenizer is in {searched}, and GPT-2's encoding has 50257 tokens, but the model has "
+                         f"{vocab_size}; {ADVICE}")
+    if checkpoint.is_huggingface:
+        logger.info(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
+    return "gpt2"
+
+
+def read_file(path: Path, vocab_size: int) -> Tokenizer | str | None:
+    """The tokenizer in a file, or the encoding that the file names; None for a meta.pkl without a vocabulary."""
+    if path.suffix != ".pkl":
+        return HFTokenizer(path, vocab_size)
+    meta = read_meta(path)
+    if encoding := named_encoding(meta, path):
+        return encoding
+    is_for_gpt2 = "vocab_size" in meta and not {"stoi", "itos"} & meta.keys()
+    return None if is_for_gpt2 else CharTokenizer(path, meta)
+
+
+def has_gpt2_size(vocab_size: int) -> bool:
+    return 50257 <= vocab_size <= 50304 or vocab_size == 51200
+
+
+def check_size(source: str, size: int, vocab_size: int) -> None:
+    """Raise ValueError if a tokenizer has more tokens than the model. The model's vocabulary may be padded."""
+    if size > vocab_size:
+        raise ValueError(f"{source} has {size} tokens, but the model has {vocab_size}, so it is not the tokenizer of "
+                         f"this model; {ADVICE}")
+    if vocab_size > 2 * size:
+        advice = "; if the model was trained on GPT-2's tokens, pass --tokenizer=gpt2" * has_gpt2_size(vocab_size)
+        logger.warning(f"{source} has {size} tokens, but the model has {vocab_size}; the rest may be padding{advice}")
