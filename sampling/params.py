@@ -186,7 +186,7 @@ class Token(NamedTuple):
     id: int
     text: str
     logprob: float | None = None # natural logarithm of its probability under the model itself, at temperature 1
-    top_logprobs: tuple[tuple[str, float], ...] = () # (text, logprob) of the most likely tokens
+    top_logprobs: tuple["Token", ...] = () # the most likely tokens in its place, without alternatives of their own
 
 
 class Piece(NamedTuple):

@@ -21,7 +21,8 @@ SHOWN = HOSTILE.replace("\0", "\ufffd").replace("\ud800", "?")
 
 def make_token(text, probability, **alternatives):
     """A token. alternatives are the texts and probabilities of the most likely tokens."""
-    return Token(0, text, math.log(probability), tuple((other, math.log(p)) for other, p in alternatives.items()))
+    top = tuple(Token(i, other, math.log(p)) for i, (other, p) in enumerate(alternatives.items()))
+    return Token(0, text, math.log(probability), top)
 
 
 def make_tokens(count, seed=0):

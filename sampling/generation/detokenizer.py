@@ -43,11 +43,10 @@ class IncrementalDetokenizer:
         top, top_ids: the log-probabilities of the most likely tokens, and their ids.
         """
         sample = self.sample
-        before = sample.prompt_ids[-1:] # some tokenizers leave out the space before the first word of a text
-        top_texts = [self.tokenizer.incremental_decoder(before)(top_id, True) for top_id in top_ids]
         is_last = len(sample.tokens) + 1 == self.params.max_new_tokens
+        top_texts = [self.decode.peek(top_id, is_last) for top_id in top_ids]
         text = self.decode(token_id, is_last)
-        sample.tokens.append(Token(token_id, text, logprob, tuple(zip(top_texts, top, strict=True))))
+        sample.tokens.append(Token(token_id, text, logprob, tuple(map(Token, top_ids, top_texts, top))))
         if logprob is not None:
             self.logprob = logprob + (self.logprob or 0.0)
         if text:

@@ -13,7 +13,9 @@ from sampling.outputs.console import name_write_errors, plural
 from sampling.params import Sample, Token, as_list
 
 logger = logging.getLogger(__name__)
-VERSION = 2 # of the fields of a line
+VERSION = 3 # of the fields of a line
+OLDER_VERSION = 2 # of which a page can be made: its alternatives have no ids
+SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"} # some readers take them for the end of a line
 
 # How the files begin that sample.py writes.
 LINES = re.compile(rb'\{"version": \d+, "index": ')
@@ -136,8 +138,8 @@ def token_logprobs(tokens: list[Token], num_top: int) -> dict[str, Any]:
     """The tokens and their log-probabilities in the form of OpenAI's chat completions, and also their ids."""
     return {"content": [
         {"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob),
-         "top_logprobs": [{"token": text, "logprob": round_logprob(logprob)}
-                          for text, logprob in token.top_logprobs[:num_top]]}
+         "top_logprobs": [{"id": top.id, "token": top.text, "logprob": round_logprob(top.logprob)}
+                          for top in token.top_logprobs[:num_top]]}
         for token in tokens]}
 
 
@@ -158,29 +160,36 @@ def first_fields(sample: Sample) -> dict[str, Any]:
 
 def encode_json(record: Mapping[str, Any]) -> bytes:
     """A record as a line of UTF-8 without its newline. A lone surrogate becomes an escape, because UTF-8 has none."""
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="backslashreplace")
+    text = json.dumps(record, ensure_ascii=False).translate(SEPARATORS)
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 # ---- reading
 
-def read_records(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Yield the position, the line and the record of each sample. Raises ValueError, which names the line."""
+def read_records(file: BinaryIO, *versions: int) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Yield the position, the line and the record of each sample. Raises ValueError, which names the line.
+
+    versions: those of the fields that are allowed too.
+    """
     start = 0
     file.seek(0)
     for number, line in enumerate(file, 1):
         if not is_complete(line):
             logger.warning(f"{file.name}: the last line is truncated, so it is left out")
             return
-        yield start, line, parse_record(line, f"{file.name}, line {number}")
+        yield start, line, parse_record(line, f"{file.name}, line {number}", *versions)
         start += len(line)
 
 
-def parse_record(line: bytes, where: str) -> dict[str, Any]:
-    """The object in a line. Raises ValueError, which names where, unless it has the fields of this version."""
+def parse_record(line: bytes, where: str, *versions: int) -> dict[str, Any]:
+    """The object in a line. Raises ValueError, which names where, unless it has the fields of an allowed version."""
     record = parse_json(line)
     types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
-    if not (isinstance(record, dict) and record.get("version") == VERSION
-            and all(type(record.get(name)) is kind for name, kind in types.items())):
+    is_record = isinstance(record, dict) and all(type(record.get(name)) is kind for name, kind in types.items())
+    if is_record and record["version"] == OLDER_VERSION not in versions:
+        raise ValueError(f"{where}: an earlier version of sample.py wrote this file, so it cannot be continued: give "
+                         "out_file another name, or replace it with --overwrite")
+    if not (is_record and record["version"] in (VERSION, *versions)):
         raise ValueError(f"{where}: not written by this version of sample.py, so it cannot be used, and is not "
                          "overwritten: give another file")
     return record

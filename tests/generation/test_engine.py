@@ -98,7 +98,8 @@ def test_logprobs_are_those_of_the_model_at_temperature_1(tokenizer, num_logprob
             logprobs = gpt(torch.tensor([ids[-16:]]))[0][0, -1].log_softmax(-1)
             top = logprobs.argsort(descending=True)[:expected_number].tolist()
             assert token.logprob == pytest.approx(logprobs[token.id].item(), abs=1e-4)
-            assert dict(token.top_logprobs) == pytest.approx({CHARS[i]: logprobs[i].item() for i in top}, abs=1e-4)
+            found = {(other.id, other.text): other.logprob for other in token.top_logprobs}
+            assert found == pytest.approx({(i, CHARS[i]): logprobs[i].item() for i in top}, abs=1e-4)
             ids.append(token.id)
 
 

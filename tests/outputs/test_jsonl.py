@@ -29,9 +29,12 @@ def test_a_line_has_the_fields_of_the_prompt_then_those_of_the_sample():
     assert line.keys() - {"prompt", "id", "label", "none"} <= RESULT_FIELDS # no prompt may have these
 
 
-def test_a_lone_surrogate_is_kept_as_an_escape():
-    line = line_of([], sample=Sample(0, Prompt("\ud800"), []))
-    assert b'"prompt": "\\ud800"' in line and json.loads(line)["prompt"] == "\ud800"
+@pytest.mark.parametrize("char", ["\ud800", "\x85", "\u2028", "\u2029"], ids=ascii)
+def test_a_lone_surrogate_and_what_may_end_a_line_are_escapes(char):
+    line = line_of([make_token(char, 0.5)], 0, sample=Sample(0, Prompt(char), []))
+    assert len(line.decode().splitlines()) == 1 and f'"prompt": "\\u{ord(char):04x}"'.encode() in line
+    record = json.loads(line)
+    assert record["prompt"] == record["text"] == record["logprobs"]["content"][0]["token"] == char
 
 
 def test_equivalent_settings_are_equal():
@@ -61,8 +64,8 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
     assert content[1] == {"id": 0, "token": "", "logprob": -0.357, "top_logprobs": []}
     assert [(token["token"], token["logprob"]) for token in content] == [("a", -0.693), ("", -0.357), ("é\n", -7.824)]
     assert [len(token["top_logprobs"]) for token in content] == num_top
-    assert content[0]["top_logprobs"] == [{"token": text, "logprob": logprob} for text, logprob in [
-        ("a", -0.693), ("b", -1.386), ("c", -2.079)]][:logprobs]
+    assert content[0]["top_logprobs"] == [{"id": i, "token": text, "logprob": logprob} for i, text, logprob in [
+        (0, "a", -0.693), (1, "b", -1.386), (2, "c", -2.079)]][:logprobs]
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -74,7 +77,8 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
     ({"prompt": "a"}, "prompt is 'a' there, and 'é' here"),
     ({"label": [2]}, "label is [2] there, and [1] here"),
     ({"more": 1}, "more is 1 there, and None here"),
-    ({"version": 3}, "a.jsonl, line 2: not written by"),
+    ({"version": 4}, "a.jsonl, line 2: not written by"),
+    ({"version": 2}, "a.jsonl, line 2: an earlier version of sample.py wrote this file, so it cannot be continued"),
     (None, "a.jsonl, line 2: not written by"),
 ], ids=str)
 def test_the_error_for_a_line_of_another_run_names_the_difference(changes, message):
