@@ -16,9 +16,10 @@ from sampling.messages import is_out_of_memory
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-# Unicode's symbols for control characters, except tab and newline. A terminal would interpret the characters.
+# Symbols for control characters, except tab and newline, and for characters that change the direction of text. A
+# terminal would interpret the characters.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
-                    **dict.fromkeys(range(0x80, 0xa0), "\ufffd")}
+                    **dict.fromkeys([*range(0x80, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)], "\ufffd")}
 LOGGERS = "sampling", "configurator"
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 

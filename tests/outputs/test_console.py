@@ -29,6 +29,7 @@ def read_stderr(monkeypatch, capsys):
     (ValueError("wrong"), 2, "error: wrong\n"),
     (FileNotFoundError("two\n  lines"), 2, "error: two lines\n"),
     (ValueError("a\x1b[2Jb\x9bc"), 2, "error: a\u241b[2Jb\ufffdc\n"),
+    (ValueError("\u202ab\u202ec\u2066d\u2069"), 2, "error: \ufffdb\ufffdc\ufffdd\ufffd\n"), # of direction
     (ValueError("x" * 9999), 2, f"error: {'x' * 1500} ... {'x' * 1500}\n"),
     (BrokenPipeError(), 141, ""),
     (MemoryError(), 1, OUT_OF_MEMORY.format("no details available")),
