@@ -48,9 +48,8 @@ def setup_console(rank: int = 0, owns_process: bool = True) -> None:
     """Set up messages, which standard error then shows, Ctrl-C and SIGTERM, which then end the script at once, and
     standard output, which then never fails on characters: a terminal shows "?", files and pipes get UTF-8.
 
-    rank: of this process. Ranks other than 0 show only errors.
-    owns_process: no other code runs in this process, so the end of the run may call os._exit. Otherwise, as in a
-    notebook, Ctrl-C and exits raise exceptions.
+    rank: of this process. Ranks other than 0 show only errors. owns_process: no other code runs in this process, so
+    the end of the run may call os._exit. Otherwise, as in a notebook, Ctrl-C and exits raise exceptions.
     """
     package = logging.getLogger("sampling")
     package.addHandler(_console) # once, however often this is called
@@ -73,9 +72,8 @@ def start_progress_bar(num_tokens: int) -> "tqdm | None":
 
     num_tokens: how many there are already. They do not count for the bar's speed.
     """
-    if not is_tty(sys.stderr) or is_tty(sys.stdout):
-        return None
-    if sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode): # tee, for example, shows them on the terminal
+    is_pipe = sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode) # tee, for example, shows them there
+    if is_pipe or is_tty(sys.stdout) or not is_tty(sys.stderr):
         return None
     from tqdm import tqdm
     _console.bar = tqdm(initial=num_tokens, unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1,
@@ -125,12 +123,11 @@ def name_write_errors(name: str | os.PathLike) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except FileNotFoundError:
-        folder = os.path.dirname(os.path.realpath(name))
-        raise OSError(f"cannot write {name!r:.200}: there is no folder {folder}; create it, or give another "
-                      "path") from None
     except OSError as error:
-        raise OSError(f"cannot write {name!r:.200}: {error.strerror}") from None
+        reason = error.strerror
+        if isinstance(error, FileNotFoundError):
+            reason = f"there is no folder {os.path.dirname(os.path.realpath(name))}; create it, or give another path"
+        raise OSError(f"cannot write {name!r:.200}: {reason}") from None
 
 
 def hard_exit(status: int = 0) -> NoReturn:

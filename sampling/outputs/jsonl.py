@@ -85,7 +85,7 @@ class LinesFile:
                 self.file.write(b"\n")
                 self.file.flush()
         if not BEGIN.startswith(line[:len(BEGIN)]): # it is no truncated line
-            raise foreign_line(f"{self.path}, line {number + 1}")
+            parse_record(line, f"{self.path}, line {number + 1}")
         self.end = self.file.tell() - len(line)
         first_new = list(islice(samples, 1))
         if num_saved:
@@ -120,15 +120,9 @@ def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str)
     for name in "exact", "tokenizer":
         if not kept[name]:
             del kept[name] # files of earlier versions do not have it
-    return {
-        **kept,
-        "top_k": kept["top_k"] or None,
-        "top_p": None if kept["top_p"] == 1 else kept["top_p"],
-        "min_p": kept["min_p"] or None,
-        "stop": as_list(kept["stop"]),
-        "device": device_type,
-        "dtype": dtype_name,
-    }
+    top_p = None if kept["top_p"] == 1 else kept["top_p"]
+    return {**kept, "top_k": kept["top_k"] or None, "top_p": top_p, "min_p": kept["min_p"] or None,
+            "stop": as_list(kept["stop"]), "device": device_type, "dtype": dtype_name}
 
 
 def token_logprobs(tokens: list[Token], num_top: int) -> dict[str, Any]:
@@ -162,15 +156,15 @@ def encode_json(record: Mapping[str, Any]) -> bytes:
 
 # ---- reading
 
-def read_records(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Yield the position, the line and the record of each sample. Raises ValueError, which names the line."""
+def read_records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the position and the record of each sample. Raises ValueError, which names the line."""
     start = 0
     file.seek(0)
     for number, line in enumerate(file, 1):
         if not is_complete(line):
             logger.warning(f"{file.name}: the last line is truncated, so it is left out")
             return
-        yield start, line, parse_record(line, f"{file.name}, line {number}")
+        yield start, parse_record(line, f"{file.name}, line {number}")
         start += len(line)
 
 
@@ -180,13 +174,9 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
     types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
     if not (isinstance(record, dict) and record.get("version") == VERSION
             and all(type(record.get(name)) is kind for name, kind in types.items())):
-        raise foreign_line(where)
+        raise ValueError(f"{where}: not written by this version of sample.py, so it cannot be used, and is not "
+                         "overwritten: give another file")
     return record
-
-
-def foreign_line(where: str) -> ValueError:
-    return ValueError(f"{where}: not written by this version of sample.py, so it cannot be used, and is not "
-                      "overwritten: give another file")
 
 
 def parse_json(line: bytes) -> Any:

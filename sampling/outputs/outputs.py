@@ -32,21 +32,19 @@ class Outputs:
         path = out_file if self.keeps_lines else self.html_file and f"{self.html_file}.jsonl"
         self.lines = LinesFile(path) if path else None
         self.page_end = 0 # how many bytes of the lines html_file shows
-        if self.lines and settings["overwrite"]:
-            check_replaceable(self.lines.file, settings["start"])
-        if self.html_file:
-            self.check_page()
+        if self.lines:
             before_exit.callback(self.close)
-
-    def check_page(self) -> None:
-        """Raise ValueError or OSError if html_file cannot be written, or is not a page that this run may replace."""
-        has_lines = os.path.getsize(self.lines.path) > 0
-        with open_output(self.html_file) as page:
-            if self.settings["overwrite"]:
-                check_replaceable(page, self.settings["start"])
-            elif (begin := page.read(200)) and not (has_lines and PAGE.match(begin)):
-                raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file another "
-                                 "name, or replace it with --overwrite")
+            if settings["overwrite"]:
+                check_replaceable(self.lines.file, settings["start"])
+        if self.html_file:
+            with open_output(self.html_file) as page:
+                if settings["overwrite"]:
+                    check_replaceable(page, settings["start"])
+                elif (begin := page.read(200)) and not (os.path.getsize(path) and PAGE.match(begin)):
+                    raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file "
+                                     "another name, or replace it with --overwrite")
+            if not os.path.getsize(self.html_file): # open_output has created it
+                os.unlink(os.path.realpath(self.html_file))
 
     def resume(self, samples: Iterator[Sample], gpt: "TextGenerator", num_total: int | None) -> Iterator[Sample]:
         """Yield the samples for gpt to generate. Those that the file already holds are marked as already saved.
@@ -94,11 +92,11 @@ class Outputs:
             self.page_end = self.lines.end
 
     def close(self) -> None:
-        """Write the page of a run that ends early, and remove the lines that were only for the page."""
-        with suppress(OSError): # the disk may be full
+        """Write the page of a run that ends early. Remove the lines that were only for the page, and an empty file."""
+        with suppress(OSError, RuntimeError): # the disk may be full, and a signal may come within a write
             self.lines.file.close()
         self.write_page()
-        if not self.keeps_lines and os.path.getsize(self.lines.path) == self.page_end:
+        if os.path.getsize(self.lines.path) == (0 if self.keeps_lines else self.page_end):
             os.unlink(self.lines.path)
 
 

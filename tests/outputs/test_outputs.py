@@ -24,21 +24,9 @@ needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files o
 def start(tmp_path):
     """Makes the Outputs of a run with a.jsonl and a.html, unless settings say otherwise."""
     console.setup_console(owns_process=False)
-    started = []
-
-    def start(**settings):
-        paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
-        started.append(Outputs(SETTINGS | paths | settings))
-        return started[-1]
-
-    def kill():
-        console.before_exit.pop_all()
-        for outputs in started:
-            if outputs.lines:
-                outputs.lines.file.close()
-    start.kill = kill
-    yield start
-    kill()
+    paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
+    yield lambda **settings: Outputs(SETTINGS | paths | settings)
+    console.before_exit.pop_all()
 
 
 def generate(outputs, count, gpt=None, num_finished=99):
@@ -63,7 +51,9 @@ def run(start):
             if num_finished is None:
                 console.before_exit.close()
         finally:
-            start.kill()
+            console.before_exit.pop_all()
+            if outputs.lines:
+                outputs.lines.file.close()
     return run
 
 
@@ -110,7 +100,8 @@ def test_a_longer_run_adds_to_both_files(run, files, tmp_path, capsys, logprobs,
 @pytest.mark.parametrize("changes, message", [
     ({"seed": 5}, "line 1, is from another run: seed is 1 there, and 5 here"),
     ({"models": [model_of("2")]}, "line 1, is from another run: the checkpoint's checksum is '00000000' there"),
-    ({"count": 2}, "line 3, is one sample more than this run generates")], ids=str)
+    ({"count": 2}, "line 3, is one sample more than this run generates")],
+    ids=["settings", "weights", "fewer-samples"])
 def test_the_files_of_another_run_are_refused_and_stay_unchanged(run, files, changes, message):
     run()
     before = files()
@@ -132,7 +123,7 @@ def test_other_files_are_refused_and_stay_unchanged(run, tmp_path, content):
 def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp_path):
     outputs = start(watch=True)
     generate(outputs, 2, model_of("1"))
-    assert num_shown(tmp_path) == 0
+    assert not (tmp_path / "a.html").exists()
     outputs.finish()
     assert num_shown(tmp_path) == 2
     generate(outputs, 2, model_of("2"), num_finished=1)
@@ -148,7 +139,7 @@ def test_without_out_file_the_lines_stay_until_the_page_is_written(run, files, t
     for path in tmp_path.iterdir():
         path.unlink()
     run(2, out_file=None, num_finished=1) # it is killed
-    assert files() == {"a.html": b"", "a.html.jsonl": lines[:lines.index(b"\n") + 1]}
+    assert files() == {"a.html.jsonl": lines[:lines.index(b"\n") + 1]}
     run(2, out_file=None)
     assert files() == {"a.html": page}
 
@@ -157,11 +148,11 @@ def test_without_out_file_the_lines_stay_until_the_page_is_written(run, files, t
 @pytest.mark.parametrize("content", [b"<!DOCTYPE html>mine", None], ids=["mine", "a-page"])
 def test_no_page_is_replaced_without_its_lines(run, files, tmp_path, settings, content):
     run(2, out_file=None)
-    (tmp_path / "a.html").write_bytes(content or (tmp_path / "a.html").read_bytes())
-    before = (tmp_path / "a.html").read_bytes()
+    page = content or files()["a.html"]
+    (tmp_path / "a.html").write_bytes(page)
     with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
         run(2, **settings)
-    assert (tmp_path / "a.html").read_bytes() == before
+    assert files()["a.html"] == page
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str)
@@ -280,12 +271,21 @@ def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, 
         start(out_file=f"{tmp_path}/file")
     for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a direc"),
                          ("no/such", "there is no folder"), ("x" * 300, "File name too long")]:
-        for name in "out_file", "html_file":
-            with pytest.raises((ValueError, OSError), match=reason):
-                start(**{name: f"{tmp_path}/{path}"})
+        with pytest.raises((ValueError, OSError), match=reason):
+            start(out_file=f"{tmp_path}/{path}")
+        with pytest.raises((ValueError, OSError), match=reason):
+            start(out_file=None, html_file=f"{tmp_path}/{path}")
     stdout_error = pytest.raises(ValueError, match=r"standard output goes to .*out: give the file another name")
     with open(tmp_path / "out", "wb") as out, redirected(1, out), stdout_error:
         start(out_file=f"{tmp_path}/out")
+
+
+@pytest.mark.parametrize("settings", [{}, {"out_file": None}, {"html_file": None}], ids=str)
+def test_a_run_that_fails_while_its_model_is_loaded_leaves_no_files(start, files, settings):
+    start(**settings)
+    with pytest.raises(SystemExit), console.report_user_errors():
+        raise OSError("there is no folder out")
+    assert files() == {}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")

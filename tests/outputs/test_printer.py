@@ -15,7 +15,7 @@ from models import make_gpt, save_checkpoint, save_meta
 from pages import CodePointTokenizer, finished_sample
 from project import RULE
 from sampling.outputs import html, printer
-from sampling.outputs.printer import TINTS, Printer, Progress, colorize
+from sampling.outputs.printer import TINTS, Printer, Progress
 from sampling.params import Piece, Prompt, Sample, Token
 
 RUN = ("--start=The ", "--num_samples=3", "--max_new_tokens=30", "--device=cpu")
@@ -55,12 +55,6 @@ def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, environm
         assert Printer(CodePointTokenizer(), show_probs=True).show_probs == is_shown
 
 
-@pytest.mark.parametrize("probability, background", [(0.5, None), (0.3, 230), (0.001, 209)])
-def test_less_likely_tokens_have_a_background(probability, background):
-    line = f"\x1b[38;5;16;48;5;{background}ma\x1b[0m" if background else "a"
-    assert colorize("a\n\na", math.log(probability)) == f"{line}\n\n{line}"
-
-
 def test_the_backgrounds_have_the_limits_of_the_page():
     page = Path(html.__file__).with_name("page.html").read_text(encoding="utf-8")
     limits = re.search(r"const LIMITS = \[(.*)\]", page)[1].split(", ")
@@ -87,12 +81,13 @@ def test_pieces_are_printed_at_once_or_with_the_whole_sample(streams, printed, c
     assert capsys.readouterr().out == f">\n{RULE}\n"
 
 
-def test_each_piece_has_the_background_of_its_probability(monkeypatch, capsys):
+def test_each_piece_has_the_background_of_its_probability_but_no_line_end_has(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    pieces = [Piece("a", math.log(0.9)), Piece("é", math.log(0.125)), Piece("b")]
+    pieces = [Piece("a", math.log(0.9)), Piece("é\n\n", math.log(0.125)), Piece("b", math.log(0.001)), Piece("c")]
     Printer(CodePointTokenizer(), show_probs=True).update(finished_sample(0, "<", []), pieces)
-    assert capsys.readouterr().out == f"a\x1b[38;5;16;48;5;224mé\x1b[0mb\n{RULE}\n"
+    expected = "a\x1b[38;5;16;48;5;224mé\x1b[0m\n\n\x1b[38;5;16;48;5;209mb\x1b[0mc"
+    assert capsys.readouterr().out == f"{expected}\n{RULE}\n"
 
 
 def test_control_characters_in_samples_do_not_reach_a_terminal(terminal, run_script, tmp_path):
