@@ -204,7 +204,6 @@ class Sample:
     already_saved: bool = False # out_file holds it already: it is not shown or saved again
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None # "length" or "stop"
-    num_emittable_chars: int = 0 # this much of text is final: a stop text may begin in the rest
 
     @property
     def token_ids(self) -> list[int]:

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_args
@@ -81,11 +81,12 @@ class Session:
     load: Callable[[], TextGenerator]
     params: SamplingParams
     show_probs: bool
-    engine: TextGenerator | None = None # None while the model is loaded, and after that has failed
+    gpt: TextGenerator | None = None # None while the model is loaded, and after that has failed
     printer: Printer | None = None # None before the first model is loaded
     next_index: int = 0 # the index of the next sample
     last: Sample | None = None
-    shows_prompt: bool = True # whether the last sample was printed with its prompt
+    last_text: str = "" # what was printed of it, without the prompt
+    shows_prompt: bool = True # whether it was printed with its prompt
     is_over: bool = False
 
     def attempt(self, action: Callable[[str], None], text: str) -> None:
@@ -111,31 +112,31 @@ class Session:
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
-        model = self.require_engine()
-        samples = make_samples(encode_prompts(read_prompts(start), model.tokenizer), 1, self.next_index)
-        for sample in map(PromptNotices(model.tokenizer, model.backend.config.block_size), samples):
+        gpt = self.require_model()
+        samples = make_samples(encode_prompts(read_prompts(start), gpt.tokenizer), 1, self.next_index)
+        for sample in map(PromptNotices(gpt.tokenizer, gpt.backend.config.block_size), samples):
             self.print_sample(sample)
 
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> None:
         """Generate a sample, and stream it to the terminal. Raises KeyboardInterrupt after a step at Ctrl-C."""
-        engine = self.require_engine()
-        self.next_index, self.shows_prompt = sample.index + 1, shows_prompt
-        interrupts = [] # within a step, an exception could leave the model in an inconsistent state
+        gpt, interrupts = self.require_model(), []
+        self.last, self.last_text, self.next_index, self.shows_prompt = sample, "", sample.index + 1, shows_prompt
+        # Within a step, an exception could leave the model in an inconsistent state.
         signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         try:
-            for _, pieces in engine.run([sample], self.params, 1, stream=True):
-                self.last = sample
-                sample.num_emittable_chars += sum(len(piece.text) for piece in pieces)
-                self.printer.update(sample, shows_prompt)
-                if interrupts:
-                    raise KeyboardInterrupt
+            with closing(gpt.run([sample], self.params, batch_size=1, stream=True)) as steps:
+                for _, pieces in steps:
+                    self.printer.update(sample, pieces, shows_prompt)
+                    self.last_text += "".join(piece.text for piece in pieces)
+                    if interrupts:
+                        raise KeyboardInterrupt
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def require_engine(self) -> TextGenerator:
-        if self.engine is None:
+    def require_model(self) -> TextGenerator:
+        if self.gpt is None:
             raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
-        return self.engine
+        return self.gpt
 
     def run_command(self, command: str) -> None:
         """Run the command that was typed after the colon."""
@@ -162,7 +163,7 @@ class Session:
         value = choose_seed(text, ":seed") if is_random else parse(name, text or "True", TYPES[name])
         change = {"num_logprobs": 0 if value else None} if name == "show_probs" else {name: value}
         params = replace(self.params, **change)
-        if self.require_engine().backend.is_exact:
+        if self.require_model().backend.is_exact:
             check_exact(vars(params))
         self.params = params
         if name == "show_probs":
@@ -178,7 +179,7 @@ class Session:
 
     def continue_last(self) -> None:
         sample = self.require_sample()
-        text = sample.prompt.text + sample.text[:sample.num_emittable_chars]
+        text = sample.prompt.text + self.last_text
         # After a stop text or Ctrl-C, token_ids has tokens that the user did not see.
         shows_all = sample.finish_reason == "length"
         if shows_all: # a character that was incomplete comes whole with the next tokens
@@ -193,12 +194,12 @@ class Session:
 
     def reload(self) -> None:
         """Load the model, or load it again, with the settings of the session."""
-        self.engine = None # its memory must be free before the next model is loaded
-        model, before = self.load(), self.printer and self.printer.tokenizer
-        if before and (before.source, before.size) != (model.tokenizer.source, model.tokenizer.size):
+        self.gpt = None # its memory must be free before the next model is loaded
+        self.gpt, before = self.load(), self.printer and self.printer.tokenizer
+        tokenizer = self.gpt.tokenizer
+        if before and (before.source, before.size) != (tokenizer.source, tokenizer.size):
             self.last = None # its ids are of another vocabulary
-        self.printer = Printer(model.tokenizer, self.show_probs)
-        self.engine = model
+        self.printer = Printer(tokenizer, self.show_probs)
 
     def quit(self) -> None:
         self.is_over = True

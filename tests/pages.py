@@ -11,7 +11,8 @@ CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num":
 RUN = {"seed": 1, "temperature": 0.8, "stop": []}
 SETTINGS = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
                 repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, exact=False,
-                tokenizer=None, out_file=None, logprobs=None, html_file=None, overwrite=False, watch=False)
+                tokenizer=None, out_file=None, logprobs=None, html_file=None, overwrite=False, watch=False,
+                show_probs=False)
 PROBABILITIES = [0.9, 0.3, 0.15, 0.07, 0.03, 0.015, 0.002] # one for each background colour
 HOSTILE = ("</script><script>hacked=1</script><!--<script> ]]>'\"></p></article>"
            "<img src=//evil.test/x onerror=hacked=1><svg onload=hacked=1>&lt;{{text}} <!-- split here -->"
@@ -36,11 +37,18 @@ def finished_sample(index, prompt, tokens, finish_reason="length", id=None):
     return Sample(index, Prompt(prompt, id), [], False, tokens, finish_reason)
 
 
+class CodePointTokenizer:
+    """A tokenizer whose ids are code points."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
 def model_of(crc32="00000000", iter_num=100):
-    """What Outputs needs of a model."""
+    """What Outputs needs of a TextGenerator."""
     checkpoint = SimpleNamespace(path="out/ckpt.pt", crc32=crc32, iter_num=iter_num)
-    backend = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-    return SimpleNamespace(checkpoint=checkpoint, backend=backend, dtype_name="float32")
+    return SimpleNamespace(checkpoint=checkpoint, tokenizer=CodePointTokenizer(), device=SimpleNamespace(type="cpu"),
+                           dtype_name="float32")
 
 
 def write_lines(path, samples, logprobs=5, prompt="ROMEO:\n", id=None, checkpoint=None, **settings):

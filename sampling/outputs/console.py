@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from sampling.messages import is_out_of_memory
@@ -27,15 +27,13 @@ PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 class ConsoleHandler(logging.Handler):
     """Shows the messages of LOGGERS on the standard error of the moment, if the process has one.
 
-    is_main: whether this is rank 0 of the run. Only rank 0 shows messages, but every rank shows errors.
-    owns_process: whether the end of the run may call os._exit: see setup_console.
-    bar: the progress bar on standard error, above which messages are shown.
+    rank, owns_process: see setup_console. bar: the progress bar on standard error, above which messages are shown.
     """
-    is_main, owns_process = True, True
+    rank, owns_process = 0, False
     bar: "tqdm | None" = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stderr is not None and (self.is_main or record.levelno >= logging.ERROR):
+        if sys.stderr is not None:
             with suppress(OSError):
                 if self.bar is not None:
                     self.bar.clear()
@@ -45,39 +43,43 @@ class ConsoleHandler(logging.Handler):
 
 logger = logging.getLogger(__name__)
 _console = ConsoleHandler() # the only one of this process
+before_exit = ExitStack() # what to do before the run ends, also after an error of the user, Ctrl-C or SIGTERM
 
 
-def setup_console(is_main: bool = True, owns_process: bool = True) -> None:
-    """Set up messages, which standard error then shows, Ctrl-C, which then ends the script at once, and standard
-    output, which then never fails on characters.
+def setup_console(rank: int = 0, owns_process: bool = True) -> None:
+    """Set up messages, which standard error then shows, Ctrl-C and SIGTERM, which then end the script at once, and
+    standard output, which then never fails on characters: a terminal shows "?", files and pipes get UTF-8.
 
-    On a terminal, characters that its encoding lacks become "?". Files and pipes get UTF-8.
-
-    is_main=False silences all messages but errors: only rank 0 of a run shows them.
-    owns_process: no other code runs in this process, so the end of the run may call os._exit. Otherwise, as in a
-    notebook, Ctrl-C and exits raise exceptions.
+    rank: of this process. Ranks other than 0 show only errors. owns_process: no other code runs in this process, so
+    the end of the run may call os._exit. Otherwise, as in a notebook, Ctrl-C and exits raise exceptions.
     """
     for package in map(logging.getLogger, LOGGERS):
         package.addHandler(_console) # once, however often this is called
         package.setLevel(logging.INFO)
         package.propagate = False
-    _console.is_main, _console.owns_process, _console.bar = is_main, owns_process, None
-    if owns_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Not a KeyboardInterrupt: it would show a traceback, and importing torch would swallow it.
-        signal.signal(signal.SIGINT, lambda *_: hard_exit(130))
+    _console.setLevel(logging.ERROR if rank else logging.INFO)
+    _console.rank, _console.owns_process, _console.bar = rank, owns_process, None
+    before_exit.pop_all() # of a run that ended in an internal error
+    for number in (signal.SIGINT, signal.SIGTERM) if owns_process else ():
+        # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch while it is imported.
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(number, lambda number, _: hard_exit(128 + number))
     if isinstance(sys.stdout, io.TextIOWrapper): # a notebook has another stream, which takes all characters
         encoding = None if is_tty(sys.stdout) else "utf-8" # in which only lone surrogates are replaced
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
 
 
-def start_progress_bar(total: int | None) -> "tqdm | None":
-    """Show a bar of total tokens, if standard error goes to a terminal and the samples do not; else return None."""
-    if not _console.is_main or not is_tty(sys.stderr) or is_tty(sys.stdout):
-        return None
-    if sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode): # tee, for example, shows them on the terminal
+def start_progress_bar(num_tokens: int) -> "tqdm | None":
+    """Show a bar of tokens, if standard error goes to a terminal and the samples do not; otherwise return None.
+
+    num_tokens: how many there are already. They do not count for the bar's speed.
+    """
+    is_pipe = sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode) # tee, for example, shows them there
+    if is_pipe or is_tty(sys.stdout) or not is_tty(sys.stderr):
         return None
     from tqdm import tqdm
-    _console.bar = tqdm(total=total, unit=" tokens", unit_scale=True, delay=1, postfix="0 samples", leave=False)
+    _console.bar = tqdm(initial=num_tokens, unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1,
+                        postfix="0 samples", leave=False)
     return _console.bar
 
 
@@ -106,8 +108,10 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
     """
     try:
         yield
+        before_exit.close()
         return
     except KeyboardInterrupt as interrupt: # with owns_process=False; otherwise Ctrl-C has called hard_exit
+        before_exit.close()
         traceback.clear_frames(interrupt.__traceback__)
         raise
     except BrokenPipeError: # the program that reads the samples has ended, as in: python sample.py | head
@@ -124,8 +128,9 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
                               f"({str(error) or 'no details available':.200}): use a smaller model, fewer "
                               "max_new_tokens, dtype=bfloat16 or, on a CPU, dtype=int8")
     line = " ".join(message.split())
-    if not _console.is_main: # torchrun ends all processes as soon as one has failed: rank 0 must show its error first
-        time.sleep(10)
+    if _console.rank: # rank 0 may have the same error: then it ends before this process shows it
+        time.sleep(5)
+        line = f"process {_console.rank}: {line}"
     logger.error(line if len(line) < 3000 else f"{line[:1500]} ... {line[-1500:]}")
     hard_exit(status)
 
@@ -137,18 +142,21 @@ def name_write_errors(name: str | os.PathLike) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except FileNotFoundError:
-        folder = os.path.dirname(os.path.realpath(name))
-        raise OSError(f"cannot write {name!r:.200}: there is no folder {folder}; create it, or give another "
-                      "path") from None
     except OSError as error:
-        raise OSError(f"cannot write {name!r:.200}: {error.strerror}") from None
+        reason = error.strerror
+        if isinstance(error, FileNotFoundError):
+            reason = f"there is no folder {os.path.dirname(os.path.realpath(name))}; create it, or give another path"
+        raise OSError(f"cannot write {name!r:.200}: {reason}") from None
 
 
 def hard_exit(status: int = 0) -> NoReturn:
     """End the script at once: torch's own shutdown takes 0.3 s. Raises SystemExit if owns_process is False."""
-    if status == 130 and _console.is_main:
+    if status == 130 and not _console.rank:
         end_line()
+    try:
+        before_exit.close()
+    except (OSError, ValueError) as error:
+        logger.error(error)
     if not _console.owns_process:
         traceback.clear_frames(sys.exc_info()[2]) # closes the run's files: a notebook keeps its latest traceback
         sys.exit(status)

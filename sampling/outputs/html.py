@@ -36,7 +36,7 @@ def find_samples(files: list[BinaryIO]) -> tuple[Rows, list[dict[str, Any]]]:
     rows: Rows = {}
     runs: dict[str, tuple[int, dict[str, Any]]] = {}
     for file in files:
-        for start, _, record in read_records(file, OLDER_VERSION):
+        for start, record in read_records(file, OLDER_VERSION):
             checkpoint = record["checkpoint"]
             settings = {name: value for name, value in record["settings"].items() if name != "logprobs"}
             info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"), **settings}

@@ -18,6 +18,7 @@ OLDER_VERSION = 2 # of which a page can be made: its alternatives have no ids
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"} # some readers take them for the end of a line
 
 # How the files begin that sample.py writes.
+BEGIN = b'{"version": %d, "index": ' % VERSION # a line of this version
 LINES = re.compile(rb'\{"version": \d+, "index": ')
 PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py">', re.DOTALL)
 
@@ -46,64 +47,62 @@ class LineFormat:
             **logprobs, "seed": self.settings["seed"], "checkpoint": self.checkpoint_id, "settings": self.settings,
         }) + b"\n"
 
-    def check(self, line: bytes, sample: Sample, where: str) -> None:
-        """Raise ValueError, with where and the difference, unless this is the line of this sample of this run."""
-        record, wanted = parse_record(line, where), first_fields(sample)
-        saved = {name: value for name, value in record.items() if name in wanted or name not in RESULT_FIELDS}
-        check_equal(record["settings"], self.settings, where)
-        checksum = "the checkpoint's checksum"
-        check_equal({checksum: record["checkpoint"].get("crc32"), **saved},
-                    {checksum: self.checkpoint_id["crc32"], **wanted}, where)
+    def check(self, record: Mapping[str, Any], sample: Sample, where: str) -> None:
+        """Raise ValueError, with where and the difference, unless this is the record of this sample of this run."""
+        first, checksum = first_fields(sample), "the checkpoint's checksum"
+        saved = {name: value for name, value in record.items() if name in first or name not in RESULT_FIELDS}
+        check_equal({**record["settings"], checksum: record["checkpoint"].get("crc32"), **saved},
+                    {**self.settings, checksum: self.checkpoint_id["crc32"], **first}, where)
 
-    def count_earlier_lines(self, file: BinaryIO) -> int:
-        """How many lines are before those of this model, in a file of several models.
 
-        If the last lines are of another model, these are all lines. Raises ValueError if they are from another run.
+class LinesFile:
+    """A file of lines, locked for this run.
+
+    end: where the next line begins. What is behind it goes then: a truncated line, or with overwrite all other lines.
+    """
+
+    def __init__(self, path: str):
+        self.path, self.file, self.end = path, open_output(path), 0
+
+    def mark_saved(self, samples: Iterator[Sample], run: LineFormat, watch: bool) -> Iterator[Sample]:
+        """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models.
+
+        Raises ValueError if the file is from another run.
         """
-        num_earlier = end = number = 0
-        record = None
-        for number, (start, line, record) in enumerate(read_records(file), 1):
-            end = start + len(line)
-            if record["index"] == 0:
-                num_earlier = number - 1
-        if record is None or record["checkpoint"].get("crc32") == self.checkpoint_id["crc32"]:
-            return num_earlier
-        check_equal(record["settings"], self.settings, f"{file.name}, line {number}")
-        file.truncate(end)
-        if not line.endswith(b"\n"):
-            file.write(b"\n")
-        return number
-
-    def resume(self, file: BinaryIO, samples: Iterator[Sample], num_earlier: int, num_saved: int) -> Iterator[Sample]:
-        """Yield all samples. Those in the file are marked as already saved.
-
-        The file has num_earlier lines of other models, then num_saved lines of this one; a truncated line after them is
-        removed. Raises ValueError, without changing the file, if it is from another run.
-        """
-        file.seek(0)
-        end = sum(len(file.readline()) for _ in range(num_earlier))
-        while line := file.readline():
-            sample = next(samples, None)
-            if sample is None:
-                raise ValueError(f"{file.name} holds {plural(num_saved, 'sample')}, more than this run generates: give "
-                                 "out_file another name, or replace it with --overwrite")
-            begin = encode_json(first_fields(sample))[:-1]
-            if not is_complete(line) and line[:len(begin)] == begin[:len(line)]: # truncated
-                file.truncate(end)
-                samples = chain([sample], samples)
-                break
-            self.check(line, sample, f"{file.name}, line {num_earlier + sample.index + 1}")
+        number = num_saved = 0
+        self.file.seek(0)
+        while is_complete(line := self.file.readline()):
+            number, where = number + 1, f"{self.path}, line {number + 1}"
+            record = parse_record(line, where)
+            if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]: # of another model
+                check_equal(record["settings"], run.settings, where)
+            elif sample := next(samples, None):
+                run.check(record, sample, where)
+                num_saved, sample.already_saved = num_saved + 1, True
+                yield sample
+            else:
+                raise ValueError(f"{where}, is one sample more than this run generates: give the file another name, or "
+                                 "replace it with --overwrite")
             if not line.endswith(b"\n"):
-                file.write(b"\n")
-            end += len(line)
-            sample.already_saved = True
-            yield sample
+                self.file.write(b"\n")
+                self.file.flush()
+        if not BEGIN.startswith(line[:len(BEGIN)]): # it is no truncated line
+            parse_record(line, f"{self.path}, line {number + 1}")
+        self.end = self.file.tell() - len(line)
         first_new = list(islice(samples, 1))
         if num_saved:
             saved = plural(num_saved, "sample")
-            logger.info(f"{file.name} holds {saved} already: resuming after them" if first_new
-                        else f"{file.name} is complete, with {saved}: nothing to sample")
+            logger.info(f"{self.path} holds {saved} already: resuming after them" if first_new
+                        else f"{self.path} is complete, with {saved}: nothing to sample")
         yield from chain(first_new, samples)
+
+    def write(self, line: bytes) -> None:
+        with name_write_errors(self.path):
+            if self.file.seek(0, os.SEEK_END) > self.end:
+                self.file.truncate(self.end)
+            self.file.write(line)
+            self.file.flush()
+        self.end += len(line)
 
 
 def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
@@ -111,8 +110,8 @@ def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str)
     for name in dict.fromkeys([*wanted, *saved]):
         if saved.get(name) != wanted.get(name):
             raise ValueError(f"{where}, is from another run: {name} is {saved.get(name)!r:.100} there, and "
-                             f"{wanted.get(name)!r:.100} here; give out_file another name, run with the settings of "
-                             "the file, or replace it with --overwrite")
+                             f"{wanted.get(name)!r:.100} here; give the file another name, run with its "
+                             "settings, or replace it with --overwrite")
 
 
 def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
@@ -123,15 +122,9 @@ def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str)
     for name in "exact", "tokenizer":
         if not kept[name]:
             del kept[name] # files of earlier versions do not have it
-    return {
-        **kept,
-        "top_k": kept["top_k"] or None,
-        "top_p": None if kept["top_p"] == 1 else kept["top_p"],
-        "min_p": kept["min_p"] or None,
-        "stop": as_list(kept["stop"]),
-        "device": device_type,
-        "dtype": dtype_name,
-    }
+    top_p = None if kept["top_p"] == 1 else kept["top_p"]
+    return {**kept, "top_k": kept["top_k"] or None, "top_p": top_p, "min_p": kept["min_p"] or None,
+            "stop": as_list(kept["stop"]), "device": device_type, "dtype": dtype_name}
 
 
 def token_logprobs(tokens: list[Token], num_top: int) -> dict[str, Any]:
@@ -166,8 +159,8 @@ def encode_json(record: Mapping[str, Any]) -> bytes:
 
 # ---- reading
 
-def read_records(file: BinaryIO, *versions: int) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Yield the position, the line and the record of each sample. Raises ValueError, which names the line.
+def read_records(file: BinaryIO, *versions: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the position and the record of each sample. Raises ValueError, which names the line.
 
     versions: those of the fields that are allowed too.
     """
@@ -177,7 +170,7 @@ def read_records(file: BinaryIO, *versions: int) -> Iterator[tuple[int, bytes, d
         if not is_complete(line):
             logger.warning(f"{file.name}: the last line is truncated, so it is left out")
             return
-        yield start, line, parse_record(line, f"{file.name}, line {number}", *versions)
+        yield start, parse_record(line, f"{file.name}, line {number}", *versions)
         start += len(line)
 
 

@@ -1,103 +1,103 @@
-"""Saves the samples of a run: lines in out_file, which a later run resumes, and the page that is made from them."""
+"""What becomes of the samples of a run: lines in out_file, a page that is made from them, and what the user sees."""
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
+from sampling.backends.process import peak_memory
 from sampling.outputs import html
-from sampling.outputs.console import is_tty, name_write_errors, sanitize
-from sampling.outputs.jsonl import PAGE, LineFormat, check_replaceable, is_complete, open_output, run_settings
-from sampling.params import Sample
+from sampling.outputs.console import before_exit, is_tty, name_write_errors, sanitize
+from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, check_replaceable, open_output, run_settings
+from sampling.outputs.printer import Printer, Progress
+from sampling.params import Piece, Sample
 
 if TYPE_CHECKING: # the import would load torch
-    from sampling.generation.engine import LoadedModel
-
-PAGE_INTERVAL = 2 # seconds between two pages, and at least 20 times as long as writing one takes
+    from sampling.text_generator import TextGenerator
 
 
 class Outputs:
-    """Saves samples in out_file or on standard output, and makes html_file from the saved lines.
+    """Saves the samples of a run, shows them, and makes html_file from the saved lines.
 
-    Lines that out_file already holds stay, and resume checks them. With overwrite, the first write removes them: a run
-    that fails earlier changes no file.
+    The lines are in out_file, or on standard output. If there is only an html_file, they are in PAGE.jsonl until the
+    page is written. Lines that the file already holds stay, and resume checks them. With overwrite, the first write
+    removes them: a run that fails earlier changes no file.
+    Raises ValueError or OSError, which names the file, if out_file or html_file cannot be used.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
-        self.settings, self.overwrite = settings, settings["overwrite"]
-        self.out_file, self.html_file = settings["out_file"], settings["html_file"]
-        self.uses_stdout = self.out_file == "-" # then nothing else may be printed there
-        self.can_resume = self.out_file not in (None, "-")
-        self.jsonl: BinaryIO | None = None # out_file; if it is no file, a temporary file with the lines of the page
-        self.format: LineFormat | None = None # None: the files are not open yet
-        self.num_saved = 0 # samples of the current model that out_file held before
-        self.next_page_time = 0.0
+        self.settings, self.html_file, out_file = settings, settings["html_file"], settings["out_file"]
+        self.uses_stdout = out_file == "-" # then nothing else may be printed there
+        self.keeps_lines = out_file is not None and not self.uses_stdout
+        path = out_file if self.keeps_lines else self.html_file and f"{self.html_file}.jsonl"
+        self.lines = LinesFile(path) if path else None
+        self.page_end = 0 # how many bytes of the lines html_file shows
+        if self.lines:
+            before_exit.callback(self.close)
+            if settings["overwrite"]:
+                check_replaceable(self.lines.file, settings["start"])
+        if self.html_file:
+            with open_output(self.html_file) as page:
+                if settings["overwrite"]:
+                    check_replaceable(page, settings["start"])
+                elif (begin := page.read(200)) and not (os.path.getsize(path) and PAGE.match(begin)):
+                    raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file "
+                                     "another name, or replace it with --overwrite")
+            if not os.path.getsize(self.html_file): # open_output has created it
+                os.unlink(os.path.realpath(self.html_file))
 
-    def open(self, model: "LoadedModel", samples: Iterator[Sample]) -> Iterator[Sample]:
-        """Open the files for the samples of a model. Returns the samples, marked as LineFormat.resume says.
+    def resume(self, samples: Iterator[Sample], gpt: "TextGenerator", num_total: int | None) -> Iterator[Sample]:
+        """Yield the samples for gpt to generate. Those that the file already holds are marked as already saved.
 
-        With watch, another model may follow.
+        num_total: how many there are; None if unknown. With watch, another model may follow.
         """
-        if self.format is None:
-            self.open_files()
-        checkpoint_id = {name: getattr(model.checkpoint, name) for name in ("path", "crc32", "iter_num")}
-        run = run_settings(self.settings, model.backend.device.type, model.dtype_name)
-        self.format = LineFormat(checkpoint_id, run, saved_logprobs(self.settings))
-        if not self.can_resume or self.overwrite:
-            return samples
-        num_earlier = self.format.count_earlier_lines(self.jsonl) if self.settings["watch"] else 0
-        self.jsonl.seek(0)
-        self.num_saved = sum(map(is_complete, self.jsonl)) - num_earlier
-        return self.format.resume(self.jsonl, samples, num_earlier, self.num_saved)
+        settings = self.settings
+        if self.lines or self.uses_stdout:
+            checkpoint_id = {name: getattr(gpt.checkpoint, name) for name in ("path", "crc32", "iter_num")}
+            run = run_settings(settings, gpt.device.type, gpt.dtype_name)
+            self.format = LineFormat(checkpoint_id, run, saved_logprobs(settings))
+        if self.lines and (self.lines.end or not settings["overwrite"]):
+            samples = self.lines.mark_saved(samples, self.format, settings["watch"])
+        self.device = gpt.device
+        self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
+        self.progress = Progress(num_total, settings["max_new_tokens"])
+        return self.progress.follow(samples)
 
-    def open_files(self) -> None:
-        """Open out_file, or a temporary file. Raises ValueError if there is a page of another run."""
-        is_resumed = False
-        if self.can_resume:
-            self.jsonl = open_output(self.out_file)
-            if self.overwrite:
-                check_replaceable(self.jsonl, self.settings["start"])
-            else:
-                is_resumed = self.jsonl.read(1) != b""
-        if self.html_file is None:
-            return
-        with open_output(self.html_file) as page:
-            if self.overwrite:
-                check_replaceable(page, self.settings["start"])
-            elif (begin := page.read(200)) and not (is_resumed and PAGE.match(begin)):
-                raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file another "
-                                 "name, or replace it with --overwrite")
-        if self.jsonl is None:
-            from tempfile import TemporaryFile
-            self.jsonl = TemporaryFile(dir=os.path.dirname(os.path.realpath(self.html_file))) # noqa: SIM115
+    def update(self, sample: Sample, pieces: list[Piece]) -> None:
+        """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not show it again."""
+        if sample.finish_reason is not None and (self.lines or self.uses_stdout):
+            self.save(self.format.line(sample))
+        self.progress.update(sample)
+        if not self.uses_stdout:
+            self.printer.update(sample, pieces)
 
-    def write(self, sample: Sample) -> None:
-        """Save a finished sample, and make the page anew if it is time."""
-        if not (self.out_file or self.html_file):
-            return
-        line = self.format.line(sample)
+    def save(self, line: bytes) -> None:
+        if self.lines:
+            self.lines.write(line)
         if self.uses_stdout:
             text = line.decode()
             with name_write_errors("standard output"):
                 print(sanitize(text) if is_tty(sys.stdout) else text, end="", flush=True)
-        if self.jsonl is not None:
-            if self.overwrite:
-                self.jsonl.truncate(0)
-                self.overwrite = False
-            with name_write_errors(self.out_file if self.can_resume else self.html_file):
-                self.jsonl.seek(0, os.SEEK_END) # the page is read from the same file
-                self.jsonl.write(line)
-                self.jsonl.flush()
-        if self.html_file and time.monotonic() >= self.next_page_time:
-            self.write_page()
+
+    def finish(self) -> None:
+        """Write the page, and say how many samples the model has generated."""
+        self.write_page()
+        self.progress.close(peak_memory(self.device))
 
     def write_page(self) -> None:
-        """Make html_file, if there is one, of all samples so far."""
-        if self.html_file and self.jsonl is not None:
-            begin = time.monotonic()
-            html.write_page(self.html_file, [self.jsonl])
-            end = time.monotonic()
-            self.next_page_time = end + max(PAGE_INTERVAL, 20 * (end - begin))
+        """Make html_file from the saved lines, unless it shows them all."""
+        if self.html_file and self.page_end < self.lines.end:
+            with open(self.lines.path, "rb") as lines:
+                html.write_page(self.html_file, [lines])
+            self.page_end = self.lines.end
+
+    def close(self) -> None:
+        """Write the page of a run that ends early. Remove the lines that were only for the page, and an empty file."""
+        with suppress(OSError, RuntimeError): # the disk may be full, and a signal may come within a write
+            self.lines.file.close()
+        self.write_page()
+        if os.path.getsize(self.lines.path) == (0 if self.keeps_lines else self.page_end):
+            os.unlink(self.lines.path)
 
 
 def saved_logprobs(settings: Mapping[str, Any]) -> int | None:

@@ -4,27 +4,33 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.outputs.console import is_tty, name_write_errors, plural, sanitize, start_progress_bar
-from sampling.params import Sample, Token
+from sampling.params import Piece, Sample
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 RULE = "---------------" # nanoGPT prints it after every sample
-LOG_INTERVAL = 30 # seconds between two lines of progress
+LOG_INTERVAL, BAR_INTERVAL = 30, 0.1 # seconds between two lines of progress, or two changes of the bar
 
 # The page's backgrounds in the terminal's 256 colours, for tokens below these probabilities.
 TINTS = {0.01: 209, 0.02: 216, 0.05: 217, 0.1: 223, 0.2: 224, 0.5: 230}
 
 
 class Printer:
-    """Prints samples one after another: whole, or in parts while they stream.
+    """Prints samples one after another.
 
-    show_probs: the background of each token shows its probability, if standard output has colours.
+    show_probs: the background of each piece shows its probability, if standard output has colours.
+    streams: print each piece at once. Otherwise, print a sample whole when it is finished.
     """
 
-    def __init__(self, tokenizer: Tokenizer, show_probs: bool = False):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, show_probs: bool = False, streams: bool = True):
+        self.tokenizer, self.streams = tokenizer, streams
         is_terminal = is_tty(sys.stdout)
         self.make_safe = sanitize if is_terminal else str
         # See https://no-color.org and https://force-color.org.
@@ -33,40 +39,23 @@ class Printer:
         if show_probs and not has_colors:
             logger.warning("show_probs has no effect: standard output is not a terminal, or NO_COLOR is set")
         self.sample: Sample | None = None # the latest one
-        self.num_printed = 0 # its characters, without the prompt
-        self.token_index = self.offset = 0 # of its next character: its token, its position in the token's text
+        self.unprinted: list[str] = [] # parts of it
 
-    def update(self, sample: Sample, shows_prompt: bool = True) -> None:
-        """Print the new text of a sample, after its prompt (if shows_prompt), and the rule when it is finished."""
-        parts = []
+    def update(self, sample: Sample, pieces: Iterable[Piece], shows_prompt: bool = True) -> None:
+        """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when it is finished."""
         if sample is not self.sample:
-            self.sample, self.num_printed, self.token_index, self.offset = sample, 0, 0, 0
-            if shows_prompt:
-                parts.append(self.make_safe(self.tokenizer.decode(sample.prompt_ids)))
-        while self.num_printed < sample.num_emittable_chars:
-            token = sample.tokens[self.token_index]
-            text = token.text[self.offset:self.offset + sample.num_emittable_chars - self.num_printed]
-            safe_text = self.make_safe(text)
-            if self.show_probs and token.logprob is not None:
-                safe_text = colorize(safe_text, char_logprob(sample.tokens, self.token_index))
-            parts.append(safe_text)
-            self.num_printed, self.offset = self.num_printed + len(text), self.offset + len(text)
-            if self.offset == len(token.text):
-                self.token_index, self.offset = self.token_index + 1, 0
+            self.sample, prompt_ids = sample, sample.prompt_ids if shows_prompt else []
+            self.unprinted = [self.make_safe(self.tokenizer.decode(prompt_ids))]
+        for text, logprob in pieces:
+            is_colored = self.show_probs and logprob is not None
+            self.unprinted.append(colorize(self.make_safe(text), logprob) if is_colored else self.make_safe(text))
         if sample.finish_reason is not None:
-            parts.append(f"\n{RULE}\n")
-        if text := "".join(parts):
-            with name_write_errors("standard output"):
-                print(text, end="", flush=True)
-
-
-def char_logprob(tokens: list[Token], index: int) -> float:
-    """The log-probability of the token at index, with those before it that have only the beginning of its character."""
-    logprob = tokens[index].logprob
-    while index and not tokens[index - 1].text:
-        index -= 1
-        logprob += tokens[index].logprob
-    return logprob
+            self.unprinted.append(f"\n{RULE}\n")
+        elif not self.streams:
+            return
+        with name_write_errors("standard output"):
+            print("".join(self.unprinted), end="", flush=True)
+        self.unprinted = []
 
 
 def colorize(text: str, logprob: float) -> str:
@@ -81,43 +70,74 @@ def colorize(text: str, logprob: float) -> str:
 class Progress:
     """Counts samples and tokens. Shows a bar, or if standard error is no terminal, as with nohup, a line now and then.
 
-    total_samples: how many samples the run will generate; None if unknown.
+    total_samples: how many samples the run has; None if unknown. Those that are already saved do not count.
     """
 
     def __init__(self, total_samples: int | None, max_new_tokens: int):
         self.total_samples, self.max_new_tokens = total_samples, max_new_tokens
-        self.start_time = self.last_line_time = time.perf_counter()
-        self.num_samples = 0 # finished ones
-        self.num_tokens = 0 # of all samples
-        self.bar = start_progress_bar(total_samples and total_samples * max_new_tokens)
+        self.unfinished: dict[int, Sample] = {} # by index: the engine may append tokens to them
+        self.num_samples = self.num_finished_tokens = 0 # finished samples, and their tokens
+        self.start_time = self.last_time = time.perf_counter() # last_time: of the last line, or change of the bar
+        self.first_tokens = self.start_time, 0 # when tokens came for the first time, and how many
+        self.bar: tqdm | None = None
 
-    def add_tokens(self, num_tokens: int) -> None:
-        """Advance the bar by num_tokens. A negative number takes back the tokens of a batch that ran out of memory."""
-        self.num_tokens += num_tokens
+    def follow(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        """Yield the samples to the engine, which fills them."""
+        for sample in samples:
+            if not sample.already_saved:
+                self.unfinished[sample.index] = sample
+            elif self.total_samples is not None:
+                self.total_samples -= 1
+            yield sample
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens so far. A batch that runs out of memory loses its own."""
+        return self.num_finished_tokens + sum(sample.num_tokens for sample in self.unfinished.values())
+
+    def update(self, sample: Sample) -> None:
+        """Note whether this sample is finished, and show how far all are, now and then."""
+        if sample.finish_reason is not None:
+            self.unfinished.pop(sample.index, None)
+            self.num_samples += 1
+            self.num_finished_tokens += sample.num_tokens
         now = time.perf_counter()
+        if not self.first_tokens[1]:
+            if num_tokens := self.num_tokens:
+                self.last_time, self.first_tokens, self.bar = now, (now, num_tokens), start_progress_bar(num_tokens)
+        elif now - self.last_time >= (LOG_INTERVAL if self.bar is None else BAR_INTERVAL):
+            self.last_time = now
+            self.show(self.num_tokens, now)
+
+    def show(self, num_tokens: int, now: float) -> None:
+        """Move the bar, or log a line."""
         if self.bar is not None:
-            self.bar.update(num_tokens)
-        elif now - self.last_line_time >= LOG_INTERVAL and not is_tty(sys.stderr):
-            self.last_line_time = now
+            if self.total_samples is not None: # samples may stop early
+                num_left = self.total_samples - self.num_samples
+                self.bar.total = self.num_finished_tokens + num_left * self.max_new_tokens
+            self.bar.set_postfix_str(plural(self.num_samples, "sample"), refresh=False)
+            self.bar.update(num_tokens - self.bar.n)
+        elif not is_tty(sys.stderr):
             samples = (f"{self.num_samples} of {plural(self.total_samples, 'sample')}" if self.total_samples
                        else plural(self.num_samples, "sample"))
-            logger.info(f"{samples}, {plural(self.num_tokens, 'token')} so far: "
-                        f"{self.num_tokens / (now - self.start_time):.1f} tokens/s")
+            logger.info(f"{samples}, {plural(num_tokens, 'token')} so far: "
+                        f"{self.speed(num_tokens, now)[1]:.1f} tokens/s")
 
-    def add_sample(self, sample: Sample) -> None:
-        self.num_samples += 1
-        if self.bar is not None:
-            if self.bar.total:
-                self.bar.total -= self.max_new_tokens - sample.num_tokens # it stopped early
-            self.bar.set_postfix_str(plural(self.num_samples, "sample"), refresh=False)
+    def speed(self, num_tokens: int, now: float) -> tuple[float, float]:
+        """The seconds since the first tokens, before which the model may compile, and the tokens per second in them.
+
+        If all tokens came at once, these are the seconds since the start.
+        """
+        start, num_before = self.first_tokens if num_tokens > self.first_tokens[1] else (self.start_time, 0)
+        return now - start, (num_tokens - num_before) / (now - start)
 
     def close(self, peak_memory: int | None) -> None:
         """Remove the bar, and log a summary of the run if it generated samples. peak_memory is in bytes."""
         if self.bar is not None:
             self.bar.close()
-        if not self.num_samples: # out_file was already complete
-            return
-        seconds = time.perf_counter() - self.start_time
-        peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
-        logger.info(f"{plural(self.num_samples, 'sample')}, {plural(self.num_tokens, 'token')} in {seconds:.1f} s: "
-                    f"{self.num_tokens / seconds:.1f} tokens/s{peak}")
+        if self.num_samples: # otherwise, out_file was already complete
+            num_tokens = self.num_tokens
+            seconds, speed = self.speed(num_tokens, time.perf_counter())
+            peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
+            logger.info(f"{plural(self.num_samples, 'sample')}, {plural(num_tokens, 'token')} in {seconds:.1f} s: "
+                        f"{speed:.1f} tokens/s{peak}")

@@ -2,14 +2,13 @@
 import io
 import logging
 import os
-import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from project import SCRIPT
+from project import PROJECT, SCRIPT
 from sampling.outputs import console
 from terminal import redirected
 
@@ -48,38 +47,53 @@ def test_an_internal_error_keeps_its_traceback(read_stderr):
     assert read_stderr() == ""
 
 
-def test_a_message_clears_the_progress_bar_first(read_stderr, monkeypatch):
-    bar = SimpleNamespace(clear=lambda: print("<cleared>", file=sys.stderr, end=""))
-    monkeypatch.setattr(console._console, "bar", bar)
-    LOGGER.info("hello")
-    assert read_stderr() == "<cleared>hello\n"
-
-
-def test_other_processes_print_only_errors(read_stderr, monkeypatch):
+def test_other_processes_show_only_errors_with_their_number(read_stderr, monkeypatch):
     pauses = []
     monkeypatch.setattr(console.time, "sleep", pauses.append)
-    console.setup_console(is_main=False, owns_process=False)
+    console.setup_console(rank=3, owns_process=False)
     LOGGER.warning("hello")
     with pytest.raises(SystemExit) as end, console.report_user_errors():
         raise ValueError("wrong")
-    assert read_stderr() == "error: wrong\n" and end.value.code == 1
-    assert pauses == [10] # torchrun ends all processes when one has failed: the main one must show its error first
+    assert read_stderr() == "error: process 3: wrong\n" and end.value.code == 1
+    assert pauses == [5] # torchrun ends all processes when one has failed: rank 0 must show a common error first
 
 
-@pytest.mark.parametrize("stdout, stderr_is_tty, is_main, is_shown", [
-    ("terminal", True, True, False), ("file", True, True, True), ("file", False, True, False),
-    ("file", True, False, False), ("pipe", True, True, False)]) # the reader of a pipe may show the samples there
-def test_a_progress_bar_is_shown_beside_samples_in_a_file(read_stderr, monkeypatch, stdout, stderr_is_tty, is_main,
-                                                          is_shown):
+# ---- one log
+
+def test_info_and_warnings_are_shown_once_above_the_progress_bar(read_stderr, monkeypatch):
+    console.setup_console(owns_process=False) # the second run of this process
+    bar = SimpleNamespace(clear=lambda: print("<cleared>", file=sys.stderr, end=""))
+    monkeypatch.setattr(console._console, "bar", bar)
+    LOGGER.info("hello")
+    LOGGER.warning("hello")
+    LOGGER.debug("hello")
+    assert read_stderr() == "<cleared>hello\n<cleared>warning: hello\n"
+
+
+@pytest.mark.parametrize("program, shown", [
+    ("", "hello\n"), ("logging.basicConfig(level=logging.INFO)", "INFO:sampling.a:loaded\nWARNING:sampling.a:hello\n"),
+    ("logging.getLogger('sampling').setLevel(logging.ERROR)", "")], ids=["nothing", "a-log", "only-errors"])
+def test_in_a_program_warnings_reach_stderr_and_the_rest_is_as_it_configures(program, shown):
+    lines = ["import logging, sampling, sampling.outputs.console", program, "logger = logging.getLogger('sampling.a')",
+             "logger.info('loaded')", "logger.warning('hello')"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=PROJECT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", shown)
+
+
+# ---- the progress bar, and the standard streams
+
+@pytest.mark.parametrize("stdout, stderr_is_tty, is_shown", [
+    ("terminal", True, False), ("file", True, True), ("file", False, False),
+    ("pipe", True, False)]) # the reader of a pipe may show the samples there
+def test_a_progress_bar_is_shown_beside_samples_in_a_file(read_stderr, monkeypatch, stdout, stderr_is_tty, is_shown):
     reader, writer = os.pipe()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: stderr_is_tty, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: stdout == "terminal", raising=False)
-    console._console.is_main = is_main
     with (open(reader), open(writer, "w") as pipe, open(os.devnull, "w") as file,
           redirected(1, pipe if stdout == "pipe" else file)):
         bar = console.start_progress_bar(10)
     assert (bar is not None) == is_shown
-    if bar:
+    if is_shown:
         bar.close()
 
 
@@ -103,10 +117,10 @@ def test_a_closed_or_full_stderr_is_ignored(read_stderr, monkeypatch):
         assert not console.is_tty(stream)
 
 
-def test_a_background_job_of_a_shell_still_ignores_ctrl_c(read_stderr):
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    console.setup_console()
-    assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN
+def test_a_background_job_of_a_shell_still_ignores_ctrl_c():
+    program = ("import signal, sampling.outputs.console as c; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+               "c.setup_console(); signal.raise_signal(signal.SIGINT); signal.raise_signal(signal.SIGTERM)")
+    assert subprocess.run([sys.executable, "-c", program], cwd=PROJECT).returncode == 143
 
 
 def test_a_python_without_torch_gets_one_line():

@@ -7,7 +7,7 @@ import pytest
 
 from pages import CHECKPOINT_ID, make_token
 from sampling.inputs.prompts import RESULT_FIELDS
-from sampling.outputs.jsonl import LineFormat, run_settings
+from sampling.outputs.jsonl import LineFormat, parse_record, run_settings
 from sampling.params import Prompt, Sample, Token
 
 SETTINGS = {"seed": 1, "stop": []}
@@ -82,8 +82,9 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
     (None, "a.jsonl, line 2: not written by"),
 ], ids=str)
 def test_the_error_for_a_line_of_another_run_names_the_difference(changes, message):
-    line = json.dumps([] if changes is None else json.loads(line_of([])) | changes).encode()
+    def check(line):
+        LineFormat(CHECKPOINT_ID, SETTINGS).check(parse_record(line, "a.jsonl, line 2"), SAMPLE, "a.jsonl, line 2")
+    check(line_of(LIKELY)) # other results are no error
     with pytest.raises(ValueError) as error:
-        LineFormat(CHECKPOINT_ID, SETTINGS).check(line, SAMPLE, "a.jsonl, line 2")
+        check(json.dumps([] if changes is None else json.loads(line_of([])) | changes).encode())
     assert message in str(error.value) and str(error.value).startswith("a.jsonl, line 2")
-    LineFormat(CHECKPOINT_ID, SETTINGS).check(line_of(LIKELY), SAMPLE, "a.jsonl, line 2") # other results are no error

@@ -1,63 +1,71 @@
 """out_file and html_file of a run: what they hold, and how a later run resumes them."""
 import json
 import os
+import signal
 import sys
-from contextlib import contextmanager
+import time
 
 import pytest
 
-from pages import SETTINGS, finished_sample, make_tokens, model_of
+from pages import SETTINGS, make_tokens, model_of
+from sampling.outputs import console
 from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import Outputs, num_logprobs
-from sampling.params import Prompt, Sample
+from sampling.params import Piece, Prompt, Sample
+from script_process import start_script
 from terminal import redirected
 
+# A run that ends early leaves its files open.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files or locks")
 
 
-@contextmanager
-def outputs_in(folder, **settings):
-    """Outputs of a.jsonl and a.html in a folder. They are closed after the block, as at the end of a process."""
-    paths = {"out_file": f"{folder}/a.jsonl", "html_file": f"{folder}/a.html"}
-    outputs = Outputs(SETTINGS | paths | settings)
-    try:
-        yield outputs
-    finally:
-        if outputs.jsonl:
-            outputs.jsonl.close()
+@pytest.fixture
+def start(tmp_path):
+    """Makes the Outputs of a run with a.jsonl and a.html, unless settings say otherwise."""
+    console.setup_console(owns_process=False)
+    paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
+    yield lambda **settings: Outputs(SETTINGS | paths | settings)
+    console.before_exit.pop_all()
+
+
+def generate(outputs, count, gpt=None, num_finished=99):
+    """Finish samples of a model, as the engine does. Sample i has i + 1 tokens."""
+    samples = (Sample(index, Prompt("O"), [79]) for index in range(count))
+    for sample in outputs.resume(samples, gpt or model_of(), count):
+        if not sample.already_saved and sample.index < num_finished:
+            sample.tokens, sample.finish_reason = make_tokens(sample.index + 1), "length"
+            outputs.update(sample, [Piece(sample.text)])
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Run until count samples are saved: run(count, **settings) -> how many were already saved."""
-    def run(count, models=None, die_after=99, **settings):
-        with outputs_in(tmp_path, **settings) as outputs:
-            for model in models or [model_of()]:
-                samples = (Sample(index, Prompt("O"), []) for index in range(count))
-                for sample in outputs.open(model, samples):
-                    if not sample.already_saved and sample.index < die_after:
-                        outputs.write(finished_sample(sample.index, "O", make_tokens(1 + sample.index)))
-                if die_after == 99:
-                    outputs.write_page()
-        return outputs.num_saved
+def run(start):
+    """A run of count samples of each model. It is killed if num_finished is given."""
+    def run(count=3, models=(None,), num_finished=None, **settings):
+        outputs = start(**settings)
+        try:
+            for gpt in models:
+                generate(outputs, count, gpt, num_finished or 99)
+                if num_finished is None:
+                    outputs.finish()
+            if num_finished is None:
+                console.before_exit.close()
+        finally:
+            console.before_exit.pop_all()
+            if outputs.lines:
+                outputs.lines.file.close()
     return run
 
 
 @pytest.fixture
-def contents(tmp_path):
-    """The contents of the two files: contents() -> (lines, page)."""
-    return lambda: ((tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes())
+def files(tmp_path):
+    """The files that there are: files() -> {name: content}."""
+    return lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
-@pytest.mark.parametrize("settings, name", [({}, "a.jsonl"), ({"out_file": None}, "a.html")], ids=["lines", "page"])
-def test_a_full_disk_is_named_by_the_users_file(tmp_path, settings, name):
-    with outputs_in(tmp_path, **settings) as outputs, open("/dev/full", "r+b", 0) as full:
-        outputs.open(model_of(), iter([]))
-        outputs.jsonl.close()
-        outputs.jsonl = full
-        with pytest.raises(OSError, match=f"cannot write '{tmp_path}/{name}': No space left on device"):
-            outputs.write(finished_sample(0, "O", make_tokens(1)))
+def num_shown(folder):
+    """The number of samples on the page."""
+    return (folder / "a.html").read_bytes().count(b"</article>")
 
 
 # ---- resuming
@@ -65,157 +73,224 @@ def test_a_full_disk_is_named_by_the_users_file(tmp_path, settings, name):
 @pytest.mark.parametrize("end, message", [
     (-1, "is complete, with 3 samples: nothing to sample"), (-2, "holds 2 samples already: resuming after them"),
     (0, ""), (10, "")], ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
-def test_lines_and_page_of_a_killed_run_become_those_of_a_whole_one(run, contents, tmp_path, messages, end, message):
-    run(3)
-    whole = contents()
-    (tmp_path / "a.jsonl").write_bytes(whole[0][:end])
-    if end >= 0: # a page is written after the first line
-        (tmp_path / "a.html").unlink()
-    run(3)
-    assert contents() == whole
-    assert messages == ([f"{tmp_path}/a.jsonl {message}"] if message else [])
+def test_the_files_of_a_killed_run_become_those_of_a_whole_one(run, files, tmp_path, messages, end, message):
+    run()
+    whole = files()
+    (tmp_path / "a.jsonl").write_bytes(whole["a.jsonl"][:end])
+    (tmp_path / "a.html").unlink()
+    messages.clear()
+    run()
+    assert files() == whole and num_shown(tmp_path) == 3
+    assert [text for text in messages if "a.jsonl" in text] == ([f"{tmp_path}/a.jsonl {message}"] if message else [])
 
 
 @pytest.mark.parametrize("logprobs, num_top", [(None, 5), (2, 5), (7, 7)])
-def test_a_longer_run_adds_to_both_files(run, contents, tmp_path, logprobs, num_top):
+def test_a_longer_run_adds_to_both_files(run, files, tmp_path, capsys, logprobs, num_top):
     run(5, logprobs=logprobs)
-    whole = contents()
+    whole, printed = files(), capsys.readouterr().out
     for path in tmp_path.iterdir():
         path.unlink()
-    assert run(2, logprobs=logprobs) == 0 and run(5, logprobs=logprobs) == 2
-    assert contents() == whole and b'"application/json">[[' in whole[1]
-    assert json.loads(whole[0].splitlines()[0])["settings"]["logprobs"] == num_top
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "a.html"}
-
-
-@pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)
-def test_the_page_grows_with_the_run_but_is_not_written_for_every_sample(tmp_path, settings):
-    with outputs_in(tmp_path, **settings) as outputs:
-        for model, index, is_due, num_shown in [(1, 0, True, 1), (1, 1, False, 1), (2, 0, True, 3), (2, 1, True, 4)]:
-            outputs.open(model_of(str(model)), iter([]))
-            outputs.next_page_time = 0 if is_due else outputs.next_page_time
-            outputs.write(finished_sample(index, "O", make_tokens(1)))
-            assert (tmp_path / "a.html").read_text().count("</article>") == num_shown
-
-
-def test_a_page_alone_leaves_no_other_file_and_no_page_is_replaced_without_its_lines(run, tmp_path):
-    run(2, out_file=None)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
-    page = (tmp_path / "a.html").read_bytes()
-    for settings, content in ({"out_file": None}, page), ({}, page), ({}, b"<!DOCTYPE html>mine"):
-        (tmp_path / "a.html").write_bytes(content)
-        with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
-            run(2, **settings)
-        assert (tmp_path / "a.html").read_bytes() == content
+    run(2, logprobs=logprobs)
+    run(5, logprobs=logprobs)
+    assert files() == whole and b'"application/json">[[' in whole["a.html"]
+    assert capsys.readouterr().out == printed # saved samples are not shown again
+    assert json.loads(whole["a.jsonl"].splitlines()[0])["settings"]["logprobs"] == num_top
 
 
 @pytest.mark.parametrize("changes, message", [
     ({"seed": 5}, "line 1, is from another run: seed is 1 there, and 5 here"),
     ({"models": [model_of("2")]}, "line 1, is from another run: the checkpoint's checksum is '00000000' there"),
-    ({"count": 2}, "holds 3 samples, more than this run generates")], ids=str)
-def test_the_file_of_another_run_is_refused_and_stays_unchanged(run, contents, changes, message):
-    run(3)
-    before = contents()
+    ({"count": 2}, "line 3, is one sample more than this run generates")],
+    ids=["settings", "weights", "fewer-samples"])
+def test_the_files_of_another_run_are_refused_and_stay_unchanged(run, files, changes, message):
+    run()
+    before = files()
     with pytest.raises(ValueError, match=message):
-        run(**{"count": 3, **changes})
-    assert contents() == before
+        run(**changes)
+    assert files() == before
 
 
-@pytest.mark.parametrize("content", [b"my notes\n", b"no line end", b'{"version": 2, "index": 1, "pro'])
+@pytest.mark.parametrize("content", [b"my notes\n", b"no line end", b'{"version": 1, "index": 0, "pro'])
 def test_other_files_are_refused_and_stay_unchanged(run, tmp_path, content):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*is not overwritten"):
-        run(3, html_file=None)
+        run(html_file=None)
     assert (tmp_path / "a.jsonl").read_bytes() == content
+
+
+# ---- the page
+
+def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp_path):
+    outputs = start(watch=True)
+    generate(outputs, 2, model_of("1"))
+    assert not (tmp_path / "a.html").exists()
+    outputs.finish()
+    assert num_shown(tmp_path) == 2
+    generate(outputs, 2, model_of("2"), num_finished=1)
+    assert num_shown(tmp_path) == 2
+    with pytest.raises(SystemExit), console.report_user_errors():
+        raise ValueError("the next prompt cannot be encoded")
+    assert num_shown(tmp_path) == 3
+
+
+def test_without_out_file_the_lines_stay_until_the_page_is_written(run, files, tmp_path):
+    run(2)
+    lines, page = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    run(2, out_file=None, num_finished=1) # it is killed
+    assert files() == {"a.html.jsonl": lines[:lines.index(b"\n") + 1]}
+    run(2, out_file=None)
+    assert files() == {"a.html": page}
+
+
+@pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)
+@pytest.mark.parametrize("content", [b"<!DOCTYPE html>mine", None], ids=["mine", "a-page"])
+def test_no_page_is_replaced_without_its_lines(run, files, tmp_path, settings, content):
+    run(2, out_file=None)
+    page = content or files()["a.html"]
+    (tmp_path / "a.html").write_bytes(page)
+    with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
+        run(2, **settings)
+    assert files()["a.html"] == page
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str)
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals")
+def test_a_run_that_is_interrupted_leaves_a_page_of_all_samples(char_checkpoint, tmp_path, number, status):
+    lines = tmp_path / ("a.html.jsonl" if number == signal.SIGTERM else "a.jsonl")
+    process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=100000", "--max_new_tokens=20",
+                           "--html_file=a.html", *(["--out_file=a.jsonl"] if number == signal.SIGINT else []),
+                           cwd=tmp_path)
+    while not (lines.exists() and lines.stat().st_size) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(number)
+    printed, messages = process.communicate()
+    assert process.returncode == status and b"rror" not in messages, messages
+    assert num_shown(tmp_path) - printed.count(b"\n---------------\n") in (0, 1)
+    if number == signal.SIGTERM:
+        assert {path.name for path in tmp_path.iterdir()} == {"a.html"}
+    else:
+        assert num_shown(tmp_path) == lines.read_bytes().count(b"\n")
 
 
 # ---- watch: lines of several checkpoints
 
 @pytest.mark.parametrize("end", [-1, -2, 250], ids=["no-newline", "half-a-line", "half-the-first"])
 @pytest.mark.parametrize("is_newer", [False, True])
-def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, contents, tmp_path, end, is_newer):
+def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, tmp_path, end, is_newer):
     old, last, new = model_of("1", 100), model_of("2", 200), model_of("3", 300)
-    run(2, [old], watch=True, html_file=None)
-    first = (tmp_path / "a.jsonl").read_bytes()
-    run(2, [last], watch=True, html_file=None)
-    whole = (tmp_path / "a.jsonl").read_bytes()
+    path, watch = tmp_path / "a.jsonl", {"watch": True, "html_file": None}
+    run(2, [old], **watch)
+    first = path.read_bytes()
+    run(2, [last], **watch)
+    whole = path.read_bytes()
     cut = whole[:end] if end < 0 else whole[:len(first) + end]
-    (tmp_path / "a.jsonl").write_bytes(cut)
-    run(2, [new if is_newer else last], watch=True, html_file=None)
-    kept = whole if end == -1 else cut[:cut.rfind(b"\n") + 1] # the complete lines of the last checkpoint
+    path.write_bytes(cut)
+    run(2, [new if is_newer else last], **watch)
+    kept = whole if end == -1 else cut[:cut.rfind(b"\n") + 1] # the complete lines
     newer = kept + first.replace(b'"1"', b'"3"').replace(b": 100}", b": 300}")
-    assert (tmp_path / "a.jsonl").read_bytes() == (newer if is_newer else whole)
+    assert path.read_bytes() == (newer if is_newer else whole)
 
 
-@pytest.mark.parametrize("crc32, line", [("2", 3), ("3", 4)])
-def test_watch_refuses_a_file_of_other_settings(run, crc32, line):
+@pytest.mark.parametrize("crc32", ["2", "3"])
+def test_watch_refuses_a_file_of_other_settings(run, crc32):
     run(2, [model_of("1"), model_of("2")], watch=True, html_file=None)
-    with pytest.raises(ValueError, match=f"line {line}, is from another run: seed is 1 there, and 5 here"):
+    with pytest.raises(ValueError, match="line 1, is from another run: seed is 1 there, and 5 here"):
         run(2, [model_of(crc32)], watch=True, seed=5, html_file=None)
 
 
 # ---- overwrite
 
-def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, contents):
+def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, start, files):
     run(2)
-    whole = contents()
-    run(2, seed=5, overwrite=True, die_after=0)
-    assert contents() == whole
+    whole = files()
+    generate(start(seed=5, overwrite=True), 2, num_finished=0)
+    console.before_exit.close() # as at Ctrl-C
+    assert files() == whole
     run(4, seed=5, overwrite=True)
-    assert run(2, overwrite=True) == 0 and contents() == whole
+    run(2, overwrite=True)
+    assert files() == whole
 
 
 @pytest.mark.parametrize("name", ["out_file", "html_file"])
 @pytest.mark.parametrize("content", [b'{"version": "1.0"}', b"<!DOCTYPE html>\nmine"])
-def test_overwrite_replaces_no_file_that_sample_py_did_not_write(run, tmp_path, name, content):
+def test_overwrite_replaces_no_file_that_sample_py_did_not_write(run, files, tmp_path, name, content):
     run(1)
     (tmp_path / "other").write_bytes(content)
-    saved = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    before = files()
     with pytest.raises(ValueError, match=r"other was not written by sample.py, so --overwrite does not replace it"):
         run(1, overwrite=True, **{name: f"{tmp_path}/other"})
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == saved
+    assert files() == before
 
 
 @needs_unix
-@pytest.mark.parametrize("start", ["LINES:{}/link", "JSONL:-", "LINES:/dev/stdin"])
-def test_overwrite_does_not_replace_the_prompts(run, tmp_path, start):
+@pytest.mark.parametrize("prompts", ["LINES:{}/link", "JSONL:-", "LINES:/dev/stdin"])
+def test_overwrite_does_not_replace_the_prompts(run, tmp_path, prompts):
     run(1, html_file=None)
     path = (tmp_path / "a.jsonl").rename(tmp_path / "a")
     (tmp_path / "link").hardlink_to(path)
     with open(path) as stdin, redirected(0, stdin), pytest.raises(ValueError, match="/a is also the file of prompts"):
-        run(1, start=start.format(tmp_path), out_file=str(path), overwrite=True)
+        run(1, start=prompts.format(tmp_path), out_file=str(path), overwrite=True)
 
 
 # ---- standard output, and files that cannot be used
 
-def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, tmp_path, monkeypatch, capsys):
-    run(2, start="O", html_file=None)
+def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, start, tmp_path, monkeypatch, capsys):
+    run(2, html_file=None)
+    capsys.readouterr()
     run(2, out_file="-", html_file=None)
     assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    outputs = Outputs(SETTINGS | {"out_file": "-"})
-    outputs.open(model_of(), [])
-    outputs.write(finished_sample(0, "\x1b\x9b", make_tokens(1)))
-    assert '"prompt": "\\u001b\ufffd"' in capsys.readouterr().out
+    start(out_file="-", html_file=None).save('{"prompt": "\x1b\x9b"}\n'.encode())
+    assert capsys.readouterr().out == '{"prompt": "\u241b\ufffd"}\n'
+
+
+def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
+    def write(text):
+        raise BrokenPipeError
+    outputs = start(html_file=None)
+    monkeypatch.setattr(sys.stdout, "write", write)
+    with pytest.raises(BrokenPipeError):
+        generate(outputs, 2)
+    assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 1
 
 
 @pytest.mark.parametrize("settings, number", [
     ({}, None), ({"show_probs": True}, 0), ({"out_file": "a"}, 0), ({"out_file": "a", "logprobs": 3}, 3),
     ({"html_file": "a"}, 5), ({"html_file": "a", "out_file": "b", "logprobs": 7}, 7)], ids=str)
 def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number):
-    assert num_logprobs(SETTINGS | {"show_probs": False} | settings) == number
+    assert num_logprobs(SETTINGS | settings) == number
 
 
 @needs_unix
-def test_a_file_that_cannot_be_used_is_an_error_that_names_it(tmp_path):
+def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, tmp_path):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
     with open_output(tmp_path / "file"), pytest.raises(ValueError, match=r"another run writes to .*file: give"):
-        open_output(tmp_path / "file")
+        start(out_file=f"{tmp_path}/file")
     for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a direc"),
                          ("no/such", "there is no folder"), ("x" * 300, "File name too long")]:
         with pytest.raises((ValueError, OSError), match=reason):
-            open_output(f"{tmp_path}/{path}")
+            start(out_file=f"{tmp_path}/{path}")
+        with pytest.raises((ValueError, OSError), match=reason):
+            start(out_file=None, html_file=f"{tmp_path}/{path}")
     stdout_error = pytest.raises(ValueError, match=r"standard output goes to .*out: give the file another name")
     with open(tmp_path / "out", "wb") as out, redirected(1, out), stdout_error:
-        open_output(tmp_path / "out")
+        start(out_file=f"{tmp_path}/out")
+
+
+@pytest.mark.parametrize("settings", [{}, {"out_file": None}, {"html_file": None}], ids=str)
+def test_a_run_that_fails_while_its_model_is_loaded_leaves_no_files(start, files, settings):
+    start(**settings)
+    with pytest.raises(SystemExit), console.report_user_errors():
+        raise OSError("there is no folder out")
+    assert files() == {}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+def test_a_full_disk_is_named_by_the_file(start, tmp_path):
+    outputs = start(html_file=None)
+    with (open("/dev/full", "r+b", 0) as outputs.lines.file,
+          pytest.raises(OSError, match=f"cannot write '{tmp_path}/a.jsonl': No space left on device")):
+        outputs.save(b"a line")

@@ -12,11 +12,11 @@ import pytest
 from tqdm import tqdm
 
 from models import make_gpt, save_checkpoint, save_meta
-from pages import finished_sample, make_token
+from pages import CodePointTokenizer, finished_sample
 from project import RULE
 from sampling.outputs import html, printer
-from sampling.outputs.printer import TINTS, Printer, Progress, colorize
-from sampling.params import Prompt, Sample, Token
+from sampling.outputs.printer import TINTS, Printer, Progress
+from sampling.params import Piece, Prompt, Sample, Token
 
 RUN = ("--start=The ", "--num_samples=3", "--max_new_tokens=30", "--device=cpu")
 
@@ -55,33 +55,10 @@ def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, environm
         assert Printer(CodePointTokenizer(), show_probs=True).show_probs == is_shown
 
 
-@pytest.mark.parametrize("probability, background", [(0.5, None), (0.3, 230), (0.001, 209)])
-def test_less_likely_tokens_have_a_background(probability, background):
-    line = f"\x1b[38;5;16;48;5;{background}ma\x1b[0m" if background else "a"
-    assert colorize("a\n\na", math.log(probability)) == f"{line}\n\n{line}"
-
-
 def test_the_backgrounds_have_the_limits_of_the_page():
     page = Path(html.__file__).with_name("page.html").read_text(encoding="utf-8")
     limits = re.search(r"const LIMITS = \[(.*)\]", page)[1].split(", ")
     assert [*TINTS][::-1] == list(map(float, limits))
-
-
-def test_a_character_of_several_tokens_has_the_tint_of_all_of_them(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    tokens = [make_token("a", 0.9), make_token("", 0.5), make_token("", 0.5), make_token("é", 0.5)]
-    sample = finished_sample(0, "<", tokens)
-    sample.num_emittable_chars = 2
-    Printer(CodePointTokenizer(), show_probs=True).update(sample)
-    assert capsys.readouterr().out == f"a\x1b[38;5;16;48;5;224mé\x1b[0m\n{RULE}\n"
-
-
-class CodePointTokenizer:
-    """A tokenizer whose ids are code points."""
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
 
 
 def test_a_full_standard_output_is_an_error_that_names_it(monkeypatch):
@@ -89,23 +66,28 @@ def test_a_full_standard_output_is_an_error_that_names_it(monkeypatch):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False, write=write))
     with pytest.raises(OSError, match="cannot write 'standard output': No space left on device"):
-        Printer(CodePointTokenizer()).update(finished_sample(0, "<", []))
+        Printer(CodePointTokenizer()).update(finished_sample(0, "<", []), [])
 
 
-@pytest.mark.parametrize("steps", [[1, 2, 3, 4, 5, 6], [6], [0, 0, 3, 3, 6]], ids=str)
-def test_every_character_of_a_streaming_sample_is_printed_once(steps, capsys):
-    sample, printer = Sample(0, Prompt("<"), [60]), Printer(CodePointTokenizer())
-    sample.tokens, whole = [Token(0, text, -0.1) for text in ["a", "", "bc", "d", "", "ef"]], "abcdef"
-    printed = ""
-    for sample.num_emittable_chars in steps:
-        printer.update(sample)
-        printed += capsys.readouterr().out
-        assert printed == "<" + whole[:sample.num_emittable_chars]
-    sample.finish_reason = "length"
-    printer.update(sample)
-    assert capsys.readouterr().out == f"\n{RULE}\n"
-    printer.update(Sample(1, Prompt("<"), [62], finish_reason="length"))
+@pytest.mark.parametrize("streams, printed", [(True, ["<a", "bc", "", f"d\n{RULE}\n"]),
+                                              (False, ["", "", "", f"<abcd\n{RULE}\n"])])
+def test_pieces_are_printed_at_once_or_with_the_whole_sample(streams, printed, capsys):
+    sample, printer = Sample(0, Prompt("<"), [60]), Printer(CodePointTokenizer(), streams=streams)
+    for texts, expected in zip([["a"], ["b", "c"], [], ["d"]], printed, strict=True):
+        sample.finish_reason = "length" if texts == ["d"] else None
+        printer.update(sample, map(Piece, texts))
+        assert capsys.readouterr().out == expected
+    printer.update(Sample(1, Prompt("<"), [62], finish_reason="stop"), [])
     assert capsys.readouterr().out == f">\n{RULE}\n"
+
+
+def test_each_piece_has_the_background_of_its_probability_but_no_line_end_has(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    pieces = [Piece("a", math.log(0.9)), Piece("é\n\n", math.log(0.125)), Piece("b", math.log(0.001)), Piece("c")]
+    Printer(CodePointTokenizer(), show_probs=True).update(finished_sample(0, "<", []), pieces)
+    expected = "a\x1b[38;5;16;48;5;224mé\x1b[0m\n\n\x1b[38;5;16;48;5;209mb\x1b[0mc"
+    assert capsys.readouterr().out == f"{expected}\n{RULE}\n"
 
 
 def test_control_characters_in_samples_do_not_reach_a_terminal(terminal, run_script, tmp_path):
@@ -131,35 +113,62 @@ def test_a_bar_is_shown_if_stderr_is_a_terminal_and_stdout_is_not(terminal):
     screen.process.send_signal(signal.SIGINT)
 
 
-def test_the_bar_and_the_last_line_count_what_was_sampled(messages):
-    counter = Progress(10, 100)
-    with tqdm(total=1000, file=io.StringIO()) as counter.bar:
-        counter.add_tokens(40)
-        counter.add_tokens(-10) # a batch ran out of memory
-        counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 30, "stop"))
-        assert (counter.bar.n, counter.bar.total, counter.bar.postfix) == (30, 930, "1 sample") # it stopped early
-    counter.close(3 * 2**20)
-    line = r"1 sample, 30 tokens in \d+\.\d s: [\d.]+ tokens/s, peak memory 3 MB"
-    assert re.fullmatch(line, messages.pop())
-    Progress(0, 5).close(None) # out_file was complete
-    assert messages == []
+@pytest.fixture
+def start(monkeypatch):
+    """Makes a Progress at second 0, and two samples that it follows: start(total_samples)."""
+    def start(total_samples):
+        monkeypatch.setattr(printer, "time", SimpleNamespace(perf_counter=lambda: 0))
+        progress = Progress(total_samples, max_new_tokens=100)
+        return progress, *progress.follow([Sample(0, Prompt("a"), []), Sample(1, Prompt("a"), [])])
+    return start
+
+
+def update(progress, second, sample, num_tokens, finish_reason=None):
+    """Update progress when a sample has this many tokens."""
+    printer.time.perf_counter = lambda: second
+    sample.tokens, sample.finish_reason = [Token(0, "a")] * num_tokens, finish_reason
+    progress.update(sample)
+
+
+def test_the_bar_and_the_last_line_count_what_was_sampled(start, messages, monkeypatch):
+    monkeypatch.setattr(printer, "start_progress_bar", lambda count: tqdm(initial=count, file=io.StringIO()))
+    progress, first, second = start(10)
+    for seconds, sample, num_tokens, reason, shown in [
+            (60, first, 10, None, (10, None, None)), # the model was compiled first
+            (61, second, 10, None, (20, 1000, "0 samples")),
+            (62, second, 0, None, (10, 1000, "0 samples")), # a batch ran out of memory
+            (63, first, 30, "stop", (30, 930, "1 sample"))]: # it stopped early
+        update(progress, seconds, sample, num_tokens, reason)
+        assert (progress.bar.n, progress.bar.total, progress.bar.postfix) == shown
+    update(progress, 64, second, 20)
+    progress.close(3 * 2**20)
+    assert messages.pop() == "1 sample, 50 tokens in 4.0 s: 10.0 tokens/s, peak memory 3 MB" # 40 after the first 10
+
+
+def test_tokens_that_come_at_once_are_timed_from_the_start_and_no_tokens_not_at_all(start, messages):
+    progress, first, _ = start(1)
+    update(progress, 5, first, 10, "length")
+    progress.close(None)
+    start(0)[0].close(None) # out_file was complete
+    assert messages == ["1 sample, 10 tokens in 5.0 s: 2.0 tokens/s"]
+
+
+def test_saved_samples_do_not_count():
+    progress = Progress(3, 100)
+    list(progress.follow([Sample(0, Prompt("a"), [], already_saved=True), Sample(1, Prompt("a"), [])]))
+    assert progress.total_samples == 2 and list(progress.unfinished) == [1]
 
 
 @pytest.mark.parametrize("total, before, after", [
     (5, "0 of 5 samples", "1 of 5 samples"), (None, "0 samples", "1 sample")])
 @pytest.mark.parametrize("is_terminal", [False, True]) # a terminal without a bar shows samples
-def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(messages, monkeypatch, total, before, after,
+def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(start, messages, monkeypatch, total, before, after,
                                                                      is_terminal):
-    clock = iter([0, 10, 29, 31, 50, 62, 90, 93])
-    monkeypatch.setattr(printer.time, "perf_counter", clock.__next__)
-    monkeypatch.setattr(printer, "start_progress_bar", lambda total: None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
-    counter = Progress(total, 100)
-    for _ in range(5):
-        counter.add_tokens(100)
-    counter.add_sample(finished_sample(0, "a", [Token(1, "b")] * 100))
-    for _ in range(2):
-        counter.add_tokens(-50) # a batch ran out of memory
-    lines = [f"{before}, 300 tokens so far: 9.7 tokens/s", f"{before}, 500 tokens so far: 8.1 tokens/s",
-             f"{after}, 400 tokens so far: 4.3 tokens/s"]
+    progress, first, second = start(total)
+    for seconds, sample, num_tokens, reason in [
+            (100, first, 10, None), (120, first, 20, None), (130, first, 40, None), # 30 in 30 seconds
+            (150, first, 50, "length"), (160, second, 80, None)]: # 120 in 60
+        update(progress, seconds, sample, num_tokens, reason)
+    lines = [f"{before}, 40 tokens so far: 1.0 tokens/s", f"{after}, 130 tokens so far: 2.0 tokens/s"]
     assert messages == ([] if is_terminal else lines)

@@ -62,7 +62,7 @@ def finish(run_script, prepared, folder):
     (signal.SIGINT, 130, [0.02]),
     pytest.param(signal.SIGKILL, -9, [0, 0.05, 0.1, 0.2, 0.3], marks=pytest.mark.slow, id="5-kills"),
     pytest.param(signal.SIGINT, 130, [0, 0.1, 0.2], marks=pytest.mark.slow, id="3-interrupts"),
-    pytest.param(signal.SIGTERM, -15, [0.1], marks=pytest.mark.slow),
+    pytest.param(signal.SIGTERM, 143, [0.1], marks=pytest.mark.slow),
 ], ids=str)
 def test_a_signal_leaves_complete_samples(prepared, folder, finish, number, status, moments):
     """moments: seconds after the first new sample. Each run resumes the previous one."""
