@@ -41,13 +41,12 @@ class Backend(Protocol):
     def release(self, cache: Cache) -> None:
         """Take back a cache that the caller needs no more."""
 
-    def logits(self, ids: Tensor, cache: Cache | None, num_positions: int = 1, num_needed: int | None = None) -> Tensor:
+    def logits(self, ids: Tensor, cache: Cache | None, num_positions: int = 1) -> Tensor:
         """Run the model on ids (B, T), which follow the tokens in the cache.
 
         Returns the logits of the last num_positions positions of each row: (B * num_positions, V). The next call may
         overwrite them.
         If ids has one row and the cache is empty, all rows of the cache get it: one prefill for equal prompts.
-        num_needed: how many of the largest logits of a row must be exact; any other may be -inf. None: all.
         """
 
     def bytes_per_row(self, length: int) -> int:
@@ -81,9 +80,7 @@ class EagerBackend(Backend):
         return self.model.new_cache(num_rows, capacity)
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1,
-               num_needed: int | None = None) -> Tensor:
-        """Computes all logits, whatever num_needed is."""
+    def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
         ids = ids.clone(memory_format=torch.contiguous_format) # torch.compile compiles again for other strides
         return self.model(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
 
@@ -117,8 +114,7 @@ class ExactBackend(Backend):
         return SimpleNamespace(seq_len=0, ids=torch.empty(1, 0, dtype=torch.long, device=self.device)) # (1, S)
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, cache: SimpleNamespace | None, num_positions: int = 1,
-               num_needed: int | None = None) -> Tensor:
+    def logits(self, ids: Tensor, cache: SimpleNamespace | None, num_positions: int = 1) -> Tensor:
         """Expects one row, and num_positions=1."""
         if cache is not None:
             cache.seq_len += ids.size(1)

@@ -44,12 +44,12 @@ class QuantizedWeight(NamedTuple):
         return self.values.shape
 
 
-def quantize(weight: Tensor, mean: Tensor | float = 0.0) -> QuantizedWeight:
-    """Round a weight (O, I), less mean, to int8, with one scale for each row."""
+def quantize(weight: Tensor) -> QuantizedWeight:
+    """Round a weight (O, I) to int8, with one scale for each row."""
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
     size = max(1, CHUNK // weight.size(1))
     for rows, row_values, row_scales in zip(weight.split(size), values.split(size), scales.split(size), strict=True):
-        rows = rows.float() - mean
+        rows = rows.float()
         row_scales.copy_(rows.abs().amax(dim=1) / 127 + SMALLEST)
         row_values.copy_((rows / row_scales[:, None]).round_())
     return QuantizedWeight(values, scales)
@@ -92,51 +92,6 @@ class Linear:
         return run(self.kernel, x.size * len(self.weight), x, self.weight, self.scales, self.bias, GELU[gelu], residual)
 
 
-class Shortlist:
-    """The logits of an LM head for one row, exact only for tokens that may be among the k largest: the others are -inf.
-
-    This reads a quarter of the bytes: a copy of the weight (V, E) in int8 gives approximate logits. By the
-    Cauchy-Schwarz inequality, that of token v is off by at most |x| * |weight[v] - copy[v]|. So it is known which
-    tokens may be among the k largest: the shortlist. The copy is of the weight less its mean row, which is large in
-    trained weights, and adds the same number to every logit.
-    """
-    MIN_WEIGHTS = 2**23 # a smaller weight stays in the processor's cache
-    MIN_STEPS = 16 # before the copy is made, which takes as long as it saves in about 50 steps
-    MAX_FRACTION = 1 / 16 # of the vocabulary: exact logits of a longer shortlist would take as long as all
-    MAX_FAILURES = 16 # in total, before it gives up
-
-    def __init__(self, weight: np.ndarray):
-        self.weight, self.num_steps, self.num_failures, self.copy = torch.from_numpy(weight), 0, 0, None
-
-    def __call__(self, x: np.ndarray, k: int) -> Tensor | None:
-        """(1, E) -> logits (1, V), or None: compute all."""
-        self.num_steps += 1
-        if self.num_steps < self.MIN_STEPS or self.num_failures >= self.MAX_FAILURES:
-            return None
-        self.copy = self.copy or self.make_copy()
-        copy, errors = self.copy
-        logits, bound = torch.from_numpy(copy(x)), errors * float(np.linalg.norm(x))
-        kth = (logits[0] - bound).topk(min(k, len(errors))).values[-1] # at most the k-th largest logit
-        ids = (logits[0] + bound >= kth).nonzero().squeeze(1)
-        if k <= len(ids) <= self.MAX_FRACTION * len(errors): # not if there are NaN
-            exact = torch.from_numpy(Linear(self.weight[ids])(x))
-            return logits.fill_(-torch.inf).index_copy_(1, ids, exact)
-        self.num_failures += 1
-        return None
-
-    def make_copy(self) -> tuple[Linear, Tensor]:
-        """The copy, and a bound (V,) on the errors of its logits for an x of norm 1."""
-        mean = self.weight.mean(dim=0)
-        values, scales = quantize(self.weight, mean)
-        errors = torch.empty_like(scales)
-        for part in torch.arange(len(errors)).split(1024):
-            exact = self.weight[part] - mean
-            rounding = (exact - values[part] * scales[part, None]).norm(dim=1)
-            # A float32 sum of E products is off by at most E * 2**-24 times the product of the norms.
-            errors[part] = 1.001 * rounding + mean.numel() * 2**-22 * (exact.norm(dim=1) + mean.norm())
-        return Linear(QuantizedWeight(values, scales)), errors
-
-
 class CPUBackend(Backend):
     """Computes the logits of a GPT, without copying the float32 weights of the checkpoint.
 
@@ -160,10 +115,8 @@ class CPUBackend(Backend):
             return lambda x: run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
 
         self.config = config
-        has_shortlist = not int8 and config.vocab_size * config.n_embd >= Shortlist.MIN_WEIGHTS
-        compile_kernels(("int8",) if int8 else ("float32", "int8") if has_shortlist else ("float32",))
+        compile_kernels(["int8" if int8 else "float32"])
         self.lm_head = linear("lm_head")
-        self.shortlist = Shortlist(self.lm_head.weight) if has_shortlist else None
         self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
         self.wpe, self.ln_f = as_array(weights["transformer.wpe.weight"]), layer_norm("transformer.ln_f")
         self.blocks = []
@@ -175,8 +128,7 @@ class CPUBackend(Backend):
         return CPUCache(self.config, num_rows, capacity)
 
     @torch.inference_mode()
-    def logits(self, ids: Tensor, cache: CPUCache | None, num_positions: int = 1,
-               num_needed: int | None = None) -> Tensor:
+    def logits(self, ids: Tensor, cache: CPUCache | None, num_positions: int = 1) -> Tensor:
         (B, T), start = ids.shape, 0 if cache is None else cache.seq_len
         rows = ids.flatten().numpy()
         x = self.wte.weight[rows] * self.wte.scales[rows, None] # (R, E)
@@ -190,10 +142,7 @@ class CPUBackend(Backend):
             x = mlp_c_proj(c_fc(ln_2(x), gelu=self.config.gelu), residual=x)
         if cache is not None:
             cache.seq_len += T
-        x, logits = self.ln_f(x), None
-        if self.shortlist and num_needed and len(x) == 1:
-            logits = self.shortlist(x, num_needed)
-        return torch.from_numpy(self.lm_head(x)) if logits is None else logits
+        return torch.from_numpy(self.lm_head(self.ln_f(x)))
 
     def attention(self, qkv: np.ndarray, cache: CPUCache | None, layer: int, B: int, num_last: int) -> np.ndarray:
         """Queries, keys and values (R, 3 * E) of a layer -> results of attention (B * num_last, E) for the last

@@ -192,8 +192,7 @@ class CUDABackend(Backend):
         self.idle = cache
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1,
-               num_needed: int | None = None) -> Tensor:
+    def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:
         with self.lock: # another thread must not write the inputs of a graph before it runs
             if cache is None:
                 return self.window_logits(ids).clone() # another thread may use the same window
