@@ -17,7 +17,6 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
-from sampling.backends.process import peak_memory, return_freed_memory, shorten_spinning
 from sampling.generation.workers import RANK, WORLD_SIZE, Workers
 from sampling.inputs.prompts import PromptSource, log_notices, make_samples, warn_about_stop_texts
 from sampling.inputs.tokenizer import load_tokenizer
@@ -26,6 +25,7 @@ from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setu
 from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.outputs.printer import Printer, Progress
 from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
+from sampling.process import peak_memory, return_freed_memory, shorten_spinning
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -112,7 +112,7 @@ def main(settings):
 
 def load(settings, params, prompts=None):
     """Load the model with its tokenizer. Returns (model, number of samples or None if unknown, batch size)."""
-    from sampling.backends.prepare import choose_device, choose_dtype, weight_converter
+    from sampling.backends.prepare import choose_device, choose_dtype, count_steps, weight_converter
     from sampling.checkpoints.huggingface import load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.text_generator import TextGenerator
@@ -127,7 +127,7 @@ def load(settings, params, prompts=None):
     tokenizer = load_tokenizer(checkpoint, logger.info, settings.tokenizer)
     warn_about_stop_texts(params.stop_texts, tokenizer, logger.warning)
     num_total = prompts and prompts.count_and_max_len(tokenizer, settings.num_samples)[0]
-    num_steps = num_total and -(-num_total // (settings.batch_size or 64)) * settings.max_new_tokens # in full batches
+    num_steps = count_steps(num_total, settings.max_new_tokens, settings.batch_size)
     options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
     return TextGenerator(checkpoint, tokenizer, device, dtype, options, None if WORLD_SIZE > 1 else num_steps), num_total
 

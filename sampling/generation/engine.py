@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sampling.backends.prepare import free_memory
-from sampling.backends.process import return_freed_memory
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.messages import is_out_of_memory
 from sampling.params import Piece, Sample, SamplingParams, check_exact
+from sampling.process import free_memory, return_freed_memory
 from sampling.sampler.row_streams import RunStream
 from sampling.sampler.sampler import Sampler
 

@@ -10,9 +10,9 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from sampling.params import Piece, Sample, SamplingParams
+from sampling.process import rank, world_size
 
-_environment = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
-RANK, WORLD_SIZE = int(_environment.get("RANK", 0)), int(_environment.get("WORLD_SIZE", 1))
+RANK, WORLD_SIZE = rank(), world_size()
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
