@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.backend import Backend
+from sampling.backends.backend import Backend, Cache
 
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
@@ -29,7 +29,7 @@ CHUNK = 2**18 # weights that are quantized at once, so that their copies need li
 SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0
 WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
 
-compile_lock, compiled, this_thread = Lock(), set(), local()
+compile_lock, this_thread = Lock(), local()
 run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python threads at once
 
 
@@ -55,14 +55,13 @@ def quantize(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(values, scales)
 
 
-class CPUCache:
+class CPUCache(Cache):
     """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
 
     def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
         shape = 2, config.n_layer, num_rows, config.n_head, config.n_embd // config.n_head, capacity
         # Positions are the last axis, (layers, B, H, D, C), so that the inner loops of attention are over them.
         self.keys, self.values = torch.empty(shape, dtype=torch.float32).numpy()
-        self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. They move to the front of the same memory, because a second cache might not fit."""
@@ -98,7 +97,7 @@ class CPUBackend(Backend):
     weights: by nanoGPT's names. int8: round all weights that are not QuantizedWeights yet; activations and sums are
     float32 all the same.
     """
-    device, max_rows = torch.device("cpu"), 64
+    device = torch.device("cpu")
 
     def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False):
         def linear(name: str) -> Linear:
@@ -115,7 +114,7 @@ class CPUBackend(Backend):
             return lambda x: run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
 
         self.config = config
-        compile_kernels(["int8" if int8 else "float32"])
+        compile_kernels("int8" if int8 else "float32")
         self.lm_head = linear("lm_head")
         self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
         self.wpe, self.ln_f = as_array(weights["transformer.wpe.weight"]), layer_norm("transformer.ln_f")
@@ -182,32 +181,20 @@ def run(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
         return kernel(*arguments)
 
 
-def compile_kernels(dtypes: tuple[str, ...]) -> None:
-    """Load the kernels for weights of these dtypes ("float32", "int8") from numba's cache, or compile them, which takes
+def compile_kernels(dtype: str) -> None:
+    """Load the kernels for weights of this dtype ("float32" or "int8") from numba's cache, or compile them, which takes
     some seconds.
     """
     global run_lock
     with compile_lock:
         x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)
-        calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0)}
-        for dtype in dtypes:
-            calls[kernels.LINEAR[dtype]] = x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL
+        calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
+                 kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL)}
         start, is_new, num_threads = time.perf_counter(), False, torch.get_num_threads()
         for kernel, arguments in calls.items():
-            if kernel in compiled:
+            if kernel.signatures: # this process has it already
                 continue
-            try:
-                kernel(*arguments)
-            except BaseException as error:
-                # numba's cache cannot be read or written, or Ctrl-C may have left an index that names a file of an
-                # older version. So remove the index of this kernel's files.
-                if kernel.stats.cache_path:
-                    for path in Path(kernel.stats.cache_path).glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
-                        path.unlink(missing_ok=True)
-                if not isinstance(error, Exception):
-                    raise
-                kernel(*arguments)
-            compiled.add(kernel)
+            call_or_retry_without_cached_code(kernel, arguments)
             if not is_new and sum(kernel.stats.cache_misses.values()):
                 is_new = True
                 logger.info("compiling kernels for this processor, once ...")
@@ -216,3 +203,20 @@ def compile_kernels(dtypes: tuple[str, ...]) -> None:
         torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
         if numba.threading_layer() == "workqueue": # it aborts the process if two threads are inside at once
             run_lock = Lock()
+
+
+def call_or_retry_without_cached_code(kernel: Callable[..., Any], arguments: tuple) -> None:
+    """Call a kernel, which loads its code from numba's cache, or compiles and saves it.
+
+    If that fails, as with a damaged file or a full disk, removes the index of the kernel's files and calls it again.
+    After Ctrl-C it only removes the index, which may name a file of an older version.
+    """
+    try:
+        kernel(*arguments)
+    except BaseException as error:
+        if kernel.stats.cache_path:
+            for path in Path(kernel.stats.cache_path).glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
+                path.unlink(missing_ok=True)
+        if not isinstance(error, Exception):
+            raise
+        kernel(*arguments)

@@ -3,7 +3,9 @@ import copy
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 from models import as_checkpoint, make_gpt
 from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.cpu import CPUBackend, Linear, quantize
+from sampling.backends.cpu import WORK_PER_THREAD, CPUBackend, Linear, compile_kernels, quantize, run
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.nanogpt import load_nanogpt
 from streams import decode, random_prompt
@@ -233,3 +235,18 @@ assert numba.threading_layer() == LAYER and len(found) == 30 and all(torch.equal
 """
     env = {**os.environ, "NUMBA_THREADING_LAYER": layer, "PYTHONPATH": f"{PROJECT}{os.pathsep}{PROJECT / 'tests'}"}
     subprocess.run([sys.executable, "-c", code.replace("LAYER", repr(layer))], env=env, check=True, timeout=100)
+
+
+@pytest.mark.usefixtures("all_threads")
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(most):
+    def num_threads(work):
+        run(lambda: seen.append(numba.get_num_threads()), work)
+        return seen[-1]
+    compile_kernels("float32")
+    seen, available = [], numba.config.NUMBA_NUM_THREADS
+    torch.set_num_threads(most)
+    with ThreadPoolExecutor(1) as pool: # numba and torch have numbers of their own for each Python thread
+        for call in num_threads, lambda work: pool.submit(num_threads, work).result():
+            assert [call(0), call(WORK_PER_THREAD), call(0)] == [1, min(2, most, available), 1]
+            assert call(10**12) == min(most, available)
