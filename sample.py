@@ -9,22 +9,18 @@ settings files (Python that assigns settings) and --key=value, --key value, or a
 """
 import gc
 import inspect
-import logging
 import os
 import sys
-from types import SimpleNamespace
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
-from sampling.backends.process import peak_memory, return_freed_memory, shorten_spinning
-from sampling.generation.workers import RANK, WORLD_SIZE, Workers
-from sampling.inputs.prompts import PromptNotices, encode_prompts, make_samples, read_prompts, warn_about_stop_texts
+from sampling.inputs.prompts import count_samples, encode_prompts, make_samples, read_prompts, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
 from sampling.outputs.outputs import Outputs, num_logprobs
-from sampling.outputs.printer import Printer, Progress
 from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
+from sampling.process import rank, return_freed_memory, shorten_spinning
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -58,10 +54,8 @@ cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs w
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
 exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on
               # CUDA in any dtype
-draft: str | None = None # speculative decoding: a draft model proposes tokens, and the model checks several in one
-                         # pass; only on a CPU, for one sample at a time, with the same text in float32; int8: the
-                         # model itself in int8; otherwise the name, folder or file of a smaller model with the same
-                         # vocabulary
+draft: str | None = None # speculative decoding, on a CPU in float32, for one sample at a time: int8: a copy of the model
+                         # in int8 proposes tokens, and the model checks several in one pass; faster, with the same text
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go
@@ -76,79 +70,69 @@ watch = False # when the samples are done, wait until train.py saves a new ckpt.
 
 
 def main(settings):
-    """Load the model, then generate, save and show samples. settings: the values of the settings above, by name."""
+    """Sample from a model, once, for each checkpoint that train.py saves, or in a session. settings: all, by name."""
+    from sampling.checkpoints.nanogpt import wait_for_saves as wait_for_save  # torch takes a second: first, the settings are checked
 
-    from sampling.checkpoints.nanogpt import wait_for_saves
-
-    workers = Workers(settings.interactive or settings.watch) # mostly one process
-    settings.seed = choose_seed(settings.seed)
-    params = SamplingParams.from_settings(vars(settings), num_logprobs(vars(settings)))
-    if settings.interactive:
+    from sampling.generation.workers import Workers
+    settings["seed"] = choose_seed(seed)
+    params = SamplingParams.from_settings(settings, num_logprobs(settings))
+    workers = Workers(interactive or watch) # the processes that torchrun started; mostly one
+    if interactive:
         from sampling.repl import run_repl
-        return run_repl(lambda: load(settings, params)[0], params, settings.show_probs, settings.start)
-    if RANK:
-        return workers.serve(load(settings, params)[0])
-    prompts = read_prompts(settings.start, settings.watch)
-    outputs = Outputs(vars(settings))
-    for _ in wait_for_saves(settings.out_dir, logger.info) if settings.watch else [None]:
-        model, encoded = load(settings, params, prompts)
-        num_total = len(encoded) * settings.num_samples if isinstance(encoded, list) else None
-        samples = outputs.open(model, make_samples(encoded, settings.num_samples))
-        samples = map(PromptNotices(model.tokenizer, model.backend.config.block_size), samples)
-        printer = Printer(model.tokenizer, settings.show_probs)
-        progress = Progress(num_total and num_total - outputs.num_saved, settings.max_new_tokens)
-        for sample, pieces in workers.run(model, samples, params, settings.batch_size, is_tty(sys.stdout)):
-            sample.num_emittable_chars += sum(len(piece.text) for piece in pieces)
-            if sample.finish_reason: # while streaming, samples come unfinished too
-                outputs.write(sample) # before it is shown: a resumed run does not show saved samples again
-                progress.add_tokens(sample.num_tokens)
-                progress.add_sample(sample)
-            if not outputs.uses_stdout and (sample.finish_reason or is_tty(sys.stdout)):
-                printer.update(sample)
-        outputs.write_page()
-        progress.close(peak_memory(model.backend.device))
-        del model # its memory must be free before the next model is loaded
+        return run_repl(load_gpt, params, show_probs, start)
+    if rank(): # this process generates what rank 0 hands out
+        return workers.serve(load_gpt())
+    prompts, outputs = read_prompts(start, watch), Outputs(settings)
+    save = wait_for_save(out_dir) if watch else None
+    run(prompts, params, workers, outputs)
+    while watch:
+        save = wait_for_save(out_dir, save)
+        run(prompts, params, workers, outputs)
 
 
-def load(settings, params, prompts=()):
-    """Load the model with its tokenizer. Returns (model, the prompts with their token ids)."""
-    from sampling.backends.prepare import choose_device, choose_dtype, weight_converter
+def run(prompts, params, workers, outputs):
+    """Load the model, then generate the samples of all prompts, and print and save them."""
+    num_total = count_samples(prompts, num_samples)
+    gpt = load_gpt(num_total)
+    warn_about_stop_texts(params.stop_texts, gpt.tokenizer)
+    samples = make_samples(encode_prompts(prompts, gpt.tokenizer), num_samples)
+    samples = outputs.resume(samples, gpt, num_total) # those that out_file holds already are not sampled again
+    for sample, pieces in workers.run(gpt, samples, params, batch_size, is_tty(sys.stdout)): # no gradients, autocast
+        outputs.update(sample, pieces)
+    outputs.finish()
+
+
+def load_gpt(num_total=None):
+    """The model with its tokenizer, on its device. num_total: how many samples it will generate; None: unknown."""
+    from sampling.backends.prepare import choose_device, choose_dtype, count_steps
     from sampling.checkpoints.huggingface import load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
     return_freed_memory() # of the model before this one
-    device = choose_device(settings.device)
-    dtype = choose_dtype(device, settings.dtype, settings.exact)
-    load_options = dict(convert=weight_converter(dtype), with_crc32=bool(settings.out_file), log=logger.info)
+    torch_device = choose_device(device)
+    torch_dtype = choose_dtype(torch_device, dtype, exact)
     with system_interrupts(): # a stranger's file may keep Python busy for minutes
-        if settings.init_from == 'resume': # the ckpt.pt that train.py wrote
-            checkpoint = load_nanogpt(settings.out_dir, **load_options)
+        if init_from == 'resume': # the ckpt.pt that train.py wrote
+            checkpoint = load_nanogpt(out_dir, torch_dtype)
         else: # GPT-2
-            checkpoint = load_huggingface(settings.init_from, **load_options)
-        tokenizer = load_tokenizer(checkpoint, settings.tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
-    warn_about_stop_texts(params.stop_texts, tokenizer)
-    encoded, num_steps = encode_prompts(prompts, tokenizer), None # None: unknown
-    if isinstance(encoded, list) and WORLD_SIZE == 1:
-        num_batches = -(-len(encoded) * settings.num_samples // (settings.batch_size or 64)) # full ones
-        num_steps = num_batches * settings.max_new_tokens
-    options = ModelOptions(settings.compile, settings.cuda_graphs, settings.exact, settings.draft)
-    return TextGenerator(checkpoint, tokenizer, device, dtype, options, num_steps), encoded
-
-
-logger = logging.getLogger("sampling") # below the settings, because it is none
+            checkpoint = load_huggingface(init_from, torch_dtype)
+        encoding = load_tokenizer(checkpoint, tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
+    options = ModelOptions(compile, cuda_graphs, exact, draft)
+    num_steps = count_steps(num_total, max_new_tokens, batch_size)
+    return TextGenerator(checkpoint, encoding, torch_device, torch_dtype, options, num_steps)
 
 
 def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process; it may end at once."""
-    setup_console(RANK == 0, owns_process)
+    setup_console(rank(), owns_process)
     with report_user_errors(status=2):
         settings = override(globals(), sys.argv[1:], check_settings, ALIASES, training_settings)
     if owns_process:
         shorten_spinning() # before torch is imported
         gc.set_threshold(1_000_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none
     with report_user_errors():
-        main(SimpleNamespace(**settings))
+        main(settings)
     if owns_process:
         hard_exit()
 

@@ -39,19 +39,12 @@ class NotingBackend(EagerBackend):
 
 def static_steps(gpt):
     """A CUDABackend. If its check finds a wrong step, whose logits it would not use, a warning says so."""
-    return CUDABackend(gpt)
-
-
-def recorded_graphs(gpt):
-    """The same with graphs, for tests that call record_graphs."""
-    backend = static_steps(gpt)
-    backend.checks.path = "graphs"
-    return backend
+    return CUDABackend(gpt, cuda_graphs=False)
 
 
 BACKENDS = {
     "eager": EagerBackend, "noting": NotingBackend, "cpu": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
-    "static steps": static_steps, "recorded graphs": recorded_graphs, "cuda": lambda gpt: static_steps(gpt.cuda())}
+    "static steps": static_steps, "recorded graphs": CUDABackend, "cuda": lambda gpt: CUDABackend(gpt.cuda())}
 
 
 class Generator(TextGenerator):

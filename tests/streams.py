@@ -16,11 +16,14 @@ def random_prompt(length, rows=1, seed=0):
     return torch.randint(SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def decode(backend, prompts, num_tokens, seed=3, context_shift=False, temperature=1.0, top_k=None, **settings):
+def decode(backend, prompts, num_tokens, seed=3, context_shift=False, temperature=1.0, top_k=None,
+           dtype=torch.float32, **settings):
     """The num_tokens ids with which a run continues each of prompts (lists of ids)."""
     params = SamplingParams(num_tokens, temperature, top_k, seed=seed, context_shift=context_shift, **settings)
     samples = [Sample(i, Prompt("a"), ids) for i, ids in enumerate(prompts)]
-    return [sample.token_ids for sample in run(Generator(IdTokenizer(), backend), samples, params)]
+    gpt = Generator(IdTokenizer(), backend)
+    gpt.dtype = dtype
+    return [sample.token_ids for sample in run(gpt, samples, params)]
 
 
 class IdTokenizer:

@@ -1,58 +1,67 @@
 """Backend: a GPT that was prepared for a device. It computes logits, and nothing else. And the two plain backends:
 EagerBackend for MPS, compiled CPUs and short runs, and ExactBackend, nanoGPT's own operations, for exact=True.
 """
-from types import SimpleNamespace
-from typing import Protocol
+import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig, KVCache
+from sampling.messages import is_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 
-class Cache(Protocol):
-    """What a backend keeps of the tokens so far, such as keys and values. The caller owns it."""
-    seq_len: int # filled positions. The caller may set it back, which undoes the latest tokens
+class Cache:
+    """What a backend keeps of the tokens so far, such as keys and values. The caller owns it.
+
+    KVCache of model.py, which imports nothing of ours, has the same attribute and method.
+    """
+    seq_len = 0 # filled positions. The caller may set it back, which undoes the latest tokens
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only."""
+        raise NotImplementedError
 
 
-class Backend(Protocol):
-    """A GPT prepared for one kind of device.
+class Backend:
+    """A GPT prepared for one kind of device. Each subclass defines new_cache and logits, and what differs by device.
 
     All backends compute the same logits, up to rounding, except that ExactBackend uses the exact GELU for every model.
     """
     config: GPTConfig
     device: torch.device
     is_exact = False # whether it computes nanoGPT's logits bit for bit
-    max_rows: int # how many samples to generate at once, at most, unless the user asks for more
+    max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
+    all_columns = False # whether to sample with nanoGPT's own operations, on all V columns: no GPU waits for these
+    min_flush_steps = 1 # decode steps between two copies of tokens to the host, while text streams
     cache_itemsize = 4 # bytes of a number in the cache
-    min_capacity = 1 # positions that each row of a cache has at least
 
-    def new_cache(self, num_rows: int, capacity: int) -> Cache:
+    def new_cache(self, num_rows: int, capacity: int) -> Cache | KVCache:
         """An empty cache with room for capacity positions in each row."""
+        raise NotImplementedError
 
-    min_flush_steps, all_columns = 1, False
-
-    def should_drop(self, num_rows, num_unfinished):
-        return num_unfinished < num_rows
-
-    def release(self, cache: Cache) -> None:
+    def release(self, cache: Cache | KVCache) -> None:
         """Take back a cache that the caller needs no more."""
 
-    def logits(self, ids: Tensor, cache: Cache | None, num_positions: int = 1, num_needed: int | None = None) -> Tensor:
+    def logits(self, ids: Tensor, cache: Cache | KVCache | None, num_positions: int = 1) -> Tensor:
         """Run the model on ids (B, T), which follow the tokens in the cache.
 
         Returns the logits of the last num_positions positions of each row: (B * num_positions, V). The next call may
         overwrite them.
         If ids has one row and the cache is empty, all rows of the cache get it: one prefill for equal prompts.
-        num_needed: how many of the largest logits of a row must be exact; any other may be -inf. None: all.
         """
+        raise NotImplementedError
+
+    def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
+        """Whether the finished rows of a batch should leave it."""
+        return num_unfinished < num_rows
 
     def bytes_per_row(self, length: int) -> int:
         """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window."""
-        config, num_tokens = self.config, min(max(length, self.min_capacity), self.config.block_size)
+        config, num_tokens = self.config, min(length, self.config.block_size)
         cache_bytes = 2 * config.n_layer * config.n_embd * self.cache_itemsize # of the keys and values of a token
         window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0 # about ten activations of a token
         logits_bytes = 40 * config.vocab_size # also what sampling makes of them
@@ -65,27 +74,64 @@ def num_step_weights(config: GPTConfig) -> int:
     return config.n_layer * (4 * E * E + 2 * E * inner) + config.vocab_size * E
 
 
+def compiled(model: GPT) -> Callable[..., Any]:
+    """The model as a function that torch.compile compiles when it is called first.
+
+    A call raises ValueError if torch.compile does not work here, but errors that mean out of memory unchanged.
+    """
+    torch._dynamo.config.recompile_limit = 32 # prefill, steps and windows, each by batch size
+    torch._inductor.config.freezing = model.lm_head.weight.device.type == "cpu" # packs the weights: twice as fast
+    forward, is_compiled = torch.compile(model, dynamic=True), False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_compiled
+        if not is_compiled:
+            logger.info("compiling the model, which takes about a minute ...")
+            is_compiled = True
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error: # a missing compiler or driver shows in many ways
+            if is_out_of_memory(error):
+                raise
+            reason = f"{type(error).__name__}: {error!s:.300}"
+            raise ValueError(f"compile=True does not work here ({reason}): leave it out") from None
+    return call
+
+
 class EagerBackend(Backend):
     """Runs GPT.forward. With compile, torch.compile compiles it."""
-    max_rows = 64
 
     def __init__(self, model: GPT, compile: bool = False):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         self.cache_itemsize = model.lm_head.weight.itemsize
-        if compile:
-            torch._dynamo.config.recompile_limit = 32 # prefill, steps and windows, each by batch size
-            torch._inductor.config.freezing = self.device.type == "cpu" # packs the weights: twice as fast
-            model.compile(dynamic=True)
+        self.forward = compiled(model) if compile else model
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         return self.model.new_cache(num_rows, capacity)
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1,
-               num_needed: int | None = None) -> Tensor:
-        """Computes all logits, whatever num_needed is."""
+    def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
         ids = ids.clone(memory_format=torch.contiguous_format) # torch.compile compiles again for other strides
-        return self.model(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
+        return self.forward(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
+
+
+class ExactCache(Cache):
+    """The tokens so far: all that nanoGPT keeps."""
+
+    def __init__(self, device: torch.device):
+        self.tokens = torch.empty(1, 0, dtype=torch.long, device=device)
+
+    @property
+    def ids(self) -> Tensor:
+        """(1, S), without what setting seq_len back has undone."""
+        return self.tokens[:, :self.seq_len]
+
+    def append(self, ids: Tensor) -> None:
+        self.tokens = torch.cat([self.ids, ids], dim=1)
+        self.seq_len = self.tokens.size(1)
+
+    def select_rows(self, rows: list[int]) -> None:
+        self.tokens = self.tokens[rows]
 
 
 class ExactBackend(Backend):
@@ -93,8 +139,8 @@ class ExactBackend(Backend):
 
     A GPU chooses its kernels by the shapes of the operations, and other kernels round differently. So each operation
     has nanoGPT's shape: the batch is 1, each step computes the whole window, and ln_f runs on all rows of it. Then the
-    same GPU and torch compute nanoGPT's logits bit for bit, in any dtype. Sampler(all_columns=True,
-    in_logits_dtype=True) does the same for the choice of a token.
+    same GPU and torch compute nanoGPT's logits bit for bit, in any dtype. A Sampler with all_columns and
+    in_logits_dtype does the same for the choice of a token.
     Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole process. Raises ValueError if the
     device is neither CUDA nor a CPU.
     """
@@ -106,23 +152,22 @@ class ExactBackend(Backend):
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high") # TF32
             torch.backends.cuda.enable_cudnn_sdp(True) # the default, which CUDABackend changes
+            self.min_flush_steps = 4 # as CUDABackend
         elif self.device.type != "cpu": # the random numbers would be the CPU's
             raise ValueError(f"exact=True needs CUDA or a CPU; got device={self.device.type}")
         for module in model.modules():
             if isinstance(module, nn.GELU):
                 module.approximate = "none" # nanoGPT has only this form
 
-    def new_cache(self, num_rows: int, capacity: int) -> SimpleNamespace:
-        """The tokens so far: all that nanoGPT keeps."""
-        return SimpleNamespace(seq_len=0, ids=torch.empty(1, 0, dtype=torch.long, device=self.device)) # (1, S)
+    def new_cache(self, num_rows: int, capacity: int) -> ExactCache:
+        return ExactCache(self.device)
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, cache: SimpleNamespace | None, num_positions: int = 1,
-               num_needed: int | None = None) -> Tensor:
+    def logits(self, ids: Tensor, cache: ExactCache | None, num_positions: int = 1) -> Tensor:
         """Expects one row, and num_positions=1."""
         if cache is not None:
-            cache.seq_len += ids.size(1)
-            ids = cache.ids = torch.cat([cache.ids, ids], dim=1)
+            cache.append(ids)
+            ids = cache.ids
         transformer = self.model.transformer
         x = transformer.wte(ids) + transformer.wpe(torch.arange(ids.size(1), device=self.device)) # (1, T, E)
         for block in transformer.h:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.backend import Backend
+from sampling.backends.backend import Backend, Cache
 
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
@@ -29,7 +29,7 @@ CHUNK = 2**18 # weights that are quantized at once, so that their copies need li
 SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0
 WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
 
-compile_lock, compiled, this_thread = Lock(), set(), local()
+compile_lock, this_thread = Lock(), local()
 run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python threads at once
 
 
@@ -44,25 +44,24 @@ class QuantizedWeight(NamedTuple):
         return self.values.shape
 
 
-def quantize(weight: Tensor, mean: Tensor | float = 0.0) -> QuantizedWeight:
-    """Round a weight (O, I), less mean, to int8, with one scale for each row."""
+def quantize(weight: Tensor) -> QuantizedWeight:
+    """Round a weight (O, I) to int8, with one scale for each row."""
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
     size = max(1, CHUNK // weight.size(1))
     for rows, row_values, row_scales in zip(weight.split(size), values.split(size), scales.split(size), strict=True):
-        rows = rows.float() - mean
+        rows = rows.float()
         row_scales.copy_(rows.abs().amax(dim=1) / 127 + SMALLEST)
         row_values.copy_((rows / row_scales[:, None]).round_())
     return QuantizedWeight(values, scales)
 
 
-class CPUCache:
+class CPUCache(Cache):
     """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
 
     def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
         shape = 2, config.n_layer, num_rows, config.n_head, config.n_embd // config.n_head, capacity
         # Positions are the last axis, (layers, B, H, D, C), so that the inner loops of attention are over them.
         self.keys, self.values = torch.empty(shape, dtype=torch.float32).numpy()
-        self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. They move to the front of the same memory, because a second cache might not fit."""
@@ -92,58 +91,13 @@ class Linear:
         return run(self.kernel, x.size * len(self.weight), x, self.weight, self.scales, self.bias, GELU[gelu], residual)
 
 
-class Shortlist:
-    """The logits of an LM head for one row, exact only for tokens that may be among the k largest: the others are -inf.
-
-    This reads a quarter of the bytes: a copy of the weight (V, E) in int8 gives approximate logits. By the
-    Cauchy-Schwarz inequality, that of token v is off by at most |x| * |weight[v] - copy[v]|. So it is known which
-    tokens may be among the k largest: the shortlist. The copy is of the weight less its mean row, which is large in
-    trained weights, and adds the same number to every logit.
-    """
-    MIN_WEIGHTS = 2**23 # a smaller weight stays in the processor's cache
-    MIN_STEPS = 16 # before the copy is made, which takes as long as it saves in about 50 steps
-    MAX_FRACTION = 1 / 16 # of the vocabulary: exact logits of a longer shortlist would take as long as all
-    MAX_FAILURES = 16 # in total, before it gives up
-
-    def __init__(self, weight: np.ndarray):
-        self.weight, self.num_steps, self.num_failures, self.copy = torch.from_numpy(weight), 0, 0, None
-
-    def __call__(self, x: np.ndarray, k: int) -> Tensor | None:
-        """(1, E) -> logits (1, V), or None: compute all."""
-        self.num_steps += 1
-        if self.num_steps < self.MIN_STEPS or self.num_failures >= self.MAX_FAILURES:
-            return None
-        self.copy = self.copy or self.make_copy()
-        copy, errors = self.copy
-        logits, bound = torch.from_numpy(copy(x)), errors * float(np.linalg.norm(x))
-        kth = (logits[0] - bound).topk(min(k, len(errors))).values[-1] # at most the k-th largest logit
-        ids = (logits[0] + bound >= kth).nonzero().squeeze(1)
-        if k <= len(ids) <= self.MAX_FRACTION * len(errors): # not if there are NaN
-            exact = torch.from_numpy(Linear(self.weight[ids])(x))
-            return logits.fill_(-torch.inf).index_copy_(1, ids, exact)
-        self.num_failures += 1
-        return None
-
-    def make_copy(self) -> tuple[Linear, Tensor]:
-        """The copy, and a bound (V,) on the errors of its logits for an x of norm 1."""
-        mean = self.weight.mean(dim=0)
-        values, scales = quantize(self.weight, mean)
-        errors = torch.empty_like(scales)
-        for part in torch.arange(len(errors)).split(1024):
-            exact = self.weight[part] - mean
-            rounding = (exact - values[part] * scales[part, None]).norm(dim=1)
-            # A float32 sum of E products is off by at most E * 2**-24 times the product of the norms.
-            errors[part] = 1.001 * rounding + mean.numel() * 2**-22 * (exact.norm(dim=1) + mean.norm())
-        return Linear(QuantizedWeight(values, scales)), errors
-
-
 class CPUBackend(Backend):
     """Computes the logits of a GPT, without copying the float32 weights of the checkpoint.
 
     weights: by nanoGPT's names. int8: round all weights that are not QuantizedWeights yet; activations and sums are
     float32 all the same.
     """
-    device, max_rows = torch.device("cpu"), 64
+    device = torch.device("cpu")
 
     def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False):
         def linear(name: str) -> Linear:
@@ -160,10 +114,8 @@ class CPUBackend(Backend):
             return lambda x: run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
 
         self.config = config
-        has_shortlist = not int8 and config.vocab_size * config.n_embd >= Shortlist.MIN_WEIGHTS
-        compile_kernels(("int8",) if int8 else ("float32", "int8") if has_shortlist else ("float32",))
+        compile_kernels("int8" if int8 else "float32")
         self.lm_head = linear("lm_head")
-        self.shortlist = Shortlist(self.lm_head.weight) if has_shortlist else None
         self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
         self.wpe, self.ln_f = as_array(weights["transformer.wpe.weight"]), layer_norm("transformer.ln_f")
         self.blocks = []
@@ -175,8 +127,7 @@ class CPUBackend(Backend):
         return CPUCache(self.config, num_rows, capacity)
 
     @torch.inference_mode()
-    def logits(self, ids: Tensor, cache: CPUCache | None, num_positions: int = 1,
-               num_needed: int | None = None) -> Tensor:
+    def logits(self, ids: Tensor, cache: CPUCache | None, num_positions: int = 1) -> Tensor:
         (B, T), start = ids.shape, 0 if cache is None else cache.seq_len
         rows = ids.flatten().numpy()
         x = self.wte.weight[rows] * self.wte.scales[rows, None] # (R, E)
@@ -190,10 +141,7 @@ class CPUBackend(Backend):
             x = mlp_c_proj(c_fc(ln_2(x), gelu=self.config.gelu), residual=x)
         if cache is not None:
             cache.seq_len += T
-        x, logits = self.ln_f(x), None
-        if self.shortlist and num_needed and len(x) == 1:
-            logits = self.shortlist(x, num_needed)
-        return torch.from_numpy(self.lm_head(x)) if logits is None else logits
+        return torch.from_numpy(self.lm_head(self.ln_f(x)))
 
     def attention(self, qkv: np.ndarray, cache: CPUCache | None, layer: int, B: int, num_last: int) -> np.ndarray:
         """Queries, keys and values (R, 3 * E) of a layer -> results of attention (B * num_last, E) for the last
@@ -233,32 +181,20 @@ def run(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
         return kernel(*arguments)
 
 
-def compile_kernels(dtypes: tuple[str, ...]) -> None:
-    """Load the kernels for weights of these dtypes ("float32", "int8") from numba's cache, or compile them, which takes
+def compile_kernels(dtype: str) -> None:
+    """Load the kernels for weights of this dtype ("float32" or "int8") from numba's cache, or compile them, which takes
     some seconds.
     """
     global run_lock
     with compile_lock:
         x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)
-        calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0)}
-        for dtype in dtypes:
-            calls[kernels.LINEAR[dtype]] = x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL
+        calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
+                 kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL)}
         start, is_new, num_threads = time.perf_counter(), False, torch.get_num_threads()
         for kernel, arguments in calls.items():
-            if kernel in compiled:
+            if kernel.signatures: # this process has it already
                 continue
-            try:
-                kernel(*arguments)
-            except BaseException as error:
-                # numba's cache cannot be read or written, or Ctrl-C may have left an index that names a file of an
-                # older version. So remove the index of this kernel's files.
-                if kernel.stats.cache_path:
-                    for path in Path(kernel.stats.cache_path).glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
-                        path.unlink(missing_ok=True)
-                if not isinstance(error, Exception):
-                    raise
-                kernel(*arguments)
-            compiled.add(kernel)
+            call_or_retry_without_cached_code(kernel, arguments)
             if not is_new and sum(kernel.stats.cache_misses.values()):
                 is_new = True
                 logger.info("compiling kernels for this processor, once ...")
@@ -267,3 +203,20 @@ def compile_kernels(dtypes: tuple[str, ...]) -> None:
         torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
         if numba.threading_layer() == "workqueue": # it aborts the process if two threads are inside at once
             run_lock = Lock()
+
+
+def call_or_retry_without_cached_code(kernel: Callable[..., Any], arguments: tuple) -> None:
+    """Call a kernel, which loads its code from numba's cache, or compiles and saves it.
+
+    If that fails, as with a damaged file or a full disk, removes the index of the kernel's files and calls it again.
+    After Ctrl-C it only removes the index, which may name a file of an older version.
+    """
+    try:
+        kernel(*arguments)
+    except BaseException as error:
+        if kernel.stats.cache_path:
+            for path in Path(kernel.stats.cache_path).glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
+                path.unlink(missing_ok=True)
+        if not isinstance(error, Exception):
+            raise
+        kernel(*arguments)

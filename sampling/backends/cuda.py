@@ -17,32 +17,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model import GPT, Block, KVCache, linear_dtype
-from sampling.backends.backend import Backend
+from sampling.backends.backend import Backend, Cache, compiled
 from sampling.messages import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
 TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # see compare_logits; a wrong key, mask or position gives more
+MIN_ROWS_TO_SHRINK = 33 # the idle rows of a smaller batch cost less than new graphs
+
+Step = Callable[[], Tensor] # computes logits (B, V)
 
 
 @dataclass
-class SelfCheck:
-    """Which path this GPU may use. If a check or a graph fails, it becomes a slower one, and a warning says so.
-
-    path: "graphs": CUDA graphs of the steps of CUDABackend; "steps": these steps themselves; "plain": the plain model.
-    """
-    path: str
+class Support:
+    """What works on this GPU. A failure turns it off, and a warning says so."""
+    graphs: bool # CUDA graphs of steps
+    steps: bool # the steps of CUDABackend themselves; without them, the plain model runs
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether the logits (B, V) of a step agree with those of the plain model. If not, use no steps any more."""
+        """Whether the logits (B, V) of a step agree with those of the plain model."""
         error, limit = compare_logits(found, expected) # (B,) each
         if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
             return True
         worst = (error - limit).argmax()
-        self.path = "plain"
+        self.steps = False
         logger.warning(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
-                 f"{error[worst]:.3g} standard deviations; {limit[worst]:.3g} is allowed): continuing with the plain "
-                 "model, which is slower")
+                       f"{error[worst]:.3g} standard deviations; {limit[worst]:.3g} is allowed): continuing with the "
+                       "plain model, which is slower")
         return False
 
     def disable_graphs(self, error: Exception, device: torch.device) -> None:
@@ -55,44 +56,43 @@ class SelfCheck:
         except RuntimeError:
             raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this process: run it again "
                              f"with --cuda_graphs=False ({reason})") from None
-        self.path = "steps"
+        self.graphs = False
         logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
 
 
-class GraphSet:
-    """The CUDA graphs of steps that read and write the same tensors, which stay in place. Each step has a key."""
+class StepTable:
+    """How to compute each kind of step that reads and writes the same tensors, which stay in place.
 
-    def __init__(self, checks: SelfCheck, device: torch.device):
-        self.checks, self.device = checks, device
-        # By key: the graph and the logits that it writes; None: the step was checked, and runs without a graph.
-        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor] | None] = {}
+    A callable of the table was checked when it was made. It gets the step anew at each call: if it held the step, it
+    would hold the tensors too, and only Python's garbage collector would free their memory.
+    """
+
+    def __init__(self, support: Support, device: torch.device):
+        self.support, self.device = support, device
+        self.table: dict[Hashable, Callable[[Step], Tensor]] = {}
         self.stream = self.pool = None # of the captures. The graphs share the pool: they never run at the same time
 
-    def run(self, key: Hashable, step: Callable[[], Tensor], plain: Callable[[], Tensor]) -> Tensor:
-        """The logits (B, V) of a step: from its graph, which is captured and checked at the first call with this key.
+    def run(self, key: Hashable, step: Step, plain: Step) -> Tensor:
+        """The logits of a step. plain computes them with the plain model. The first call with a key makes its callable.
 
-        plain computes the same with the plain model. Raises what means out of memory; the next call captures again.
+        Raises what means out of memory; the next call then makes the callable again.
         """
-        if self.checks.path == "plain":
+        if not self.support.steps:
             return plain()
-        if key not in self.graphs:
-            graph, logits = self.capture(step) if self.checks.path == "graphs" else (None, step())
-            expected = plain()
-            if not self.checks.check_logits(logits, expected):
-                return expected
-            self.graphs[key] = (graph, logits) if graph else None
-            return logits
-        if self.graphs[key] is None or self.checks.path == "steps":
-            return step()
-        graph, logits = self.graphs[key]
-        graph.replay()
+        if key in self.table:
+            return self.table[key](step)
+        call = self.capture(step) if self.support.graphs else run_step
+        logits, expected = call(step), plain()
+        if not self.support.check_logits(logits, expected):
+            return expected
+        self.table[key] = call
         return logits
 
-    def capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph | None, Tensor]:
-        """Capture the step, and run it once: from its graph, or directly if graphs do not work."""
+    def capture(self, step: Step) -> Callable[[Step], Tensor]:
+        """A callable that replays a graph of the step; run_step if graphs do not work here."""
         try:
             graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-            if self.stream is None: # cuBLAS keeps a workspace for each stream: none dangles when this set is gone
+            if self.stream is None: # cuBLAS keeps a workspace for each stream: none dangles when this table is gone
                 self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
             self.stream.wait_stream(caller)
             # torch.cuda.graph may leave its own stream current when it fails: the outer block returns to the caller's.
@@ -104,12 +104,20 @@ class GraphSet:
             caller.wait_stream(self.stream)
             graph.replay()
             torch.cuda.synchronize(self.device) # raises the errors of the replay
-            return graph, logits
         except Exception as error: # a driver, an operator or too little memory: each has its own
             if is_out_of_memory(error):
                 raise
-            self.checks.disable_graphs(error, self.device)
-        return None, step()
+            self.support.disable_graphs(error, self.device)
+            return run_step
+
+        def replay(step: Step) -> Tensor:
+            graph.replay()
+            return logits
+        return replay
+
+
+def run_step(step: Step) -> Tensor:
+    return step()
 
 
 def compare_logits(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,19 +134,19 @@ def compare_logits(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     return difference.std(dim=-1, correction=0) / std, base + rounding / std
 
 
-class StaticCache(KVCache):
-    """A KV cache, the inputs of a decode step, and the graphs that hold both in place."""
+class StaticCache(KVCache, Cache):
+    """A KV cache, the inputs of a decode step, and the steps that read and write both in place."""
 
-    def __init__(self, model: GPT, num_rows: int, capacity: int, graphs: GraphSet):
-        super().__init__(model.config, num_rows, capacity, graphs.device, linear_dtype(model))
+    def __init__(self, model: GPT, num_rows: int, capacity: int, steps: StepTable):
+        super().__init__(model.config, num_rows, capacity, steps.device, linear_dtype(model))
         self.capacity = capacity
-        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=graphs.device) # that the step processes
-        self.position = torch.zeros(1, dtype=torch.long, device=graphs.device) # of this token
-        self.graphs = graphs
+        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=steps.device) # that the step processes
+        self.position = torch.zeros(1, dtype=torch.long, device=steps.device) # of this token
+        self.steps = steps # by the number of positions that they attend to
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. The steps then need new graphs."""
-        self.graphs = GraphSet(self.graphs.checks, self.graphs.device) # first, because the old ones hold memory
+        self.steps = StepTable(self.steps.support, self.steps.device) # first, because the old graphs hold memory
         super().select_rows(rows)
         self.token = self.token[rows]
 
@@ -146,43 +154,34 @@ class StaticCache(KVCache):
 class CUDABackend(Backend):
     """Computes the logits of a GPT, whose Linears must be cast already: a graph cannot keep cast copies of weights.
 
-    compile: torch.compile fuses the kernels of the steps before they are captured. cuda_graphs=False launches the
-    kernels one by one. Changes the precision of matrix products and the choice of attention kernels for the whole
-    process. Several threads may use it, one at a time.
+    cuda_graphs=False launches the kernels of a step one by one. compile: torch.compile compiles the plain model, and
+    there are no graphs. Changes the precision of matrix products and the choice of attention kernels for the whole
+    process. Thread-safe: a lock admits one thread at a time.
     """
-    min_flush_steps, all_columns = 4, True
-
-    def should_drop(self, num_rows, num_unfinished):
-        return num_rows > 32 and 2 * num_unfinished <= num_rows
-
     max_rows = 128 # a guess: the random numbers of each row need a kernel
+    all_columns = True
+    min_flush_steps = 4 # each copy synchronises the GPU
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True):
         self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
         # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
-        self.checks = SelfCheck("graphs" if cuda_graphs and self.device.type == "cuda" else "steps")
-        self.window: tuple[Tensor, GraphSet] | None = None # ids (B, block_size), and the graph that reads them
+        self.forward = compiled(model) if compile else model # the plain model
+        self.support = Support(graphs=cuda_graphs, steps=not compile)
+        self.window: tuple[Tensor, StepTable] | None = None # ids (B, block_size), and how to compute its logits
         self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
         self.lock = threading.Lock()
         self.cache_itemsize = model.lm_head.weight.itemsize
-        # The blocks are compiled one by one, because all blocks share the compiled code of the first one.
-        self.block_step, self.forward = block_step, model.forward
-        if compile:
-            self.min_capacity = self.config.block_size # each capacity would need another compilation
-            torch._dynamo.config.recompile_limit = 64 # one graph for each number of keys and batch size
-            self.block_step = torch.compile(block_step, dynamic=False)
-            self.forward = torch.compile(model.forward, dynamic=False)
 
     def new_cache(self, num_rows: int, capacity: int) -> StaticCache:
-        capacity = round_up(max(capacity, self.min_capacity), BUCKET)
-        capacity = min(capacity, round_up(self.config.block_size, 8)) # attention with a mask needs multiples of 8
+        # Attention with a mask needs multiples of 8.
+        capacity = min(round_up(capacity, BUCKET), round_up(self.config.block_size, 8))
         with self.lock:
             cache, self.idle = self.idle, None
             if cache is None or len(cache.token) != num_rows or cache.capacity < capacity:
                 cache = None # frees its memory before the new one takes more
-                cache = StaticCache(self.model, num_rows, capacity, GraphSet(self.checks, self.device))
+                cache = StaticCache(self.model, num_rows, capacity, StepTable(self.support, self.device))
             for layer in cache.layers:
                 layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
         cache.seq_len = 0
@@ -191,10 +190,12 @@ class CUDABackend(Backend):
     def release(self, cache: StaticCache) -> None:
         self.idle = cache
 
+    def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
+        return num_rows >= MIN_ROWS_TO_SHRINK and 2 * num_unfinished <= num_rows
+
     @torch.no_grad()
-    def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1,
-               num_needed: int | None = None) -> Tensor:
-        with self.lock: # another thread must not write the inputs of a graph before it runs
+    def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:
+        with self.lock: # another thread must not write the inputs of a step before it runs
             if cache is None:
                 return self.window_logits(ids).clone() # another thread may use the same window
             start = cache.seq_len
@@ -203,15 +204,15 @@ class CUDABackend(Backend):
             cache.token.copy_(ids)
             cache.position.fill_(start)
             num_keys = min(round_up(start + 1, BUCKET), cache.capacity)
-            logits = cache.graphs.run(num_keys, lambda: self.decode_step(cache, num_keys),
-                                      lambda: self.plain_logits(cache.token, cache, start))
+            logits = cache.steps.run(num_keys, lambda: self.decode_step(cache, num_keys),
+                                     lambda: self.plain_logits(cache.token, cache, start))
             cache.seq_len = start + 1
             return logits
 
     def plain_logits(self, ids: Tensor, cache: StaticCache, start: int, num_positions: int = 1) -> Tensor:
         """The logits of the plain model for ids (B, T) at the positions from start on."""
         cache.seq_len = start
-        return self.model(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
+        return self.forward(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
 
     def decode_step(self, cache: StaticCache, num_keys: int) -> Tensor:
         """Process cache.token at cache.position, attending to the S = num_keys first positions -> logits (B, V)."""
@@ -220,7 +221,7 @@ class CUDABackend(Backend):
         zeros = torch.zeros(1, num_keys, device=self.device, dtype=cache.layers[0].dtype)
         mask = zeros.masked_fill(torch.arange(num_keys, device=self.device) > cache.position, -torch.inf) # (1, S)
         for block, layer in zip(transformer.h, cache.layers, strict=True):
-            x = self.block_step(block, x, layer, cache.position, mask, num_keys)
+            x = block_step(block, x, layer, cache.position, mask, num_keys)
         return self.model.lm_head(transformer.ln_f(x))[:, 0] # (B, 1, E) -> (B, V)
 
     def window_logits(self, ids: Tensor) -> Tensor:
@@ -228,13 +229,15 @@ class CUDABackend(Backend):
         window, self.window = self.window, None # so that a failure, such as out of memory, frees it
         if window is None or window[0].shape != ids.shape:
             window = None # frees its memory before the new one takes more
-            window = ids.clone(), GraphSet(self.checks, self.device)
-        window_ids, graphs = window
+            window = ids.clone(), StepTable(self.support, self.device)
+        window_ids, steps = window
         window_ids.copy_(ids)
-        logits = graphs.run("window", lambda: self.forward(window_ids)[0][:, -1],
-                            lambda: self.model(window_ids)[0][:, -1])
+        logits = steps.run("window", lambda: self.window_step(window_ids), lambda: self.forward(window_ids)[0][:, -1])
         self.window = window
         return logits
+
+    def window_step(self, ids: Tensor) -> Tensor:
+        return self.model(ids)[0][:, -1]
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:

@@ -1,20 +1,18 @@
-"""Chooses the device, the dtype, the backend for a checkpoint, and the batch size. Prepares the backend."""
+"""Chooses the device, the dtype and the backend for a checkpoint, and prepares the backend."""
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig
 from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
-from sampling.backends.process import disable_malloc_trim
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.messages import is_out_of_memory
 from sampling.params import ModelOptions
+from sampling.process import disable_malloc_trim, local_rank, world_size
 
 logger = logging.getLogger(__name__)
 DEFAULT_OPTIONS = ModelOptions()
@@ -24,11 +22,11 @@ SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
 SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes a full window (measured with ten rows)
 
 
-def choose_device(name: str, local_rank: int | None = None) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """The device of this name; 'auto' is CUDA, then MPS, then the CPU. Raises ValueError if it is not available.
 
     A GPU whose first kernel fails cannot be used: 'auto' says why, and goes on to the next device.
-    If several processes share the machine, local_rank is the number of this process there, and selects its GPU.
+    If torchrun started several processes, each uses another GPU of its machine for 'cuda'.
     """
     gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
     available = [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
@@ -38,8 +36,8 @@ def choose_device(name: str, local_rank: int | None = None) -> torch.device:
     names = [each for each in available if each != "cuda:0"] # "cuda" stands for it
     for candidate in names if name == "auto" else [name]:
         device = torch.device(candidate)
-        if candidate == "cuda" and local_rank is not None:
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        if candidate == "cuda" and world_size() > 1:
+            device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         reason = why_unusable(device)
         if reason is None: # as always for the CPU, the last one
             return device
@@ -75,10 +73,13 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
     """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
 
     exact: choose as nanoGPT does, which takes bfloat16 even where the GPU emulates it.
-    Raises ValueError if the device does not support the dtype. name must be allowed by RULES in params.py.
+    Raises ValueError if the device, or this installation, does not support the dtype. name must be allowed by RULES in
+    params.py.
     """
     if name == "int8" and device.type != "cpu":
         raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
+    if name == "int8":
+        has_numba(is_required=True)
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device
@@ -93,14 +94,13 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
                     options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None) -> Backend:
     """The fastest backend for a model. Takes the weights out of the checkpoint.
 
-    dtype may be torch.int8 on a CPU, without compile and exact. num_steps: how many steps the run will take; None:
-    unknown, or many.
+    dtype may be torch.int8 on a CPU, without compile and exact. num_steps: see count_steps; None: unknown, or many.
     Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
     config = checkpoint.config
-    if wants_kernels(config, device, dtype, options, num_steps) and has_numba(dtype):
+    if wants_kernels(config, device, dtype, options, num_steps) and has_numba(is_required=dtype == torch.int8):
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8)
         checkpoint.state_dict = {}
@@ -120,10 +120,17 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
 
 def weight_converter(dtype: torch.dtype) -> Callable[[Tensor], Any] | None:
     """What to do with each weight as soon as it is read from a file: round it to int8, or nothing."""
-    if dtype == torch.int8 and has_numba(dtype):
+    if dtype == torch.int8:
         from sampling.backends.cpu import quantize
         return quantize
     return None
+
+
+def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | None) -> int | None:
+    """How many steps a run takes in full batches; None if the number of its samples is unknown."""
+    if num_samples is None:
+        return None
+    return -(-num_samples // (batch_size or Backend.max_rows)) * max_new_tokens
 
 
 def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
@@ -139,16 +146,16 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, o
     return num_steps * step + num_windows * window >= MIN_EAGER_SECONDS
 
 
-def has_numba(dtype: torch.dtype) -> bool:
-    """Whether numba can be imported: not with a Python or a processor that it does not support. If not, a warning says
-    so. Raises ValueError then for int8, which has no other backend.
+def has_numba(is_required: bool) -> bool:
+    """Whether numba can be imported: not with a Python or a processor that it does not support. If not, raises
+    ValueError if it is required, as for int8, which has no other backend. Otherwise a warning says so.
     """
     try:
         import numba  # noqa: F401
         return True
     except ImportError as error:
         message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({error}): pip install numba"
-    if dtype == torch.int8:
+    if is_required:
         raise ValueError(message)
     logger.warning(f"{message}; continuing without the kernels, which is slower")
     return False
@@ -161,41 +168,3 @@ def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:
             for name, value in module.named_parameters():
                 setattr(module, name, nn.Parameter(value.to(dtype), requires_grad=False))
     return model
-
-
-def free_memory(device: torch.device) -> int:
-    """The free memory of a device in bytes, for this process."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
-
-
-def default_batch_size(backend: Backend, length: int, num_processes: int = 1) -> int:
-    """The batch size for samples of length tokens if the user gives none: as many as half of the free memory holds, at
-    most backend.max_rows.
-
-    num_processes is the number of processes that share the machine's memory. GPU memory is not divided: if processes
-    share a GPU and it runs out of memory, the engine halves its batches.
-    """
-    if backend.device.type == "cuda":
-        free = torch.cuda.mem_get_info(backend.device)[0]
-    else:
-        free = psutil.virtual_memory().available // num_processes
-    return max(1, min(backend.max_rows, free // 2 // backend.bytes_per_row(length)))
-
-
-def compile_steps(backend: Backend, num_rows: int) -> None:
-    """Compile a prefill and a decode step of num_rows, by running them. Raises ValueError if torch.compile does not
-    work here, but errors that mean out of memory unchanged.
-    """
-    logger.info("compiling ...")
-    start = time.perf_counter()
-    ids, cache = torch.zeros(num_rows, 1, dtype=torch.long, device=backend.device), backend.new_cache(num_rows, 2)
-    try:
-        backend.logits(ids[:1], cache)
-        backend.logits(ids, cache)
-    except Exception as e: # a missing compiler or driver shows in many ways
-        if is_out_of_memory(e):
-            raise
-        raise ValueError(f"compile=True does not work here ({type(e).__name__}: {e!s:.300}): leave it out") from None
-    logger.info(f"compiled in {time.perf_counter() - start:.1f} s")

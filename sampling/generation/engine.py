@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sampling.backends.prepare import free_memory
-from sampling.backends.process import return_freed_memory
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.inputs.prompts import PromptNotices
 from sampling.messages import is_out_of_memory
 from sampling.params import Piece, Sample, SamplingParams, check_exact
+from sampling.process import free_memory, return_freed_memory
 from sampling.sampler.row_streams import RunStream
 from sampling.sampler.sampler import Sampler
 
@@ -56,6 +56,7 @@ class Engine:
         finished sample comes once, with the rest of its pieces.
         Raises ValueError if logits were NaN or infinite.
         """
+        samples = map(PromptNotices(self.gpt.tokenizer, self.backend.config.block_size), samples)
         for batch in self.batches(samples):
             rows = [IncrementalDetokenizer(sample, self.gpt.tokenizer, self.params) for sample in batch]
             waiting = deque(row for row in rows if not row.sample.already_saved)

@@ -10,9 +10,7 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from sampling.params import Piece, Sample, SamplingParams
-
-_environment = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
-RANK, WORLD_SIZE = int(_environment.get("RANK", 0)), int(_environment.get("WORLD_SIZE", 1))
+from sampling.process import rank, world_size
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
@@ -25,7 +23,8 @@ class Workers:
     """
 
     def __init__(self, is_attended: bool = False):
-        if WORLD_SIZE == 1:
+        self.rank, self.world_size = rank(), world_size()
+        if self.world_size == 1:
             return
         if is_attended:
             raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
@@ -40,16 +39,16 @@ class Workers:
     def run(self, gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams, batch_size: int | None,
             stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
         """Rank 0: what gpt.run yields, with the help of the other processes."""
-        if WORLD_SIZE == 1:
+        if self.world_size == 1:
             yield from gpt.run(samples, params, batch_size, stream)
             return
         samples = iter(samples)
-        while batch := list(islice(samples, WORLD_SIZE * (batch_size or gpt.backend.max_rows))):
-            bounds = [len(batch) * rank // WORLD_SIZE for rank in range(WORLD_SIZE + 1)]
+        while batch := list(islice(samples, self.world_size * (batch_size or gpt.backend.max_rows))):
+            bounds = [len(batch) * rank // self.world_size for rank in range(self.world_size + 1)]
             shares = [batch[start:end] for start, end in pairwise(bounds)]
             exchange("broadcast_object_list", [(shares, params, batch_size)])
             yield from gpt.run(shares[0], params, batch_size, stream)
-            results = [None] * WORLD_SIZE
+            results = [None] * self.world_size
             exchange("gather_object", None, results)
             for share, finished in zip(shares[1:], results[1:], strict=True):
                 new = [sample for sample in share if not sample.already_saved]
@@ -66,7 +65,7 @@ class Workers:
                 return
             shares, params, batch_size = received[0]
             finished, text = [], []
-            for sample, pieces in gpt.run(shares[RANK], params, batch_size):
+            for sample, pieces in gpt.run(shares[self.rank], params, batch_size):
                 text += pieces
                 if sample.finish_reason:
                     finished.append((sample, text))

@@ -3,7 +3,9 @@ import copy
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 from models import as_checkpoint, make_gpt
 from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.cpu import CPUBackend, Linear, Shortlist, quantize
+from sampling.backends.cpu import WORK_PER_THREAD, CPUBackend, Linear, compile_kernels, quantize, run
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.nanogpt import load_nanogpt
 from streams import decode, random_prompt
@@ -208,62 +210,6 @@ def test_the_demo_predicts_nearly_as_well_in_int8():
     assert 0 < (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean() < 0.001
 
 
-# ---- the shortlist
-
-@pytest.fixture
-def early_shortlist(monkeypatch):
-    """Small heads have a Shortlist too, from the second step on."""
-    monkeypatch.setattr(Shortlist, "MIN_WEIGHTS", 0)
-    monkeypatch.setattr(Shortlist, "MIN_STEPS", 2)
-
-
-@pytest.mark.usefixtures("early_shortlist")
-@pytest.mark.parametrize("mean", [0, 0.5])
-@pytest.mark.parametrize("k, most_finite", [(1, 200), (5, 300), (100, 1000)])
-def test_a_shortlist_has_the_exact_logits_of_the_k_largest(k, most_finite, mean, monkeypatch):
-    monkeypatch.setattr(Shortlist, "MAX_FRACTION", 0.3)
-    model, ids = make_gpt(vocab_size=5000, n_embd=64), random_prompt(16)
-    weights = model.state_dict()
-    head = weights["lm_head.weight"]
-    head[1000:] += mean
-    head[:500] = head[2000:2500] # ties
-    # The weights of the likeliest tokens are all rounded to 0, beside a large one that changes no logit.
-    head[-50:] *= 3
-    head[-50:-25, 0], head[-25:, 0] = 10_000, -10_000
-    weights["transformer.ln_f.weight"][0] = weights["transformer.ln_f.bias"][0] = 0
-    backend, expected = make_backend(model)[0], all_logits(model, ids)
-    cache, num_finite = backend.new_cache(1, 16), []
-    for i in range(16):
-        found = backend.logits(ids[:, i:i + 1], cache, num_needed=k)
-        is_exact = found.isfinite() | (expected[:, i] >= expected[:, i].topk(k).values[:, -1:] - 1e-5)
-        assert_close(found[is_exact], expected[:, i][is_exact])
-        num_finite.append(int(found.isfinite().sum()))
-    assert num_finite[0] == 5000 and all(k <= number <= most_finite for number in num_finite[1:])
-    assert backend.logits(ids[:, :2], None, num_positions=2, num_needed=k).isfinite().all(), "it is for one row"
-
-
-@pytest.mark.usefixtures("early_shortlist")
-def test_a_shortlist_that_fails_too_often_gives_up():
-    model, ids = make_gpt(vocab_size=2000), random_prompt(16)
-    model.state_dict()["lm_head.weight"][:] = 0.3 # all logits are equal
-    backend, expected = make_backend(model)[0], all_logits(model, ids)
-    for cache in backend.new_cache(1, 16), backend.new_cache(1, 16):
-        for i in range(16):
-            assert_close(backend.logits(ids[:, i:i + 1], cache, num_needed=5), expected[:, i])
-    assert backend.shortlist.num_failures == Shortlist.MAX_FAILURES
-
-
-@pytest.mark.usefixtures("early_shortlist")
-@pytest.mark.parametrize("name", ["lm_head.weight", "transformer.ln_f.weight", "transformer.h.1.mlp.c_proj.bias"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_shortlist_hides_no_logit_that_is_not_finite(name, value):
-    (model := make_gpt(vocab_size=2000)).state_dict()[name].view(-1)[-1] = value
-    backend = make_backend(model)[0]
-    for _ in range(4):
-        logits = backend.logits(torch.zeros(1, 1, dtype=torch.long), backend.new_cache(1, 16), num_needed=5)
-        assert logits.isnan().any() or logits.isposinf().any()
-
-
 # ---- threads
 
 @pytest.mark.parametrize("layer", ["workqueue", pytest.param("omp", marks=pytest.mark.slow)])
@@ -289,3 +235,18 @@ assert numba.threading_layer() == LAYER and len(found) == 30 and all(torch.equal
 """
     env = {**os.environ, "NUMBA_THREADING_LAYER": layer, "PYTHONPATH": f"{PROJECT}{os.pathsep}{PROJECT / 'tests'}"}
     subprocess.run([sys.executable, "-c", code.replace("LAYER", repr(layer))], env=env, check=True, timeout=100)
+
+
+@pytest.mark.usefixtures("all_threads")
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(most):
+    def num_threads(work):
+        run(lambda: seen.append(numba.get_num_threads()), work)
+        return seen[-1]
+    compile_kernels("float32")
+    seen, available = [], numba.config.NUMBA_NUM_THREADS
+    torch.set_num_threads(most)
+    with ThreadPoolExecutor(1) as pool: # numba and torch have numbers of their own for each Python thread
+        for call in num_threads, lambda work: pool.submit(num_threads, work).result():
+            assert [call(0), call(WORK_PER_THREAD), call(0)] == [1, min(2, most, available), 1]
+            assert call(10**12) == min(most, available)

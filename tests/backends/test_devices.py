@@ -38,9 +38,13 @@ def simulate_devices(monkeypatch):
     (dict(gpus=2), "cuda", 5, "cuda:1"),
     (dict(gpus=2), "cuda:1", 0, "cuda:1"),
 ])
-def test_choose_device_returns_the_named_device_or_the_best_one(found, name, rank, expected, simulate_devices):
+def test_choose_device_returns_the_named_device_or_the_best_one(found, name, rank, expected, simulate_devices,
+                                                                monkeypatch):
+    torchrun = {} if rank is None else dict(TORCHELASTIC_RUN_ID="none", LOCAL_RANK=str(rank), WORLD_SIZE="9")
+    for variable, value in torchrun.items():
+        monkeypatch.setenv(variable, value)
     simulate_devices(**found)
-    assert choose_device(name, rank) == torch.device(expected)
+    assert choose_device(name) == torch.device(expected)
 
 
 def test_a_device_that_is_not_available_raises(simulate_devices):

@@ -1,4 +1,4 @@
-"""prepare_backend chooses the backend for a checkpoint, and compile_steps compiles it."""
+"""prepare_backend chooses the backend for a checkpoint."""
 import sys
 
 import pytest
@@ -11,7 +11,7 @@ from sampling.backends import prepare
 from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import cast_linears, compile_steps, prepare_backend, wants_kernels, weight_converter
+from sampling.backends.prepare import cast_linears, choose_dtype, count_steps, prepare_backend, wants_kernels
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.params import ModelOptions
 from streams import decode, random_prompt
@@ -38,6 +38,12 @@ def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, options, exp
     assert backend.device == CPU and trim_calls == ["disable_malloc_trim"]
 
 
+@pytest.mark.parametrize("num_samples, batch_size, expected", [
+    (10, None, 500), (64, None, 500), (65, None, 1000), (10, 4, 1500), (None, 4, None)])
+def test_the_steps_of_a_run_are_those_of_full_batches(num_samples, batch_size, expected):
+    assert count_steps(num_samples, 500, batch_size) == expected
+
+
 DEMO = GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65)
 SMALL = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65)
 
@@ -59,14 +65,15 @@ def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_e
     backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32)
     assert type(backend) is EagerBackend and len(messages) == 1
     assert messages[0].endswith(": pip install numba; continuing without the kernels, which is slower")
-    for call in weight_converter, lambda dtype: prepare_backend(as_checkpoint(make_gpt()), CPU, dtype):
+    checkpoint = as_checkpoint(make_gpt())
+    for refuse in lambda: choose_dtype(CPU, "int8"), lambda: prepare_backend(checkpoint, CPU, torch.int8):
         with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba .*: pip install numba$"):
-            call(torch.int8)
+            refuse()
 
 
 def test_weights_may_be_rounded_to_int8_while_they_are_read(tmp_path):
     path, ids = save_checkpoint(tmp_path, make_gpt(n_embd=64)), random_prompt(9, 2)
-    rounded = load_nanogpt(path, weight_converter(torch.int8))
+    rounded = load_nanogpt(path, prepare.weight_converter(torch.int8))
     later, earlier = (prepare_backend(loaded, CPU, torch.int8) for loaded in (load_nanogpt(path), rounded))
     assert torch.equal(later.logits(ids, None), earlier.logits(ids, None))
 
@@ -91,16 +98,3 @@ def test_cast_linears_give_the_logits_of_autocast():
     assert model.transformer.wte.weight.dtype == torch.float32
     tied = cast_linears(make_gpt(), torch.float32)
     assert tied.lm_head.weight is tied.transformer.wte.weight, "two parameters would take twice the memory on a GPU"
-
-
-@pytest.mark.parametrize("error, message", [
-    (RuntimeError("no C++ compiler"), "compile=True does not work here (RuntimeError: no C++ compiler): leave it out"),
-    (MemoryError("full"), "full"), (RuntimeError("CUDA out of memory"), "CUDA out of memory")], ids=repr)
-def test_a_failing_compiler_is_an_error_that_says_what_to_do_but_out_of_memory_is_raised(error, message, monkeypatch):
-    def fail(*arguments, **settings):
-        raise error
-    backend = EagerBackend(make_gpt())
-    monkeypatch.setattr(backend.model, "forward", fail)
-    with pytest.raises(ValueError if message.startswith("compile") else type(error)) as raised:
-        compile_steps(backend, 1)
-    assert str(raised.value) == message

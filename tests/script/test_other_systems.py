@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sampling.backends.process import cores_are_busy, peak_memory
+from sampling.process import cores_are_busy, peak_memory
 
 RUN = "--num_samples=2", "--max_new_tokens=20", "--start=The", "--device=cpu"
 MISSING = { # modules, and the error at glibc's functions; neither has /proc

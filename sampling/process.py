@@ -1,4 +1,7 @@
-"""What concerns the whole process: how its threads wait, and its memory. sample.py imports this file before torch."""
+"""What concerns the whole process: its place among those of torchrun, how its threads wait, and its memory.
+
+sample.py imports this file before torch.
+"""
 import ctypes
 import os
 import sys
@@ -11,6 +14,32 @@ if TYPE_CHECKING: # it takes a second
     import torch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.h numbers them
+
+
+def torchrun_number(name: str, default: int) -> int:
+    """A number of torchrun's environment, such as RANK; the default if torchrun did not start this process.
+
+    TORCHELASTIC_RUN_ID shows that it did: a cluster may have a RANK of its own for each process.
+    """
+    return int(os.environ[name]) if "TORCHELASTIC_RUN_ID" in os.environ else default
+
+
+def rank() -> int:
+    return torchrun_number("RANK", 0)
+
+
+def world_size() -> int:
+    return torchrun_number("WORLD_SIZE", 1)
+
+
+def local_rank() -> int:
+    """The number of this process among those of this machine, which selects its GPU."""
+    return torchrun_number("LOCAL_RANK", 0)
+
+
+def local_world_size() -> int:
+    """How many processes of this run share this machine, and its memory."""
+    return torchrun_number("LOCAL_WORLD_SIZE", 1)
 
 
 def shorten_spinning() -> None:
@@ -50,6 +79,18 @@ def peak_memory(device: "torch.device") -> int | None:
     except ImportError: # Windows
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def free_memory(device: "torch.device") -> int:
+    """How many bytes this process may still use on a device.
+
+    A GPU's memory is not divided: if processes share a GPU and it runs out of memory, the engine halves its batches.
+    """
+    if device.type == "cuda":
+        import torch
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+    return psutil.virtual_memory().available // local_world_size()
 
 
 def disable_malloc_trim() -> None:
