@@ -54,8 +54,8 @@ cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs w
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
 exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on
               # CUDA in any dtype
-draft: str | None = None # speculative decoding, on a CPU in float32, for one sample at a time: int8: a copy of the model
-                         # in int8 proposes tokens, and the model checks several in one pass; faster, with the same text
+draft: str | None = None # speculative decoding, on a CPU in float32, for one sample at a time; int8: a copy of the
+                         # model in int8 proposes tokens, and the model checks several in one pass: the same text, sooner
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go
@@ -71,7 +71,7 @@ watch = False # when the samples are done, wait until train.py saves a new ckpt.
 
 def main(settings):
     """Sample from a model, once, for each checkpoint that train.py saves, or in a session. settings: all, by name."""
-    from sampling.checkpoints.nanogpt import wait_for_saves as wait_for_save  # torch takes a second: first, the settings are checked
+    from sampling.checkpoints.finding import wait_for_save  # torch takes a second: first, the settings are checked
 
     from sampling.generation.workers import Workers
     settings["seed"] = choose_seed(seed)

@@ -13,7 +13,6 @@ from typing import get_args
 
 from configurator import parse, suggest
 from sampling.inputs.prompts import (
-    PromptNotices,
     encode_prompts,
     make_samples,
     parse_start,
@@ -114,7 +113,7 @@ class Session:
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
         gpt = self.require_model()
         samples = make_samples(encode_prompts(read_prompts(start), gpt.tokenizer), 1, self.next_index)
-        for sample in map(PromptNotices(gpt.tokenizer, gpt.backend.config.block_size), samples):
+        for sample in samples:
             self.print_sample(sample)
 
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> None:

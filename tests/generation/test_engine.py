@@ -183,7 +183,7 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
 # ---- several processes: script/test_distributed.py starts them
 
 def test_output_of_gloo_goes_to_stderr(capfd, monkeypatch):
-    monkeypatch.setattr("sampling.generation.workers.WORLD_SIZE", 8)
+    monkeypatch.setattr("sampling.generation.workers.world_size", lambda: 8)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **settings: os.write(1, b"a greeting"))
     Workers()
     os.write(1, b"a sample")
