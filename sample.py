@@ -72,7 +72,6 @@ watch = False # when the samples are done, wait until train.py saves a new ckpt.
 def main(settings):
     """Sample from a model, once, for each checkpoint that train.py saves, or in a session. settings: all, by name."""
     from sampling.checkpoints.finding import wait_for_save  # torch takes a second: first, the settings are checked
-
     from sampling.generation.workers import Workers
     settings["seed"] = choose_seed(seed)
     params = SamplingParams.from_settings(settings, num_logprobs(settings))

@@ -40,7 +40,7 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     """
     import torch
 
-    from sampling.backends.prepare import choose_device, choose_dtype, weight_converter
+    from sampling.backends.prepare import choose_device, choose_dtype
     from sampling.checkpoints.nanogpt import load_by_name
     from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
@@ -49,5 +49,5 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(torch_device, dtype, exact)
     with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
-        checkpoint = load_by_name(name, weight_converter(torch_dtype), log=lambda text: None)
+        checkpoint = load_by_name(name, torch_dtype)
         return TextGenerator(checkpoint, load_tokenizer(checkpoint, tokenizer), torch_device, torch_dtype, options)

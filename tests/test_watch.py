@@ -16,7 +16,7 @@ from configurator import find_settings
 from models import make_gpt, save_checkpoint
 from project import RULE, SCRIPT
 from sampling import text_generator
-from sampling.checkpoints import nanogpt
+from sampling.checkpoints import finding, nanogpt
 from sampling.generation.workers import Workers
 from script_process import start_script
 
@@ -85,7 +85,8 @@ def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_c
         return load(*arguments, **options)
     monkeypatch.setattr(text_generator, "assemble", assemble_and_note)
     monkeypatch.setattr(nanogpt, "load_nanogpt", load_and_note)
-    monkeypatch.setattr(nanogpt, "wait_for_saves", lambda *_: range(3))
+    saves = iter(range(3))
+    monkeypatch.setattr(finding, "wait_for_save", lambda *_: next(saves))
     settings = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
     changed = dict(out_dir=str(char_checkpoint), device="cpu", num_samples=2, max_new_tokens=9) | changes
     monkeypatch.setattr(sys, "stdin", io.StringIO("The \n:reload\n:again\n")) # of a session
@@ -99,21 +100,20 @@ def test_prompts_of_a_pipe_are_refused(run_script, char_checkpoint):
     assert done.returncode == 1 and "error: watch=True reads the prompts once for each checkpoint" in done.stderr
 
 
-def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch):
-    path, sizes = tmp_path / "ckpt.pt", []
-    path.write_bytes(b"1")
-    writes = iter([None, b"12", b"123", None, b"", b"1", None, None, None, None])
+def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, messages):
+    path, sizes, state = tmp_path / "out" / "ckpt.pt", [], None
+    writes = iter([None, b"1", None, None, b"12", b"123", None, b"", b"1", None, None, None, None])
 
     def sleep(seconds):
         if (content := next(writes)) is not None:
+            path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
             os.utime(path, ns=(len(sizes), time.time_ns()))
-    monkeypatch.setattr(nanogpt.time, "sleep", sleep)
-    lines = []
-    for _ in nanogpt.wait_for_saves(tmp_path, lines.append):
+    monkeypatch.setattr(finding.time, "sleep", sleep)
+    for i in range(4):
+        state = finding.wait_for_save(path.parent, state)
         sizes.append(path.stat().st_size)
-        if len(sizes) == 3:
+        if i == 2:
             path.write_bytes(b"12345") # a save during the run
-        if len(sizes) == 4:
-            break
-    assert sizes == [1, 3, 1, 5] and lines == 3 * [f"waiting for the next save of {path}"]
+    assert sizes == [1, 3, 1, 5] and finding.wait_for_save(path.parent)[0] == 5
+    assert messages == [f"waiting for the {which} save of {path}" for which in ("first", "next", "next", "next")]

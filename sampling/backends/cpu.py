@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Lock, local
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -19,40 +19,17 @@ from torch.nn import functional as F
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend, Cache
+from sampling.checkpoints.build import QuantizedWeight, quantize
 
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
 MAX_KERNEL_ROWS = 32 # with more rows, F.linear is as fast in float32, or faster
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
-CHUNK = 2**18 # weights that are quantized at once, so that their copies need little memory
-SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0
 WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
 
 compile_lock, this_thread = Lock(), local()
 run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python threads at once
-
-
-class QuantizedWeight(NamedTuple):
-    """A weight (O, I) as whole numbers in int8, and the scale (O,) that each row is multiplied by."""
-    values: Tensor
-    scales: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """(O, I)."""
-        return self.values.shape
-
-
-def quantize(weight: Tensor) -> QuantizedWeight:
-    """Round a weight (O, I) to int8, with one scale for each row."""
-    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
-    size = max(1, CHUNK // weight.size(1))
-    for rows, row_values, row_scales in zip(weight.split(size), values.split(size), scales.split(size), strict=True):
-        rows = rows.float()
-        row_scales.copy_(rows.abs().amax(dim=1) / 127 + SMALLEST)
-        row_values.copy_((rows / row_scales[:, None]).round_())
-    return QuantizedWeight(values, scales)
 
 
 class CPUCache(Cache):

@@ -1,10 +1,8 @@
 """Chooses the device, the dtype and the backend for a checkpoint, and prepares the backend."""
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from model import GPT, GPTConfig
 from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
@@ -116,14 +114,6 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     if device.type == "cpu":
         disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
     return backend
-
-
-def weight_converter(dtype: torch.dtype) -> Callable[[Tensor], Any] | None:
-    """What to do with each weight as soon as it is read from a file: round it to int8, or nothing."""
-    if dtype == torch.int8:
-        from sampling.backends.cpu import quantize
-        return quantize
-    return None
 
 
 def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | None) -> int | None:

@@ -3,16 +3,17 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from model import GPT, GPTConfig
-from sampling.checkpoints.checkpoint import Checkpoint, Convert, require
+from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.pickles import StoredTensor, describe, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
+from sampling.checkpoints.untrusted_files import require
 
 StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
 
@@ -21,6 +22,8 @@ MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold th
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 TRANSFORMER_PARTS = {"wte", "wpe", "h", "ln_f"}
 GPT_PARTS = TRANSFORMER_PARTS | {"transformer", "lm_head"}
+CHUNK = 2**18 # weights that are quantized at once, so that their copies need little memory
+SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0
 MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a millisecond
 VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
@@ -70,14 +73,14 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
     return stored
 
 
-def read_model(model_args: dict, stored: StoredTensors, convert: Convert | None, with_crc32: bool,
+def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype,
                adjust: Callable[[str, Tensor], None] | None = None) -> dict:
-    """Read the tensors in float32. Returns the fields config, state_dict and crc32 of a Checkpoint.
+    """Read the tensors. Returns the fields config, state_dict and record_crc32 of a Checkpoint.
 
-    convert: called with each weight of a Linear and of the token embedding as soon as it is read; its result is in the
-    state_dict instead, so that one such weight is in memory at a time. adjust: called before, to change a tensor by its
-    name. The head is tied if it and the embedding hold the same numbers: then one object is in the state_dict under
-    both names. The checksum is a CRC-32 over the tensors in the order of their names, a tied head once.
+    dtype: with torch.int8, the weights of Linears and the token embedding are quantized as soon as they are read, so
+    that one such weight is in memory in float32 at a time; all else is float32. adjust: called before, to change a
+    tensor by its name. The head is tied if it and the embedding hold the same numbers: then one object is in the
+    state_dict under both names.
     Raises ValueError unless model_args and the tensors fit, RejectedFileError if a record is damaged.
     """
     def read(name: str) -> Tensor:
@@ -88,23 +91,29 @@ def read_model(model_args: dict, stored: StoredTensors, convert: Convert | None,
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
     require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
-    state_dict, crc, is_tied = {}, 0, stored[HEAD] == stored[EMBEDDING]
+    state_dict, is_tied = {}, stored[HEAD] == stored[EMBEDDING]
     for name in sorted(stored): # so the head is before the embedding
         if name == EMBEDDING and is_tied:
             continue
         tensor = read(name)
         if name == EMBEDDING:
-            is_tied = torch.equal(tensor, state_dict[HEAD] if convert is None else read(HEAD))
+            is_tied = torch.equal(tensor, read(HEAD) if dtype == torch.int8 else state_dict[HEAD])
             if is_tied:
                 continue
-        if with_crc32:
-            crc = zlib.crc32(tensor.view(-1).numpy(), crc)
-        state_dict[name] = convert(tensor) if convert and tensor.dim() == 2 and name != POSITIONS else tensor
+        is_quantized = dtype == torch.int8 and tensor.dim() == 2 and name != POSITIONS
+        state_dict[name] = quantize(tensor) if is_quantized else tensor
     if is_tied:
         state_dict[EMBEDDING] = state_dict[HEAD]
     return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}),
-            "state_dict": {name: state_dict[name] for name in stored},
-            "crc32": f"{crc:08x}" if with_crc32 else None}
+            "state_dict": {name: state_dict[name] for name in stored}, "record_crc32": record_crc32(stored)}
+
+
+def record_crc32(stored: StoredTensors) -> int | None:
+    """A CRC-32 of the tensors, from their names, shapes and the CRCs of their records; None where a record has none."""
+    if not all(tensor.key in file.crcs for file, tensor in stored.values()):
+        return None
+    parts = [f"{name} {tensor[1:]} {file.crcs[tensor.key]}\n" for name, (file, tensor) in sorted(stored.items())]
+    return zlib.crc32("".join(parts).encode())
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
@@ -143,6 +152,32 @@ def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
     # For small tensors, normal_ makes two numbers from four draws, and keeps the second number for its next call.
     return draws + 4 * -(-few // 2)
 
+
+# ---- int8
+
+class QuantizedWeight(NamedTuple):
+    """A weight (O, I) as whole numbers in int8, and the scale (O,) that each row is multiplied by."""
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """(O, I)."""
+        return self.values.shape
+
+
+def quantize(weight: Tensor) -> QuantizedWeight:
+    """Round a weight (O, I) to int8, with one scale for each row."""
+    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
+    size = max(1, CHUNK // weight.size(1))
+    for rows, row_values, row_scales in zip(weight.split(size), values.split(size), scales.split(size), strict=True):
+        rows = rows.float()
+        row_scales.copy_(rows.abs().amax(dim=1) / 127 + SMALLEST)
+        row_values.copy_((rows / row_scales[:, None]).round_())
+    return QuantizedWeight(values, scales)
+
+
+# ---- the model
 
 def build_gpt(checkpoint: Checkpoint) -> GPT:
     """A model in eval mode, which takes the tensors out of the Checkpoint."""

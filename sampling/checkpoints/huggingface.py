@@ -1,24 +1,20 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
+import logging
 import os
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
 from torch import Tensor
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, read_model, tensors_by_name
-from sampling.checkpoints.checkpoint import (
-    Checkpoint,
-    Convert,
-    find_checkpoint,
-    is_huggingface_config,
-    read_complete,
-    read_json,
-    require,
-)
+from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.finding import find_checkpoint, is_huggingface_config
 from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.messages import Log, warn
+from sampling.checkpoints.untrusted_files import read_complete, read_json, require
 
+logger = logging.getLogger(__name__)
 SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "adapter_model.safetensors"]
 TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
               "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
@@ -32,14 +28,13 @@ HUB_NAMES = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium"
 CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 
-def load_huggingface(name_or_folder: str, convert: Convert | None = None, with_crc32: bool = False,
-                     log: Log = warn) -> Checkpoint:
+def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
-    The other arguments are those of nanogpt.load_nanogpt. Raises ValueError or OSError if the files are not
-    available, are damaged or hold another model.
+    dtype: as in nanogpt.load_nanogpt. Raises ValueError or OSError if the files are not available, are damaged or hold
+    another model.
     """
-    folder, config = find_model(name_or_folder, log)
+    folder, config = find_model(name_or_folder)
     model_args, paths = gpt2_model_args(config, folder), weight_files(folder)
 
     def read(*weights: BinaryIO) -> dict:
@@ -54,12 +49,12 @@ def load_huggingface(name_or_folder: str, convert: Convert | None = None, with_c
                 stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
         if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
             stored[HEAD] = stored[EMBEDDING]
-        return read_model(model_args, stored, convert, with_crc32,
+        return read_model(model_args, stored, dtype,
                           lambda name, tensor: scale_queries(name, tensor, config, model_args))
 
-    model = read_complete(paths[0] if len(paths) == 1 else folder, paths, read, log)
-    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, raw_config=config, **model)
-    log(checkpoint.describe())
+    checkpoint = Checkpoint(path=name_or_folder, folder=folder, files=paths, is_huggingface=True, raw_config=config,
+                            **read_complete(paths[0] if len(paths) == 1 else folder, paths, read))
+    logger.info(checkpoint.describe())
     return checkpoint
 
 
@@ -89,7 +84,7 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 
 # ---- files
 
-def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
+def find_model(name_or_folder: str) -> tuple[Path, dict]:
     """The folder with the files of the model, and its config.json. The error says what else the name stands for."""
     folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
     path = folder / "config.json"
@@ -105,7 +100,7 @@ def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
         pass_name = f"pass --init_from={hub_name}, or " if hub_name else ""
         raise ValueError(f"{name_or_folder} is a folder here, and holds no model; for the model of this name on the "
                          f"Hugging Face hub, {pass_name}run the command in another folder") from None
-    read_complete(path, [path], lambda file: read_nanogpt_file(file, path), log) # says what another file is
+    read_complete(path, [path], lambda file: read_nanogpt_file(file, path)) # says what another file is
     raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
                      f"--out_dir={name_or_folder}")
 

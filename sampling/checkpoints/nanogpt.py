@@ -1,23 +1,24 @@
 """Loads the ckpt.pt that nanoGPT's train.py wrote, the files of its forks, and the model_*.pt of build-nanogpt."""
+import logging
 import math
 import os
 import re
-import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
+
 from model import GPTConfig
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, tensors_by_name
-from sampling.checkpoints.checkpoint import Checkpoint, Convert, find_checkpoint, read_complete, require
+from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.finding import find_checkpoint
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.other_programs import SAVE_MODEL, read_nanogpt_file
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
-from sampling.messages import Log, warn
+from sampling.checkpoints.untrusted_files import read_complete, require
 
-WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
+logger = logging.getLogger(__name__)
 MODEL_KEYS = "model", "model_state_dict"
 SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # all fields of build-nanogpt's GPTConfig
 KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
@@ -26,29 +27,25 @@ HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|dtype|compi
                             r"initializer_range|gradient_checkpointing|\w*(dropout|pdrop|drop_prob)\w*")
 
 
-def load_by_name(name: str | os.PathLike, convert: Convert | None = None, with_crc32: bool = False,
-                 log: Log = warn) -> Checkpoint:
+def load_by_name(name: str | os.PathLike, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """load_nanogpt if this is a file, or a folder with a ckpt.pt, otherwise load_huggingface."""
     is_nanogpt = os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt"))
-    return (load_nanogpt if is_nanogpt else load_huggingface)(os.fspath(name), convert, with_crc32, log)
+    return (load_nanogpt if is_nanogpt else load_huggingface)(os.fspath(name), dtype)
 
 
-def load_nanogpt(out_dir: str | Path, convert: Convert | None = None, with_crc32: bool = False,
-                 log: Log = warn) -> Checkpoint:
+def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
-    convert: a function that is called with the float32 weight of each Linear (out, in) and of the token embedding
-    (V, E), such as quantize. Its result replaces the weight in state_dict, so that only one weight is in memory in
-    float32. with_crc32: also compute a checksum of all tensors. Raises OSError if the file cannot be opened, ValueError
-    if it is damaged, is not a checkpoint, or holds anything but data.
+    dtype: torch.int8 quantizes the weights while they are read; with any other, all is float32. Raises OSError if the
+    file cannot be opened, ValueError if it is damaged, is not a checkpoint, or needs more than data.
     """
     path = find_checkpoint(out_dir)
-    checkpoint = read_complete(path, [path], lambda file: read_checkpoint(file, path, convert, with_crc32), log)
-    log(checkpoint.describe())
+    checkpoint = read_complete(path, [path], lambda file: read_checkpoint(file, path, dtype))
+    logger.info(checkpoint.describe())
     return checkpoint
 
 
-def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None, with_crc32: bool) -> Checkpoint:
+def read_checkpoint(file: BinaryIO, path: Path, dtype: torch.dtype) -> Checkpoint:
     tensor_file = read_nanogpt_file(file, path)
     tensors, model_args = model_entries(tensor_file.content)
     stored = tensors_by_name(tensors, tensor_file)
@@ -59,12 +56,12 @@ def read_checkpoint(file: BinaryIO, path: Path, convert: Convert | None, with_cr
     model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
     config = fields_of(tensor_file.content.get("config")) # nanoGPT: train.py's settings; build-nanogpt: the sizes
     return Checkpoint(
-        path=str(path), folder=path.parent, raw_config=config or {},
+        path=str(path), folder=path.parent, files=[path], raw_config=config or {},
         iter_num=read_number(tensor_file, "iter_num", "step"),
         val_loss=read_number(tensor_file, "best_val_loss", "val_loss"),
         # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
         num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
-        **read_model(model_args, stored, convert, with_crc32))
+        **read_model(model_args, stored, dtype))
 
 
 def model_entries(content: object) -> tuple[object, dict]:
@@ -112,28 +109,3 @@ def read_number(file: TensorFile, *names: str) -> float | None:
     if isinstance(value, StoredTensor) and math.prod(value.shape) == 1:
         value = file.read(value).item()
     return value if type(value) in (int, float) and abs(value) < 1e15 else None # false for NaN
-
-
-# ---- waiting for the next save
-
-def wait_for_saves(out_dir: str | Path, log: Log = warn) -> Iterator[None]:
-    """Yield at once, and again whenever the checkpoint in out_dir has been saved anew. Never ends."""
-    path = find_checkpoint(out_dir)
-    while True:
-        state = loaded = file_state(path) # before it is loaded: a save during the run counts
-        yield
-        log(f"waiting for the next save of {path}")
-        while True:
-            time.sleep(WATCH_POLL)
-            previous, state = state, file_state(path)
-            is_new = state not in (loaded, None)
-            if is_new and state == previous: # it stayed the same for a while: the save is over
-                break
-
-
-def file_state(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written; None if there is no such file now."""
-    with suppress(OSError):
-        status = path.stat()
-        return status.st_size, status.st_mtime_ns, status.st_ino
-    return None

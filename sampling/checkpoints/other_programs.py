@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sampling.checkpoints.build import nanogpt_names
-from sampling.checkpoints.checkpoint import RejectedFileError, is_huggingface_folder
+from sampling.checkpoints.finding import is_huggingface_folder
 from sampling.checkpoints.pickles import StoredTensor, fields_of
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
+from sampling.checkpoints.untrusted_files import LFS_POINTER, RejectedFileError
 
 SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'
 SAVE_WITH_SIZES = ( # with only these five sizes, "config" selects the tanh form of GELU
@@ -19,7 +20,7 @@ START = 2**16 # bytes in which a program is recognised
 QKV = "transformer.h.0.attn.c_attn.weight" # in nanoGPT, build-nanogpt, minGPT and Hugging Face
 
 # A pattern, and what a file is in which it occurs. It is searched in the names of a file's entries and tensors, one a
-# line, or in the first bytes of a file that cannot be read.
+# line, and in the first bytes of a file that cannot be read.
 OTHER_PROGRAMS = [
     (r"\A[\xc6-\xc8\x88\x8f][\xd7\xd8]\x34\x01", # llm.c's numbers are dates, from 20240326 to 20240527
      "it is a file of llm.c; export the model with llm.c's own script, 'python dev/eval/export_hf.py --input MODEL.bin "
@@ -44,6 +45,14 @@ OTHER_PROGRAMS = [
     (r"^((tok_emb|blocks\.\d+\.attn\.(key|query|value))\.weight|pos_emb)$",
      OTHER_MODEL.format("an early minGPT", "'from mingpt.utils import sample'")),
 ]
+NOT_TENSORS = [ # patterns only for the first bytes
+    (r"\A\x80[\2-\5](?!\x8a\nl\xfc)", # but not the number with which torch began before torch 1.6
+     "it is a plain pickle, not a checkpoint; load it in the program that wrote it, and save it with torch.save, not "
+     "pickle.dump"),
+    (rf"\A(?!{LFS_POINTER})[\t\n\r -~\x80-\xff]+\Z",
+     "it is a text file, not a checkpoint; if it is a page that a download saved in the place of the checkpoint, "
+     "download it again"),
+]
 
 
 def read_nanogpt_file(file: BinaryIO, path: Path) -> TensorFile:
@@ -53,7 +62,7 @@ def read_nanogpt_file(file: BinaryIO, path: Path) -> TensorFile:
         advice = advice_for_content(tensor_file.content, path.parent)
     except RejectedFileError:
         file.seek(0)
-        advice = advice_for(file.read(START).decode("latin1"))
+        advice = advice_for(file.read(START).decode("latin1"), OTHER_PROGRAMS + NOT_TENSORS)
         if not advice:
             raise
     if advice:
@@ -61,9 +70,9 @@ def read_nanogpt_file(file: BinaryIO, path: Path) -> TensorFile:
     return tensor_file
 
 
-def advice_for(text: str) -> str | None:
+def advice_for(text: str, patterns: list[tuple[str, str]] = OTHER_PROGRAMS) -> str | None:
     """What a file of another program is, and what to do with it; None for nanoGPT's and unknown files."""
-    return next((advice for pattern, advice in OTHER_PROGRAMS if re.search(pattern, text, re.MULTILINE)), None)
+    return next((advice for pattern, advice in patterns if re.search(pattern, text, re.MULTILINE)), None)
 
 
 def advice_for_content(content: object, folder: Path) -> str | None:

@@ -1,8 +1,7 @@
 """Reads pickles as data.
 
-A pickle runs code by naming classes and functions. Here a name never means what it names: a few names stand for
-harmless functions of this file, and all others for inert notes. A tensor becomes a StoredTensor, which says where its
-bytes lie. All memory that a pickle can ask for is bounded, and so is the time to hash its keys.
+A pickle runs code by naming classes and functions. Here no name means what it names: a few stand for harmless functions
+of this file, and all others for notes, which do nothing. A tensor becomes a StoredTensor: where its bytes lie.
 """
 import io
 import math
@@ -14,22 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sampling.checkpoints.checkpoint import reject_pointer, require
+from sampling.checkpoints.untrusted_files import reject_pointer, require
 
-# Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of them.
-MAX_PICKLE_BYTES = 2**23
-MAX_OPCODES = 2**21
-MAX_NAMES = 4096
-MAX_DIMS = 64 # of a tensor, and parts of a tuple that is a key
+# Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of the first two.
+MAX_PICKLE_BYTES, MAX_OPCODES, MAX_NAMES = 2**23, 2**21, 4096
+MAX_PARTS = 64 # of a tuple that is a key, and dimensions of a tensor
 
 # ---- the check before the C unpickler reads the bytes
 
 MARK, PLAIN, FLAT, OTHER = range(4) # what stands on the stack: FLAT is a tuple of PLAIN values, OTHER is never hashed
+CONTAINERS = {"EMPTY_LIST", "LIST", "EMPTY_DICT", "DICT", "EMPTY_SET", "FROZENSET", "BYTEARRAY8", "NEXT_BUFFER"}
+CHANGES = {"DUP", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"} # they leave the object they change
 HASHED_OPERANDS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2),
                    "ADDITEMS": slice(-1), "FROZENSET": slice(None)}
-CONTAINERS = {"EMPTY_LIST", "LIST", "EMPTY_DICT", "DICT", "EMPTY_SET", "FROZENSET", "BYTEARRAY8", "NEXT_BUFFER",
-              "READONLY_BUFFER"}
-CHANGES = {"DUP", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"} # they leave the object they change
 
 
 def check_pickle(pickled: bytes) -> int:
@@ -37,42 +33,38 @@ def check_pickle(pickled: bytes) -> int:
 
     Two things could harm the process: a huge memo index, which allocates gigabytes, and a key of a dict or an item of a
     set whose hash never ends or overflows the stack. So memo indices are limited, and what is hashed must be a number
-    of at most 8 bytes, a text, a note, or a flat tuple of these. pickletools knows which values each opcode takes from
-    the stack and leaves there; what a call makes is a note, a StoredTensor, or a number or text.
+    of at most 8 bytes, a text, what a call makes (a note, a number, a text or a StoredTensor), or a flat tuple of
+    these. pickletools knows which values each opcode takes from the stack and leaves there.
     Raises RejectedFileError for either. A damaged pickle can raise anything.
     """
     stream, memo, stack = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), {}, []
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+        name, fixed, operands = opcode.name, opcode.stack_before, []
         require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
-        require(not opcode.name.startswith("EXT"), "it uses copyreg's extensions") # they need no name
-        if opcode.name == "MEMOIZE" or "PUT" in opcode.name:
+        require(not name.startswith("EXT"), "it uses copyreg's extensions") # they need no name
+        if name == "MEMOIZE" or "PUT" in name:
             index = len(memo) if argument is None else argument
             require(0 <= index <= count, "its memo indices are higher than its number of values")
             memo[index] = stack[-1]
-        elif "GET" in opcode.name:
-            stack.append(memo[argument])
+            continue
+        if pickletools.markobject in fixed:
+            while (value := stack.pop()) != MARK:
+                operands.append(value)
+            fixed = fixed[:fixed.index(pickletools.markobject)]
+        operands += [stack.pop() for _ in fixed] # the top of the stack is the first of them
+        hashed = operands[HASHED_OPERANDS[name]] if name in HASHED_OPERANDS else []
+        require(OTHER not in hashed, "it has keys that are neither text nor numbers, nor tuples of them")
+        if "GET" in name:
+            made = memo[argument]
+        elif name in CHANGES:
+            made = operands[-1]
+        elif "TUPLE" in name:
+            made = FLAT if len(operands) <= MAX_PARTS and set(operands) <= {PLAIN} else OTHER
         else:
-            operands, fixed = [], opcode.stack_before
-            if pickletools.markobject in fixed:
-                while (value := stack.pop()) != MARK:
-                    operands.append(value)
-                fixed = fixed[:fixed.index(pickletools.markobject)]
-            operands += [stack.pop() for _ in fixed] # the top of the stack is the first of them
-            hashed = operands[HASHED_OPERANDS[opcode.name]] if opcode.name in HASHED_OPERANDS else []
-            require(OTHER not in hashed, "it has keys that are neither text nor numbers, nor tuples of them")
-            made = made_by(opcode.name, argument, operands)
-            stack += [MARK if after is pickletools.markobject else made for after in opcode.stack_after]
+            is_long = isinstance(argument, int) and argument.bit_length() > 64
+            made = OTHER if is_long or name in CONTAINERS else PLAIN
+        stack += [MARK if after is pickletools.markobject else made for after in opcode.stack_after]
     return stream.tell()
-
-
-def made_by(opcode: str, argument: Any, operands: list[int]) -> int:
-    """What kind of value an opcode leaves on the stack."""
-    if opcode in CHANGES:
-        return operands[-1]
-    if "TUPLE" in opcode:
-        return FLAT if len(operands) <= MAX_DIMS and set(operands) <= {PLAIN} else OTHER
-    is_long = isinstance(argument, int) and argument.bit_length() > 64
-    return OTHER if is_long or opcode in CONTAINERS else PLAIN
 
 
 # ---- what a pickle gets instead of what it names
@@ -84,14 +76,6 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...] # in elements, like offset
     offset: int
-
-    @classmethod
-    def checked(cls, key: Any, dtype: torch.dtype, shape: Any, strides: Any, offset: Any) -> "StoredTensor":
-        """Raises RejectedFileError unless the last three are whole numbers that a tensor may have."""
-        is_shape = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= MAX_DIMS
-        require(is_shape and all(type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides))
-                and math.prod(shape) < 2**63, "one of its tensors has an impossible shape")
-        return cls(key, dtype, shape, strides, offset)
 
     @property
     def nbytes(self) -> int: # when the tensor is contiguous
@@ -126,18 +110,104 @@ class Note:
     add = append # to a set
 
 
-class Function:
-    """A function of this file that a pickle may call. What it sets on the function is dropped."""
-    __slots__ = ("function",)
+def note_class(name: str, **attributes: Any) -> type[Note]:
+    return type("Note", (Note,), {"__slots__": (), "name": name, **attributes})
 
-    def __init__(self, function: Callable):
-        self.function = function
 
-    def __call__(self, /, *arguments):
-        return self.function(*arguments)
+def function_class(name: str, function: Callable) -> type[Note]:
+    """A class that calls this function instead of making notes. A pickle could change a function, but no class."""
+    return note_class(name, __new__=lambda cls, /, *arguments: function(*arguments))
 
-    def __setstate__(self, state, /):
-        pass
+
+class DataUnpickler(pickle.Unpickler):
+    """Reads the first pickle in some bytes, which has this length."""
+
+    def __init__(self, pickled: bytes):
+        reject_pointer(pickled)
+        self.length, self.dtypes, self.classes = check_pickle(pickled), {}, {} # dtypes: of records, by their keys
+        super().__init__(io.BytesIO(pickled), encoding="utf-8")
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name stands for: a dtype, a function of ours, or a class of notes that only this unpickler has."""
+        full = f"{module:.80}.{name:.80}"
+        if full in MEANINGS:
+            return MEANINGS[full]
+        if full not in self.classes:
+            require(len(self.classes) < MAX_NAMES, f"it names more than {MAX_NAMES} classes and functions")
+            self.classes[full] = note_class(full[:80])
+        return self.classes[full]
+
+    def persistent_load(self, saved_id: Any) -> Any:
+        """A whole record, of which tensors are views, for ("storage", dtype, key, device, size) and, in old files,
+        None. In old files, there is also ("module", class, ...) for the class of a module.
+        """
+        parts = saved_id if isinstance(saved_id, tuple) else ()
+        require(len(parts) <= 6, "it has a record that torch.save does not write")
+        if parts[:1] == ("module",) and isinstance(parts[1], type):
+            return parts[1]
+        is_record = len(parts) > 2 and parts[0] == "storage" and all(part is None for part in parts[5:])
+        if not (is_record and isinstance(parts[1], torch.dtype) and isinstance(parts[2], str)):
+            return Note()
+        self.dtypes.setdefault(parts[2], parts[1])
+        return StoredTensor(parts[2], parts[1], (), (), 0)
+
+
+def read_pickle(pickled: bytes) -> Any:
+    """The content of the first pickle in some bytes. Numbers and texts of numpy are plain ones."""
+    return unwrap(DataUnpickler(pickled).load())
+
+
+# ---- functions that a pickle may call. None returns an argument, as the result may be a key, and none copies much.
+
+def stored_tensor(key: str, dtype: torch.dtype, shape: Any, strides: Any, offset: Any) -> StoredTensor:
+    """Raises RejectedFileError unless the last three are whole numbers that a tensor may have."""
+    is_shape = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= MAX_PARTS
+    require(is_shape and all(type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides))
+            and math.prod(shape) < 2**63, "one of its tensors has an impossible shape")
+    return StoredTensor(key, dtype, shape, strides, offset)
+
+
+def rebuild_tensor(record: Any, offset: Any, shape: Any, strides: Any, *others: Any) -> StoredTensor | Note:
+    """Stands in for torch's functions. The third of the others is a dtype, if torch had no class for its storages."""
+    if not isinstance(record, StoredTensor):
+        return Note()
+    dtype = others[2] if len(others) > 2 and isinstance(others[2], torch.dtype) else record.dtype
+    return stored_tensor(record.key, dtype, shape, strides, offset)
+
+
+def rebuild_parameter(tensor: Any, *_: Any) -> StoredTensor | Note:
+    return StoredTensor(*tensor) if isinstance(tensor, StoredTensor) else Note()
+
+
+def encode(text: Any, encoding: Any) -> bytes | Note:
+    """Stands in for codecs.encode, by which protocol 2 writes bytes."""
+    return text.encode("latin1") if isinstance(text, str) and len(text) <= 256 else Note()
+
+
+def numpy_scalar(dtype: Any, data: Any) -> Any:
+    """Stands in for numpy's function that makes scalars: a number of at most 8 bytes, a text, or a Note."""
+    import numpy as np
+    code, state = (dtype.first, dtype.state) if isinstance(dtype, Note) else (None, None)
+    is_known = isinstance(code, str) and re.fullmatch(r"b1|[iu][1248]|f[248]|[SU]\d{1,2}", code)
+    if not (is_known and isinstance(data, bytes)):
+        return Note()
+    byte_order = ">" if isinstance(state, tuple) and state[1:2] == (">",) else "<"
+    return np.frombuffer(data, np.dtype(code).newbyteorder(byte_order), count=1)[0].item()
+
+
+STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
+            "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+            "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
+FUNCTIONS = {
+    "_codecs.encode": encode, **{f"numpy.{core}.multiarray.scalar": numpy_scalar for core in ("core", "_core")},
+    **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
+    **{f"torch._utils._rebuild_parameter{suffix}": rebuild_parameter for suffix in ("", "_with_state")},
+}
+MEANINGS: dict[str, Any] = {
+    **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()}, "torch.storage.UntypedStorage": torch.uint8,
+    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **{name: function_class(name, function) for name, function in FUNCTIONS.items()},
+}
 
 
 # ---- what a value is
@@ -165,87 +235,3 @@ def describe(value: Any) -> str:
     if isinstance(value, str | int | float | None):
         return f"{value!r:.60}"
     return value.name if isinstance(value, Note | type) else type(value).__name__.removeprefix("Stored") # a Tensor
-
-
-# ---- the unpickler
-
-def read_pickle(pickled: bytes) -> Any:
-    """The content of the first pickle in some bytes. Numbers and texts of numpy are plain ones."""
-    return unwrap(DataUnpickler(pickled).load())
-
-
-class DataUnpickler(pickle.Unpickler):
-    """Reads the first pickle in some bytes, which has this length."""
-
-    def __init__(self, pickled: bytes):
-        reject_pointer(pickled)
-        self.length, self.dtypes, self.meanings = check_pickle(pickled), {}, {} # dtypes: of records, by their keys
-        super().__init__(io.BytesIO(pickled), encoding="utf-8")
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for: a dtype, a function of ours, or a class of notes that only this unpickler has."""
-        full = f"{module:.80}.{name:.80}"
-        if full not in self.meanings:
-            require(len(self.meanings) < MAX_NAMES, f"it names more than {MAX_NAMES} classes and functions")
-            self.meanings[full] = (DTYPES.get(full) or (Function(FUNCTIONS[full]) if full in FUNCTIONS else
-                                   type("Note", (Note,), {"__slots__": (), "name": full[:80]})))
-        return self.meanings[full]
-
-    def persistent_load(self, saved_id: Any) -> Any:
-        """A whole record, of which tensors are views, for ("storage", dtype, key, device, size) and, in old files,
-        None. In old files, there is also ("module", class, ...) for the class of a module.
-        """
-        parts = saved_id if isinstance(saved_id, tuple) else ()
-        require(len(parts) <= 6, "it has a record that torch.save does not write")
-        if parts[:1] == ("module",) and isinstance(parts[1], type):
-            return parts[1]
-        is_record = len(parts) > 2 and parts[0] == "storage" and all(part is None for part in parts[5:])
-        if not (is_record and isinstance(parts[1], torch.dtype) and isinstance(parts[2], str)):
-            return Note()
-        self.dtypes.setdefault(parts[2], parts[1])
-        return StoredTensor(parts[2], parts[1], (), (), 0)
-
-
-# None of these functions returns an argument, because the result may be a key, and none copies much.
-
-def rebuild_tensor(record: Any, offset: Any, shape: Any, strides: Any, *others: Any) -> StoredTensor | Note:
-    """Stands in for torch's functions. The third of the others is a dtype, if torch had no class for its storages."""
-    if not isinstance(record, StoredTensor):
-        return Note()
-    dtype = others[2] if len(others) > 2 and isinstance(others[2], torch.dtype) else record.dtype
-    return StoredTensor.checked(record.key, dtype, shape, strides, offset)
-
-
-def rebuild_parameter(tensor: Any, *_: Any) -> StoredTensor | Note:
-    return StoredTensor(*tensor) if isinstance(tensor, StoredTensor) else Note()
-
-
-def encode(text: Any, encoding: Any) -> bytes | Note:
-    """Stands in for codecs.encode, by which protocol 2 writes bytes."""
-    return text.encode("latin1") if isinstance(text, str) and len(text) <= 256 else Note()
-
-
-def numpy_scalar(dtype: Any, data: Any) -> Any:
-    """Stands in for numpy's function that makes scalars. Returns a number of at most 8 bytes, or a text, or a Note."""
-    import numpy as np
-    code, state = (dtype.first, dtype.state) if isinstance(dtype, Note) else (None, None)
-    if not (isinstance(code, str) and NUMPY_CODES.fullmatch(code) and isinstance(data, bytes)):
-        return Note()
-    byte_order = ">" if isinstance(state, tuple) and state[1:2] == (">",) else "<"
-    return np.frombuffer(data, np.dtype(code).newbyteorder(byte_order), count=1)[0].item()
-
-
-NUMPY_CODES = re.compile(r"b1|[iu][1248]|f[248]|[SU]\d{1,2}")
-FUNCTIONS: dict[str, Callable] = {
-    "_codecs.encode": encode,
-    "numpy._core.multiarray.scalar": numpy_scalar, "numpy.core.multiarray.scalar": numpy_scalar,
-    **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
-    **{f"torch._utils._rebuild_parameter{suffix}": rebuild_parameter for suffix in ("", "_with_state")},
-}
-STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
-            "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-            "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
-DTYPES: dict[str, torch.dtype] = {
-    **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()}, "torch.storage.UntypedStorage": torch.uint8,
-    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
-}

@@ -16,8 +16,15 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sampling.checkpoints.checkpoint import DamagedFileError, damaged_if_fails, reject_pointer, require
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, read_pickle, unwrap
+from sampling.checkpoints.pickles import (
+    MAX_PICKLE_BYTES,
+    DataUnpickler,
+    StoredTensor,
+    read_pickle,
+    stored_tensor,
+    unwrap,
+)
+from sampling.checkpoints.untrusted_files import DamagedFileError, damaged_if_fails, reject_pointer, require
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
 MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
@@ -31,6 +38,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 class TensorFile:
     content: Any # what was saved, with a StoredTensor in place of each tensor
     sizes: dict[str, int] # the bytes of each record, by its key
+    crcs: dict[str, int] # the CRC-32 of each record, if the file has them
     open_record: Callable[[str], AbstractContextManager[BinaryIO]]
     last_record: dict[tuple, Tensor] = field(default_factory=dict) # if the last tensor was a part of it
 
@@ -74,19 +82,8 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
     if start.startswith(b"PK\3\4"):
         return read_zip(file)
     is_begun = not start.strip(b"\0") # its writer has written nothing yet
-    require(is_begun or OLD_MAGIC in start, kind_of(start))
+    require(is_begun or OLD_MAGIC in start, "it is not a checkpoint: neither torch.save nor safetensors wrote it")
     return read_old_file(file)
-
-
-def kind_of(start: bytes) -> str:
-    """What a file is that begins with these bytes, and no program wrote that saves tensors."""
-    if re.match(rb"\x80[\2-\5]", start):
-        return ("it is a plain pickle, not a checkpoint; load it in the program that wrote it, and save it with "
-                "torch.save instead of pickle.dump")
-    if re.fullmatch(rb"[\t\n\r -~\x80-\xff]+", start):
-        return ("it is a text file, not a checkpoint; if it is a page that a download saved in the place of the "
-                "checkpoint, download it again")
-    return "it is not a checkpoint: neither torch.save nor safetensors wrote it"
 
 
 def read_zip(file: BinaryIO) -> TensorFile:
@@ -97,17 +94,17 @@ def read_zip(file: BinaryIO) -> TensorFile:
         require(info.compress_type == zipfile.ZIP_STORED, "one of its records is compressed")
         if info.file_size != info.compress_size or info.header_offset + info.file_size > file_size:
             raise DamagedFileError("one of its records reaches beyond its end")
-    if not any(info.CRC for info in infos.values()): # torch.save has an option to leave out checksums
-        for info in infos.values():
-            info.CRC = None
+    has_crcs = any(info.CRC for info in infos.values()) # torch.save has an option to leave them out
+    for info in infos.values():
+        info.CRC = info.CRC if has_crcs else None
     require(infos[pickle_name].file_size <= MAX_PICKLE_BYTES, f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
     folder = pickle_name.removesuffix("data.pkl")
     if f"{folder}byteorder" in infos:
         require_byte_order(archive.read(f"{folder}byteorder").decode())
     content, prefix = read_pickle(archive.read(pickle_name)), f"{folder}data/"
     records = {name.removeprefix(prefix): info for name, info in infos.items() if name.startswith(prefix)}
-    return TensorFile(content, {key: info.file_size for key, info in records.items()},
-                      lambda key: archive.open(records[key]))
+    sizes, crcs = ({key: getattr(info, name) for key, info in records.items()} for name in ("file_size", "CRC"))
+    return TensorFile(content, sizes, crcs if has_crcs else {}, lambda key: archive.open(records[key]))
 
 
 def read_old_file(file: BinaryIO) -> TensorFile:
@@ -142,7 +139,7 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
     for key, entry in header.items():
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
-        content[key] = StoredTensor.checked(key, DTYPES[entry["dtype"]], shape, strides, 0)
+        content[key] = stored_tensor(key, DTYPES[entry["dtype"]], shape, strides, 0)
         places[key] = start + begin, end - begin
         require(0 <= begin <= end and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
     end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
@@ -156,7 +153,7 @@ def raw_tensor_file(content: Any, places: dict[str, tuple[int, int]], file: Bina
     def open_record(key: str) -> AbstractContextManager[BinaryIO]:
         file.seek(places[key][0])
         return nullcontext(file)
-    return TensorFile(content, {key: size for key, (_, size) in places.items()}, open_record)
+    return TensorFile(content, {key: size for key, (_, size) in places.items()}, {}, open_record)
 
 
 def require_byte_order(byte_order: str) -> None:

@@ -3,8 +3,8 @@ import logging
 import os
 import re
 
-from sampling.checkpoints.checkpoint import damaged_if_fails, named_errors, require
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle, unwrap
+from sampling.checkpoints.untrusted_files import damaged_if_fails, named_errors, require
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@ import os
 from itertools import chain
 from pathlib import Path
 
-from sampling.checkpoints.checkpoint import read_json, read_text, require
+from sampling.checkpoints.untrusted_files import read_json, read_text, require
 
 NAMED_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 TOKEN_LISTS = "extra_special_tokens", "additional_special_tokens"

@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from sampling.checkpoints.checkpoint import first_sentence, named_errors, require
+from sampling.checkpoints.untrusted_files import first_sentence, named_errors, require
 from sampling.inputs.hf_files import read_tokenizer, vocab_of
 from sampling.inputs.tokenizer import REPLACEMENT, IncrementalDecoder, require_unicode
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from sampling.checkpoints.checkpoint import first_sentence
+from sampling.checkpoints.untrusted_files import first_sentence
 from sampling.inputs.hf_tokenizer import HFTokenizer, call_library
 from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, Tokenizer, require_unicode
 

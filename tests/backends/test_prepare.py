@@ -73,7 +73,7 @@ def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_e
 
 def test_weights_may_be_rounded_to_int8_while_they_are_read(tmp_path):
     path, ids = save_checkpoint(tmp_path, make_gpt(n_embd=64)), random_prompt(9, 2)
-    rounded = load_nanogpt(path, prepare.weight_converter(torch.int8))
+    rounded = load_nanogpt(path, torch.int8)
     later, earlier = (prepare_backend(loaded, CPU, torch.int8) for loaded in (load_nanogpt(path), rounded))
     assert torch.equal(later.logits(ids, None), earlier.logits(ids, None))
 

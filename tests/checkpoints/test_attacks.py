@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from attacks import NAMED_MODULE, call, needs_linux, poison, tensor, value, write_attack, write_settled
+from attacks import call, needs_linux, poison, tensor, value, write_attack, write_settled
 from models import SHAPE, make_gpt, save_checkpoint
 from script_process import start_script
 
@@ -42,7 +42,7 @@ CODE = { # with pickle.loads, all but the last six make it
     "NEXT_BUFFER": b"\x97",
     "escape-codes": b"cx\x1b[31mred\x07\nmk\x1b]0;title\x07dir\n(" + RAN + b"tR",
     "a-long-name": b"c" + b"x" * 10**6 + b"\nmkdir\n(" + RAN + b"tR",
-    "an-import": b"c" + NAMED_MODULE.encode() + b"\ns\n",
+    "an-import": b"cimported\nname\n",
 }
 
 # ---- pickles that would crash the process, hang it, or fill its memory
@@ -103,7 +103,7 @@ CONFIG = b"ctrain_gpt2\nGPTConfig\n"
 CONFIGS = {
     "state-of-text": (CONFIG + b")\x81" + value("abc") + b"b", "must be a dict or an object with fields"),
     "attributes-of-the-class": (CONFIG + b"N" + value({"__new__": 1}) + b"\x86b", DAMAGED),
-    "attributes-of-a-function": (b"c_codecs\nencode\nN" + value({"__call__": 1}) + b"\x86b", "got Function"),
+    "attributes-of-a-function": (b"c_codecs\nencode\nN" + value({"__new__": 1}) + b"\x86b", DAMAGED),
     "methods-of-a-dict": (b"ccollections\nOrderedDict\n)R" + value({"items": 1}) + b"b", "without the fields"),
     "attributes-of-a-dtype": (b"ctorch\nfloat32\nN" + value({"itemsize": 1}) + b"\x86b", DAMAGED),
 }

@@ -2,6 +2,7 @@
 
 Files without checksums may load changed values. The tests load in this process: a crash or a hang would stop them.
 """
+import itertools
 import os
 import random
 import subprocess
@@ -16,9 +17,10 @@ import torch
 from attacks import write_settled
 from models import make_gpt, make_transformers_gpt2, save_checkpoint
 from project import PROJECT
-from sampling.checkpoints import checkpoint as checkpoints
+from sampling.checkpoints import untrusted_files
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.nanogpt import load_by_name, load_nanogpt
+from sampling.checkpoints.tensor_files import TensorFile
 
 # ---- damaged files
 
@@ -38,13 +40,12 @@ def path(request, tmp_path):
 
 def load(path, content):
     """The loaded settings and tensors after content was written to path; None if loading raises a short error."""
-    write_settled(path, content)
-    log = []
+    write_settled(path, content) # nobody has changed it lately, so it is refused without waiting
     try:
-        model = build_gpt(load_by_name(path.parent, log=log.append))
+        model = build_gpt(load_by_name(path.parent))
     except (ValueError, OSError) as e:
         assert str(path.parent) in str(e) and len(str(e)) < 3000 and "\n" not in str(e)
-        assert not log, "nobody has changed the file lately, so it is refused without waiting"
+        assert "is being written" not in str(e)
         return None
     return model.config, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -75,7 +76,7 @@ def test_a_good_file_is_not_called_damaged_if_memory_runs_out(path, monkeypatch)
 
 def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
     with pytest.raises(OSError, match=str(tmp_path)):
-        checkpoints.read_complete("it", [tmp_path], pytest.fail, pytest.fail)
+        untrusted_files.read_complete("it", [tmp_path], pytest.fail)
 
 
 # ---- files that are being written
@@ -102,7 +103,7 @@ def test_a_load_beside_a_writer_is_one_whole_save(pause, tmp_path):
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE) as writer:
         writer.stdout.readline()
         for _ in range(10):
-            loaded = load_nanogpt(path, log=lambda text: None)
+            loaded = load_nanogpt(path)
             assert all(torch.all(tensor == loaded.iter_num) for tensor in loaded.state_dict.values())
             iterations.add(loaded.iter_num)
             time.sleep(0.03)
@@ -110,52 +111,57 @@ def test_a_load_beside_a_writer_is_one_whole_save(pause, tmp_path):
     assert len(iterations) > 1
 
 
-def test_a_file_that_is_never_complete_is_an_error_that_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "MAX_WAIT", 0.2)
-    path, log = save_checkpoint(tmp_path, make_gpt()), []
+@pytest.fixture
+def act(monkeypatch):
+    """act(action) calls action(number of the tensor) whenever a tensor of a file is read."""
+    def install(action):
+        count, read = itertools.count(1), TensorFile.read
+        monkeypatch.setattr(TensorFile, "read", lambda *arguments: (action(next(count)), read(*arguments))[1])
+    return install
+
+
+def test_a_file_that_is_never_complete_is_an_error_that_says_so(act, tmp_path, monkeypatch, messages):
+    monkeypatch.setattr(untrusted_files, "MAX_WAIT", 0.2)
+    path = save_checkpoint(tmp_path, make_gpt())
+    act(lambda count: os.utime(path))
     with pytest.raises(ValueError, match=r"ckpt.pt is being written, and was never complete for 0.2 seconds"):
-        load_nanogpt(path, lambda weight: os.utime(path) or weight, log=log.append)
-    assert log == [f"{path} is being written: waiting"]
+        load_nanogpt(path)
+    assert messages == [f"{path} is being written: waiting"]
 
 
 @pytest.mark.parametrize("path", ["ckpt.pt", "model.safetensors"], indirect=True)
 @pytest.mark.parametrize("remove", [False, True])
-def test_a_file_that_is_completed_meanwhile_loads(path, remove):
-    content, log = path.read_bytes(), []
+def test_a_file_that_is_completed_meanwhile_loads(path, remove, messages):
+    content = path.read_bytes()
     path.write_bytes(content[:-100])
-
-    def complete(line):
-        log.append(line)
-        if "waiting" in line:
-            path.unlink() if remove else None
-            Timer(0.3, path.write_bytes, [content]).start()
-    loaded = load_by_name(path.parent, log=complete)
-    assert log == [f"{path} is being written: waiting", loaded.describe()]
+    timers = [Timer(0.3, path.unlink)] if remove else []
+    timers.append(Timer(0.6, path.write_bytes, [content]))
+    for timer in timers:
+        timer.start()
+    loaded = load_by_name(path.parent)
+    assert messages == [f"{path} is being written: waiting", loaded.describe()]
 
 
 @pytest.mark.parametrize("change", [lambda path: path.write_bytes(b""), os.utime], ids=["cut", "time"])
-def test_a_file_that_changes_while_its_tensors_are_read_is_read_again(change, tmp_path):
-    path, log = save_checkpoint(tmp_path, make_gpt()), []
-    content, converted = path.read_bytes(), []
+def test_a_file_that_changes_while_its_tensors_are_read_is_read_again(change, act, tmp_path, messages):
+    path = save_checkpoint(tmp_path, make_gpt())
+    content, counts = path.read_bytes(), []
     os.utime(path, (0, 0)) # long before
 
-    def convert(weight):
-        converted.append(weight.shape)
-        if len(converted) == 3:
+    def change_third(count):
+        counts.append(count)
+        if count == 3:
             change(path)
-        return weight
-
-    def restore(line):
-        log.append(line)
-        path.write_bytes(content)
-    load_nanogpt(path, convert, log=restore)
-    assert len(converted) > 9 and "waiting" in log[0] and "iteration 100" in log[1]
+            Timer(0.3, path.write_bytes, [content]).start()
+    act(change_third)
+    load_nanogpt(path)
+    assert len(counts) > 28 and "waiting" in messages[0] and "iteration 100" in messages[1]
 
 
 def test_the_file_is_closed_and_never_mapped(tmp_path):
     """Windows lets nobody write an open file, and a mapped page of a file that was cut kills the process."""
     path, model = save_checkpoint(tmp_path, make_gpt()), make_gpt()
-    state_dict = load_nanogpt(path, log=lambda text: None).state_dict
+    state_dict = load_nanogpt(path).state_dict
     path.write_bytes(b"")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in state_dict.items())
     if sys.platform == "linux":

@@ -55,11 +55,10 @@ def test_settings_of_the_architecture_are_followed(changes, tmp_path):
     assert same_as_transformers(tmp_path, theirs)
 
 
-def test_fields_of_a_hugging_face_checkpoint(tmp_path):
+def test_fields_of_a_hugging_face_checkpoint(tmp_path, messages):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
-    log = []
-    checkpoint = load_huggingface(str(tmp_path), with_crc32=True, log=log.append)
-    assert log == [f"{tmp_path}: loaded"] and checkpoint.raw_config["model_type"] == "gpt2"
+    checkpoint = load_huggingface(str(tmp_path))
+    assert messages == [f"{tmp_path}: loaded"] and checkpoint.raw_config["model_type"] == "gpt2"
     assert (checkpoint.path, checkpoint.folder, checkpoint.is_huggingface) == (str(tmp_path), tmp_path, True)
     assert checkpoint.num_init_draws == 0, "transformers' users seed after the model is built"
 

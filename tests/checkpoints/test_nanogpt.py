@@ -22,7 +22,8 @@ import torch
 
 import model as nanogpt
 from models import SHAPE, make_gpt, same_model, save_checkpoint
-from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws
+from sampling.checkpoints import build
+from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, quantize
 from sampling.checkpoints.nanogpt import load_by_name, load_nanogpt
 from sampling.sampler.mt19937 import advance_mt19937
 
@@ -100,37 +101,55 @@ def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_di
     ({"best_val_loss": float("nan")}, "iteration 100"),
     ({"iter_num": np.int64(7)}, "iteration 7, validation loss 1.5000"),
 ])
-def test_fields_of_a_checkpoint_and_the_line_that_describes_it(changes, described, tmp_path):
-    log, config = [], {"dataset": "shakespeare", "tokenizer": "tiktoken"}
+def test_fields_of_a_checkpoint_and_the_line_that_describes_it(changes, described, tmp_path, messages):
+    config = {"dataset": "shakespeare", "tokenizer": "tiktoken"}
     path = save_checkpoint(tmp_path, make_gpt(vocab_size=70), config=config, **changes)
-    checkpoint = load_nanogpt(tmp_path, log=log.append)
+    checkpoint = load_nanogpt(tmp_path)
     assert (checkpoint.path, checkpoint.folder, checkpoint.raw_config) == (str(path), tmp_path, config)
-    assert checkpoint.config == nanogpt.GPTConfig(**SHAPE | {"vocab_size": 70}) and checkpoint.crc32 is None
-    assert log == [f"{path}: {described}"]
+    assert checkpoint.config == nanogpt.GPTConfig(**SHAPE | {"vocab_size": 70})
+    assert messages == [f"{path}: {described}"]
 
 
-def test_crc32_depends_on_the_weights_but_not_on_their_order(tmp_path):
-    model = make_gpt()
-    paths = [save_checkpoint(tmp_path / "a", model), save_checkpoint(tmp_path / "c", make_gpt(seed=2)),
-             save_checkpoint(tmp_path / "b", model, model=dict(reversed(model.state_dict().items())))]
-    one, other, same = (load_nanogpt(path, with_crc32=True, log=print).crc32 for path in paths)
-    assert one == same == "6fffcc38" != other, "a resumed run of an older version compares it"
+def without_checksums(content, path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.serialization.get_crc32_options", lambda: False)
+        torch.save(content, path)
+
+
+@pytest.mark.parametrize("save, reads", [
+    (torch.save, False), (without_checksums, True), (partial(torch.save, _use_new_zipfile_serialization=False), True),
+], ids=["zip", "without-checksums", "before-torch-1.6"])
+def test_crc32_is_of_the_weights_and_reads_a_file_only_if_it_has_no_checksums(save, reads, tmp_path, monkeypatch):
+    def crc32(weights):
+        save({"model": weights, "model_args": SHAPE}, tmp_path / "ckpt.pt")
+        checkpoint = load_nanogpt(tmp_path)
+        monkeypatch.setattr("builtins.open", open if reads else None)
+        crc = checkpoint.crc32
+        monkeypatch.undo()
+        return crc
+    weights, changed = make_gpt().state_dict(), make_gpt().state_dict()
+    changed["transformer.ln_f.weight"][5] += 1e-3
+    assert crc32(weights) == crc32(weights) != crc32(changed)
+    assert reads or crc32(weights) == crc32(dict(reversed(weights.items()))) == "2f34eed1", "resumed runs compare it"
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_convert_gets_each_weight_once_and_its_result_stands_in_state_dict(tie, tmp_path):
+def test_in_int8_each_weight_is_quantized_as_soon_as_it_is_read(tie, tmp_path, monkeypatch):
     model, references = make_gpt(tie_word_embeddings=tie), []
     path = save_checkpoint(tmp_path, model)
 
-    def convert(weight):
+    def quantize_and_note(weight):
         assert not any(reference() is not None for reference in references), "one weight in float32 at a time"
         references.append(weakref.ref(weight))
-        return -weight
-    found = load_nanogpt(path, convert, True, print)
-    assert len(references) == 2 * 4 + (1 if tie else 2) and found.crc32 == load_nanogpt(path, None, True, print).crc32
+        return quantize(weight)
+    monkeypatch.setattr(build, "quantize", quantize_and_note)
+    found = load_nanogpt(path, torch.int8)
+    assert len(references) == 2 * 4 + (1 if tie else 2) and found.crc32 == load_nanogpt(path).crc32
     for name, tensor in model.state_dict().items():
-        is_weight = tensor.dim() == 2 and "wpe" not in name
-        assert torch.equal(found.state_dict[name], -tensor if is_weight else tensor)
+        if tensor.dim() == 2 and "wpe" not in name:
+            assert all(map(torch.equal, found.state_dict[name], quantize(tensor)))
+        else:
+            assert torch.equal(found.state_dict[name], tensor)
 
 
 @pytest.mark.parametrize("shape", [
@@ -207,9 +226,9 @@ def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
     assert same_model(save_checkpoint(tmp_path, model, **{"model": weights} | ENTRIES.get(form, {})), model)
 
 
-def test_a_file_without_checksums_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.serialization.get_crc32_options", lambda: False)
-    assert same_model(save_checkpoint(tmp_path, make_gpt()), make_gpt())
+def test_a_file_without_checksums_loads(tmp_path):
+    without_checksums({"model": make_gpt().state_dict(), "model_args": SHAPE}, tmp_path / "ckpt.pt")
+    assert same_model(tmp_path, make_gpt())
 
 
 @pytest.mark.parametrize("config", [{"dataset": "a"}, argparse.Namespace(dataset="a"), Mapping(dataset="a")], ids=str)
@@ -226,7 +245,7 @@ def test_the_data_set_is_read_from_the_settings_of_the_training(config, tmp_path
 def test_build_nanogpts_files_load_with_its_form_of_gelu(model_key, config_key, config, gelu, tmp_path):
     model, path = make_gpt(gelu=gelu), tmp_path / "model_19072.pt"
     torch.save({model_key: model.state_dict(), config_key: config, "step": 19072, "val_loss": 3.05}, path)
-    checkpoint = load_nanogpt(path, log=lambda text: None)
+    checkpoint = load_nanogpt(path)
     assert (checkpoint.iter_num, checkpoint.val_loss) == (19072, 3.05)
     assert checkpoint.num_init_draws == count_init_draws(model.state_dict()) and same_model(path, model)
 

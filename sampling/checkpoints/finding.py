@@ -1,0 +1,93 @@
+"""Finds the checkpoint that the user means, says what lies near if there is none, and waits for the next save."""
+import difflib
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from sampling.checkpoints.untrusted_files import read_json
+
+logger = logging.getLogger(__name__)
+WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
+State = tuple[int, int, int] # what changes when a file is written
+
+
+def find_checkpoint(out_dir: str | Path) -> Path:
+    """The path of ckpt.pt in out_dir, or out_dir if it is a file, or weights in out_dir, for which read_nanogpt_file
+    raises the advice. Raises FileNotFoundError, which names what is there or near, if there is none.
+    """
+    folder, path = Path(out_dir), checkpoint_path(out_dir)
+    if path.is_file():
+        return path
+    if is_huggingface_folder(folder):
+        raise FileNotFoundError(f"{folder} holds a Hugging Face model, but no ckpt.pt; pass --init_from={folder}")
+    if snapshots := newest_first(folder.glob("*.pt")): # ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt of forks
+        names = first_names(snapshot.name for snapshot in snapshots)
+        raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
+    if weights := newest_first([*folder.glob("*.safetensors"), folder / "adapter_model.bin"]):
+        return weights[0]
+    raise FileNotFoundError(f"there is no checkpoint at {path if folder.is_dir() else folder}{near_checkpoints(folder)}"
+                            "; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2")
+
+
+def checkpoint_path(out_dir: str | Path) -> Path:
+    """Where the checkpoint is, or will be once a training has saved it."""
+    path = Path(out_dir)
+    return path if path.is_file() or path.suffix == ".pt" else path / "ckpt.pt"
+
+
+def near_checkpoints(folder: Path) -> str:
+    """For a message: the folders with a ckpt.pt that lie in this folder, beside it or here; empty if there are none."""
+    found = [*folder.parent.glob("ckpt.pt"), *folder.parent.glob("*/ckpt.pt"), *folder.glob("*/ckpt.pt"),
+             *Path().glob("*/ckpt.pt")]
+    near = list(dict.fromkeys(path.parent for path in newest_first(found)))
+    similar = difflib.get_close_matches(folder.name, [place.name for place in near], n=1)
+    meant = [f"; did you mean --out_dir={place}?" for place in near if place.name in similar][:1]
+    return "".join(meant) + (f"; found ckpt.pt in {first_names(near)}" if near else "")
+
+
+def first_names(names: Iterable[object]) -> str:
+    listed = [str(name) for name in names]
+    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(filter(Path.is_file, paths), key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
+
+
+def is_huggingface_folder(folder: Path) -> bool:
+    """Whether a folder has the config.json of a Hugging Face model."""
+    with suppress(OSError, ValueError):
+        return is_huggingface_config(read_json(folder / "config.json"))
+    return False
+
+
+def is_huggingface_config(config: dict) -> bool:
+    """Whether a config.json names an architecture, or has GPT-2's fields, as those of 2019 and of GPT2-Chinese."""
+    return "model_type" in config or config.keys() >= {"n_embd", "n_head", "n_layer", "n_positions"}
+
+
+# ---- waiting for the next save
+
+def wait_for_save(out_dir: str | Path, after: State | None = None) -> State:
+    """Wait until the checkpoint in out_dir has been saved, which need not exist yet, and return its state.
+
+    after: the state that an earlier call returned; then wait until the checkpoint is saved anew. Without it, one that
+    is there counts as saved.
+    """
+    previous, state = None, file_state(out_dir)
+    if state is None or after is not None:
+        logger.info(f"waiting for the {'next' if after else 'first'} save of {checkpoint_path(out_dir)}")
+        while state != previous or state in (after, None): # when the save is over, it stays the same for a while
+            time.sleep(WATCH_POLL)
+            previous, state = state, file_state(out_dir)
+    return state
+
+
+def file_state(out_dir: str | Path) -> State | None:
+    """The state of the checkpoint in out_dir; None if there is none now."""
+    with suppress(OSError):
+        status = checkpoint_path(out_dir).stat()
+        return status.st_size, status.st_mtime_ns, status.st_ino
+    return None

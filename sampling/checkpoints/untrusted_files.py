@@ -1,0 +1,156 @@
+"""Reads files that a stranger made, or that a training overwrites: one-line errors, text and JSON, and whole saves."""
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sampling.messages import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds
+POLL = 0.01 # seconds between two attempts: a quick writer leaves little time between two saves
+MAX_TEXT_BYTES = 2**24 # parsed as JSON, they take up to 500 MB
+LFS_POINTER = "version https://git-lfs"
+
+# ---- errors
+
+class RejectedFileError(ValueError):
+    """Why a file cannot be read, without its name, which named_errors adds. The file may be undamaged."""
+
+
+class DamagedFileError(RejectedFileError):
+    """The file is damaged or incomplete. If it was changed lately, it may still be written."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"it is damaged or incomplete ({reason}); copy it again, or use another one")
+
+
+class NamedFileError(ValueError):
+    """Why a file cannot be read, with its name: named_errors leaves it as it is."""
+
+
+class UnfinishedFileError(Exception):
+    """The file is being written: read it again."""
+
+
+def require(condition: object, reason: str) -> None:
+    """Raises RejectedFileError with this reason unless the condition holds. For blocks inside named_errors."""
+    if not condition:
+        raise RejectedFileError(reason)
+
+
+def reject_pointer(content: bytes | str) -> None:
+    """Raises RejectedFileError if a file with this content, or start, is a pointer of Git LFS."""
+    require(not content.startswith(LFS_POINTER if isinstance(content, str) else LFS_POINTER.encode()),
+            "it is only a pointer of Git LFS to the file; get the file itself: run 'git lfs install' and then "
+            "'git lfs pull' in its folder")
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of an exception's message, or the name of the exception's type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
+
+
+@contextmanager
+def named_errors(source: object) -> Iterator[None]:
+    """Turn an exception inside the block into one that names the source. OSError and lack of memory pass."""
+    try:
+        yield
+    except Exception as e: # a file that holds no model can make torch raise any exception
+        if isinstance(e, OSError | NamedFileError | UnfinishedFileError) or is_out_of_memory(e):
+            raise
+        one_line = " ".join(str(e).splitlines()) # a name in a damaged file may have a newline
+        raise NamedFileError(f"cannot read {source}: {one_line:.1000}") from None
+
+
+@contextmanager
+def damaged_if_fails() -> Iterator[None]:
+    """Inside this block, any exception but lack of memory means a damaged file: raise DamagedFileError instead."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, RejectedFileError) or is_out_of_memory(e):
+            raise
+        raise DamagedFileError(first_sentence(e)) from None
+
+
+# ---- text and JSON
+
+def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict:
+    """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
+    text = read_text(path, max_bytes)
+    with named_errors(path), damaged_if_fails():
+        content = json.loads(text)
+        require(isinstance(content, dict), f"it must hold an object, got {type(content).__name__}")
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
+    if not path.is_file(): # a device or a pipe may never end
+        raise NamedFileError(f"{path} is missing, or not a regular file")
+    with named_errors(path):
+        require(path.stat().st_size <= max_bytes,
+                f"it has more than {max_bytes >> 20} MiB; without indentation it may be small enough: load it with "
+                "Python's json, and save it with indent=None")
+        text = path.read_text("utf-8")
+        reject_pointer(text)
+    return text
+
+
+# ---- files that a training overwrites
+
+def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any]) -> Any:
+    """The result of read, which gets the open files at these paths. Raises ValueError, which names the source.
+
+    While a training writes the files, they are read again, for up to MAX_WAIT seconds.
+    """
+    end, is_waiting = time.monotonic() + MAX_WAIT, False
+    while True:
+        try:
+            with named_errors(source):
+                return read_unchanged(paths, read)
+        except UnfinishedFileError:
+            pass
+        except OSError: # a writer may remove the file before it writes it again
+            if not is_waiting:
+                raise
+        if time.monotonic() > end:
+            raise ValueError(f"{source} is being written, and was never complete for {MAX_WAIT} seconds: try again "
+                             "between two saves, or copy the file when it is complete")
+        if not is_waiting:
+            logger.info(f"{source} is being written: waiting")
+        is_waiting = True
+        time.sleep(POLL)
+
+
+def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
+    """The result of read for the open files at these paths. Raises UnfinishedFileError if one of them changes
+    meanwhile, or if one is damaged and was changed lately.
+
+    Files must never be mapped: a training may truncate them at any time, and a process that then touches a mapped page
+    dies. They are open only here: Windows lets nobody write an open file.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(open(path, "rb")) for path in paths]
+        before = file_states(files)
+        try:
+            result = read(*files)
+        except Exception as e:
+            is_recent = any(abs(time.time() - changed) < MAX_WAIT for _, changed in before)
+            if file_states(files) != before or (is_recent and isinstance(e, DamagedFileError)):
+                raise UnfinishedFileError from None
+            raise
+        if file_states(files) != before:
+            result = None # its memory must be free before the next attempt
+            raise UnfinishedFileError
+        return result
+
+
+def file_states(files: Sequence[BinaryIO]) -> list[tuple[int, float]]:
+    """The size and the time of the last change of each open file."""
+    return [(status.st_size, status.st_mtime) for status in (os.fstat(file.fileno()) for file in files)]
