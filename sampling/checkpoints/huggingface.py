@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import (
+    MAX_CONFIG_BYTES,
     Checkpoint,
     Convert,
     find_checkpoint,
@@ -93,7 +94,7 @@ def find_model(name_or_folder: str, log: Log) -> tuple[Path, dict]:
     """The folder with the files of the model, and its config.json. The error says what else the name stands for."""
     folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
     path = folder / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
     if is_huggingface_config(config):
         return folder, config
     try:
