@@ -7,6 +7,7 @@ of its standard input, which is [folder, init_from] as JSON. It prints [exit sta
 import copyreg
 import io
 import json
+import logging
 import os
 import pickle
 import pickletools
@@ -46,6 +47,7 @@ def load(folder, init_from):
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS)) # of processor time
     signal.alarm(10 * MAX_SECONDS) # also if it only waits
     setup_console()
+    logging.getLogger("sampling").setLevel(logging.ERROR) # not what was loaded
     with report_user_errors():
         quiet = {"log": lambda text: None}
         checkpoint = load_nanogpt("out", **quiet) if init_from == "resume" else load_huggingface(init_from, **quiet)
