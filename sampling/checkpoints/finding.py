@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from sampling.checkpoints.untrusted_files import read_json
+from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_json
 
 logger = logging.getLogger(__name__)
 WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
@@ -59,7 +59,7 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 def is_huggingface_folder(folder: Path) -> bool:
     """Whether a folder has the config.json of a Hugging Face model."""
     with suppress(OSError, ValueError):
-        return is_huggingface_config(read_json(folder / "config.json"))
+        return is_huggingface_config(read_json(folder / "config.json", MAX_CONFIG_BYTES))
     return False
 
 

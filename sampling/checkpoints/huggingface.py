@@ -12,7 +12,7 @@ from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.finding import find_checkpoint, is_huggingface_config
 from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import read_complete, read_json, require
+from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_complete, read_json, require
 
 logger = logging.getLogger(__name__)
 SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "adapter_model.safetensors"]
@@ -88,7 +88,7 @@ def find_model(name_or_folder: str) -> tuple[Path, dict]:
     """The folder with the files of the model, and its config.json. The error says what else the name stands for."""
     folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
     path = folder / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
     if is_huggingface_config(config):
         return folder, config
     try:

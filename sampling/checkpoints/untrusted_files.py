@@ -1,6 +1,7 @@
 """Reads files that a stranger made, or that a training overwrites: one-line errors, text and JSON, and whole saves."""
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from sampling.messages import is_out_of_memory
 logger = logging.getLogger(__name__)
 MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds
 POLL = 0.01 # seconds between two attempts: a quick writer leaves little time between two saves
-MAX_TEXT_BYTES = 2**24 # parsed as JSON, they take up to 500 MB
+MAX_CONFIG_BYTES = 2**20 # of a config.json: parsing it takes many times its size in memory
 LFS_POINTER = "version https://git-lfs"
 
 # ---- errors
@@ -80,7 +81,7 @@ def damaged_if_fails() -> Iterator[None]:
 
 # ---- text and JSON
 
-def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict:
+def read_json(path: Path, max_bytes: float = math.inf) -> dict:
     """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
     text = read_text(path, max_bytes)
     with named_errors(path), damaged_if_fails():
@@ -89,14 +90,12 @@ def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict:
     return content
 
 
-def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+def read_text(path: Path, max_bytes: float = math.inf) -> str:
     """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
     if not path.is_file(): # a device or a pipe may never end
         raise NamedFileError(f"{path} is missing, or not a regular file")
     with named_errors(path):
-        require(path.stat().st_size <= max_bytes,
-                f"it has more than {max_bytes >> 20} MiB; without indentation it may be small enough: load it with "
-                "Python's json, and save it with indent=None")
+        require(path.stat().st_size <= max_bytes, f"it has more than {max_bytes} bytes")
         text = path.read_text("utf-8")
         reject_pointer(text)
     return text

@@ -4,7 +4,7 @@ The library reads the file and runs no code in it. But a file may waste time or 
 """
 import json
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +109,14 @@ class HFDecoder(IncrementalDecoder):
         return [i for i in ids if i not in self.tokenizer.byte_ids][-CONTEXT:]
 
 
-def call_library(function: Callable[[], Any]) -> Any:
-    """The result of a function that uses the library. Raises ValueError if it fails."""
+def call_library(function: Callable[[], Any], advice: str = "") -> Any:
+    """The result of a function that uses a library for tokenizers. Raises ValueError if it fails."""
     try:
         return function()
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error: # a Rust panic is no Exception
-        raise ValueError(f"the tokenizer's library failed: {first_sentence(error)}") from None
+        raise ValueError(f"the tokenizer's library failed: {first_sentence(error)}{advice}") from None
 
 
 def decodes_whole_text(decoder: dict | None) -> bool:
@@ -124,8 +124,7 @@ def decodes_whole_text(decoder: dict | None) -> bool:
     be known to act at one place only.
     """
     steps = decoder.get("decoders", [decoder]) if decoder else []
-    join = next((i for i, step in enumerate(steps) if step["type"] in ("Fuse", "ByteLevel", "Sequence")), len(steps))
+    joined = [*dropwhile(lambda step: step["type"] not in ("Fuse", "ByteLevel", "Sequence"), steps)]
     return not all(step["type"] in ("Fuse", "ByteLevel")
                    or (step["type"] == "Strip" and step["start"] <= CONTEXT and not step["stop"])
-                   or (step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1)
-                   for step in steps[join:])
+                   or (step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1) for step in joined)

@@ -26,12 +26,9 @@ class TiktokenTokenizer(ByteDecodingTokenizer):
 
     def encode(self, text: str) -> list[int]:
         require_unicode(text)
-        special = {"<|endoftext|>"}
-        try:
-            return call_library(lambda: self.encoding.encode(text, allowed_special=special, disallowed_special=()))
-        except ValueError as error: # the expression goes back over each blank before a word, and has a limit
-            raise ValueError("tiktoken cannot split the prompt into words, mostly because of about a million blanks in "
-                             f"a row: shorten them ({error})") from None
+        encode, special = self.encoding.encode, {"<|endoftext|>"}
+        return call_library(lambda: encode(text, allowed_special=special, disallowed_special=()),
+                            "; mostly because of a million blanks in a row: shorten them")
 
     def token_bytes(self, token_id: int) -> bytes:
         try:

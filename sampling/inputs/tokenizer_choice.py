@@ -13,6 +13,7 @@ from sampling.inputs.tiktoken_tokenizer import encoding_label, load_encoding
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, Tokenizer
 
 logger = logging.getLogger(__name__)
+GPT2_SIZES = {*range(50257, 50305), 51200} # to which people pad its vocabulary: nobody names GPT-2's encoding
 
 
 def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Tokenizer:
@@ -62,8 +63,7 @@ def find(checkpoint: Checkpoint) -> Tokenizer | str:
             return found
     if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         return encoding
-    # Nobody names GPT-2's encoding, so only the sizes to which people pad its vocabulary are sure.
-    if not has_gpt2_size(vocab_size):
+    if vocab_size not in GPT2_SIZES:
         searched = ", ".join(dict.fromkeys(map(os.path.abspath, folders)))
         raise ValueError(f"no tokenizer is in {searched}, and GPT-2's encoding has 50257 tokens, but the model has "
                          f"{vocab_size}; {ADVICE}")
@@ -83,15 +83,11 @@ def read_file(path: Path, vocab_size: int) -> Tokenizer | str | None:
     return None if is_for_gpt2 else CharTokenizer(path, meta)
 
 
-def has_gpt2_size(vocab_size: int) -> bool:
-    return 50257 <= vocab_size <= 50304 or vocab_size == 51200
-
-
 def check_size(source: str, size: int, vocab_size: int) -> None:
     """Raise ValueError if a tokenizer has more tokens than the model. The model's vocabulary may be padded."""
     if size > vocab_size:
         raise ValueError(f"{source} has {size} tokens, but the model has {vocab_size}, so it is not the tokenizer of "
                          f"this model; {ADVICE}")
     if vocab_size > 2 * size:
-        advice = "; if the model was trained on GPT-2's tokens, pass --tokenizer=gpt2" * has_gpt2_size(vocab_size)
+        advice = "; if the model was trained on GPT-2's tokens, pass --tokenizer=gpt2" * (vocab_size in GPT2_SIZES)
         logger.warning(f"{source} has {size} tokens, but the model has {vocab_size}; the rest may be padding{advice}")

@@ -190,7 +190,8 @@ def test_a_model_that_the_hub_does_not_have_is_one_line(hub, run_script):
 def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_path):
     content = json.loads(gpt2_tokenizer_json(tiktoken_cache))
     write_json(tmp_path / "openai-community/gpt2/resolve/main/tokenizer.json", content)
-    code = "from sampling.inputs.tiktoken_tokenizer import *; print(load_encoding('gpt2', print).encode('Hello world'))"
+    code = ("import sys; from sampling.inputs.tiktoken_tokenizer import *; logger.setLevel('INFO'); "
+            "logger.addHandler(logging.StreamHandler(sys.stdout)); print(load_encoding('gpt2').encode('Hello world'))")
     command, env = [sys.executable, "-c", code], {**os.environ, **hub.env, "HTTPS_PROXY": "http://127.0.0.1:9"}
     dead = subprocess.run(command, cwd=PROJECT, env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True)
     assert dead.stdout.count(b" failed (") == dead.stdout.count(b"\n") == 2 and b"Retry" not in dead.stderr

@@ -126,6 +126,14 @@ def write_model(folder, **parts):
     write(folder, tokenizer=content)
 
 
+def test_a_large_file_is_read(tmp_path):
+    tokens = [{"id": i, "content": f"<{i}>", "special": False} for i in range(4, 100_000)]
+    write_model(tmp_path, added_tokens=[token | dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+                                        for token in tokens])
+    (tmp_path / "tokenizer.json").write_text((tmp_path / "tokenizer.json").read_text() + " " * 2**24)
+    assert load(tmp_path).encode("ab<77777>") == [3, 77777]
+
+
 def test_what_would_change_a_prompt_is_left_out(tmp_path):
     write_model(tmp_path, model={"dropout": 0.9}, truncation={
         "direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}, padding={

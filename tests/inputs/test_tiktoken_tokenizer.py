@@ -36,7 +36,7 @@ def test_text_is_encoded_as_by_gpt2(gpt2_encoding):
     with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
         tokenizer.encode("a\udcff")
     for blank in " ", "\n", "\u3000":
-        with pytest.raises(ValueError, match=r"about a million blanks in a row: shorten them .* failed: Regex error"):
+        with pytest.raises(ValueError, match=r"Regex error.*; mostly because of a million blanks in a row: sh"):
             tokenizer.encode(f"a{blank * 3_000_000}b")
 
 
