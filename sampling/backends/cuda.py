@@ -232,12 +232,10 @@ class CUDABackend(Backend):
             window = ids.clone(), StepTable(self.support, self.device)
         window_ids, steps = window
         window_ids.copy_(ids)
-        logits = steps.run("window", lambda: self.window_step(window_ids), lambda: self.forward(window_ids)[0][:, -1])
+        logits = steps.run("window", lambda: self.model(window_ids)[0][:, -1],
+                           lambda: self.forward(window_ids)[0][:, -1])
         self.window = window
         return logits
-
-    def window_step(self, ids: Tensor) -> Tensor:
-        return self.model(ids)[0][:, -1]
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:

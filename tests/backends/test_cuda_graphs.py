@@ -84,7 +84,8 @@ def test_wrong_steps_never_reach_the_text(wrong_step, use_graphs, recordings, me
     if wrong_step:
         monkeypatch.setattr(cuda, "block_step", wrong_step)
     else:
-        backend.window_step = lambda ids: backend.model(ids.flip(1))[0][:, -1]
+        backend.forward, forward = make_gpt(), backend.model.forward
+        backend.model.forward = lambda ids: forward(ids.flip(1))
     assert generates_the_right_text(backend) and generates_the_right_text(backend, rows=2)
     message, = messages
     assert message.startswith(OTHER_LOGITS) and message.endswith("continuing with the plain model, which is slower")
