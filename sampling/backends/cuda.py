@@ -23,9 +23,8 @@ from sampling.messages import is_out_of_memory
 logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
 TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # see compare_logits; a wrong key, mask or position gives more
-MIN_ROWS_TO_SHRINK = 33 # the idle rows of a smaller batch cost less than new graphs
-
 Step = Callable[[], Tensor] # computes logits (B, V)
+capture_lock = threading.Lock() # a process may have one capture at a time, which synchronises the GPU
 
 
 @dataclass
@@ -81,7 +80,8 @@ class StepTable:
             return plain()
         if key in self.table:
             return self.table[key](step)
-        call = self.capture(step) if self.support.graphs else run_step
+        with capture_lock:
+            call = self.capture(step) if self.support.graphs else run_step
         logits, expected = call(step), plain()
         if not self.support.check_logits(logits, expected):
             return expected
@@ -191,7 +191,7 @@ class CUDABackend(Backend):
         self.idle = cache
 
     def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
-        return num_rows >= MIN_ROWS_TO_SHRINK and 2 * num_unfinished <= num_rows
+        return num_rows > 32 and 2 * num_unfinished <= num_rows # otherwise the new graphs would cost more
 
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:

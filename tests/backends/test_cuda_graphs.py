@@ -2,6 +2,8 @@
 
 Most tests run on a CPU with Recordings instead of graphs, and break one thing.
 """
+import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
 
 import pytest
@@ -65,6 +67,22 @@ def test_the_next_batch_replays_the_graphs_of_the_last_one_or_has_a_stream_and_a
     places = [(recording.stream, recording.pool) for recording in recordings]
     steps, window, later = set(places[:3]), set(places[3:4]), set(places[4:7])
     assert len(steps) == len(later) == 1 and len(steps | window | later) == 3
+
+
+def test_two_models_in_two_threads_capture_one_after_the_other(recordings, monkeypatch):
+    """torch allows one capture at a time in a process."""
+    enter, leave, under_way, counts = Recording.__enter__, Recording.__exit__, [], []
+
+    def slow_enter(recording):
+        under_way.append(recording)
+        time.sleep(0.05)
+        counts.append(len(under_way))
+        return enter(recording)
+    monkeypatch.setattr(Recording, "__enter__", slow_enter)
+    monkeypatch.setattr(Recording, "__exit__", lambda *arguments: under_way.pop() and leave(*arguments))
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(generates_the_right_text, [CUDABackend(make_gpt()), CUDABackend(make_gpt())]))
+    assert counts == 8 * [1]
 
 
 # ---- steps and graphs that compute something else
