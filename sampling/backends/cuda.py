@@ -96,12 +96,14 @@ class StepTable:
                 self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
             self.stream.wait_stream(caller)
             # torch.cuda.graph may leave its own stream current when it fails: the outer block returns to the caller's.
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                step() # creates what must not be created during a capture, such as the workspace of cuBLAS
-                # thread_local: what another thread allocates meanwhile does not end the capture.
-                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                    logits = step()
-            caller.wait_stream(self.stream)
+            try:
+                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                    step() # creates what must not be created during a capture, such as the workspace of cuBLAS
+                    # thread_local: what another thread allocates meanwhile does not end the capture.
+                    with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                        logits = step()
+            finally: # also if the capture fails, because the first step has written the cache
+                caller.wait_stream(self.stream)
             graph.replay()
             torch.cuda.synchronize(self.device) # raises the errors of the replay
         except Exception as error: # a driver, an operator or too little memory: each has its own

@@ -168,7 +168,10 @@ def fail_capture(recordings, monkeypatch):
 
 
 @pytest.mark.parametrize("number, context_shift", [(1, False), (3, True), (4, False)]) # 4 is the window
-def test_a_failing_capture_is_one_line_and_the_text_stays_the_same(number, context_shift, fail_capture, messages):
+def test_a_failing_capture_is_one_line_and_the_text_stays_the_same(number, context_shift, fail_capture, messages,
+                                                                   monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+    caller = MagicMock()
     backend, error = CUDABackend(make_gpt()), RuntimeError("operation failed due to a previous error during capture")
     error.__context__ = RuntimeError("no graphs here\nCUDA kernel errors might be reported later")
     captures = fail_capture(error, number)
@@ -176,6 +179,7 @@ def test_a_failing_capture_is_one_line_and_the_text_stays_the_same(number, conte
     assert messages == ["CUDA graphs do not work here (RuntimeError: no graphs here): continuing without them, "
                                 "which is slower"]
     assert len(captures) == number, "none is tried after the failure"
+    assert caller.wait_stream.call_count == number, "also for the step before the failed capture"
 
 
 @pytest.mark.parametrize("number", [1, 3, 4])
