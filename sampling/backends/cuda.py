@@ -9,6 +9,8 @@ The first step of each kind is checked on the user's own GPU: it must compute wh
 """
 import logging
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -22,9 +24,10 @@ from sampling.messages import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
-TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # see compare_logits; a wrong key, mask or position gives more
+TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # standard deviations of the logits; a wrong key or mask gives more
 Step = Callable[[], Tensor] # computes logits (B, V)
 capture_lock = threading.Lock() # a process may have one capture at a time, which synchronises the GPU
+free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # of StepTables that are gone
 
 
 @dataclass
@@ -34,8 +37,17 @@ class Support:
     steps: bool # the steps of CUDABackend themselves; without them, the plain model runs
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether the logits (B, V) of a step agree with those of the plain model."""
-        error, limit = compare_logits(found, expected) # (B,) each
+        """Whether the logits (B, V) of a step agree with those of the plain model, as far as rounding allows.
+
+        The mean of the difference is left out, because a constant added to all logits does not change their
+        probabilities. GPT-2's logits lie around -60 to -115, where neighbouring bfloat16 numbers are 0.5 apart: half of
+        that is allowed.
+        """
+        logits, difference = expected.float(), found.float() - expected.float()
+        std = logits.std(dim=-1, correction=0).clamp(min=1e-30) # (B,)
+        error = difference.std(dim=-1, correction=0) / std
+        rounding = torch.finfo(expected.dtype).eps / 2 * logits.mean(dim=-1).abs() / std
+        limit = rounding + (TOLERANCE_FLOAT32 if expected.dtype == torch.float32 else TOLERANCE_HALF)
         if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
             return True
         worst = (error - limit).argmax()
@@ -92,8 +104,10 @@ class StepTable:
         """A callable that replays a graph of the step; run_step if graphs do not work here."""
         try:
             graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-            if self.stream is None: # cuBLAS keeps a workspace for each stream: none dangles when this table is gone
-                self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+            if self.stream is None: # tables may not share one: cuBLAS keeps a workspace for each stream
+                streams, self.pool = free_streams[self.device], torch.cuda.graph_pool_handle()
+                self.stream = streams.pop() if streams else torch.cuda.Stream(self.device)
+                weakref.finalize(self, streams.append, self.stream)
             self.stream.wait_stream(caller)
             # torch.cuda.graph may leave its own stream current when it fails: the outer block returns to the caller's.
             try:
@@ -120,20 +134,6 @@ class StepTable:
 
 def run_step(step: Step) -> Tensor:
     return step()
-
-
-def compare_logits(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """The difference of each row of logits (B, V), and the largest that rounding explains: (B,) each, in standard
-    deviations of expected.
-
-    The mean of the difference is left out, because a constant added to all logits does not change their probabilities.
-    GPT-2's logits lie around -60 to -115, where neighbouring bfloat16 numbers are 0.5 apart: half of that is allowed.
-    """
-    logits, difference = expected.float(), found.float() - expected.float()
-    std = logits.std(dim=-1, correction=0).clamp(min=1e-30)
-    rounding = torch.finfo(expected.dtype).eps / 2 * logits.mean(dim=-1).abs()
-    base = TOLERANCE_FLOAT32 if expected.dtype == torch.float32 else TOLERANCE_HALF
-    return difference.std(dim=-1, correction=0) / std, base + rounding / std
 
 
 class StaticCache(KVCache, Cache):
