@@ -46,6 +46,9 @@ class Backend:
     def release(self, cache: Cache | KVCache) -> None:
         """Take back a cache that the caller needs no more."""
 
+    def free_buffers(self) -> None:
+        """Free what is kept for a next batch. The caller has released its cache."""
+
     def logits(self, ids: Tensor, cache: Cache | KVCache | None, num_positions: int = 1) -> Tensor:
         """Run the model on ids (B, T), which follow the tokens in the cache.
 

@@ -182,7 +182,7 @@ class CUDABackend(Backend):
         with self.lock:
             cache, self.idle = self.idle, None
             if cache is None or len(cache.token) != num_rows or cache.capacity < capacity:
-                cache = None # frees its memory before the new one takes more
+                cache = self.window = None # frees their memory before the new cache takes more
                 cache = StaticCache(self.model, num_rows, capacity, StepTable(self.support, self.device))
             for layer in cache.layers:
                 layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
@@ -191,6 +191,9 @@ class CUDABackend(Backend):
 
     def release(self, cache: StaticCache) -> None:
         self.idle = cache
+
+    def free_buffers(self) -> None:
+        self.idle = self.window = None
 
     def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
         return num_rows > 32 and 2 * num_unfinished <= num_rows # otherwise the new graphs would cost more

@@ -16,6 +16,7 @@ from recorded_graphs import ON_GPU, Recording, record_graphs
 from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend, Support, block_step
 from sampling.backends.prepare import cast_linears
+from sampling.generation import engine
 from streams import decode, normal, random_prompt
 
 PROMPTS = random_prompt(5, 3).tolist()
@@ -200,6 +201,20 @@ def test_after_out_of_memory_during_a_capture_a_smaller_batch_has_graphs(number,
     backend, captures = CUDABackend(make_gpt()), fail_capture(torch.OutOfMemoryError("CUDA out of memory"), number)
     assert generates_the_right_text(backend) and len(captures) == number + 4
     assert messages == ["out of memory with 3 samples at once: continuing with 1"]
+
+
+def test_nothing_is_kept_for_a_batch_of_another_size_or_after_out_of_memory(recordings, monkeypatch):
+    backend = CUDABackend(make_gpt())
+    for rows in 3, 2:
+        cache = backend.new_cache(rows, 16)
+        assert backend.window is None, "it was that of three rows"
+        backend.logits(random_prompt(16, rows), None)
+        backend.release(cache)
+    kept = []
+    monkeypatch.setattr(engine, "return_freed_memory", lambda: kept.append((backend.idle, backend.window)))
+    monkeypatch.setattr(backend, "plain_logits", MagicMock(side_effect=[MemoryError(), *9 * [torch.zeros(1, 61)]]))
+    decode(backend, PROMPTS[:2], 1)
+    assert kept == [(None, None)]
 
 
 @pytest.mark.parametrize("number", [1, None]) # None: the replay fails
