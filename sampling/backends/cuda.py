@@ -150,7 +150,7 @@ class StaticCache(KVCache, Cache):
         """Keep these rows only. The steps then need new graphs."""
         self.steps = StepTable(self.steps.support, self.steps.device) # first, because the old graphs hold memory
         super().select_rows(rows)
-        self.token = self.token[rows]
+        self.token = self.token[:len(rows)] # the next step replaces it
 
 
 class CUDABackend(Backend):
