@@ -61,6 +61,7 @@ class KVCache:
         self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
+        rows = torch.tensor(rows, device=self.layers[0].device) # once: each copy of a list synchronises a GPU
         for i, layer in enumerate(self.layers):
             self.layers[i] = layer[:, rows]
 

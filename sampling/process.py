@@ -109,6 +109,7 @@ def return_freed_memory() -> None:
     """Return freed memory to the GPU and the system: after disable_malloc_trim, the C library keeps it."""
     import torch
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError): # torch 2.10 to 2.12, once the capture of a CUDA graph has failed
+            torch.cuda.empty_cache()
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -6,6 +6,7 @@ import sys
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -29,6 +30,14 @@ def test_a_process_has_the_numbers_of_torchrun_and_its_share_of_the_memory(varia
     assert [number() for number in numbers] == expected
     assert process.free_memory(torch.device("cpu")) == 1001 // expected[3]
     assert process.free_memory(torch.device("cuda", 1)) == 900
+
+
+def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monkeypatch):
+    error = RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache := MagicMock(side_effect=error))
+    process.return_freed_memory()
+    empty_cache.assert_called_once()
 
 
 @pytest.mark.slow

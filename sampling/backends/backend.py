@@ -36,7 +36,7 @@ class Backend:
     is_exact = False # whether it computes nanoGPT's logits bit for bit
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
     all_columns = False # whether to sample with nanoGPT's own operations, on all V columns: no GPU waits for these
-    min_flush_steps = 1 # decode steps between two copies of tokens to the host, while text streams
+    min_flush_steps = 1 # between two copies of tokens to the host, where text streams or may end early
     cache_itemsize = 4 # bytes of a number in the cache
 
     def new_cache(self, num_rows: int, capacity: int) -> Cache | KVCache:
@@ -45,6 +45,9 @@ class Backend:
 
     def release(self, cache: Cache | KVCache) -> None:
         """Take back a cache that the caller needs no more."""
+
+    def free_buffers(self) -> None:
+        """Free what is kept for a next batch. The caller has released its cache."""
 
     def logits(self, ids: Tensor, cache: Cache | KVCache | None, num_positions: int = 1) -> Tensor:
         """Run the model on ids (B, T), which follow the tokens in the cache.

@@ -9,6 +9,8 @@ The first step of each kind is checked on the user's own GPU: it must compute wh
 """
 import logging
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -22,10 +24,10 @@ from sampling.messages import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
-TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # see compare_logits; a wrong key, mask or position gives more
-MIN_ROWS_TO_SHRINK = 33 # the idle rows of a smaller batch cost less than new graphs
-
+TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # standard deviations of the logits; a wrong key or mask gives more
 Step = Callable[[], Tensor] # computes logits (B, V)
+capture_lock = threading.Lock() # a process may have one capture at a time, which synchronises the GPU
+free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # of StepTables that are gone
 
 
 @dataclass
@@ -35,8 +37,17 @@ class Support:
     steps: bool # the steps of CUDABackend themselves; without them, the plain model runs
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether the logits (B, V) of a step agree with those of the plain model."""
-        error, limit = compare_logits(found, expected) # (B,) each
+        """Whether the logits (B, V) of a step agree with those of the plain model, as far as rounding allows.
+
+        The mean of the difference is left out, because a constant added to all logits does not change their
+        probabilities. GPT-2's logits lie around -60 to -115, where neighbouring bfloat16 numbers are 0.5 apart: half of
+        that is allowed.
+        """
+        logits, difference = expected.float(), found.float() - expected.float()
+        std = logits.std(dim=-1, correction=0).clamp(min=1e-30) # (B,)
+        error = difference.std(dim=-1, correction=0) / std
+        rounding = torch.finfo(expected.dtype).eps / 2 * logits.mean(dim=-1).abs() / std
+        limit = rounding + (TOLERANCE_FLOAT32 if expected.dtype == torch.float32 else TOLERANCE_HALF)
         if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
             return True
         worst = (error - limit).argmax()
@@ -81,7 +92,8 @@ class StepTable:
             return plain()
         if key in self.table:
             return self.table[key](step)
-        call = self.capture(step) if self.support.graphs else run_step
+        with capture_lock:
+            call = self.capture(step) if self.support.graphs else run_step
         logits, expected = call(step), plain()
         if not self.support.check_logits(logits, expected):
             return expected
@@ -92,16 +104,20 @@ class StepTable:
         """A callable that replays a graph of the step; run_step if graphs do not work here."""
         try:
             graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-            if self.stream is None: # cuBLAS keeps a workspace for each stream: none dangles when this table is gone
-                self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+            if self.stream is None: # tables may not share one: cuBLAS keeps a workspace for each stream
+                streams, self.pool = free_streams[self.device], torch.cuda.graph_pool_handle()
+                self.stream = streams.pop() if streams else torch.cuda.Stream(self.device)
+                weakref.finalize(self, streams.append, self.stream)
             self.stream.wait_stream(caller)
             # torch.cuda.graph may leave its own stream current when it fails: the outer block returns to the caller's.
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                step() # creates what must not be created during a capture, such as the workspace of cuBLAS
-                # thread_local: what another thread allocates meanwhile does not end the capture.
-                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                    logits = step()
-            caller.wait_stream(self.stream)
+            try:
+                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                    step() # creates what must not be created during a capture, such as the workspace of cuBLAS
+                    # thread_local: what another thread allocates meanwhile does not end the capture.
+                    with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                        logits = step()
+            finally: # also if the capture fails, because the first step has written the cache
+                caller.wait_stream(self.stream)
             graph.replay()
             torch.cuda.synchronize(self.device) # raises the errors of the replay
         except Exception as error: # a driver, an operator or too little memory: each has its own
@@ -120,20 +136,6 @@ def run_step(step: Step) -> Tensor:
     return step()
 
 
-def compare_logits(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """The difference of each row of logits (B, V), and the largest that rounding explains: (B,) each, in standard
-    deviations of expected.
-
-    The mean of the difference is left out, because a constant added to all logits does not change their probabilities.
-    GPT-2's logits lie around -60 to -115, where neighbouring bfloat16 numbers are 0.5 apart: half of that is allowed.
-    """
-    logits, difference = expected.float(), found.float() - expected.float()
-    std = logits.std(dim=-1, correction=0).clamp(min=1e-30)
-    rounding = torch.finfo(expected.dtype).eps / 2 * logits.mean(dim=-1).abs()
-    base = TOLERANCE_FLOAT32 if expected.dtype == torch.float32 else TOLERANCE_HALF
-    return difference.std(dim=-1, correction=0) / std, base + rounding / std
-
-
 class StaticCache(KVCache, Cache):
     """A KV cache, the inputs of a decode step, and the steps that read and write both in place."""
 
@@ -148,7 +150,7 @@ class StaticCache(KVCache, Cache):
         """Keep these rows only. The steps then need new graphs."""
         self.steps = StepTable(self.steps.support, self.steps.device) # first, because the old graphs hold memory
         super().select_rows(rows)
-        self.token = self.token[rows]
+        self.token = self.token[:len(rows)] # the next step replaces it
 
 
 class CUDABackend(Backend):
@@ -180,7 +182,7 @@ class CUDABackend(Backend):
         with self.lock:
             cache, self.idle = self.idle, None
             if cache is None or len(cache.token) != num_rows or cache.capacity < capacity:
-                cache = None # frees its memory before the new one takes more
+                cache = self.window = None # frees their memory before the new cache takes more
                 cache = StaticCache(self.model, num_rows, capacity, StepTable(self.support, self.device))
             for layer in cache.layers:
                 layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
@@ -190,8 +192,11 @@ class CUDABackend(Backend):
     def release(self, cache: StaticCache) -> None:
         self.idle = cache
 
+    def free_buffers(self) -> None:
+        self.idle = self.window = None
+
     def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
-        return num_rows >= MIN_ROWS_TO_SHRINK and 2 * num_unfinished <= num_rows
+        return num_rows > 32 and 2 * num_unfinished <= num_rows # otherwise the new graphs would cost more
 
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:
@@ -232,12 +237,10 @@ class CUDABackend(Backend):
             window = ids.clone(), StepTable(self.support, self.device)
         window_ids, steps = window
         window_ids.copy_(ids)
-        logits = steps.run("window", lambda: self.window_step(window_ids), lambda: self.forward(window_ids)[0][:, -1])
+        logits = steps.run("window", lambda: self.model(window_ids)[0][:, -1],
+                           lambda: self.forward(window_ids)[0][:, -1])
         self.window = window
         return logits
-
-    def window_step(self, ids: Tensor) -> Tensor:
-        return self.model(ids)[0][:, -1]
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:

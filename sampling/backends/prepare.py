@@ -78,6 +78,9 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
         raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
     if name == "int8":
         has_numba(is_required=True)
+    if device.type == "mps" and name in ("float16", "bfloat16") and torch.__version__ < (2, 11):
+        raise ValueError(f"dtype={name} on MPS needs torch 2.11 or newer, because older ones compute wrong attention; "
+                         f"got torch {torch.__version__}: use dtype=float32, or install a newer torch")
     if device.type != "cuda":
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device

@@ -102,6 +102,7 @@ class Engine:
             # outside of the except clause, because the error holds the tensors of the batch
             self.batch_size = size // 2
             logger.warning(f"out of memory with {size} samples at once: continuing with {self.batch_size}")
+            self.backend.free_buffers()
             return_freed_memory()
             unfinished = [row for row in batch if not row.is_finished]
             for row in unfinished:

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from sampling.backends.prepare import choose_device, choose_dtype
 
@@ -96,3 +97,12 @@ def test_a_dtype_that_the_device_lacks_raises(monkeypatch):
     with pytest.raises(ValueError, match=r"^dtype=int8 runs only on a CPU; got device=mps: use dtype=bfloat16, or"):
         choose_dtype(torch.device("mps"), "int8")
     assert choose_dtype(torch.device("mps"), "auto") == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_on_mps_needs_torch_2_11(dtype, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.1"))
+    with pytest.raises(ValueError, match=rf"^dtype={dtype} on MPS needs torch 2\.11 .* got torch 2\.10\.1: use dtype="):
+        choose_dtype(torch.device("mps"), dtype)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    assert choose_dtype(torch.device("mps"), dtype) == getattr(torch, dtype)
