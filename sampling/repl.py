@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
-from sampling.inputs.prompts import (
-    encode_prompts,
-    make_samples,
-    parse_start,
-    read_prompts,
-    warn_about_stop_texts,
-)
+from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts, warn_about_stop_texts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty
 from sampling.outputs.printer import Printer
@@ -112,8 +106,7 @@ class Session:
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
         gpt = self.require_model()
-        samples = make_samples(encode_prompts(read_prompts(start), gpt.tokenizer), 1, self.next_index)
-        for sample in samples:
+        for sample in make_samples(encode_prompts(read_prompts(start), gpt.tokenizer), 1, self.next_index):
             self.print_sample(sample)
 
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> None:
@@ -179,11 +172,10 @@ class Session:
     def continue_last(self) -> None:
         sample = self.require_sample()
         text = sample.prompt.text + self.last_text
-        # After a stop text or Ctrl-C, token_ids has tokens that the user did not see.
-        shows_all = sample.finish_reason == "length"
-        if shows_all: # a character that was incomplete comes whole with the next tokens
-            text = text.rstrip(REPLACEMENT)
-        ids = sample.prompt_ids + sample.token_ids if shows_all else self.printer.tokenizer.encode(text)
+        if sample.finish_reason == "length": # a character that was incomplete comes whole with the next tokens
+            text, ids = text.rstrip(REPLACEMENT), sample.prompt_ids + sample.token_ids
+        else: # after a stop text or Ctrl-C, token_ids has tokens that the user did not see
+            ids = self.printer.tokenizer.encode(text)
         self.print_sample(Sample(self.next_index, Prompt(text), ids), shows_prompt=False)
 
     def require_sample(self) -> Sample:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
                     **dict.fromkeys([*range(0x80, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)], "\ufffd")}
 LOGGERS = "sampling", "configurator"
+END_SIGNALS = signal.SIGINT, signal.SIGTERM # SIGINT: Ctrl-C
 PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
@@ -60,10 +61,10 @@ def setup_console(rank: int = 0, owns_process: bool = True) -> None:
     _console.setLevel(logging.ERROR if rank else logging.INFO)
     _console.rank, _console.owns_process, _console.bar = rank, owns_process, None
     before_exit.pop_all() # of a run that ended in an internal error
-    for number in (signal.SIGINT, signal.SIGTERM) if owns_process else ():
+    for number in END_SIGNALS if owns_process else ():
         # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch while it is imported.
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
-            signal.signal(number, lambda number, _: hard_exit(128 + number))
+            signal.signal(number, end_by_signal)
     if isinstance(sys.stdout, io.TextIOWrapper): # a notebook has another stream, which takes all characters
         encoding = None if is_tty(sys.stdout) else "utf-8" # in which only lone surrogates are replaced
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
@@ -85,19 +86,18 @@ def start_progress_bar(num_tokens: int) -> "tqdm | None":
 
 @contextmanager
 def system_interrupts() -> Iterator[None]:
-    """Give Ctrl-C the system's own action inside this block, which ends the process, if the script owns it.
+    """Let the system end the process at Ctrl-C or SIGTERM inside this block, if the script would end it.
 
     Python calls a handler only between two operations, and a stranger's file can ask for one that takes minutes.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    is_used = _console.owns_process and callable(handler) # otherwise it is ignored, or not Python's
-    if is_used:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    numbers = [number for number in END_SIGNALS if signal.getsignal(number) is end_by_signal]
     try:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
         yield
     finally:
-        if is_used:
-            signal.signal(signal.SIGINT, handler)
+        for number in numbers:
+            signal.signal(number, end_by_signal)
 
 
 @contextmanager
@@ -161,6 +161,10 @@ def hard_exit(status: int = 0) -> NoReturn:
         traceback.clear_frames(sys.exc_info()[2]) # closes the run's files: a notebook keeps its latest traceback
         sys.exit(status)
     os._exit(status)
+
+
+def end_by_signal(number: int, _: object) -> NoReturn:
+    hard_exit(128 + number)
 
 
 def end_line() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sampling.outputs.console import name_write_errors, plural, report_user_errors, setup_console
-from sampling.outputs.jsonl import OLDER_VERSION, PAGE, read_records
+from sampling.outputs.jsonl import PAGE, read_records
 
 logger = logging.getLogger("sampling.outputs.html") # not __name__: this file is also run as a script
 NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
@@ -36,7 +36,7 @@ def find_samples(files: list[BinaryIO]) -> tuple[Rows, list[dict[str, Any]]]:
     rows: Rows = {}
     runs: dict[str, tuple[int, dict[str, Any]]] = {}
     for file in files:
-        for start, record in read_records(file, OLDER_VERSION):
+        for start, record in read_records(file):
             checkpoint = record["checkpoint"]
             settings = {name: value for name, value in record["settings"].items() if name != "logprobs"}
             info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"), **settings}

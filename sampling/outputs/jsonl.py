@@ -83,7 +83,7 @@ class LinesFile:
             else:
                 raise ValueError(f"{where}, is one sample more than this run generates: give the file another name, or "
                                  "replace it with --overwrite")
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n"): # the run was killed within the write
                 self.file.write(b"\n")
                 self.file.flush()
         if not BEGIN.startswith(line[:len(BEGIN)]): # it is no truncated line
@@ -159,10 +159,8 @@ def encode_json(record: Mapping[str, Any]) -> bytes:
 
 # ---- reading
 
-def read_records(file: BinaryIO, *versions: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the position and the record of each sample. Raises ValueError, which names the line.
-
-    versions: those of the fields that are allowed too.
+def read_records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the position and the record of each sample, also of OLDER_VERSION. Raises ValueError, which names the line.
     """
     start = 0
     file.seek(0)
@@ -170,7 +168,7 @@ def read_records(file: BinaryIO, *versions: int) -> Iterator[tuple[int, dict[str
         if not is_complete(line):
             logger.warning(f"{file.name}: the last line is truncated, so it is left out")
             return
-        yield start, parse_record(line, f"{file.name}, line {number}", *versions)
+        yield start, parse_record(line, f"{file.name}, line {number}", OLDER_VERSION)
         start += len(line)
 
 

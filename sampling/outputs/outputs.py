@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from sampling.backends.process import peak_memory
 from sampling.outputs import html
 from sampling.outputs.console import before_exit, is_tty, name_write_errors, sanitize
 from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, check_replaceable, open_output, run_settings
 from sampling.outputs.printer import Printer, Progress
 from sampling.params import Piece, Sample
+from sampling.process import peak_memory
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
