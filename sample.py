@@ -55,7 +55,7 @@ context_shift = False # past block_size: drop the older half of a full window; m
 exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on
               # CUDA in any dtype
 draft: str | None = None # speculative decoding, on a CPU in float32, for one sample at a time; int8: a copy of the
-                         # model in int8 proposes tokens, and the model checks several in one pass: the same text, sooner
+                         # model in int8 proposes tokens, and the model checks several in one pass: the same text sooner
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go
