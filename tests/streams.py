@@ -28,6 +28,10 @@ def decode(backend, prompts, num_tokens, seed=3, context_shift=False, temperatur
 
 class IdTokenizer:
     """The text of each token is one character."""
+    joins_spaces = False
+
+    def decode(self, ids):
+        return "".join(chr(token_id + 32) for token_id in ids)
 
     def incremental_decoder(self, prompt_ids=()):
         return lambda token_id, last=False: chr(token_id + 32)

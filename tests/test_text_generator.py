@@ -58,7 +58,7 @@ def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(ge
         with torch.inference_mode():
             reloaded = load()
             assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
-            assert reloaded.model.backend.new_cache(1, 1).keys.dtype == np.float32
+            assert reloaded.backend.new_cache(1, 1).keys.dtype == np.float32
     finally:
         torch.set_default_dtype(torch.float32)
     assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected

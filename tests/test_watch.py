@@ -1,23 +1,17 @@
 """watch: a run that stays beside a training, and samples from each checkpoint that it saves."""
-import io
 import json
 import os
 import signal
-import sys
 import time
 import weakref
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 
-import sample
-from configurator import find_settings
 from models import make_gpt, save_checkpoint
-from project import RULE, SCRIPT
+from project import RULE
 from sampling import text_generator
 from sampling.checkpoints import finding, nanogpt
-from sampling.generation.workers import Workers
 from script_process import start_script
 
 RUN = ("--start=The ", "--num_samples=2", "--max_new_tokens=9", "--device=cpu", "--watch", "--out_file=a.jsonl",
@@ -70,34 +64,37 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
         wait_for("waiting")
 
 
-@pytest.mark.parametrize("changes, num_models", [
-    ({"watch": True}, 3), ({"watch": True, "draft": "int8"}, 3), ({"interactive": True}, 2)], ids=str)
-def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_checkpoint, capsys, changes, num_models):
-    backends, num_alive, assemble, load = [], [], text_generator.assemble, nanogpt.load_nanogpt
+@pytest.mark.parametrize("flags, num_models", [
+    (["--watch"], 3), (["--watch", "--draft=int8"], 3), (["--interactive"], 2)], ids=str)
+def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_checkpoint, run_script, flags,
+                                                                     num_models):
+    backends, num_alive, prepare, load = [], [], text_generator.prepare_backend, nanogpt.load_nanogpt
 
-    def assemble_and_note(*arguments):
-        model = assemble(*arguments)
-        backends.append(weakref.ref(model.backend))
-        return model
+    def prepare_and_note(*arguments):
+        backend = prepare(*arguments)
+        backends.append(weakref.ref(backend))
+        return backend
 
     def load_and_note(*arguments, **options):
         num_alive.append(sum(backend() is not None for backend in backends))
         return load(*arguments, **options)
-    monkeypatch.setattr(text_generator, "assemble", assemble_and_note)
+    monkeypatch.setattr(text_generator, "prepare_backend", prepare_and_note)
     monkeypatch.setattr(nanogpt, "load_nanogpt", load_and_note)
     saves = iter(range(3))
-    monkeypatch.setattr(finding, "wait_for_save", lambda *_: next(saves))
-    settings = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
-    changed = dict(out_dir=str(char_checkpoint), device="cpu", num_samples=2, max_new_tokens=9) | changes
-    monkeypatch.setattr(sys, "stdin", io.StringIO("The \n:reload\n:again\n")) # of a session
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    sample.main(SimpleNamespace(**settings | changed), Workers())
-    assert num_alive == num_models * [0] and capsys.readouterr().out.count(RULE) >= num_models
+
+    def wait_for_save(out_dir, after=None):
+        for save in saves:
+            return save
+        raise ValueError("no more saves")
+    monkeypatch.setattr(finding, "wait_for_save", wait_for_save)
+    run = f"--out_dir={char_checkpoint}", "--device=cpu", "--num_samples=2", "--max_new_tokens=9"
+    done = run_script(*run, *flags, stdin=b"The \n:reload\n:again\n") # of a session
+    assert num_alive == num_models * [0] and done.stdout.count(RULE) >= num_models, done.stderr
 
 
 def test_prompts_of_a_pipe_are_refused(run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", "--watch", "--start=LINES:-", stdin=b"The \n")
-    assert done.returncode == 1 and "error: watch=True reads the prompts once for each checkpoint" in done.stderr
+    assert done.returncode == 1 and "error: watch=True uses the prompts again for each checkpoint" in done.stderr
 
 
 def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, messages):

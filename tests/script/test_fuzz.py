@@ -22,7 +22,6 @@ from configurator import find_settings, override
 from models import CHARS, make_gpt, save_meta
 from oracles import reference_generate
 from project import PROJECT
-from sampling.generation.engine import Engine
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.prompts import read_prompts
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
@@ -176,7 +175,7 @@ def make_backend(name, width):
 
 @given(st.data())
 def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
-    """With any prompts, batch sizes, settings, stop texts and saved samples. Emittable text never changes."""
+    """With any prompts, batch sizes, settings, stop texts and saved samples. The pieces are the text."""
     tokenizer, width = data.draw(st.sampled_from(tokenizers))
     backend = make_backend(data.draw(st.sampled_from(["eager", "cpu", "static steps"])), width)
     prompt = st.lists(st.integers(0, width - 1), min_size=1, max_size=data.draw(st.sampled_from([3, 40])))
@@ -196,16 +195,13 @@ def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
     expected = [reference_stop(tokenizer, *ids, stops) for ids in zip(prompts, expected, strict=True)]
 
     params = SamplingParams(max_new_tokens, **sampling, stop=stops, seed=5)
-    loaded, batch_size = engines.load(tokenizer, backend), data.draw(st.integers(1, 9))
-    engine = Engine(loaded, params, batch_size, stream=data.draw(st.booleans()))
+    gpt, batch_size = engines.Generator(tokenizer, backend), data.draw(st.integers(1, 9))
     num_saved = data.draw(st.integers(0, len(prompts))) # this run resumes one that has saved these samples
     samples = [Sample(i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]
     shown, finished = {}, []
-    for sample in engine.generate(samples):
-        emittable = sample.text[:sample.num_emittable_chars]
-        assert emittable.startswith(shown.get(sample, "")) and len(emittable) == sample.num_emittable_chars
-        shown[sample] = emittable
+    for sample, pieces in gpt.run(samples, params, batch_size, stream=data.draw(st.booleans())):
+        shown[sample] = shown.get(sample, "") + "".join(piece.text for piece in pieces)
         finished += [sample] if sample.finish_reason else []
-    assert finished == samples[num_saved:]
+    assert finished == samples[num_saved:] and all(shown[sample] == sample.text for sample in finished)
     assert [(sample.token_ids, sample.text, sample.finish_reason) for sample in finished] == expected[num_saved:]
     assert all(sample.num_emittable_chars == len(sample.text) for sample in finished)

@@ -176,7 +176,7 @@ def test_the_progress_of_a_resumed_run_counts_the_samples_that_are_left(run_scri
     monkeypatch.setattr("sampling.outputs.printer.LOG_INTERVAL", 0) # seconds
     for num_samples, count in (1, "of 1 sample,"), (3, "of 2 samples,"):
         done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--num_samples={num_samples}", "--out_file=a.jsonl",
-                          cwd=tmp_path)
+                          "--max_new_tokens=40", cwd=tmp_path)
         assert done.returncode == 0 and count in done.stderr, done.stderr
 
 
