@@ -5,7 +5,7 @@ import re
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle, unwrap
 from sampling.checkpoints.untrusted_files import damaged_if_fails, named_errors, require
-from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, require_unicode
+from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, encode_utf8
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +17,7 @@ CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
 
 class CharTokenizer(ByteDecodingTokenizer):
     """Looks up each character of a text in stoi, or each byte in UTF-8, and joins the texts of itos, as nanoGPT does.
-
-    Texts of several characters, such as words, are sampled but never found in a prompt. meta: the content of the file,
-    if it was read.
+    So texts of several characters, such as words, are never found in a prompt. meta: the content, if it was read.
     """
     joins_spaces = False
 
@@ -36,17 +34,14 @@ class CharTokenizer(ByteDecodingTokenizer):
             logger.info(f"{self.source} has pieces with ▁, which are shown as they are, as in nanoGPT")
 
     def encode(self, text: str) -> list[int]:
-        if self.is_bytes:
-            require_unicode(text)
-        symbols = text.encode() if self.is_bytes else text
+        symbols = encode_utf8(text) if self.is_bytes else text
         if unknown := [symbol for symbol in dict.fromkeys(symbols) if symbol not in self.stoi]:
             listed = "; ".join(f"{symbol!r} at {symbols.index(symbol) + 1}" for symbol in unknown[:5])
             known = bytes(sorted(self.stoi)) if self.is_bytes else "".join(sorted({*self.stoi}.difference(self.longer)))
-            longer = (f", and {len(self.longer)} longer tokens such as {self.longer[0]!r:.40}, which are not looked up "
-                      "in a prompt") if self.longer else ""
-            newline = r"""; for a newline pass --start='"\n"'""" if "\\" in unknown else ""
+            more = f", and longer tokens, which no prompt has, such as {self.longer[0]!r:.40}" if self.longer else ""
+            more += r"""; for a newline pass --start='"\n"'""" if "\\" in unknown else ""
             raise ValueError(f"the prompt has characters that {self.source} lacks: {listed}; it has {known!r:.200}"
-                             f"{longer}{newline}")
+                             f"{more}")
         return [self.stoi[symbol] for symbol in symbols]
 
     def token_bytes(self, token_id: int) -> bytes:

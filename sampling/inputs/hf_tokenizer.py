@@ -10,7 +10,7 @@ from typing import Any
 
 from sampling.checkpoints.untrusted_files import first_sentence, named_errors, require
 from sampling.inputs.hf_files import read_tokenizer, vocab_of
-from sampling.inputs.tokenizer import REPLACEMENT, IncrementalDecoder, require_unicode
+from sampling.inputs.tokenizer import REPLACEMENT, IncrementalDecoder, encode_utf8
 
 CONTEXT = 8 # the text of a token depends on at most this many tokens before it, unless the decoder sees the whole text
 MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
@@ -51,7 +51,7 @@ class HFTokenizer:
         self.decodes_whole = decodes_whole_text(content.get("decoder"))
 
     def encode(self, text: str) -> list[int]:
-        require_unicode(text)
+        encode_utf8(text) # which checks it
         ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
         if not ids:
             raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least "

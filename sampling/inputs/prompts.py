@@ -53,15 +53,12 @@ def count_samples(prompts: Iterable[Prompt], num_samples: int) -> int | None:
 
 def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[EncodedPrompt] | Iterator[EncodedPrompt]:
     """The prompts with their token ids: a list or an iterator, as the prompts are."""
-    encoded = ((prompt, encode_prompt(prompt, tokenizer)) for prompt in prompts)
-    return list(encoded) if isinstance(prompts, list) else encoded
-
-
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    try:
-        return tokenizer.encode(prompt.text)
-    except ValueError as error:
-        raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
+    def encode(prompt):
+        try:
+            return prompt, tokenizer.encode(prompt.text)
+        except ValueError as error:
+            raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
+    return [*map(encode, prompts)] if isinstance(prompts, list) else map(encode, prompts)
 
 
 def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index: int = 0) -> Iterator[Sample]:
@@ -109,10 +106,9 @@ def parse_json_line(line: str, location: str) -> Prompt:
         raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
                          f"got {line!r:.100}{reason}")
     prompt = Prompt(found.pop("prompt"), found.pop("id", None), location, other_fields=found)
-    for name in found:
-        if name in RULES or name in RESULT_FIELDS:
-            raise ValueError(f"{location}: {name} is a setting of the whole run, or a field that out_file already has: "
-                             "rename the field in the prompt file")
+    if taken := found.keys() & (RULES.keys() | RESULT_FIELDS):
+        raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that out_file already "
+                         "has: rename the field in the prompt file")
     return prompt
 
 

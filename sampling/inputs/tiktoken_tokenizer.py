@@ -8,7 +8,7 @@ from urllib.request import Request, urlopen
 
 from sampling.checkpoints.untrusted_files import first_sentence
 from sampling.inputs.hf_tokenizer import HFTokenizer, call_library
-from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, Tokenizer, require_unicode
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, Tokenizer, encode_utf8
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class TiktokenTokenizer(ByteDecodingTokenizer):
         self.source, self.size, self.encoding = encoding_label(name), ENCODINGS[name], get_encoding(name)
 
     def encode(self, text: str) -> list[int]:
-        require_unicode(text)
+        encode_utf8(text) # which checks it
         encode, special = self.encoding.encode, {"<|endoftext|>"}
         return call_library(lambda: encode(text, allowed_special=special, disallowed_special=()),
                             "; mostly because of a million blanks in a row: shorten them")

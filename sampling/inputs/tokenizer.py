@@ -71,9 +71,9 @@ class ByteDecoder(IncrementalDecoder):
         return text
 
 
-def require_unicode(text: str) -> None:
-    """Raise ValueError if the text has lone surrogates, which UTF-8 cannot encode."""
+def encode_utf8(text: str) -> bytes:
+    """The text in UTF-8. Raises ValueError if it has lone surrogates, which UTF-8 lacks."""
     try:
-        text.encode("utf-8")
+        return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is not valid UTF-8 at character {error.start + 1}") from None
