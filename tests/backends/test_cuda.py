@@ -107,6 +107,16 @@ def test_graphs_are_kept_for_the_next_batch_and_share_no_stream_until_they_are_g
 
 
 @torch.no_grad()
+def test_the_rows_that_stay_get_new_graphs(recordings):
+    backend, ids, rows = CUDABackend(make_gpt()), random_prompt(8, 4), [3, 1]
+    cache = backend.new_cache(4, 16)
+    for tokens in ids[:, :6], ids[:, 6:7]:
+        backend.logits(tokens, cache)
+    cache.select_rows(rows)
+    torch.testing.assert_close(backend.logits(ids[rows, 7:], cache), make_gpt()(ids[rows])[0][:, -1])
+
+
+@torch.no_grad()
 def test_a_step_never_synchronises_the_gpu(monkeypatch):
     """A capture would fail. On the meta device, tensors have no values, and code that needs one on the host raises."""
     for module in "model", "sampling.backends.cuda":
