@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sampling.backends import cuda
+
 NEEDS_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 ON_GPU = pytest.param("cuda", marks=NEEDS_GPU) # a device, for parametrize
 
@@ -37,14 +39,17 @@ class Recording(TorchFunctionMode):
                 result.copy_(again)
 
 
-def record_graphs(monkeypatch):
-    """Let CUDA graphs work on a CPU, as Recordings. Returns the list of all Recordings."""
+def record_graphs(monkeypatch, fails_at=None, error=None):
+    """Let CUDA graphs work on a CPU, as Recordings, but let capture fails_at raise error. Returns all Recordings."""
     recordings, pools = [], count()
 
     def graph(recording, pool, stream, capture_error_mode):
         assert capture_error_mode == "thread_local", "another thread's allocations would end the capture"
+        assert cuda.capture_lock.locked(), "torch allows one capture at a time in a process"
         recording.pool, recording.stream = pool, stream
         recordings.append(recording)
+        if len(recordings) == fails_at:
+            raise error
         return recording
     for name, replacement in {"CUDAGraph": Recording, "graph": graph, "graph_pool_handle": lambda: next(pools)}.items():
         monkeypatch.setattr(torch.cuda, name, replacement)

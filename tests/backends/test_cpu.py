@@ -74,7 +74,7 @@ def one_set_of_types():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
     backend, model = make_backend(make_gpt(**SHAPES[shape]), int8)
-    for num_rows in 1, 2, 3, 5, 12:
+    for num_rows in 1, 2, 3, 5, 12, 33: # with 33, torch multiplies float32
         expected = all_logits(model, ids := random_prompt(16, num_rows, seed=num_rows))
         for prompt_length in 1, 4, 15:
             cache = backend.new_cache(num_rows, 16)
@@ -117,15 +117,6 @@ def test_a_cache_keeps_the_selected_rows(int8):
         assert_close(backend.logits(ids[:, end - 1:end], cache), all_logits(model, ids)[:, end - 1])
 
 
-@pytest.mark.parametrize("gelu", ["none", "tanh"])
-def test_a_hundred_and_thirty_rows_have_the_logits_of_the_model(gelu, int8):
-    """More than MAX_KERNEL_ROWS: in float32, torch multiplies them."""
-    backend, model = make_backend(make_gpt(gelu=gelu), int8)
-    ids, cache = random_prompt(3, 130), backend.new_cache(130, 16)
-    for i in range(3):
-        assert_close(backend.logits(ids[:, i:i + 1], cache), all_logits(model, ids)[:, i])
-
-
 # ---- weights
 
 def test_float32_weights_are_used_where_they_lie():
@@ -147,15 +138,6 @@ def test_weights_of_another_layout_or_dtype_give_the_same_logits(change, int8):
     weights = {name: change(weight) if weight.dim() > 1 else weight for name, weight in model.state_dict().items()}
     found = CPUBackend(model.config, weights, int8).logits(ids, None)
     assert torch.equal(found, make_backend(model, int8)[0].logits(ids, None))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_may_be_in_int8_already_as_they_are_while_a_file_is_read(tied):
-    model, ids = make_gpt(tie_word_embeddings=tied), random_prompt(9, 2)
-    weights = model.state_dict()
-    weights |= {name: quantize(weight) for name, weight in weights.items() if weight.dim() > 1 and "wpe" not in name}
-    found = CPUBackend(model.config, weights, int8=True).logits(ids, None)
-    assert torch.equal(found, make_backend(model, int8=True)[0].logits(ids, None))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -190,17 +172,6 @@ def test_attention_may_be_nearly_all_on_one_token():
         torch.testing.assert_close(backend.logits(ids[:, i:i + 1], cache), expected[:, i], atol=2e-3, rtol=1e-3)
 
 
-@torch.no_grad()
-def test_large_channels_do_not_change_int8_logits_more_than_rounded_weights_do():
-    """Two channels a hundred times the others, as in GPT-2, at the input of every layer."""
-    model, ids = make_gpt(**WIDE), random_prompt(30, 4)
-    for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
-        norm.weight[[3, 77]] *= 100
-    backend, rounded = make_backend(model, int8=True)
-    found, exact = backend.logits(ids, None, 30).view(4, 30, -1), all_logits(model, ids)
-    assert (found - exact).abs().mean() < 1.1 * (all_logits(rounded, ids) - exact).abs().mean()
-
-
 def test_the_demo_predicts_nearly_as_well_in_int8():
     """On text that it sampled itself, in nats a character: the Kullback-Leibler divergence of float32 and int8."""
     gpt = build_gpt(load_nanogpt(PROJECT / "out-shakespeare-char"))
@@ -212,8 +183,7 @@ def test_the_demo_predicts_nearly_as_well_in_int8():
 
 # ---- threads
 
-@pytest.mark.parametrize("layer", ["workqueue", pytest.param("omp", marks=pytest.mark.slow)])
-def test_several_python_threads_may_use_it_at_once(layer):
+def test_several_python_threads_may_use_it_at_once():
     """numba's own threads, workqueue, would abort the process."""
     code = """
 import numba, torch
@@ -231,10 +201,11 @@ def generate():
 threads = [Thread(target=generate) for _ in range(3)]
 for step in Thread.start, Thread.join:
     [step(thread) for thread in threads]
-assert numba.threading_layer() == LAYER and len(found) == 30 and all(torch.equal(logits, found[0]) for logits in found)
+assert numba.threading_layer() == "workqueue" and len(found) == 30
+assert all(torch.equal(logits, found[0]) for logits in found)
 """
-    env = {**os.environ, "NUMBA_THREADING_LAYER": layer, "PYTHONPATH": f"{PROJECT}{os.pathsep}{PROJECT / 'tests'}"}
-    subprocess.run([sys.executable, "-c", code.replace("LAYER", repr(layer))], env=env, check=True, timeout=100)
+    env = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
 
 
 @pytest.mark.usefixtures("all_threads")

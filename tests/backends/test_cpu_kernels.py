@@ -22,7 +22,8 @@ def is_compiled(tmp_path, monkeypatch, messages):
     def prepare():
         messages.clear()
         monkeypatch.setattr(kernels, "layer_norm", kernels.parallel(kernels.layer_norm.py_func))
-        compile_kernels("float32")
+        for _ in range(2): # the second call says nothing
+            compile_kernels("float32")
         found = kernels.layer_norm(torch.ones(3, 40).numpy(), torch.ones(40).numpy(), torch.ones(40).numpy(), 1e-5)
         assert (found == 1).all() and [line[:12] for line in messages] in ([], ["compiling ke", "compiled in "])
         return bool(messages)
@@ -30,8 +31,7 @@ def is_compiled(tmp_path, monkeypatch, messages):
     return prepare
 
 
-@pytest.mark.parametrize("pattern, damage, is_lost", [
-    ("nothing", None, False), ("*.nbi", lambda content: b"", True), ("*.nbi", lambda content: b"\x80noise", True),
+@pytest.mark.parametrize("pattern, damage, is_lost", [("nothing", None, False), ("*.nbi", lambda content: b"", True),
     ("*.nbc", lambda content: content[:-1], True), ("*.nbc", None, True)]) # None: it is deleted
 def test_a_kernel_is_compiled_once_and_again_if_its_files_are_damaged(is_compiled, tmp_path, pattern, damage, is_lost):
     assert is_compiled()

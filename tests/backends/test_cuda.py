@@ -1,60 +1,119 @@
-"""CUDABackend on a CPU. generation/test_engine.py compares its text, also on a GPU."""
-import threading
-from concurrent.futures import ThreadPoolExecutor
+"""CUDABackend: whatever fails on a user's GPU, the text stays the same, and one line says so.
 
+Most tests run on a CPU, with Recordings instead of graphs. generation/test_engine.py compares the text of all settings.
+"""
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
+
+import pytest
 import torch
 
-from engines import Generator, expected_ids, run, static_steps
+from engines import Generator, expected_ids, run
 from models import make_gpt
-from recorded_graphs import record_graphs
+from recorded_graphs import ON_GPU, Recording, record_graphs
 from sampling.backends import cuda
-from sampling.backends.cuda import CUDABackend
+from sampling.backends.cuda import CUDABackend, StepTable, Support, block_step
+from sampling.backends.prepare import cast_linears
+from sampling.generation import engine
 from sampling.params import Prompt, Sample, SamplingParams
 from sampling.sampler.sampler import Sampler
-from streams import IdTokenizer, decode, random_prompt
+from streams import IdTokenizer, decode, normal, random_prompt
 
-IDS = random_prompt(16, 3) # block_size is 16
+PROMPTS = random_prompt(5, 3).tolist()
+STEPS = 30 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it, with another
+OTHER_LOGITS = "the fast path for GPUs computes other logits than the plain model here (a difference of "
 
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(cuda, "BUCKET", 4)
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    return record_graphs(monkeypatch)
+
+
+def generates_the_right_text(backend, rows=3, **settings):
+    expected = expected_ids(PROMPTS[:rows], STEPS, device=str(backend.device), **settings)
+    return decode(backend, PROMPTS[:rows], STEPS, **settings) == expected
+
+
+# ---- caches
 
 @torch.no_grad()
 def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache():
-    model = make_gpt(tie_word_embeddings=False)
+    model, ids = make_gpt(tie_word_embeddings=False), random_prompt(6).clamp(max=59)
     model.transformer.wte.weight[60] = torch.nan
-    backend, ids = static_steps(model), IDS[:1].clamp(max=59)
-    bad = torch.tensor([[1, 60, 2, 3, 4, 5, 6, 7]])
+    backend, bad = CUDABackend(model, cuda_graphs=False), torch.tensor([[1, 60, 2, 3, 4, 5, 6, 7]])
     first = backend.new_cache(1, 16)
     assert backend.logits(bad, first).isnan().all()
     backend.release(first)
     cache = backend.new_cache(1, 16)
     assert cache is first, "it is used again"
     backend.logits(ids[:, :5], cache)
-    found, expected = backend.logits(ids[:, 5:6], cache), model(ids[:, :6])[0][:, -1]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(backend.logits(ids[:, 5:], cache), model(ids)[0][:, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_after_a_short_text_a_longer_one_gets_a_larger_cache(monkeypatch):
-    monkeypatch.setattr(cuda, "BUCKET", 4)
-    backend = static_steps(make_gpt())
-    for length, num_tokens in (1, 3), (5, 11):
-        prompts = IDS[:2, :length].tolist()
-        assert decode(backend, prompts, num_tokens) == expected_ids(prompts, num_tokens)
+def test_nothing_is_kept_for_a_batch_of_another_size_or_after_out_of_memory(monkeypatch):
+    backend, kept = CUDABackend(make_gpt(), cuda_graphs=False), []
+    for rows in 3, 2:
+        cache = backend.new_cache(rows, 16)
+        assert backend.window is None, "it was that of three rows"
+        backend.logits(random_prompt(16, rows), None)
+        backend.release(cache)
+    monkeypatch.setattr(engine, "return_freed_memory", lambda: kept.append((backend.idle, backend.window)))
+    monkeypatch.setattr(backend, "plain_logits", MagicMock(side_effect=[MemoryError(), *2 * [torch.zeros(1, 61)]]))
+    decode(backend, PROMPTS[:2], 1)
+    assert kept == [(None, None)]
 
 
-def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_computed_logits(monkeypatch):
-    record_graphs(monkeypatch)
-    gpt, barrier = Generator(IdTokenizer(), CUDABackend(make_gpt())), threading.Barrier(2, timeout=10)
-    sample, prompts = Sampler.__call__, IDS[:2, :5].tolist()
+# ---- graphs that work
 
-    def wait_and_sample(*arguments):
-        barrier.wait()
-        return sample(*arguments)
-    monkeypatch.setattr(Sampler, "__call__", wait_and_sample)
+# A step has 2 blocks. Before a graph is captured, its step runs once.
+@pytest.mark.parametrize("use_graphs, num_blocks", [(True, [3 * 2 * 2, 0]), (False, [11 * 2, 11 * 2])])
+def test_each_kind_of_step_is_checked_and_captured_once_and_then_replayed(use_graphs, num_blocks, recordings,
+                                                                          monkeypatch):
+    backend, calls, tokens = CUDABackend(make_gpt(), cuda_graphs=use_graphs), [], random_prompt(16, 3)
+    cache, plain_logits = backend.new_cache(3, 16), backend.plain_logits
+    backend.plain_logits = lambda *arguments: calls.append("plain") or plain_logits(*arguments)
+    monkeypatch.setattr(cuda, "block_step", lambda *arguments: calls.append("block") or block_step(*arguments))
+    for num_plain, num in zip([1 + 3, 1], num_blocks, strict=True): # the prompt, and steps with 8, 12 and 16 positions
+        calls.clear()
+        cache.seq_len = 0
+        for ids in tokens.split([5, *[1] * 11], dim=1):
+            backend.logits(ids, cache)
+        assert calls.count("plain") == num_plain and calls.count("block") == num
+        assert len(recordings) == 3 * use_graphs
+    for _ in range(3):
+        backend.logits(tokens, None)
+    assert len(recordings) == 4 * use_graphs, "a window too"
 
-    def generate(index):
-        sample, = run(gpt, [Sample(index, Prompt("a"), prompts[index])], SamplingParams(30, 1.0, None, seed=3))
-        return sample.token_ids
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(generate, range(2))) == expected_ids(prompts, 30)
+
+def test_graphs_are_kept_for_the_next_batch_and_share_no_stream_until_they_are_gone(recordings, monkeypatch):
+    """torch has only 32 streams: the 33rd would be the first one again."""
+    monkeypatch.setattr(cuda, "free_streams", defaultdict(list))
+    backend = CUDABackend(make_gpt())
+    decode(backend, PROMPTS, 1) # its cache is too small for the next batch
+    assert all(generates_the_right_text(backend) for _ in range(2)) and len(recordings) == 4
+    for rows in 5 * [1, 2]:
+        assert generates_the_right_text(CUDABackend(make_gpt()), rows)
+    places = [(recording.stream, recording.pool) for recording in recordings]
+    kept, others = set(places[:4]), set(places[4:])
+    assert len(kept) == 2 and len({stream for stream, _ in kept}) == 2, "of the steps, and of the window"
+    assert len(others) == 2 * 10 and len({stream for stream, _ in others}) == 2 and not kept & others
+
+
+@torch.no_grad()
+def test_the_rows_that_stay_get_new_graphs(recordings):
+    backend, ids, rows = CUDABackend(make_gpt()), random_prompt(8, 4), [3, 1]
+    cache = backend.new_cache(4, 16)
+    for tokens in ids[:, :6], ids[:, 6:7]:
+        backend.logits(tokens, cache)
+    cache.select_rows(rows)
+    torch.testing.assert_close(backend.logits(ids[rows, 7:], cache), make_gpt()(ids[rows])[0][:, -1])
 
 
 @torch.no_grad()
@@ -64,4 +123,120 @@ def test_a_step_never_synchronises_the_gpu(monkeypatch):
         monkeypatch.setattr(f"{module}.linear_dtype", lambda model: torch.float32) # autocast does not know "meta"
     backend = CUDABackend(make_gpt().to("meta"))
     assert backend.decode_step(backend.new_cache(2, 16), 8).shape == (2, 61)
-    assert backend.model(IDS.to("meta"))[0].shape == (3, 1, 61)
+    assert backend.model(random_prompt(16, 3).to("meta"))[0].shape == (3, 1, 61)
+
+
+def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_computed_logits(recordings, monkeypatch):
+    gpt, barrier = Generator(IdTokenizer(), CUDABackend(make_gpt())), threading.Barrier(2, timeout=10)
+    sample = Sampler.__call__
+
+    def wait_and_sample(*arguments):
+        barrier.wait()
+        return sample(*arguments)
+    monkeypatch.setattr(Sampler, "__call__", wait_and_sample)
+
+    def generate(index):
+        sample, = run(gpt, [Sample(index, Prompt("a"), PROMPTS[index])], SamplingParams(30, 1.0, None, seed=3))
+        return sample.token_ids
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(generate, range(2))) == expected_ids(PROMPTS[:2], 30)
+
+
+# ---- steps and graphs that compute something else
+
+def no_mask(block, x, layer, position, mask, num_keys):
+    return block_step(block, x, layer, position, torch.zeros_like(mask), num_keys)
+
+
+def other_keys_from_the_twelfth_on(block, x, layer, position, mask, num_keys):
+    return block_step(block, x, layer.roll(1, dims=3) if num_keys >= 12 else layer, position, mask, num_keys)
+
+
+def other_window_logits(table, key, step, plain, run=StepTable.run):
+    return run(table, key, lambda: step().roll(1, dims=1) if key == "window" else step(), plain)
+
+
+def replay_with_other_logits(recording, replay=Recording.replay):
+    replay(recording)
+    recording.logits.copy_(recording.logits.roll(1, dims=1))
+
+
+@pytest.mark.parametrize("target, name, wrong, uses_graphs", [
+    (cuda, "block_step", no_mask, True), (cuda, "block_step", no_mask, False),
+    (cuda, "block_step", other_keys_from_the_twelfth_on, True),
+    (StepTable, "run", other_window_logits, True), (StepTable, "run", other_window_logits, False),
+    (Recording, "replay", lambda recording: None, True), (Recording, "replay", replay_with_other_logits, True)])
+@pytest.mark.parametrize("before", [[], [3, 2]], ids=str) # the rows of batches that were right; then, graphs are new
+def test_what_computes_other_logits_never_reaches_the_text(target, name, wrong, uses_graphs, before, recordings,
+                                                           monkeypatch, messages):
+    backend = CUDABackend(make_gpt(), cuda_graphs=uses_graphs)
+    assert all(generates_the_right_text(backend, rows) for rows in before)
+    monkeypatch.setattr(target, name, wrong)
+    assert all(generates_the_right_text(backend, rows) for rows in (3, 3, 2))
+    assert len(recordings) <= 4 * len(before) + 4, "no step is captured after the failure"
+    message, = messages
+    assert message.startswith(OTHER_LOGITS) and message.endswith("continuing with the plain model, which is slower")
+
+
+def make_gpt_with_logits_around_minus_100():
+    """As in GPT-2, the rows of the head share a component, and the last LayerNorm's bias lies along it."""
+    model, shared = make_gpt(tie_word_embeddings=False), normal(24)
+    shared /= shared.norm()
+    with torch.no_grad():
+        head = model.lm_head.weight
+        head.copy_(6 * (head - (head @ shared)[:, None] * shared) + shared)
+        model.transformer.ln_f.bias -= 100 * shared
+    return model
+
+
+@torch.no_grad()
+def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_100_but_for_no_fault():
+    model, ids, support = make_gpt_with_logits_around_minus_100(), random_prompt(15, 3), Support(True, True)
+    expected = model(ids)[0][:, -1].bfloat16()
+    assert -103 < expected.mean() < -97 and 1 < expected.float().std() < 4, "as in GPT-2"
+    assert support.check_logits((expected.float() + 0.3 * normal(3, 61)).bfloat16(), expected), "it is rounded twice"
+    with_wrong_positions, with_an_unmasked_key = ids[:, 1:], torch.cat([random_prompt(1, 3), ids], dim=1)
+    for wrong in with_wrong_positions, with_an_unmasked_key:
+        for found, row in zip(model(wrong)[0][:, -1:].bfloat16(), expected, strict=True):
+            assert not support.check_logits(found, row[None])
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("make_model", [make_gpt, make_gpt_with_logits_around_minus_100])
+def test_the_checks_pass_in_half_precision(make_model, dtype, device, messages):
+    backend = CUDABackend(cast_linears(make_model(), dtype).to(device), cuda_graphs=device == "cuda")
+    decode(backend, PROMPTS, STEPS, dtype=dtype)
+    assert messages == []
+
+
+# ---- captures that fail
+
+@pytest.mark.parametrize("number, context_shift", [(1, False), (3, True), (4, False)]) # 4 is the window
+def test_a_failing_capture_is_one_line_and_the_text_stays_the_same(number, context_shift, messages, monkeypatch):
+    error, caller = RuntimeError("operation failed due to a previous error during capture"), MagicMock()
+    error.__context__ = RuntimeError("no graphs here\nCUDA kernel errors might be reported later")
+    backend, recordings = CUDABackend(make_gpt()), record_graphs(monkeypatch, number, error)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+    assert all(generates_the_right_text(backend, context_shift=context_shift) for _ in range(2))
+    assert messages == ["CUDA graphs do not work here (RuntimeError: no graphs here): continuing without them, "
+                        "which is slower"]
+    assert len(recordings) == number, "none is tried after the failure"
+    assert caller.wait_stream.call_count == number, "also for the step before the failed capture"
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_after_out_of_memory_during_a_capture_a_smaller_batch_has_graphs(number, messages, monkeypatch):
+    recordings = record_graphs(monkeypatch, number, torch.OutOfMemoryError("CUDA out of memory"))
+    assert generates_the_right_text(CUDABackend(make_gpt())) and len(recordings) == number + 4
+    assert messages == ["out of memory with 3 samples at once: continuing with 1"]
+
+
+@pytest.mark.parametrize("number", [1, None]) # None: the replay fails
+def test_a_gpu_that_cannot_continue_is_an_error_that_says_what_to_do(number, monkeypatch):
+    error = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA")
+    record_graphs(monkeypatch, number, error)
+    monkeypatch.setattr(torch.cuda, "synchronize", MagicMock(side_effect=error))
+    with pytest.raises(ValueError, match=r"^a CUDA graph failed, .*: run it again with --cuda_graphs=False "
+                                         r"\(RuntimeError: CUDA error: an illegal memory access was encountered\)$"):
+        decode(CUDABackend(make_gpt()), PROMPTS, STEPS)

@@ -1,4 +1,5 @@
 """The choice of device and dtype. GPUs are simulated, because few test machines have every kind."""
+import os
 import re
 from contextlib import nullcontext
 
@@ -31,19 +32,15 @@ def simulate_devices(monkeypatch):
     return have
 
 
-@pytest.mark.parametrize("found, name, rank, expected", [
-    (dict(), "auto", None, "cpu"),
-    (dict(gpus=2, mps=True), "auto", None, "cuda"),
-    (dict(gpus=2), "cuda:1", None, "cuda:1"),
-    (dict(gpus=2), "auto", 1, "cuda:1"), # each process of a machine has its own GPU
-    (dict(gpus=2), "cuda", 5, "cuda:1"),
-    (dict(gpus=2), "cuda:1", 0, "cuda:1"),
-])
-def test_choose_device_returns_the_named_device_or_the_best_one(found, name, rank, expected, simulate_devices,
+@pytest.mark.parametrize("found, name, local_rank, expected", [
+    (dict(), "auto", None, "cpu"), (dict(gpus=2, mps=True), "auto", None, "cuda"),
+    (dict(gpus=2), "cuda:1", None, "cuda:1"), (dict(gpus=2), "cuda:1", "0", "cuda:1"),
+    (dict(gpus=2), "auto", "1", "cuda:1"), (dict(gpus=2), "cuda", "5", "cuda:1")]) # each process has its own GPU
+def test_choose_device_returns_the_named_device_or_the_best_one(found, name, local_rank, expected, simulate_devices,
                                                                 monkeypatch):
-    torchrun = {} if rank is None else dict(TORCHELASTIC_RUN_ID="none", LOCAL_RANK=str(rank), WORLD_SIZE="9")
-    for variable, value in torchrun.items():
-        monkeypatch.setenv(variable, value)
+    if local_rank:
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": local_rank, "WORLD_SIZE": "9"}
+        monkeypatch.setattr(os, "environ", environment)
     simulate_devices(**found)
     assert choose_device(name) == torch.device(expected)
 
@@ -79,30 +76,28 @@ def test_a_gpu_whose_memory_is_full_is_not_reported_as_unusable(simulate_devices
     (False, True, "auto", True, torch.bfloat16), # as nanoGPT does
     (False, True, "bfloat16", False, torch.bfloat16),
     (False, False, "auto", True, torch.float16),
+    (False, False, "bfloat16", False, "bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32"),
+    (True, True, "int8", False, "dtype=int8 runs only on a CPU; got device=cuda:1: use dtype=bfloat16, or device=cpu"),
 ])
 def test_choose_dtype_on_a_gpu(native, emulated, name, exact, expected, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: asked.append(device) or nullcontext())
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
                         lambda including_emulation=True: emulated if including_emulation else native)
-    assert choose_dtype(GPU, name, exact) == expected
-    assert asked == [GPU], "it asks about this GPU, not the current one"
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=f"^{expected}$"):
+            choose_dtype(GPU, name, exact)
+    else:
+        assert choose_dtype(GPU, name, exact) == expected
+        assert asked == [GPU], "it asks about this GPU, not the current one"
 
 
-def test_a_dtype_that_the_device_lacks_raises(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    with pytest.raises(ValueError, match="bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32"):
-        choose_dtype(GPU, "bfloat16")
-    with pytest.raises(ValueError, match=r"^dtype=int8 runs only on a CPU; got device=mps: use dtype=bfloat16, or"):
-        choose_dtype(torch.device("mps"), "int8")
-    assert choose_dtype(torch.device("mps"), "auto") == torch.float32
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_on_mps_needs_torch_2_11(dtype, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.1"))
-    with pytest.raises(ValueError, match=rf"^dtype={dtype} on MPS needs torch 2\.11 .* got torch 2\.10\.1: use dtype="):
-        choose_dtype(torch.device("mps"), dtype)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
-    assert choose_dtype(torch.device("mps"), dtype) == getattr(torch, dtype)
+def test_on_mps_auto_is_float32_and_half_precision_needs_torch_2_11(monkeypatch):
+    mps = torch.device("mps")
+    assert choose_dtype(mps, "auto") == torch.float32
+    for name in "float16", "bfloat16":
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+        assert choose_dtype(mps, name) == getattr(torch, name)
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.1"))
+        with pytest.raises(ValueError, match=rf"^dtype={name} on MPS needs torch 2\.11 .*; got torch 2\.10\.1: use"):
+            choose_dtype(mps, name)
