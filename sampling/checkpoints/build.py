@@ -55,9 +55,9 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
     Views made by expand, or one record under many names, can claim far more bytes than the file has. Twice its bytes
     are allowed, because a tied head is stored once and named twice.
     """
-    tensors = unwrap(tensors)
+    given, tensors = tensors, unwrap(tensors)
     require(isinstance(tensors, dict) and tensors,
-            f"it must hold tensors by name, but holds {describe(tensors or None)}")
+            f"it must hold tensors by name, but holds {describe(given or None)}")
     for name, tensor in tensors.items():
         require(isinstance(name, str) and isinstance(tensor, StoredTensor),
                 f"it must hold tensors by name, but holds {describe(name)}: {describe(tensor)}")

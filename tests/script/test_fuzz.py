@@ -204,4 +204,3 @@ def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
         finished += [sample] if sample.finish_reason else []
     assert finished == samples[num_saved:] and all(shown[sample] == sample.text for sample in finished)
     assert [(sample.token_ids, sample.text, sample.finish_reason) for sample in finished] == expected[num_saved:]
-    assert all(sample.num_emittable_chars == len(sample.text) for sample in finished)
