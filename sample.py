@@ -54,8 +54,9 @@ cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs w
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
 exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on
               # CUDA in any dtype
-draft: str | None = None # speculative decoding, on a CPU in float32, for one sample at a time; int8: a copy of the
-                         # model in int8 proposes tokens, and the model checks several in one pass: the same text sooner
+draft: str | None = 'auto' # speculative decoding, with the same text: for one sample at a time on a CPU in float32, a
+                           # copy of the model in int8 proposes tokens, and the model checks several in one pass; auto:
+                           # if the model is large and the sample long enough to gain; int8: always; None: never
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go

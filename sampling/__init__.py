@@ -27,7 +27,7 @@ sys.path.insert(0, str(INSTALLED if INSTALLED.is_dir() else ABOVE))
 
 
 def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", compile: bool = False,
-         cuda_graphs: bool = True, exact: bool = False, draft: str | None = None,
+         cuda_graphs: bool = True, exact: bool = False, draft: str | None = "auto",
          tokenizer: str | None = None) -> "TextGenerator":
     """Load a model and its tokenizer.
 

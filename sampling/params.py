@@ -60,8 +60,8 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
               "must be auto, float32, bfloat16, float16 or int8"),
     **dict.fromkeys(["compile", "cuda_graphs", "exact", "context_shift"],
                     (lambda v: isinstance(v, bool), "must be True or False")),
-    "draft": (lambda v: v in (None, "int8"),
-              "must be int8 (a copy of the model) or None: no other model can be a draft"),
+    "draft": (lambda v: v in ("auto", "int8", None),
+              "must be auto, int8 (a copy of the model) or None: no other model can be a draft"),
     "batch_size": (optional(whole_number(1, 10**5)), "must be from 1 to 100000, or None"),
     "out_file": (optional(is_nonempty_text), "must be the path of a file, or None"),
     "logprobs": (optional(whole_number(0, 1000)), "must be from 0 to 1000, or None to save none"),
@@ -72,7 +72,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
 EXACT_RULES = { # what exact=True allows: only what nanoGPT does
     "temperature": lambda v: v > 0, "top_p": lambda v: v in (None, 1), "min_p": lambda v: v in (None, 0),
     "repetition_penalty": lambda v: v == 1, "context_shift": lambda v: v is False,
-    "batch_size": lambda v: v in (None, 1), "compile": lambda v: v is False, "draft": lambda v: v is None,
+    "batch_size": lambda v: v in (None, 1), "compile": lambda v: v is False, "draft": lambda v: v != "int8",
 }
 
 
@@ -108,9 +108,8 @@ def check_options(options: Settings) -> None:
     if options["dtype"] == options["draft"] == "int8":
         raise ValueError("draft=int8 has no use with dtype=int8, because both models would be the same: leave out "
                          "draft, or use dtype=float32")
-    if options["draft"] and options["compile"]:
-        raise ValueError("draft does not work with compile=True: leave out compile, or "
-                         f"draft={brief_repr(options['draft'])}")
+    if options["draft"] == "int8" and options["compile"]:
+        raise ValueError("draft=int8 does not work with compile=True: leave out one of them")
     if options["exact"]:
         check_exact(options)
 
@@ -168,7 +167,7 @@ class ModelOptions:
     compile: bool = False
     cuda_graphs: bool = True
     exact: bool = False
-    draft: str | None = None
+    draft: str | None = "auto"
 
 
 @dataclass(frozen=True)

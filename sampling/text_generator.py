@@ -1,12 +1,13 @@
 """TextGenerator, a model that is ready to generate text. sample.py, its session and sampling.load all use it."""
 import logging
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
+from sampling.backends.backend import num_step_weights
 from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.engine import Engine
@@ -14,8 +15,11 @@ from sampling.generation.speculation import Draft
 from sampling.inputs.prompts import encode_prompts, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, check_values
+from sampling.process import free_memory
 
 logger = logging.getLogger(__name__)
+MIN_DRAFT_WEIGHTS = 50_000_000 # of a model that waits for memory
+MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
 DEFAULT_OPTIONS, DEFAULT_PARAMS = ModelOptions(), SamplingParams()
 
 
@@ -29,24 +33,39 @@ class TextGenerator:
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
                  options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None):
         self.checkpoint, self.tokenizer, self.device, self.dtype = checkpoint, tokenizer, device, dtype
-        if options.draft and (device.type, dtype) != ("cpu", torch.float32):
+        if options.draft == "int8" and (device.type, dtype) != ("cpu", torch.float32):
             raise ValueError(f"draft={options.draft} works only on a CPU in float32, because it gains nothing "
                              f"elsewhere; got {device} and {self.dtype_name}: leave out draft, or pass --device=cpu "
                              "--dtype=float32")
         shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
         self.num_params = sum(map(math.prod, shapes.values()))
-        self.draft: Draft | None = None
         with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
-            if options.draft: # it needs the weights, and the cache of the compiled kernels
-                copy, num_steps = replace(checkpoint, state_dict=dict(checkpoint.state_dict)), None
-                self.draft = Draft(prepare_backend(copy, device, torch.int8))
+            # A draft needs the compiled kernels, however short the run is.
+            num_steps = None if options.draft == "int8" else num_steps
             self.backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
+            if options.draft == "int8" and not self.backend.can_copy_to_int8:
+                raise ValueError("draft=int8 needs the compiled kernels: pip install numba, or leave out draft")
+            self.draft = Draft(self.backend.int8_copy()) if options.draft == "int8" else None
+        self.may_draft, self.draft_lock = options.draft == "auto", threading.Lock()
         logger.info(f"{self.num_params / 1e6:.2f}M parameters on {device} in {self.dtype_name}")
 
     @property
     def dtype_name(self) -> str:
         """Such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
+
+    def draft_for(self, num_tokens: int) -> Draft | None:
+        """The draft for so many tokens of a single sample, if any. With draft="auto", it is made when it pays for the
+        first time: for a model that waits for memory, if there is memory for a copy.
+        """
+        size = num_step_weights(self.backend.config) # and the bytes of a copy
+        with self.draft_lock:
+            if (self.may_draft and self.backend.can_copy_to_int8 and num_tokens >= MIN_DRAFT_TOKENS
+                    and size >= MIN_DRAFT_WEIGHTS and free_memory(self.device) > 2 * size):
+                self.may_draft = False
+                self.draft = Draft(self.backend.int8_copy())
+                logger.info("draft: a copy of the model in int8")
+        return self.draft
 
     @contextmanager
     def inference(self) -> Iterator[None]:

@@ -35,9 +35,15 @@ class Backend:
     device: torch.device
     is_exact = False # whether it computes nanoGPT's logits bit for bit
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
+    can_copy_to_int8 = False # see int8_copy
+    max_window_tokens: int | None = None # a step past block_size gains nothing from more tokens; None: unknown
     all_columns = False # whether to sample with nanoGPT's own operations, on all V columns: no GPU waits for these
     min_flush_steps = 1 # between two copies of tokens to the host, where text streams or may end early
     cache_itemsize = 4 # bytes of a number in the cache
+
+    def int8_copy(self) -> "Backend":
+        """The same model with int8 weights, which can use the caches of this one. Only if can_copy_to_int8."""
+        raise NotImplementedError
 
     def new_cache(self, num_rows: int, capacity: int) -> Cache | KVCache:
         """An empty cache with room for capacity positions in each row."""

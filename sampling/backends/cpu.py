@@ -74,7 +74,7 @@ class CPUBackend(Backend):
     weights: by nanoGPT's names. int8: round all weights that are not QuantizedWeights yet; activations and sums are
     float32 all the same.
     """
-    device = torch.device("cpu")
+    device, max_window_tokens = torch.device("cpu"), 1280
 
     def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False):
         def linear(name: str) -> Linear:
@@ -90,7 +90,7 @@ class CPUBackend(Backend):
             work = config.n_embd ** 2
             return lambda x: run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
 
-        self.config = config
+        self.config, self.weights, self.can_copy_to_int8 = config, weights, not int8
         compile_kernels("int8" if int8 else "float32")
         self.lm_head = linear("lm_head")
         self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
@@ -99,6 +99,9 @@ class CPUBackend(Backend):
         for name in [f"transformer.h.{i}" for i in range(config.n_layer)]:
             linears = [linear(f"{name}.{layer}") for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
             self.blocks.append((layer_norm(f"{name}.ln_1"), layer_norm(f"{name}.ln_2"), *linears))
+
+    def int8_copy(self) -> "CPUBackend":
+        return CPUBackend(self.config, self.weights, int8=True)
 
     def new_cache(self, num_rows: int, capacity: int) -> CPUCache:
         return CPUCache(self.config, num_rows, capacity)

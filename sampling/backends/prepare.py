@@ -133,10 +133,14 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, o
         return False
     if num_steps is None or dtype == torch.int8:
         return True
-    num_weights, num_windows = num_step_weights(config), max(0, num_steps - config.block_size)
-    step = config.n_layer * SECONDS_PER_LAYER + num_weights * SECONDS_PER_WEIGHT
-    window = config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT # past block_size, each step is also one
-    return num_steps * step + num_windows * window >= MIN_EAGER_SECONDS
+    num_windows = max(0, num_steps - config.block_size) # past block_size, each step recomputes the window
+    step = config.n_layer * SECONDS_PER_LAYER + num_step_weights(config) * SECONDS_PER_WEIGHT
+    return num_steps * step + num_windows * window_seconds(config) >= MIN_EAGER_SECONDS
+
+
+def window_seconds(config: GPTConfig) -> float:
+    """About how long a CPU takes to compute the window of a row."""
+    return config.block_size * num_step_weights(config) * SECONDS_PER_WINDOW_PRODUCT
 
 
 def has_numba(is_required: bool) -> bool:

@@ -2,6 +2,8 @@
 
 Axes: B rows, S tokens that the model sees.
 """
+import time
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,8 @@ from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.params import SamplingParams
 from sampling.sampler.row_streams import RowStreams, RunStream
 from sampling.sampler.sampler import NOT_FINITE
+
+MAX_FLUSH_SECONDS = 0.4 # between two flushes: a progress bar moves twice a second
 
 
 class Step(NamedTuple):
@@ -53,6 +57,7 @@ class Batch:
         self.streams = RowStreams(run_stream, [row.sample.index for row in rows], self.first_steps)
         self.num_steps = 0 # so far
         self.pending: list[Step] = [] # the latest steps, whose tokens are not on the host yet
+        self.flush_time = time.monotonic()
         self.cache = backend.new_cache(len(rows), min(length + max(self.last_steps), block_size))
 
     @property
@@ -62,6 +67,12 @@ class Batch:
             return self.window
         ids = self.window[:, self.cache.seq_len:]
         return ids[:1] if self.num_steps == 0 and self.has_equal_prompts else ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many tokens of a row will be sampled with the cache: all, or those until the window moves."""
+        room = self.backend.config.block_size - self.window.size(1)
+        return self.params.max_new_tokens if self.params.context_shift else min(self.params.max_new_tokens, room)
 
     @property
     def forced_token(self) -> Tensor | None:
@@ -98,7 +109,7 @@ class Batch:
         if not floats[..., 0].isfinite().all():
             raise ValueError(NOT_FINITE)
         logprobs = floats[..., 1:].tolist()
-        self.pending = []
+        self.pending, self.flush_time = [], time.monotonic()
         for i, (row, first_step) in enumerate(zip(self.rows, self.first_steps, strict=True)):
             for step in range(max(0, first_step - first), len(ids)):
                 if not row.is_finished:
@@ -107,8 +118,11 @@ class Batch:
                     row.append(token_id, logprob, top, top_ids)
 
     def is_due(self, flush_steps: int) -> bool:
-        """Whether to flush: after flush_steps steps, or when a row may be finished."""
-        return len(self.pending) >= flush_steps or bool(self.pending and self.num_steps in self.last_steps)
+        """Whether to flush: after flush_steps steps, when a row may be finished, or if the steps take long."""
+        if self.cache is None: # each step recomputes the window
+            flush_steps = self.backend.min_flush_steps
+        is_slow = time.monotonic() - self.flush_time > MAX_FLUSH_SECONDS
+        return bool(self.pending) and (len(self.pending) >= flush_steps or self.num_steps in self.last_steps or is_slow)
 
     def drop_finished(self) -> None:
         """Keep the unfinished rows only, if the backend gains by it. After the last row, none are left."""
@@ -125,6 +139,16 @@ class Batch:
         self.streams.select_rows(rows)
         if self.cache is not None:
             self.cache.select_rows(rows)
+
+    def split(self, size: int) -> "list[Batch]":
+        """Divide a batch without a cache into batches of at most size rows, in their order. No step may be pending."""
+        parts = []
+        for start in range(0, len(self.rows), size):
+            part = copy(self)
+            part.pending, part.streams = [], copy(self.streams)
+            part.keep(list(range(len(self.rows)))[start:start + size])
+            parts.append(part)
+        return parts
 
     def release(self) -> None:
         """Give the cache back to the backend."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sampling.backends.prepare import window_seconds
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.inputs.prompts import PromptNotices
@@ -26,6 +27,7 @@ if TYPE_CHECKING: # it imports this file
 
 logger = logging.getLogger(__name__)
 FLUSH_STEPS = 16 # between two copies of tokens to the host, where nothing depends on the tokens
+LONG_SECONDS = 10 # past the window: a batch that takes longer there is announced
 
 
 class Engine:
@@ -48,6 +50,7 @@ class Engine:
         self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                                all_columns=backend.all_columns, in_logits_dtype=in_logits_dtype)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
+        self.said_long = False
 
     def generate(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, list[Piece]]]:
         """Yield the samples in order, except those that are already saved, each with its new text.
@@ -114,12 +117,16 @@ class Engine:
         # 1) The first step is the prefill: it reads the prompts.
         with self.gpt.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
+            draft = self.gpt.draft_for(batch.num_cached_tokens) if len(rows) == 1 else None
+        batches = deque([batch])
         try:
-            while batch.rows:
+            while batches:
+                batch = batches[0]
                 with self.gpt.inference():
                     while not batch.is_due(self.flush_steps):
                         # 2) Logits, of a single row also after each of k proposals of the draft: (B * (k + 1), V).
-                        ids, proposals = batch.unread, self.propose(batch) # (B, T), (1, k)
+                        ids = batch.unread # (B, T)
+                        proposals = draft.propose(batch, self.sampler) if draft else ids[:1, :0] # (1, k)
                         ids = torch.cat([ids, proposals], dim=1) if proposals.size(1) else ids
                         logits = self.backend.logits(ids, batch.cache, 1 + proposals.size(1))
                         for i, position in enumerate(logits.split(len(ids))):
@@ -134,14 +141,28 @@ class Engine:
                 yield
                 with self.gpt.inference():
                     batch.drop_finished()
+                    batches.popleft()
+                    batches.extendleft(reversed(self.divide(batch)))
         finally:
-            batch.release()
+            for batch in batches:
+                batch.release()
 
-    def propose(self, batch: Batch) -> Tensor:
-        """The tokens (1, k) that the draft proposes for the next steps; none for several rows, or without a draft."""
-        if self.gpt.draft is None or len(batch.rows) > 1:
-            return batch.window[:1, :0]
-        return self.gpt.draft.propose(batch, self.sampler)
+    def divide(self, batch: Batch) -> list[Batch]:
+        """What is left of a batch: none, one, or once the window moves, several that go on one after another.
+
+        Then the first samples are finished, shown and saved while the others wait, and it takes no longer.
+        """
+        config, max_tokens = self.backend.config, self.backend.max_window_tokens
+        if batch.cache is not None or not batch.rows or max_tokens is None:
+            return [batch] if batch.rows else []
+        num_steps = max(batch.last_steps) - batch.num_steps
+        seconds = len(batch.rows) * num_steps * window_seconds(config)
+        if seconds > LONG_SECONDS and not self.said_long:
+            self.said_long = True
+            logger.info(f"past {config.block_size} tokens, each token recomputes the whole window, as in nanoGPT: the "
+                        f"next {len(batch.rows) * num_steps} tokens take about {seconds:.0f} s; --context_shift drops "
+                        "half of a full window instead, which is much faster, but gives other text")
+        return batch.split(max(1, max_tokens // config.block_size))
 
     def sample(self, logits: Tensor, batch: Batch) -> Step:
         """Sample the next tokens from logits (B, V), or take those of longer prompts."""

@@ -145,7 +145,7 @@ def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leav
 def test_tokens_are_copied_every_16_steps_or_sooner_for_a_reader_or_a_stop_text(tokenizer, is_gpu, stream, stop,
                                                                                num_flushes):
     """Each copy waits for a GPU."""
-    backend = EagerBackend(make_gpt())
+    backend = EagerBackend(make_gpt(block_size=32)) # the window does not move
     gpt = Generator(tokenizer, like_a_gpu(backend) if is_gpu else backend)
     assert len([*gpt.run(make_samples(tokenizer, ["O"]), replace(PARAMS, stop=stop), 1, stream)]) == num_flushes
 
@@ -157,6 +157,19 @@ def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_chara
     assert [sample.text for sample in found] == expected_texts(samples, tokenizer, stops=stops)
     assert backend.num_rows[:12] == [1, *5 * [4], *6 * [3]] and max(backend.num_rows[12:]) == 2
     assert messages == ["out of memory with 4 samples at once: continuing with 2"]
+
+
+def test_past_the_window_a_batch_goes_on_in_parts_that_finish_one_after_another(tokenizer, monkeypatch, messages):
+    backend, finished = NotingBackend(make_gpt()), []
+    monkeypatch.setattr(backend, "max_window_tokens", 2 * 16 + 5) # two rows
+    monkeypatch.setattr(engine, "LONG_SECONDS", 0)
+    samples = make_samples(tokenizer, ["The "], 5)
+    for sample, _ in Generator(tokenizer, backend).run(engines.without_tokens(samples), PARAMS, 5):
+        finished += [(sample.text, len(backend.num_rows))] if sample.finish_reason else []
+    texts, calls = zip(*finished, strict=True)
+    assert list(texts) == expected_texts(samples, tokenizer) and len({*calls}) == 3, "two parts of two rows, one of one"
+    assert backend.num_rows[-1] == 1 and max(backend.num_rows[-20:]) == 2
+    assert len(messages) == 1 and messages[0].startswith("past 16 tokens, each token recomputes the whole window")
 
 
 @pytest.mark.parametrize("error, num_tries", [(MemoryError("too large"), 4), (RuntimeError("illegal access"), 1)])

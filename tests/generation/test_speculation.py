@@ -7,6 +7,7 @@ import torch
 import sampling
 from engines import PARAMS, Generator, NotingBackend, make_samples, run
 from models import add_noise, make_gpt, save_checkpoint
+from sampling import text_generator
 from sampling.backends.backend import EagerBackend
 from sampling.generation.speculation import MAX_PROPOSALS, Draft
 
@@ -69,9 +70,24 @@ def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is(tmp
     assert 0.001 < (gpt.draft.backend.logits(ids, None) - expected).norm() / expected.norm() < 0.05
 
 
+def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, monkeypatch, messages):
+    monkeypatch.setattr(text_generator, "MIN_DRAFT_WEIGHTS", 0)
+    monkeypatch.setattr(text_generator, "MIN_DRAFT_TOKENS", 10)
+    for settings in dict(dtype="bfloat16"), dict(dtype="int8"), dict(exact=True), dict(draft=None):
+        gpt = sampling.load(char_checkpoint, device="cpu", **settings)
+        assert len(gpt.generate("The ", PARAMS)) == 1 and gpt.draft is None
+    gpt = sampling.load(char_checkpoint, device="cpu")
+    gpt.generate("The ", PARAMS, num_samples=2)
+    gpt.generate("The ", replace(PARAMS, max_new_tokens=9))
+    gpt.generate("The King ", PARAMS) # 7 tokens are left in the window of 16
+    assert gpt.draft is None and not any("draft" in line for line in messages)
+    gpt.generate("The ", PARAMS)
+    assert messages[-1] == "draft: a copy of the model in int8"
+
+
 @pytest.mark.parametrize("settings, message", [
     (dict(dtype="bfloat16"), r"^draft=int8 works only on a CPU in float32, .*; got cpu and bfloat16: leave out draft"),
-    (dict(draft="gpt2"), r"^draft must be int8 \(a copy of the model\) or None: .*; got 'gpt2'"),
+    (dict(draft="gpt2"), r"^draft must be auto, int8 \(a copy of the model\) or None: .*; got 'gpt2'"),
 ])
 def test_drafts_that_gain_nothing_and_other_models_are_refused(char_checkpoint, settings, message):
     with pytest.raises(ValueError, match=message):
