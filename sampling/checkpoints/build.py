@@ -30,10 +30,9 @@ INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
 def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by nanoGPT's names. Raises RejectedFileError if two names become one.
-
-    Dropped are wrappers anywhere in a name, such as those of torch.compile and DDP, and a prefix that all names share.
-    Where only the model's transformer was saved, its prefix is missing.
+    """Tensors by nanoGPT's names: without wrappers, such as those of torch.compile and DDP, and without a prefix that
+    all names share, but with the prefix that is missing where only the transformer was saved. Raises RejectedFileError
+    if two names become one.
     """
     parts = {name: [part for part in name.split(".") if part not in WRAPPERS] for name in tensors}
     first = next(iter(parts.values()), [])
@@ -55,12 +54,11 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
     Views made by expand, or one record under many names, can claim far more bytes than the file has. Twice its bytes
     are allowed, because a tied head is stored once and named twice.
     """
-    given, tensors = tensors, unwrap(tensors)
-    require(isinstance(tensors, dict) and tensors,
-            f"it must hold tensors by name, but holds {describe(given or None)}")
+    given, tensors, reason = tensors, unwrap(tensors), "it must hold tensors by name, but holds "
+    require(isinstance(tensors, dict) and tensors, reason + describe(given or None))
     for name, tensor in tensors.items():
-        require(isinstance(name, str) and isinstance(tensor, StoredTensor),
-                f"it must hold tensors by name, but holds {describe(name)}: {describe(tensor)}")
+        is_named = isinstance(name, str) and isinstance(tensor, StoredTensor)
+        require(is_named, f"{reason}{describe(name)}: {describe(tensor)}")
     stored = {}
     for name, tensor in nanogpt_names(tensors).items():
         if not MASK_BUFFER.search(name):
@@ -68,7 +66,7 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
             file.check(tensor)
             stored[name] = file, tensor
-    size, claimed = sum(file.sizes.values()), sum(tensor.nbytes for _, tensor in stored.values())
+    size, claimed = sum(size for _, size in file.places.values()), sum(tensor.nbytes for _, tensor in stored.values())
     require(claimed <= 2 * size, f"it has {size} bytes of tensors, but claims tensors of {claimed} bytes")
     return stored
 
@@ -79,8 +77,7 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype,
 
     dtype: with torch.int8, the weights of Linears and the token embedding are quantized as soon as they are read, so
     that one such weight is in memory in float32 at a time; all else is float32. adjust: called before, to change a
-    tensor by its name. The head is tied if it and the embedding hold the same numbers: then one object is in the
-    state_dict under both names.
+    tensor by its name. The head is tied, one object under both names, if it and the embedding hold the same numbers.
     Raises ValueError unless model_args and the tensors fit, RejectedFileError if a record is damaged.
     """
     def read(name: str) -> Tensor:
@@ -93,17 +90,14 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype,
     require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
     state_dict, is_tied = {}, stored[HEAD] == stored[EMBEDDING]
     for name in sorted(stored): # so the head is before the embedding
-        if name == EMBEDDING and is_tied:
-            continue
-        tensor = read(name)
-        if name == EMBEDDING:
+        tensor = None if name == EMBEDDING and is_tied else read(name)
+        if name == EMBEDDING and not is_tied:
             is_tied = torch.equal(tensor, read(HEAD) if dtype == torch.int8 else state_dict[HEAD])
-            if is_tied:
-                continue
-        is_quantized = dtype == torch.int8 and tensor.dim() == 2 and name != POSITIONS
-        state_dict[name] = quantize(tensor) if is_quantized else tensor
-    if is_tied:
-        state_dict[EMBEDDING] = state_dict[HEAD]
+        if name == EMBEDDING and is_tied:
+            state_dict[name] = state_dict[HEAD]
+        else:
+            is_quantized = dtype == torch.int8 and tensor.dim() == 2 and name != POSITIONS
+            state_dict[name] = quantize(tensor) if is_quantized else tensor
     return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}),
             "state_dict": {name: state_dict[name] for name in stored}, "record_crc32": record_crc32(stored)}
 

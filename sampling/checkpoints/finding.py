@@ -20,15 +20,21 @@ def find_checkpoint(out_dir: str | Path) -> Path:
     folder, path = Path(out_dir), checkpoint_path(out_dir)
     if path.is_file():
         return path
-    if is_huggingface_folder(folder):
+    if huggingface_config(folder):
         raise FileNotFoundError(f"{folder} holds a Hugging Face model, but no ckpt.pt; pass --init_from={folder}")
     if snapshots := newest_first(folder.glob("*.pt")): # ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt of forks
-        names = first_names(snapshot.name for snapshot in snapshots)
+        names = first_names([snapshot.name for snapshot in snapshots])
         raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
     if weights := newest_first([*folder.glob("*.safetensors"), folder / "adapter_model.bin"]):
         return weights[0]
-    raise FileNotFoundError(f"there is no checkpoint at {path if folder.is_dir() else folder}{near_checkpoints(folder)}"
-                            "; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2")
+    found = [*folder.parent.glob("ckpt.pt"), *folder.parent.glob("*/ckpt.pt"), *folder.glob("*/ckpt.pt"),
+             *Path().glob("*/ckpt.pt")]
+    near = list(dict.fromkeys(str(place.parent) for place in newest_first(found)))
+    similar = difflib.get_close_matches(str(folder), near, n=1)
+    advice = f"; did you mean --out_dir={similar[0]}?" if similar else ""
+    advice += f"; found ckpt.pt in {first_names(near)}" if near else ""
+    raise FileNotFoundError(f"there is no checkpoint at {path if folder.is_dir() else folder}{advice}; pass "
+                            "--out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2")
 
 
 def checkpoint_path(out_dir: str | Path) -> Path:
@@ -37,35 +43,21 @@ def checkpoint_path(out_dir: str | Path) -> Path:
     return path if path.is_file() or path.suffix == ".pt" else path / "ckpt.pt"
 
 
-def near_checkpoints(folder: Path) -> str:
-    """For a message: the folders with a ckpt.pt that lie in this folder, beside it or here; empty if there are none."""
-    found = [*folder.parent.glob("ckpt.pt"), *folder.parent.glob("*/ckpt.pt"), *folder.glob("*/ckpt.pt"),
-             *Path().glob("*/ckpt.pt")]
-    near = list(dict.fromkeys(path.parent for path in newest_first(found)))
-    similar = difflib.get_close_matches(folder.name, [place.name for place in near], n=1)
-    meant = [f"; did you mean --out_dir={place}?" for place in near if place.name in similar][:1]
-    return "".join(meant) + (f"; found ckpt.pt in {first_names(near)}" if near else "")
-
-
-def first_names(names: Iterable[object]) -> str:
-    listed = [str(name) for name in names]
-    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "")
+def first_names(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(filter(Path.is_file, paths), key=lambda path: (path.stat().st_mtime, path.name), reverse=True)
 
 
-def is_huggingface_folder(folder: Path) -> bool:
-    """Whether a folder has the config.json of a Hugging Face model."""
-    with suppress(OSError, ValueError):
-        return is_huggingface_config(read_json(folder / "config.json", MAX_CONFIG_BYTES))
-    return False
-
-
-def is_huggingface_config(config: dict) -> bool:
-    """Whether a config.json names an architecture, or has GPT-2's fields, as those of 2019 and of GPT2-Chinese."""
-    return "model_type" in config or config.keys() >= {"n_embd", "n_head", "n_layer", "n_positions"}
+def huggingface_config(folder: Path) -> dict | None:
+    """The config.json of a Hugging Face model in this folder; None if there is none. It names an architecture, or has
+    GPT-2's fields, as those of 2019 and of GPT2-Chinese.
+    """
+    path = folder / "config.json"
+    config = read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
+    return config if "model_type" in config or config.keys() >= {"n_embd", "n_head", "n_layer", "n_positions"} else None
 
 
 # ---- waiting for the next save

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.checkpoints.finding import find_checkpoint, is_huggingface_config
+from sampling.checkpoints.finding import find_checkpoint, huggingface_config
 from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_complete, read_json, require
+from sampling.checkpoints.untrusted_files import read_complete, require
 
 logger = logging.getLogger(__name__)
 SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "adapter_model.safetensors"]
@@ -24,7 +24,8 @@ GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": 
 GPT2_FIELDS = [("n_layer", "n_layer", 12), ("n_head", "n_head", 12), ("n_embd", "n_embd", 768),
                ("vocab_size", "vocab_size", 50257), ("n_inner", "n_inner", None), ("block_size", "n_positions", 1024),
                ("layer_norm_epsilon", "layer_norm_epsilon", 1e-5)] # GPTConfig's, config.json's, GPT2Config's default
-HUB_NAMES = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
+GPT2_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"
+LOG_IN = "then set HF_TOKEN, or run 'hf auth login'"
 CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 
@@ -87,19 +88,16 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 def find_model(name_or_folder: str) -> tuple[Path, dict]:
     """The folder with the files of the model, and its config.json. The error says what else the name stands for."""
     folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
-    path = folder / "config.json"
-    config = read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
-    if is_huggingface_config(config):
+    if config := huggingface_config(folder):
         return folder, config
     try:
         path = find_checkpoint(folder)
     except FileNotFoundError:
         if not folder.is_dir() or any(folder.glob("*.pt")):
             raise
-        hub_name = HUB_NAMES.get(name_or_folder)
-        pass_name = f"pass --init_from={hub_name}, or " if hub_name else ""
+        is_gpt2 = f"pass --init_from=openai-community/{name_or_folder}, or " if name_or_folder in GPT2_NAMES else ""
         raise ValueError(f"{name_or_folder} is a folder here, and holds no model; for the model of this name on the "
-                         f"Hugging Face hub, {pass_name}run the command in another folder") from None
+                         f"Hugging Face hub, {is_gpt2}run the command in another folder") from None
     read_complete(path, [path], lambda file: read_nanogpt_file(file, path)) # says what another file is
     raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
                      f"--out_dir={name_or_folder}")
@@ -116,17 +114,15 @@ def download(name: str) -> Path:
     except errors.HFValidationError:
         message = f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or user/model"
     except errors.GatedRepoError:
-        message = (f"access to {name!r} is on request: ask for it at https://huggingface.co/{name}, then set HF_TOKEN, "
-                   "or run 'hf auth login'")
+        message = f"access to {name!r} is on request: ask for it at https://huggingface.co/{name}, {LOG_IN}"
     except errors.RepositoryNotFoundError:
         message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
-                   "access to it (set HF_TOKEN, or run 'hf auth login')")
+                   f"access to it: {LOG_IN}")
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
         first_line = str(e).partition("\n")[0].partition(". ")[0]
-        message = (f"could not get {name!r}: it is no folder here, it is not in Hugging Face's cache, and the hub did "
-                   f"not answer ({first_line:.100}); on a machine that reaches the hub, run "
-                   f"'hf download {name} --local-dir DIR', and give DIR instead of the name, or set HF_ENDPOINT to a "
-                   "mirror")
+        message = (f"could not get {name!r}: it is no folder here and not in Hugging Face's cache, and the hub did not "
+                   f"answer ({first_line:.100}); where the hub can be reached, run 'hf download {name} --local-dir "
+                   "DIR', and give DIR instead of the name, or set HF_ENDPOINT to a mirror")
     raise ValueError(message)
 
 

@@ -39,29 +39,26 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
     dtype: torch.int8 quantizes the weights while they are read; with any other, all is float32. Raises OSError if the
     file cannot be opened, ValueError if it is damaged, is not a checkpoint, or needs more than data.
     """
+    def read(file: BinaryIO) -> dict:
+        tensor_file = read_nanogpt_file(file, path)
+        tensors, model_args = model_entries(tensor_file.content)
+        stored = tensors_by_name(tensors, tensor_file)
+        for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
+            if missing not in stored and present in stored:
+                stored[missing] = stored[present]
+        model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args # older checkpoints have no bias there
+        return dict(
+            raw_config=fields_of(tensor_file.content.get("config")) or {}, # nanoGPT: settings; build-nanogpt: sizes
+            iter_num=read_number(tensor_file, "iter_num", "step"),
+            val_loss=read_number(tensor_file, "best_val_loss", "val_loss"),
+            # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
+            num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
+            **read_model(model_args, stored, dtype))
+
     path = find_checkpoint(out_dir)
-    checkpoint = read_complete(path, [path], lambda file: read_checkpoint(file, path, dtype))
+    checkpoint = Checkpoint(path=str(path), folder=path.parent, files=[path], **read_complete(path, [path], read))
     logger.info(checkpoint.describe())
     return checkpoint
-
-
-def read_checkpoint(file: BinaryIO, path: Path, dtype: torch.dtype) -> Checkpoint:
-    tensor_file = read_nanogpt_file(file, path)
-    tensors, model_args = model_entries(tensor_file.content)
-    stored = tensors_by_name(tensors, tensor_file)
-    for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
-        if missing not in stored and present in stored:
-            stored[missing] = stored[present]
-    # Older checkpoints have no bias in model_args: the tensors show it.
-    model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args
-    config = fields_of(tensor_file.content.get("config")) # nanoGPT: train.py's settings; build-nanogpt: the sizes
-    return Checkpoint(
-        path=str(path), folder=path.parent, files=[path], raw_config=config or {},
-        iter_num=read_number(tensor_file, "iter_num", "step"),
-        val_loss=read_number(tensor_file, "best_val_loss", "val_loss"),
-        # nanoGPT sets the seed before it builds the model. build-nanogpt does so after, but gets nanoGPT's samples.
-        num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
-        **read_model(model_args, stored, dtype))
 
 
 def model_entries(content: object) -> tuple[object, dict]:
@@ -87,8 +84,8 @@ def model_entries(content: object) -> tuple[object, dict]:
             f"its {args_key} is an object of {describe(args)} without the fields {', '.join(missing)}")
     known = fields.keys() & KNOWN_FIELDS
     for name in known:
-        require(isinstance(fields[name], str | int | float | None),
-                f"its {args_key} must hold numbers and text, got {name}: {describe(fields[name])}")
+        is_plain = isinstance(fields[name], str | int | float | None)
+        require(is_plain, f"its {args_key} must hold numbers and text, got {name}: {describe(fields[name])}")
     others = [name[:100] if isinstance(name, str) else describe(name) for name in fields.keys() - known if fields[name]]
     active = sorted(name for name in others if not HARMLESS_FIELD.fullmatch(name))
     require(not active,
@@ -97,8 +94,7 @@ def model_entries(content: object) -> tuple[object, dict]:
             f'{{name: getattr(model.config, name) for name in {sorted(known)}}}}}, "ckpt.pt")')
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
     is_gpt_config = args_key == "config" or (isinstance(args, Note) and args.name.rpartition(".")[2] == "GPTConfig")
-    is_build_nanogpt = is_gpt_config and known == SIZES
-    gelu = {"gelu": "tanh"} if is_build_nanogpt else {}
+    gelu = {"gelu": "tanh"} if is_gpt_config and known == SIZES else {}
     model_args = {name: fields[name] for name in known if fields[name] is not None}
     return entries[model_key], gelu | model_args
 

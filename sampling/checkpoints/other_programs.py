@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sampling.checkpoints.build import nanogpt_names
-from sampling.checkpoints.finding import is_huggingface_folder
+from sampling.checkpoints.finding import huggingface_config
 from sampling.checkpoints.pickles import StoredTensor, fields_of
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
 from sampling.checkpoints.untrusted_files import LFS_POINTER, RejectedFileError
@@ -87,7 +87,7 @@ def advice_for_content(content: object, folder: Path) -> str | None:
 
 def advice_for_tensors(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
     """What to do with a file that holds only tensors, given with nanoGPT's names: it lacks the sizes of the model."""
-    if is_huggingface_folder(folder):
+    if huggingface_config(folder):
         return "it belongs to a Hugging Face model; pass --init_from={folder}"
     if QKV not in tensors:
         some = ", ".join(repr(name[:60]) for name in list(tensors)[:3])

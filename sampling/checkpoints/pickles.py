@@ -34,8 +34,8 @@ def check_pickle(pickled: bytes) -> int:
     Two things could harm the process: a huge memo index, which allocates gigabytes, and a key of a dict or an item of a
     set whose hash never ends or overflows the stack. So memo indices are limited, and what is hashed must be a number
     of at most 8 bytes, a text, what a call makes (a note, a number, a text or a StoredTensor), or a flat tuple of
-    these. pickletools knows which values each opcode takes from the stack and leaves there.
-    Raises RejectedFileError for either. A damaged pickle can raise anything.
+    these. pickletools knows which values each opcode takes and leaves. Raises RejectedFileError for either; a damaged
+    pickle can raise anything.
     """
     stream, memo, stack = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), {}, []
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
@@ -110,13 +110,10 @@ class Note:
     add = append # to a set
 
 
-def note_class(name: str, **attributes: Any) -> type[Note]:
-    return type("Note", (Note,), {"__slots__": (), "name": name, **attributes})
-
-
-def function_class(name: str, function: Callable) -> type[Note]:
-    """A class that calls this function instead of making notes. A pickle could change a function, but no class."""
-    return note_class(name, __new__=lambda cls, /, *arguments: function(*arguments))
+def note_class(name: str, function: Callable | None = None) -> type[Note]:
+    """A class of notes. With a function, calling the class calls it: a pickle could change a function, but no class."""
+    new = {"__new__": lambda cls, /, *arguments: function(*arguments)} if function else {}
+    return type("Note", (Note,), {"__slots__": (), "name": name, **new})
 
 
 class DataUnpickler(pickle.Unpickler):
@@ -126,6 +123,10 @@ class DataUnpickler(pickle.Unpickler):
         reject_pointer(pickled)
         self.length, self.dtypes, self.classes = check_pickle(pickled), {}, {} # dtypes: of records, by their keys
         super().__init__(io.BytesIO(pickled), encoding="utf-8")
+
+    def load(self) -> Any:
+        """The content, of plain data and notes. Numbers and texts of numpy are plain ones."""
+        return unwrap(super().load())
 
     def find_class(self, module: str, name: str) -> Any:
         """What a name stands for: a dtype, a function of ours, or a class of notes that only this unpickler has."""
@@ -138,8 +139,8 @@ class DataUnpickler(pickle.Unpickler):
         return self.classes[full]
 
     def persistent_load(self, saved_id: Any) -> Any:
-        """A whole record, of which tensors are views, for ("storage", dtype, key, device, size) and, in old files,
-        None. In old files, there is also ("module", class, ...) for the class of a module.
+        """A whole record, of which tensors are views, for ("storage", dtype, key, device, size). Old files add None,
+        and have ("module", class, ...) for the class of a module.
         """
         parts = saved_id if isinstance(saved_id, tuple) else ()
         require(len(parts) <= 6, "it has a record that torch.save does not write")
@@ -150,11 +151,6 @@ class DataUnpickler(pickle.Unpickler):
             return Note()
         self.dtypes.setdefault(parts[2], parts[1])
         return StoredTensor(parts[2], parts[1], (), (), 0)
-
-
-def read_pickle(pickled: bytes) -> Any:
-    """The content of the first pickle in some bytes. Numbers and texts of numpy are plain ones."""
-    return unwrap(DataUnpickler(pickled).load())
 
 
 # ---- functions that a pickle may call. None returns an argument, as the result may be a key, and none copies much.
@@ -206,7 +202,7 @@ FUNCTIONS = {
 MEANINGS: dict[str, Any] = {
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()}, "torch.storage.UntypedStorage": torch.uint8,
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
-    **{name: function_class(name, function) for name, function in FUNCTIONS.items()},
+    **{name: note_class(name, function) for name, function in FUNCTIONS.items()},
 }
 
 

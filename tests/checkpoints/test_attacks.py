@@ -209,7 +209,6 @@ def test_ctrl_c_ends_a_process_whose_file_asks_for_minutes_of_work(valid_checkpo
 # ---- zip files
 
 @pytest.mark.parametrize("name, offset, changed", [ # in the entry of this record in the zip's directory
-    ("data/0", 8, b"\1"), # encrypted
     ("data/0", 16, bytes(4)), # another checksum
     ("data/0", 20, b"\0\0\0\x80"), # a length of 2 GiB in the file
     ("data/0", 24, b"\0\0\0\x80"), # a length of 2 GiB

@@ -79,7 +79,7 @@ def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
     ("out-shakespear", "did you mean --out_dir=out-shakespeare?; found ckpt.pt in out-shakespeare"),
     ("runs", "found ckpt.pt in out-shakespeare, runs/first"), ("x/y/z", "found ckpt.pt in out-shakespeare"),
     ("runs/frist", "did you mean --out_dir=runs/first?; found ckpt.pt in out-shakespeare, runs/first"),
-    ("runs/first/ckpt.pth", "found ckpt.pt in out-shakespeare, runs/first"),
+    ("runs/first/ckpt.pth", "did you mean --out_dir=runs/first?; found ckpt.pt in out-shakespeare, runs/first"),
 ])
 def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_dir, advice, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
