@@ -3,16 +3,13 @@ import argparse
 import collections
 import dataclasses
 import datetime
-import decimal
 import enum
-import fractions
 import math
 import os
 import pathlib
 import random
 import re
 import types
-import uuid
 import weakref
 from functools import partial
 
@@ -204,9 +201,8 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
                     "names": {"a", ("b", 1)}, "frozen": frozenset([1]), "by class": {Color.RED: 1, Config: 2}},
     "states-of-random-generators": {"python": random.getstate(), "numpy": np.random.get_state(),
                                     "generator": np.random.default_rng(1), "torch": torch.get_rng_state()},
-    "values": {"time": datetime.datetime(2025, 1, 1), "id": uuid.UUID(int=5), "color": Color.RED, "complex": 1j,
-               "decimal": decimal.Decimal(1), "fraction": fractions.Fraction(1, 3), "long": np.longdouble(1),
-               "range": range(3), "bytes": bytearray(b"ab"), "array": np.arange(6.0).reshape(2, 3),
+    "values": {"time": datetime.datetime(2025, 1, 1), "color": Color.RED, "complex": 1j,
+               "long": np.longdouble(1), "range": range(3), "bytes": bytearray(b"ab"), "array": np.ones((2, 3)),
                "objects": np.array([None, "a"], object), "when": np.datetime64("2025-01-01"), "large": 2**100},
     "objects": {"args": Config({"lr": 1}), "function": math.sqrt, "method": Config({}).__init__, "class": Config,
                 "optimizer": torch.optim.SGD, "dtype": torch.float8_e5m2, "size": torch.Size([2]), "type": int,
