@@ -15,7 +15,7 @@ from torch import Tensor
 from sampling.backends.prepare import window_seconds
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import IncrementalDetokenizer
-from sampling.inputs.prompts import PromptNotices
+from sampling.inputs.prompts import log_notices
 from sampling.messages import is_out_of_memory
 from sampling.params import Piece, Sample, SamplingParams, check_exact
 from sampling.process import free_memory, return_freed_memory
@@ -59,7 +59,7 @@ class Engine:
         finished sample comes once, with the rest of its pieces.
         Raises ValueError if logits were NaN or infinite.
         """
-        samples = map(PromptNotices(self.gpt.tokenizer, self.backend.config.block_size), samples)
+        samples = log_notices(samples, self.gpt.tokenizer, self.backend.config.block_size)
         for batch in self.batches(samples):
             rows = [IncrementalDetokenizer(sample, self.gpt.tokenizer, self.params) for sample in batch]
             waiting = deque(row for row in rows if not row.sample.already_saved)

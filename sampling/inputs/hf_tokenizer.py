@@ -1,16 +1,10 @@
-"""HFTokenizer: a tokenizer of Hugging Face's tokenizers library, from a tokenizer.json or from the older files.
-
-The library reads the file and runs no code in it. But a file may waste time or memory, or end the process: SECURITY.md.
-"""
-import json
-from collections.abc import Callable, Iterable, Sequence
+"""HFTokenizer: a tokenizer of Hugging Face's tokenizers library, from a tokenizer.json or from the older files."""
+from collections.abc import Iterable, Sequence
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any
 
-from sampling.checkpoints.untrusted_files import first_sentence, named_errors, require
-from sampling.inputs.hf_files import read_tokenizer, vocab_of
-from sampling.inputs.tokenizer import REPLACEMENT, IncrementalDecoder, encode_utf8
+from sampling.inputs.hf_files import load_library_tokenizer
+from sampling.inputs.tokenizer import REPLACEMENT, IncrementalDecoder, call_library, encode_utf8
 
 CONTEXT = 8 # the text of a token depends on at most this many tokens before it, unless the decoder sees the whole text
 MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
@@ -25,26 +19,10 @@ class HFTokenizer:
     unit = "tokens"
 
     def __init__(self, path: Path, vocab_size: int):
-        from tokenizers import Tokenizer
         self.source = str(path)
-        with named_errors(path):
-            content = read_tokenizer(path)
-            vocab = vocab_of(content["model"])
-            require(vocab and len({*vocab.values()}) == len(vocab),
-                    "its vocabulary is empty, or gives two tokens the same id")
-            max_id = max(vocab.values())
-            # Many tokenizers have an added padding token that their model lacks.
-            added = sorted((token for token in content["added_tokens"] if token["id"] < max(vocab_size, max_id)),
-                           key=lambda token: token["id"])
-            self.size = 1 + max([max_id, *(token["id"] for token in added)])
-            # Padding, truncation and the post-processor would change a prompt, and dropout makes encoding random.
-            content |= {"added_tokens": added, "padding": None, "truncation": None, "post_processor": None}
-            content["model"].pop("dropout", None)
-            self.tokenizer = call_library(lambda: Tokenizer.from_str(json.dumps(content)))
-            for token in added:
-                require(self.tokenizer.token_to_id(token["content"]) == token["id"],
-                        f"the id {token['id']!s:.20} of its added token {token['content']!r:.60} is another token's, "
-                        "or does not follow the ids of the vocabulary")
+        self.tokenizer, content = load_library_tokenizer(path, vocab_size)
+        vocab = self.tokenizer.get_vocab()
+        self.size = 1 + max(vocab.values())
         self.joins_spaces = "'ByteLevel'" in str(content.get("pre_tokenizer"))
         # Where ByteFallback joins bytes, <0xE2> and the like are no text before their run ends.
         self.byte_ids = {i for token, i in vocab.items() if token.startswith("<0x") and len(token) == 6}
@@ -72,7 +50,8 @@ class HFTokenizer:
         return token_id < self.size and self.tokenizer.id_to_token(token_id) is not None
 
     def text_of(self, ids: list[int]) -> str:
-        return call_library(lambda: self.tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
+        decode = self.tokenizer.decode
+        return call_library(lambda: decode(ids, skip_special_tokens=False)) if ids else "" # some decoders fail at []
 
 
 class HFDecoder(IncrementalDecoder):
@@ -107,16 +86,6 @@ class HFDecoder(IncrementalDecoder):
     def context_of(self, ids: list[int]) -> list[int]:
         """The tokens before the next one, without bytes, because a new run of bytes is another one."""
         return [i for i in ids if i not in self.tokenizer.byte_ids][-CONTEXT:]
-
-
-def call_library(function: Callable[[], Any], advice: str = "") -> Any:
-    """The result of a function that uses a library for tokenizers. Raises ValueError if it fails."""
-    try:
-        return function()
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error: # a Rust panic is no Exception
-        raise ValueError(f"the tokenizer's library failed: {first_sentence(error)}{advice}") from None
 
 
 def decodes_whole_text(decoder: dict | None) -> bool:

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import chain, count
+from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import RULES, Prompt, Sample
@@ -36,13 +36,15 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     later line of a pipe, when the iteration reaches it.
     """
     kind, path = parse_start(start)
+    if kind == "TEXT":
+        for path in start, start.partition(":")[2]:
+            if os.path.isfile(path):
+                logger.info(f"the prompt is the text {start!r:.100}; to read the file, pass --start=FILE:{path}")
+        return [Prompt(start)]
     is_pipe = kind in MULTI_KINDS and not os.path.isfile(path)
     if watch and is_pipe:
         raise ValueError("watch=True uses the prompts again for each checkpoint: save them in a file")
-    for path in (start, start.partition(":")[2]) if kind == "TEXT" else ():
-        if os.path.isfile(path):
-            logger.info(f"the prompt is the text {start!r:.100}; to read the file, pass --start=FILE:{path}")
-    prompts = iterate_prompts(start)
+    prompts = read_file(kind, path)
     return chain([next(prompts)], prompts) if is_pipe else list(prompts)
 
 
@@ -58,24 +60,20 @@ def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[Enco
             return prompt, tokenizer.encode(prompt.text)
         except ValueError as error:
             raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
-    return [*map(encode, prompts)] if isinstance(prompts, list) else map(encode, prompts)
+    encoded = map(encode, prompts)
+    return list(encoded) if isinstance(prompts, list) else encoded
 
 
 def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index: int = 0) -> Iterator[Sample]:
     """Yield num_samples empty samples for each prompt."""
-    indices = count(first_index)
-    for prompt, prompt_ids in encoded:
-        for _ in range(num_samples):
-            yield Sample(next(indices), prompt, prompt_ids)
+    repeated = (pair for pair in encoded for _ in range(num_samples))
+    for index, (prompt, prompt_ids) in enumerate(repeated, first_index):
+        yield Sample(index, prompt, prompt_ids)
 
 
-def iterate_prompts(start: str) -> Iterator[Prompt]:
-    """Yield the prompts that start names. Reads a file line by line."""
-    kind, path = parse_start(start)
-    if kind == "TEXT":
-        yield Prompt(start)
-        return
-    source, number, is_empty = "standard input" if path == "-" else path, 0, True
+def read_file(kind: str, path: str) -> Iterator[Prompt]:
+    """Yield the prompts in a file, which is read line by line. Raises ValueError if there are none."""
+    source, number, prompt = "standard input" if path == "-" else path, 0, None
     try:
         # utf-8-sig skips a byte-order mark.
         with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as file:
@@ -83,14 +81,14 @@ def iterate_prompts(start: str) -> Iterator[Prompt]:
                 location = "" if kind == "FILE" else f"{source}, line {number}"
                 text = line if kind == "FILE" else line.rstrip("\n")
                 if text.strip() if kind == "JSONL" else text:
-                    is_empty = False
-                    yield parse_json_line(text, location) if kind == "JSONL" else Prompt(text, None, location)
+                    prompt = parse_json_line(text, location) if kind == "JSONL" else Prompt(text, None, location)
+                    yield prompt
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
         raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}") from None
-    if is_empty:
+    if not prompt:
         raise ValueError(f"{source} is empty, but a sample needs a prompt")
 
 
@@ -98,18 +96,18 @@ def parse_json_line(line: str, location: str) -> Prompt:
     """The prompt in a line of JSON. Raises ValueError if the line has none, or a field that is not allowed."""
     reason = ""
     try:
-        found = json.loads(line)
-        json.dumps(found, allow_nan=False) # out_file gets these fields, and JSON has no NaN or infinity
+        fields = json.loads(line)
+        json.dumps(fields, allow_nan=False) # out_file gets these fields, and JSON has no NaN or infinity
     except (ValueError, RecursionError) as error:
-        found, reason = None, f" ({error})"
-    if not (isinstance(found, dict) and isinstance(found.get("prompt"), str) and found["prompt"]):
+        fields, reason = None, f" ({error})"
+    text = fields.pop("prompt", None) if isinstance(fields, dict) else None
+    if not (isinstance(text, str) and text):
         raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
                          f"got {line!r:.100}{reason}")
-    prompt = Prompt(found.pop("prompt"), found.pop("id", None), location, other_fields=found)
-    if taken := found.keys() & (RULES.keys() | RESULT_FIELDS):
+    if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):
         raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that out_file already "
                          "has: rename the field in the prompt file")
-    return prompt
+    return Prompt(text, fields.pop("id", None), location, other_fields=fields)
 
 
 # ---- notices
@@ -121,8 +119,8 @@ def warn_about_stop_texts(stop_texts: list[str], tokenizer: Tokenizer) -> None:
             logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, "
                            "write the text in quotes, as Python does: --stop='\"\\n\"'")
         elif not can_produce(tokenizer, text):
-            logger.warning(f"the stop text {text!r:.100} cannot end a sample: {tokenizer.source} never produces this "
-                           "text")
+            logger.warning(f"the stop text {text!r:.100} cannot end a sample: "
+                           f"{tokenizer.source} never produces this text")
 
 
 def can_produce(tokenizer: Tokenizer, text: str) -> bool:
@@ -134,28 +132,19 @@ def can_produce(tokenizer: Tokenizer, text: str) -> bool:
     return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
 
 
-class PromptNotices:
-    """Logs what a user should know about the prompts of new samples, each thing for the first such sample.
-
-    Call it with each sample when it is made; it returns the sample.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, block_size: int):
-        self.tokenizer, self.block_size = tokenizer, block_size
-        self.said_cropped, self.said_space = False, not tokenizer.joins_spaces
-
-    def __call__(self, sample: Sample) -> Sample:
-        if sample.already_saved:
-            return sample
-        at = f"{sample.prompt.location}: " if sample.prompt.location else ""
-        num_tokens, size = len(sample.prompt_ids), self.block_size
-        if num_tokens > size and not self.said_cropped:
-            self.said_cropped = True
-            logger.info(f"{at}the prompt has {num_tokens} tokens, but the model sees only the last {size} of any "
-                        f"prompt, here from {self.tokenizer.decode(sample.prompt_ids[-size:])[:40]!r} on")
+def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int) -> Iterator[Sample]:
+    """Yield the samples. Logs what a user should know about the prompts of new ones, each thing once."""
+    said_cropped, said_space = False, not tokenizer.joins_spaces
+    for sample in samples:
+        prompt, ids = sample.prompt, sample.prompt_ids
+        at = f"{prompt.location}: " if prompt.location else ""
+        if len(ids) > block_size and not (sample.already_saved or said_cropped):
+            said_cropped = True
+            logger.info(f"{at}the prompt has {len(ids)} tokens, but the model sees only the last {block_size} of any "
+                        f"prompt, here from {tokenizer.decode(ids[-block_size:])[:40]!r} on")
         # In the training text, this space was part of the token of the next word, so the model rarely saw it alone.
-        if sample.prompt.text.endswith(" ") and not self.said_space:
-            self.said_space = True
+        if prompt.text.endswith(" ") and not (sample.already_saved or said_space):
+            said_space = True
             logger.info(f"{at}the prompt ends in a space: a trailing space mostly gives worse text, because in "
-                        f"{self.tokenizer.source} a word begins with its space")
-        return sample
+                        f"{tokenizer.source} a word begins with its space")
+        yield sample

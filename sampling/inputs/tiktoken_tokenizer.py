@@ -7,8 +7,8 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 from sampling.checkpoints.untrusted_files import first_sentence
-from sampling.inputs.hf_tokenizer import HFTokenizer, call_library
-from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, Tokenizer, encode_utf8
+from sampling.inputs.hf_tokenizer import HFTokenizer
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, call_library, encode_utf8
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +41,16 @@ def encoding_label(name: str) -> str:
     return "GPT-2's encoding" if name == "gpt2" else f"tiktoken's {name}"
 
 
-def load_encoding(name: str) -> Tokenizer:
+def load_encoding(name: str) -> TiktokenTokenizer | HFTokenizer:
     """tiktoken's encoding of this name. Logs why a source of it failed. Raises ValueError if all do."""
     is_gpt2 = name in ("gpt2", "r50k_base") # two names of one encoding
     urls = GPT2_URLS if is_gpt2 else [f"{HOST}/encodings/{name}.tiktoken"]
     files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
     sources = [("tiktoken's download", lambda: TiktokenTokenizer("gpt2" if is_gpt2 else name))] # or its cache
-    if is_gpt2:
-        hub_cache = "tokenizer.json in Hugging Face's cache", from_hub_cache
-        cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "data-gym-cache")
-        is_cached = all(os.path.isfile(os.path.join(cache, file)) for file in files) # importing the hub takes 0.1 s
-        sources = [*sources, hub_cache] if is_cached else [hub_cache, *sources]
-        sources.append(("the download from Hugging Face's hub", from_hub))
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    if is_gpt2 and not all(os.path.isfile(os.path.join(cache, file)) for file in files): # importing the hub takes 0.1 s
+        sources = [("tokenizer.json in Hugging Face's cache", from_hub_cache), *sources,
+                   ("the download from Hugging Face's hub", from_hub)]
     for source, load in sources:
         try:
             if encoding := load():
@@ -65,7 +63,7 @@ def load_encoding(name: str) -> Tokenizer:
         "here, and set TIKTOKEN_CACHE_DIR to that folder")
 
 
-def from_hub_cache() -> Tokenizer | None:
+def from_hub_cache() -> HFTokenizer | None:
     """GPT-2's encoding from Hugging Face's cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     for repository in "openai-community/gpt2", "gpt2": # its name, and its older one
@@ -74,7 +72,7 @@ def from_hub_cache() -> Tokenizer | None:
     return None
 
 
-def from_hub() -> Tokenizer:
+def from_hub() -> HFTokenizer:
     """GPT-2's encoding from Hugging Face's hub, or from the mirror that HF_ENDPOINT names."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url
     file = "openai-community/gpt2", "tokenizer.json"

@@ -1,8 +1,10 @@
 """Tokenizer and IncrementalDecoder, the protocols of all tokenizers, and what the tokenizers share."""
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Protocol
+from typing import Any, Protocol
+
+from sampling.checkpoints.untrusted_files import first_sentence
 
 # The encodings of tiktoken, and how many tokens each has.
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
@@ -77,3 +79,13 @@ def encode_utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is not valid UTF-8 at character {error.start + 1}") from None
+
+
+def call_library(function: Callable[[], Any], advice: str = "") -> Any:
+    """The result of a function that uses a library for tokenizers. Raises ValueError if it fails."""
+    try:
+        return function()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error: # a Rust panic is no Exception
+        raise ValueError(f"the tokenizer's library failed: {first_sentence(error)}{advice}") from None

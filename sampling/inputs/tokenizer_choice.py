@@ -26,12 +26,16 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Toke
     """
     vocab_size = checkpoint.config.vocab_size
     found = find(checkpoint) if tokenizer is None else resolve(tokenizer, vocab_size)
-    if isinstance(found, str): # the name of an encoding, whose size is checked first, because loading may download it
-        check_size(encoding_label(found), ENCODINGS[found], vocab_size)
-        found = load_encoding(found)
-    else:
-        check_size(found.source, found.size, vocab_size)
-    logger.info(f"{found.source}: {found.size} {found.unit}")
+    is_name = isinstance(found, str) # of an encoding, whose size is checked first, because loading may download it
+    source, size = (encoding_label(found), ENCODINGS[found]) if is_name else (found.source, found.size)
+    if size > vocab_size:
+        raise ValueError(f"{source} has {size} tokens, but the model has {vocab_size}, so it is not the tokenizer of "
+                         f"this model; {ADVICE}")
+    if vocab_size > 2 * size:
+        advice = "; if the model was trained on GPT-2's tokens, pass --tokenizer=gpt2" * (vocab_size in GPT2_SIZES)
+        logger.warning(f"{source} has {size} tokens, but the model has {vocab_size}; the rest may be padding{advice}")
+    found = load_encoding(found) if is_name else found
+    logger.info(f"{found.source}: {size} {found.unit}")
     return found
 
 
@@ -81,13 +85,3 @@ def read_file(path: Path, vocab_size: int) -> Tokenizer | str | None:
         return encoding
     is_for_gpt2 = "vocab_size" in meta and not {"stoi", "itos"} & meta.keys()
     return None if is_for_gpt2 else CharTokenizer(path, meta)
-
-
-def check_size(source: str, size: int, vocab_size: int) -> None:
-    """Raise ValueError if a tokenizer has more tokens than the model. The model's vocabulary may be padded."""
-    if size > vocab_size:
-        raise ValueError(f"{source} has {size} tokens, but the model has {vocab_size}, so it is not the tokenizer of "
-                         f"this model; {ADVICE}")
-    if vocab_size > 2 * size:
-        advice = "; if the model was trained on GPT-2's tokens, pass --tokenizer=gpt2" * (vocab_size in GPT2_SIZES)
-        logger.warning(f"{source} has {size} tokens, but the model has {vocab_size}; the rest may be padding{advice}")

@@ -106,7 +106,7 @@ def test_the_first_new_prompt_that_is_long_or_ends_in_a_space_is_logged(chars, g
         samples = [Sample(i, Prompt(text, location=f"a.txt, line {i}"), tokenizer.encode(text), already_saved=i == 0)
                    for i, text in enumerate(texts)]
         messages.clear()
-        assert [*map(prompts.PromptNotices(tokenizer, 16), samples)] == samples
+        assert [*prompts.log_notices(samples, tokenizer, 16)] == samples
         return [*messages]
 
     assert logged(chars, "b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 16 + " ") == [
