@@ -1,19 +1,30 @@
-"""What concerns the whole process: its place among those of torchrun, how its threads wait, and its memory.
+"""What concerns the whole process: its place among those of torchrun, its threads, the cores and memory it may use.
 
 sample.py imports this file before torch.
 """
 import ctypes
+import logging
+import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING: # it takes a second
     import torch
 
+logger = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.h numbers them
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP_FILES = { # with the limit first, in version 2 and in version 1
+    "cpu": (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]),
+    "memory": (["memory.max", "memory.current", "memory.stat"],
+               ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"])}
+first_pid = 0 # of the process that loaded the first model
 
 
 def torchrun_number(name: str, default: int) -> int:
@@ -69,6 +80,55 @@ def cores_are_busy() -> bool:
     return num_others >= (os.cpu_count() or 1) / 2
 
 
+def check_fork() -> None:
+    """Raises RuntimeError in a fork of a process that called this: without its threads, torch would hang for ever."""
+    global first_pid
+    first_pid = first_pid or os.getpid()
+    if first_pid != os.getpid():
+        raise RuntimeError("this process is a fork of one that loaded a model, and the model's threads do not survive "
+                           "a fork: load it after the fork (gunicorn: without --preload), or start the process with "
+                           'multiprocessing.get_context("spawn")')
+
+
+def read_cgroups(controller: str) -> Iterator[list[str]]:
+    """The words in the CGROUP_FILES of this process's control groups that have a limit, from its own up to the root.
+
+    A container is such a group. controller: "cpu" or "memory".
+    """
+    with suppress(OSError): # not Linux
+        for line in OWN_CGROUPS.read_text().splitlines(): # "4:memory:/docker/1f" in version 1, "0::/docker/1f" in 2
+            _, controllers, name = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            group = CGROUPS / (controller if controllers else "") / name.strip("/")
+            for folder in group, *group.parents:
+                with suppress(OSError): # inside a container, only the folder of its root may be there
+                    files = CGROUP_FILES[controller][bool(controllers)]
+                    words = " ".join((folder / file).read_text() for file in files).split()
+                    if words[0] not in ("max", "-1"):
+                        yield words
+
+
+def count_cores() -> tuple[int, int]:
+    """How many cores may run this process, and how many it may keep busy: a container may have less time than that."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [math.ceil(int(quota) / int(period)) for quota, period in read_cgroups("cpu")]
+    return num_cores, min([num_cores, *quotas])
+
+
+@cache # it warns once
+def limit_threads() -> None:
+    """Let torch, and so the kernels, use no more threads than cores. If the user chose more, it only warns."""
+    import torch
+    (num_cores, num_usable), num_threads = count_cores(), torch.get_num_threads()
+    is_default = num_threads in (num_cores, num_cores // 2) # of torch: a thread for each core, or for each pair
+    if num_threads > num_usable and is_default and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(num_usable)
+    elif num_threads > num_usable:
+        logger.warning(f"{num_threads} threads are slow on the {num_usable} cores that this process may use: set "
+                       f"OMP_NUM_THREADS={num_usable}, or call torch.set_num_threads({num_usable})")
+
+
 def peak_memory(device: "torch.device") -> int | None:
     """The peak memory of this process in bytes: of the GPU if device is one, otherwise RAM. None if unknown."""
     if device.type == "cuda":
@@ -82,7 +142,7 @@ def peak_memory(device: "torch.device") -> int | None:
 
 
 def free_memory(device: "torch.device") -> int:
-    """How many bytes this process may still use on a device.
+    """How many bytes this process may still use on a device. In a container, the page cache that it can drop is free.
 
     A GPU's memory is not divided: if processes share a GPU and it runs out of memory, the engine halves its batches.
     """
@@ -90,7 +150,11 @@ def free_memory(device: "torch.device") -> int:
         import torch
         return torch.cuda.mem_get_info(device)[0]
     import psutil
-    return psutil.virtual_memory().available // local_world_size()
+    free = [psutil.virtual_memory().available]
+    for limit, used, *stat in read_cgroups("memory"):
+        name = "total_inactive_file" if "total_inactive_file" in stat else "inactive_file" # in version 1, or in 2
+        free.append(int(limit) - int(used) + int(stat[stat.index(name) + 1]))
+    return max(0, min(free)) // local_world_size()
 
 
 def disable_malloc_trim() -> None:

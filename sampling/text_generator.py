@@ -15,7 +15,7 @@ from sampling.generation.speculation import Draft
 from sampling.inputs.prompts import encode_prompts, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, check_values
-from sampling.process import free_memory
+from sampling.process import check_fork, free_memory
 
 logger = logging.getLogger(__name__)
 MIN_DRAFT_WEIGHTS = 50_000_000 # of a model that waits for memory
@@ -112,4 +112,5 @@ class TextGenerator:
         params = DEFAULT_PARAMS if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")
+        check_fork()
         return Engine(self, params, batch_size, stream).generate(samples)

@@ -10,7 +10,7 @@ from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.messages import is_out_of_memory
 from sampling.params import ModelOptions
-from sampling.process import disable_malloc_trim, local_rank, world_size
+from sampling.process import check_fork, disable_malloc_trim, limit_threads, local_rank, world_size
 
 logger = logging.getLogger(__name__)
 DEFAULT_OPTIONS = ModelOptions()
@@ -26,6 +26,7 @@ def choose_device(name: str) -> torch.device:
     A GPU whose first kernel fails cannot be used: 'auto' says why, and goes on to the next device.
     If torchrun started several processes, each uses another GPU of its machine for 'cuda'.
     """
+    check_fork() # first of all: also a checkpoint is read with several threads
     gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
     available = [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
     if name not in ["auto", *available]:
@@ -100,6 +101,8 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
+    if device.type == "cpu":
+        limit_threads()
     config = checkpoint.config
     if wants_kernels(config, device, dtype, options, num_steps) and has_numba(is_required=dtype == torch.int8):
         from sampling.backends.cpu import CPUBackend
