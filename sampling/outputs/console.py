@@ -91,13 +91,11 @@ def system_interrupts() -> Iterator[None]:
     Python calls a handler only between two operations, and a stranger's file can ask for one that takes minutes.
     """
     numbers = [number for number in END_SIGNALS if signal.getsignal(number) is end_by_signal]
-    try:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, end_by_signal)
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in numbers: # not after an error, which ends the script anyway
+        signal.signal(number, end_by_signal)
 
 
 @contextmanager

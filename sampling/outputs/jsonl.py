@@ -58,37 +58,38 @@ class LineFormat:
 class LinesFile:
     """A file of lines, locked for this run.
 
-    end: where the next line begins. What is behind it goes then: a truncated line, or with overwrite all other lines.
+    is_ours: whether its lines are known to be of this run. Otherwise, the first write replaces them.
     """
 
     def __init__(self, path: str):
-        self.path, self.file, self.end = path, open_output(path), 0
+        self.path, self.file, self.is_ours = path, open_output(path), False
 
     def mark_saved(self, samples: Iterator[Sample], run: LineFormat, watch: bool) -> Iterator[Sample]:
         """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models.
 
-        Raises ValueError if the file is from another run.
+        Raises ValueError, without changing the file, if it is from another run.
         """
-        number = num_saved = 0
-        self.file.seek(0)
-        while is_complete(line := self.file.readline()):
-            number, where = number + 1, f"{self.path}, line {number + 1}"
-            record = parse_record(line, where)
-            if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]: # of another model
-                check_equal(record["settings"], run.settings, where)
-            elif sample := next(samples, None):
-                run.check(record, sample, where)
-                num_saved, sample.already_saved = num_saved + 1, True
-                yield sample
-            else:
-                raise ValueError(f"{where}, is one sample more than this run generates: give the file another name, or "
-                                 "replace it with --overwrite")
-            if not line.endswith(b"\n"): # the run was killed within the write
-                self.file.write(b"\n")
-                self.file.flush()
+        number = num_saved = end = 0
+        last = b"\n"
+        with open(self.path, "rb") as lines:
+            while is_complete(line := lines.readline()):
+                number, end, last, where = number + 1, end + len(line), line, f"{self.path}, line {number + 1}"
+                record = parse_record(line, where)
+                if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]: # of another model
+                    check_equal(record["settings"], run.settings, where)
+                elif sample := next(samples, None):
+                    run.check(record, sample, where)
+                    num_saved, sample.already_saved = num_saved + 1, True
+                    yield sample
+                else:
+                    raise ValueError(f"{where}, is one sample more than this run generates: give the file another "
+                                     "name, or replace it with --overwrite")
         if not BEGIN.startswith(line[:len(BEGIN)]): # it is no truncated line
             parse_record(line, f"{self.path}, line {number + 1}")
-        self.end = self.file.tell() - len(line)
+        self.file.truncate(end)
+        self.is_ours = True
+        if not last.endswith(b"\n"): # an earlier run was killed within the write
+            self.write(b"\n")
         first_new = list(islice(samples, 1))
         if num_saved:
             saved = plural(num_saved, "sample")
@@ -98,11 +99,11 @@ class LinesFile:
 
     def write(self, line: bytes) -> None:
         with name_write_errors(self.path):
-            if self.file.seek(0, os.SEEK_END) > self.end:
-                self.file.truncate(self.end)
-            self.file.write(line)
-            self.file.flush()
-        self.end += len(line)
+            if not self.is_ours:
+                self.file.truncate(0)
+                self.is_ours = True
+            while line: # once, unless the disk is full: Ctrl-C never finds half a line
+                line = line[os.write(self.file.fileno(), line):]
 
 
 def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:

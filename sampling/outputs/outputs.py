@@ -2,7 +2,6 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sampling.outputs import html
@@ -56,7 +55,7 @@ class Outputs:
             checkpoint_id = {name: getattr(gpt.checkpoint, name) for name in ("path", "crc32", "iter_num")}
             run = run_settings(settings, gpt.device.type, gpt.dtype_name)
             self.format = LineFormat(checkpoint_id, run, saved_logprobs(settings))
-        if self.lines and (self.lines.end or not settings["overwrite"]):
+        if self.lines and (self.lines.is_ours or not settings["overwrite"]):
             samples = self.lines.mark_saved(samples, self.format, settings["watch"])
         self.device = gpt.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
@@ -86,16 +85,15 @@ class Outputs:
 
     def write_page(self) -> None:
         """Make html_file from the saved lines, unless it shows them all."""
-        if self.html_file and self.page_end < self.lines.end:
+        if self.html_file and self.lines.is_ours and self.page_end < (end := os.path.getsize(self.lines.path)):
             with open(self.lines.path, "rb") as lines:
                 html.write_page(self.html_file, [lines])
-            self.page_end = self.lines.end
+            self.page_end = end
 
     def close(self) -> None:
         """Write the page of a run that ends early. Remove the lines that were only for the page, and an empty file."""
-        with suppress(OSError, RuntimeError): # the disk may be full, and a signal may come within a write
-            self.lines.file.close()
         self.write_page()
+        self.lines.file.close()
         if os.path.getsize(self.lines.path) == (0 if self.keeps_lines else self.page_end):
             os.unlink(self.lines.path)
 
