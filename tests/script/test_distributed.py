@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from models import make_gpt, save_checkpoint
-from project import SCRIPT
+from project import PROJECT, SCRIPT
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="torchrun's processes are forked")
 PROMPTS = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--batch_size=2", "--device=cpu")
@@ -90,6 +90,24 @@ def test_an_error_is_reported_once(torchrun, folder, arguments, message):
     errors = [line for line in messages.splitlines() if line.startswith("error: ")]
     assert process.returncode != 0 and printed == ""
     assert len(errors) == 1 and message in errors[0], messages
+
+
+@slow
+@pytest.mark.parametrize("module, name", [
+    ("sampling.checkpoints.nanogpt", "load_nanogpt"), ("sampling.generation.batch", "Batch.flush")])
+def test_a_process_that_fails_says_so_with_its_number_and_the_run_ends(torchrun, folder, module, name):
+    (folder / "sitecustomize.py").write_text(f"""
+import os, sys
+if os.environ.get("RANK") == "1":
+    sys.path.insert(0, {str(PROJECT)!r})
+    import {module} as module
+    def fail(*arguments):
+        raise ValueError("something broke here")
+    module.{name} = fail
+""")
+    process = torchrun(2, *PROMPTS)
+    _, messages = process.communicate(timeout=120)
+    assert process.returncode != 0 and "error: process 1: something broke here" in messages, messages
 
 
 @slow
