@@ -50,7 +50,6 @@ class Batch:
         self.window = torch.tensor([ids[:length] for ids in prompts], device=backend.device)
         self.has_equal_prompts = all(ids[:length] == prompts[0][:length] for ids in prompts)
         self.first_steps = [len(ids) - length for ids in prompts] # in which the rows get their first new tokens
-        self.last_steps = {first + params.max_new_tokens for first in self.first_steps} # after which rows are finished
         # One tensor, because a copy from the host at each step would synchronise the GPU. -1: the row has none left.
         rests = [torch.tensor(ids[length:], dtype=torch.long) for ids in prompts]
         self.forced = pad_sequence(rests, padding_value=-1).to(backend.device)[..., None] # (steps, B, 1)
@@ -58,7 +57,7 @@ class Batch:
         self.num_steps = 0 # so far
         self.pending: list[Step] = [] # the latest steps, whose tokens are not on the host yet
         self.flush_time = time.monotonic()
-        self.cache = backend.new_cache(len(rows), min(length + max(self.last_steps), block_size))
+        self.cache = backend.new_cache(len(rows), min(length + self.num_steps_left, block_size))
 
     @property
     def unread(self) -> Tensor:
@@ -69,10 +68,8 @@ class Batch:
         return ids[:1] if self.num_steps == 0 and self.has_equal_prompts else ids
 
     @property
-    def num_cached_tokens(self) -> int:
-        """How many tokens of a row will be sampled with the cache: all, or those until the window moves."""
-        room = self.backend.config.block_size - self.window.size(1)
-        return self.params.max_new_tokens if self.params.context_shift else min(self.params.max_new_tokens, room)
+    def num_steps_left(self) -> int:
+        return max(self.first_steps) + self.params.max_new_tokens - self.num_steps
 
     @property
     def forced_token(self) -> Tensor | None:
@@ -121,14 +118,16 @@ class Batch:
         """Whether to flush: after flush_steps steps, when a row may be finished, or if the steps take long."""
         if self.cache is None: # each step recomputes the window
             flush_steps = self.backend.min_flush_steps
+        may_finish = self.num_steps - self.params.max_new_tokens in self.first_steps
         is_slow = time.monotonic() - self.flush_time > MAX_FLUSH_SECONDS
-        return bool(self.pending) and (len(self.pending) >= flush_steps or self.num_steps in self.last_steps or is_slow)
+        return bool(self.pending) and (len(self.pending) >= flush_steps or may_finish or is_slow)
 
     def drop_finished(self) -> None:
-        """Keep the unfinished rows only, if the backend gains by it. After the last row, none are left."""
+        """Keep the unfinished rows only, if the backend gains by it. If there are none, the batch is over."""
         unfinished = [i for i, row in enumerate(self.rows) if not row.is_finished]
         if not unfinished:
             self.rows = []
+            self.release()
         elif self.backend.should_drop(len(self.rows), len(unfinished)):
             self.keep(unfinished)
 
@@ -143,10 +142,10 @@ class Batch:
     def split(self, size: int) -> "list[Batch]":
         """Divide a batch without a cache into batches of at most size rows, in their order. No step may be pending."""
         parts = []
-        for start in range(0, len(self.rows), size):
+        for rows in torch.arange(len(self.rows)).split(size):
             part = copy(self)
             part.pending, part.streams = [], copy(self.streams)
-            part.keep(list(range(len(self.rows)))[start:start + size])
+            part.keep(rows.tolist())
             parts.append(part)
         return parts
 

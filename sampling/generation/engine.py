@@ -117,7 +117,8 @@ class Engine:
         # 1) The first step is the prefill: it reads the prompts.
         with self.gpt.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
-            draft = self.gpt.draft_for(batch.num_cached_tokens) if len(rows) == 1 else None
+            room = math.inf if self.params.context_shift else self.backend.config.block_size - batch.window.size(1)
+            draft = self.gpt.draft_for(min(room, self.params.max_new_tokens)) if len(rows) == 1 else None
         batches = deque([batch])
         try:
             while batches:
@@ -155,12 +156,12 @@ class Engine:
         config, max_tokens = self.backend.config, self.backend.max_window_tokens
         if batch.cache is not None or not batch.rows or max_tokens is None:
             return [batch] if batch.rows else []
-        num_steps = max(batch.last_steps) - batch.num_steps
-        seconds = len(batch.rows) * num_steps * window_seconds(config)
+        num_tokens = len(batch.rows) * batch.num_steps_left
+        seconds = num_tokens * window_seconds(config)
         if seconds > LONG_SECONDS and not self.said_long:
             self.said_long = True
             logger.info(f"past {config.block_size} tokens, each token recomputes the whole window, as in nanoGPT: the "
-                        f"next {len(batch.rows) * num_steps} tokens take about {seconds:.0f} s; --context_shift drops "
+                        f"next {num_tokens} tokens take about {seconds:.0f} s; --context_shift drops "
                         "half of a full window instead, which is much faster, but gives other text")
         return batch.split(max(1, max_tokens // config.block_size))
 

@@ -4,7 +4,6 @@ The copy samples with the random numbers that the model will use at the same pos
 model's own tokens, and one pass of the model computes the logits after several of them. docs/speculation.md explains
 why the text stays the same.
 """
-
 import torch
 from torch import Tensor
 
@@ -21,7 +20,6 @@ class Draft:
 
     def __init__(self, backend: Backend):
         self.backend = backend
-        self.num_proposed = 0 # of all samples
 
     def propose(self, batch: Batch, sampler: Sampler) -> Tensor:
         """The tokens (1, k) that the copy samples after the window, up to the first of which it is unsure.
@@ -29,17 +27,16 @@ class Draft:
         The keys and values that it writes are replaced by the model's own when the model reads the proposals.
         """
         ids = batch.window # (1, S)
-        num_left = max(batch.last_steps) - batch.num_steps - 1 # the model samples one token more
-        room = 0 if batch.cache is None or batch.cache.seq_len == 0 else batch.backend.config.block_size - ids.size(1)
-        seq_len, streams = batch.cache.seq_len if room else 0, batch.streams.copy()
-        for _ in range(min(MAX_PROPOSALS, num_left, room)):
-            logits = self.backend.logits(ids[:, batch.cache.seq_len:], batch.cache)
+        cache, streams, seq_len = batch.cache, batch.streams.copy(), batch.cache.seq_len if batch.cache else 0
+        # None before the prefill and past the window.
+        room = batch.backend.config.block_size - ids.size(1) if seq_len else 0
+        for _ in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
+            logits = self.backend.logits(ids[:, cache.seq_len:], cache)
             scores, candidates = sampler.scores(logits, ids, None if sampler.is_greedy else streams.next())
             token = sampler.pick(scores, candidates)
             ids = torch.cat([ids, token], dim=1)
             if sampler.lead(scores) < MIN_LEAD:
                 break
-        if room:
-            batch.cache.seq_len = seq_len
-        self.num_proposed += ids.size(1) - batch.window.size(1)
+        if cache:
+            cache.seq_len = seq_len
         return ids[:, batch.window.size(1):]
