@@ -11,6 +11,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -18,7 +19,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
-              "None": "None"}
+              "NoneType": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 Validate = Callable[[dict[str, Any]], None]
@@ -46,10 +47,10 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
              aliases: Mapping[str, str] = {}, ignore: Ignore = lambda names: {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
 
-    validate gets all settings, and raises ValueError if they are not valid. aliases: what to suggest for names of other
-    programs. ignore gets the names in a file that are not settings, and returns the settings to ignore in that file,
-    each with the reason. Logs one line that lists the changes. Raises ValueError, without changing scope, if an
-    argument or a file cannot be used. --help prints the settings and exits.
+    validate gets all settings, and raises ValueError, which names the settings that are not valid. aliases: what to
+    suggest for names of other programs. ignore gets the names in a file that are not settings, and returns the settings
+    to ignore in that file, each with the reason. Logs one line that lists the changes. Raises ValueError, without
+    changing scope, if an argument or a file cannot be used. --help prints the settings and exits.
     """
     settings, arguments = find_settings(scope["__file__"]), list(arguments)
     if {"--help", "-h"} & set(arguments):
@@ -67,29 +68,15 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
             found = run_file(path, source, scope | changes, settings, ignore)
             changes, files = changes | found, files | dict.fromkeys(found, path)
     values = {name: scope[name] for name in settings} | changes
-    check(values, validate, scope, files)
+    try:
+        validate(values)
+    except ValueError as error:
+        paths = [files[name] for name in re.findall(r"\w+", str(error)) if name in files]
+        raise ValueError(f"{paths[0]}: {error}" if paths else str(error)) from None
     if changes:
         logger.info("settings: " + ", ".join(f"{name}={value!r:.100}" for name, value in changes.items()))
     scope.update(changes)
     return values
-
-
-def check(values: dict[str, Any], validate: Validate, scope: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    """Raise ValueError if the values are not valid. The message names the settings file that has them."""
-    if message := validation_error(validate, values):
-        for path in dict.fromkeys(files.values()):
-            # A file is the cause if the error changes when its settings are reset to their defaults.
-            defaults = {name: scope[name] for name, source in files.items() if source == path}
-            if validation_error(validate, values | defaults) != message:
-                raise ValueError(f"{path}: {message}")
-        raise ValueError(message)
-
-
-def validation_error(validate: Validate, values: dict[str, Any]) -> str | None:
-    try:
-        return validate(values)
-    except ValueError as error:
-        return str(error)
 
 
 def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
@@ -98,9 +85,11 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     lines, settings, group = source.splitlines(), {}, ""
     for node in takewhile(lambda node: not isinstance(node, ast.FunctionDef), ast.parse(source).body):
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            default, is_annotated = ast.literal_eval(node.value), isinstance(node, ast.AnnAssign)
-            target = node.target if is_annotated else node.targets[0]
-            types = ast.unparse(node.annotation).split(" | ") if is_annotated else [type_name(default)]
+            default = ast.literal_eval(node.value)
+            if isinstance(node, ast.AnnAssign):
+                target, types = node.target, ast.unparse(node.annotation).replace("None", "NoneType").split(" | ")
+            else:
+                target, types = node.targets[0], [type(default).__name__]
             above = lines[node.lineno - 2] if node.lineno > 1 else ""
             group = above.strip("# ") if above.startswith("#") else group
             below = takewhile(lambda line: line[:1] == " " and line.lstrip()[:1] == "#", lines[node.end_lineno:])
@@ -159,7 +148,7 @@ def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: 
 
 def parse(name: str, text: str, types: list[str]) -> Any:
     """Convert text to a value of one of these types. Raises ValueError, which names the setting, if that fails."""
-    if "None" in types and text.lower() == "none":
+    if "NoneType" in types and text.lower() == "none":
         return None
     if "bool" in types and text.lower() in TRUE + FALSE:
         return text.lower() in TRUE
@@ -169,7 +158,7 @@ def parse(name: str, text: str, types: list[str]) -> Any:
             value = ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # such as "{{}}" or very deep nesting
         value = text # not a Python literal
-    if "str" in types and type_name(value) not in types:
+    if "str" in types and type(value).__name__ not in types:
         return text
     return coerce(name, value, types, text)
 
@@ -184,18 +173,12 @@ def combine(earlier: Any, value: Any, types: list[str]) -> Any:
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
     """Return value if it has one of these types, or a float for an int. The error names label and shows given."""
-    given_type = type_name(value)
+    given_type = type(value).__name__
     if given_type in types:
         return value
-    with suppress(OverflowError):
-        if given_type == "int" and "float" in types:
-            return float(value)
+    if given_type == "int" and "float" in types and abs(value) <= sys.float_info.max:
+        return float(value)
     raise ValueError(f"{label} takes {' or '.join(TYPE_NAMES[t] for t in types)}, got {given!r:.100}")
-
-
-def type_name(value: Any) -> str:
-    """The name of its type in TYPE_NAMES and in annotations."""
-    return "None" if value is None else type(value).__name__
 
 
 def read_file(path: str, script: str) -> tuple[str, bytes]:
@@ -204,10 +187,9 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
     try:
         source = b"\0" if os.path.isdir(found) else Path(found).read_bytes()
     except (OSError, ValueError) as e: # ValueError: the path has a null byte
-        why = e.strerror if isinstance(e, OSError) else e
         advice = "" if path.endswith(".py") else '; a value with spaces needs quotes: --start="Once upon a time"'
-        raise ValueError(f"cannot read the settings file {path!r:.200}: {why}; "
-                         f"give settings as --key=value{advice}") from None
+        raise ValueError(f"cannot read the settings file {path!r:.200}: {getattr(e, 'strerror', e)}; give settings as "
+                         f"--key=value{advice}") from None
     if b"\0" in source: # a folder, or a checkpoint
         raise ValueError(f"{path!r:.200} is not a settings file; if a model is there, pass --out_dir={path:.200}")
     return found, source
@@ -228,9 +210,7 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
             names["torch"] = torch
         with redirect_stdout(sys.stderr): # standard output is only for samples
             exec(code, names)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e: # also SystemExit, which would end the script without a message
+    except (Exception, SystemExit) as e: # SystemExit would end the script without a message
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
         line = e.lineno if isinstance(e, SyntaxError) else lines[-1] if lines else None
         raise ValueError(f"{path}{f', line {line}' if line else ''}: {type(e).__name__}: {e!s:.300}; a settings file "

@@ -1,13 +1,6 @@
-"""Messages to the user: where they go, how values are shown, and which errors mean out of memory. Imports no torch."""
-import logging
+"""What users are told about names of other programs, and which errors mean out of memory. Imports no torch."""
 import re
-from collections.abc import Callable, Collection
-from typing import Any
-
-# Messages for the user. sample.py passes its console's log. By default, they go to Python's logging.
-Log = Callable[[str], None]
-info: Log = logging.getLogger("sampling").info
-warn: Log = logging.getLogger("sampling").warning
+from collections.abc import Collection
 
 OUT_OF_MEMORY = re.compile(
     "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
@@ -21,13 +14,6 @@ ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to sugge
     "temp": "temperature", "repeat_penalty": "repetition_penalty", "o": "out_file",
 }
 TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "eval_iters"} # only train.py has these
-
-
-def brief_repr(value: Any) -> str:
-    try:
-        return f"{value!r:.100}"
-    except ValueError: # Python refuses to print an int of more than 4300 digits, also inside a list
-        return f"a {type(value).__name__}"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

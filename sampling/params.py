@@ -1,7 +1,4 @@
-"""The rules of the settings, and the types SamplingParams, ModelOptions, Prompt, Token and Sample.
-
-Imports no torch.
-"""
+"""The rules of the settings, and the types SamplingParams, ModelOptions, Prompt, Token and Sample. Imports no torch."""
 import logging
 import math
 import os
@@ -10,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
-
-from sampling.messages import brief_repr
 
 logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
@@ -37,9 +32,8 @@ def optional(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> which values it takes, and how to say so
     "init_from": (lambda v: v not in ("", "scratch"), "must be 'resume' or a Hugging Face id or folder"),
-    "tokenizer": (optional(is_nonempty_text),
-                  "must be an encoding of tiktoken such as gpt2 or cl100k_base, a tokenizer.json or its folder, "
-                  "a meta.pkl, or None"),
+    "tokenizer": (optional(is_nonempty_text), "must be an encoding of tiktoken such as gpt2 or cl100k_base, "
+                  "a tokenizer.json or its folder, a meta.pkl, or None"),
     "start": (bool, "is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'"),
     "num_samples": (whole_number(1, 10**9), "must be from 1 to 10**9"),
     "max_new_tokens": (whole_number(0, 10**9), "must be from 0 to 10**9"),
@@ -80,7 +74,7 @@ def check_values(values: Settings) -> None:
     """Raise ValueError if a value breaks its rule in RULES. Names without a rule are not checked."""
     for name, (is_allowed, rule) in RULES.items():
         if name in values and not is_allowed(values[name]):
-            raise ValueError(f"{name} {rule}; got {brief_repr(values[name])}")
+            raise ValueError(f"{name} {rule}; got {values[name]!r:.100}")
 
 
 def check_settings(settings: Settings) -> None:
@@ -102,14 +96,12 @@ def check_settings(settings: Settings) -> None:
 def check_options(options: Settings) -> None:
     """Raise ValueError if a value breaks its rule, or if two options exclude each other."""
     check_values(options)
-    for name in "compile", "exact":
-        if options["dtype"] == "int8" and options[name]:
-            raise ValueError(f"dtype=int8 does not work with {name}=True: leave out one of them")
+    for name, other in ("dtype", "compile"), ("dtype", "exact"), ("draft", "compile"):
+        if options[name] == "int8" and options[other]:
+            raise ValueError(f"{name}=int8 does not work with {other}=True: leave out one of them")
     if options["dtype"] == options["draft"] == "int8":
         raise ValueError("draft=int8 has no use with dtype=int8, because both models would be the same: leave out "
                          "draft, or use dtype=float32")
-    if options["draft"] == "int8" and options["compile"]:
-        raise ValueError("draft=int8 does not work with compile=True: leave out one of them")
     if options["exact"]:
         check_exact(options)
 
@@ -118,8 +110,7 @@ def check_exact(settings: Settings) -> None:
     """Raise ValueError if settings, or fields of SamplingParams, ask for what nanoGPT cannot do."""
     for name, is_allowed in EXACT_RULES.items():
         if name in settings and not is_allowed(settings[name]):
-            raise ValueError("exact=True does only what nanoGPT does: leave out "
-                             f"{name}={brief_repr(settings[name])}, or exact")
+            raise ValueError(f"exact=True does only what nanoGPT does: leave out {name}={settings[name]!r}, or exact")
 
 
 def as_list(value: Any) -> list:
@@ -172,11 +163,10 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue. location is its file and line, for error messages. A JSONL file may also have an id and other
-    fields for it, which out_file repeats."""
+    """A text to continue."""
     text: str
-    id: Any = None
-    location: str = ""
+    id: Any = None # a JSONL file may have one, and other fields: out_file repeats them
+    location: str = "" # its file and line, for messages
     other_fields: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -21,7 +21,7 @@ from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
 # The settings that a command may change, and the names that configurator gives to the types of their values.
-TYPES = {f.name: [t.__name__.removesuffix("Type") for t in get_args(f.type) or [f.type]]
+TYPES = {f.name: [t.__name__ for t in get_args(f.type) or [f.type]]
          for f in fields(SamplingParams) if f.name != "num_logprobs"} | {"show_probs": ["bool"]}
 DEFAULT_START = "\n" # as in sample.py
 HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.

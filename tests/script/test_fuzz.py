@@ -90,7 +90,7 @@ def settings_of(arguments):
         return None
     assert settings.keys() == SETTINGS.keys() and all(scope[name] is value for name, value in settings.items())
     for name, setting in SETTINGS.items():
-        assert ("None" if settings[name] is None else type(settings[name]).__name__) in setting.types
+        assert type(settings[name]).__name__ in setting.types
     return settings
 
 
