@@ -7,6 +7,7 @@ from models import CHARS
 from sampling.inputs.char_tokenizer import CharTokenizer
 
 WORDS = {"\n": 0, "e4": 1, "Nf3": 2, " ": 3, "x": 4}
+BYTES = {"tokenizer": "byte", "vocab_size": 256, "itos": {i: bytes([i]) for i in range(256)}}
 
 
 def load(folder, meta):
@@ -27,73 +28,58 @@ def test_longer_texts_are_joined_but_never_looked_up(tmp_path, messages):
     tokenizer = load(tmp_path, {"stoi": WORDS, "itos": [*WORDS]})
     assert tokenizer.encode("x \n") == [4, 3, 0] and tokenizer.decode([1, 4, 2, 9]) == "e4xNf3\ufffd"
     assert (tokenizer.unit, tokenizer.size, messages) == ("tokens", 5, [])
-    with pytest.raises(ValueError, match=r"lacks: 'e' at 2; '4' at 3; it has '\\n x', and longer tokens, which no "
-                                         r"prompt has, such as 'e4'$"):
-        tokenizer.encode("xe4")
     assert load(tmp_path, {"stoi": {"▁the": 0, "a": 1}}).decode([0, 1]) == "▁thea"
     assert messages == [f"{tmp_path / 'meta.pkl'} has pieces with ▁, which are shown as they are, as in nanoGPT"]
 
 
 @pytest.mark.parametrize("meta", [
-    {"stoi": {i: i for i in range(256)}},
+    {"stoi": {i: i for i in range(256)}}, BYTES,
     {"stoi": {bytes([i]): i for i in range(256)}, "itos": [bytes([i]) for i in range(256)], "tokenizer": "byte-level"},
-    {"tokenizer": "byte", "vocab_size": 256, "itos": {i: bytes([i]) for i in range(256)}},
-], ids=["ints", "list", "named"])
+], ids=["ints", "named", "list"])
 def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
-    tokenizer, text = load(tmp_path, meta), "Größe 🙂"
-    ids = tokenizer.encode(text)
-    assert ids == list(text.encode()) and tokenizer.size == 256 and tokenizer.decode(ids) == text
-    decode = tokenizer.incremental_decoder()
-    assert [decode(i) for i in ids[-4:]] == ["", "", "", "🙂"] and tokenizer.unit == "bytes"
-    assert tokenizer.decode([65, 0xE2, 300, 0xE2]) == "A\ufffd\ufffd\ufffd"
+    tokenizer = load(tmp_path, meta)
+    assert (tokenizer.encode("öß🙂"), tokenizer.size, tokenizer.unit) == ([*"öß🙂".encode()], 256, "bytes")
+    assert tokenizer.decode([*"Größe".encode(), 0xE2, 300, 0xE2]) == "Größe\ufffd\ufffd\ufffd"
     with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
         tokenizer.encode("a\udcff")
 
 
-def test_peek_says_what_a_token_would_add_and_changes_nothing(tmp_path):
-    tokenizer = load(tmp_path, {"tokenizer": "byte"})
-    first, *others, last = "🙂".encode()
-    decode = tokenizer.incremental_decoder()
-    assert decode(first) == "" and decode.peek(65) == "\ufffdA" and decode.peek(others[0], True) == "\ufffd"
-    assert decode.peek(others[0]) == decode(others[0]) == decode(others[1]) == "" and decode.peek(last) == "🙂"
-    assert decode(last) == "🙂" and decode.peek(65) == "A"
-
-
 @pytest.mark.parametrize("prompt, ids, text", [
     ("🙂".encode()[:3], [0x82, 65], "🙂A"), (b"a\xe2", [0x82, 0xAC], "€"), (b"a\xe2\x82", [65], "A"), # not \ufffdA
-    ("€".encode(), [0xAC, 65], "\ufffdA"), ("\ufffd".encode(), [65], "A")], ids=str)
+    ("€".encode(), [0xAC, 65], "\ufffdA"), ("\ufffd".encode(), [65], "A"),
+    (b"", [*"🙂A".encode()], "🙂A")], ids=str)
 def test_a_character_that_begins_in_the_prompt_comes_whole(tmp_path, prompt, ids, text):
-    decode = load(tmp_path, {"tokenizer": "byte"}).incremental_decoder([*prompt])
-    assert "".join(map(decode, ids)) == text
+    decode = load(tmp_path, BYTES).incremental_decoder([*prompt])
+    peeked = [(decode.peek(i), decode.peek(ids[0], True), decode.peek(i), decode(i)) for i in ids]
+    assert "".join(found for *_, found in peeked) == text and all(a == b == c for a, _, b, c in peeked)
 
 
 @pytest.mark.parametrize("stoi, text, message", [
     ({"a": 0, "\n": 1}, "aé€é", r"characters that .*meta.pkl lacks: 'é' at 2; '€' at 3; it has '\\na'$"),
     ({"a": 0, "n": 1}, "a\\n", r"'\\\\' at 2; it has 'an'; for a newline pass --start='\"\\n\"'$"),
+    (WORDS, "xe4", r"'e' at 2; '4' at 3; it has '\\n x', and longer tokens, which no prompt has, such as 'e4'$"),
     ({97: 0}, "aé", "lacks: 195 at 2; 169 at 3; it has b'a'$")], ids=ascii)
 def test_the_error_names_unknown_characters(stoi, text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(tmp_path, {"stoi": stoi}).encode(text)
 
 
-@pytest.mark.parametrize("itos", [["a"], ("a",), "a", {0: "a"}, {0: "a", 1: "a"}], ids=repr)
-@pytest.mark.parametrize("more", [{}, {"b": 0}, {"<|endoftext|>": 1, "[PAD]": 2}], ids=str)
-def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, itos, more):
-    """Two characters share an id, two ids share a character, or some tokens are special."""
-    tokenizer = load(tmp_path, {"stoi": {"a": 0} | more, "itos": itos if "[PAD]" not in more else ["a"]})
+@pytest.mark.parametrize("stoi, itos", [
+    ({}, ["a"]), ({}, ("a",)), ({}, "a"), ({}, {0: "a", 1: "a"}), ({"b": 0}, "a"), ({"[PAD]": 1}, {0: "a"})], ids=repr)
+def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
+    """Two ids share a character, two characters share an id, or a token is special."""
+    tokenizer = load(tmp_path, {"stoi": {"a": 0} | stoi, "itos": itos})
     assert tokenizer.encode("a") == [0] and tokenizer.decode([0]) == "a"
 
 
 @pytest.mark.parametrize("meta, message", [
     ({"stoi": {"a": 0}, "itos": {1: "a"}}, "damaged: stoi and itos disagree about 'a'"),
-    ({"stoi": {"a": 0}, "itos": {0: "b"}}, "damaged: stoi and itos disagree about 'b'"),
     ({"stoi": {"e4": 0, "e5": 1}, "itos": {0: "e4", 1: "e6"}}, "damaged: stoi and itos disagree about 'e6'"),
     *[({"stoi": stoi}, "must map texts or bytes") for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {}]],
     ({"stoi": 3}, "its stoi is not a dict, but 3"), ({"stoi": {"a": 0}, "itos": 1}, "its itos is not a dict, but 1"),
     ([1], "cannot read .*: it holds list"), (b"hello", "cannot read .*: .*damaged or incomplete"),
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "cannot read .* pointer of Git LFS"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "cannot read .* pointer of Git LFS"),
 ], ids=str)
 def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path): # checkpoints/test_attacks.py has more
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=f"meta.pkl.*{message.removeprefix('cannot read .*')}"):
         load(tmp_path, meta)
-    assert str(tmp_path / "meta.pkl") in str(error.value)

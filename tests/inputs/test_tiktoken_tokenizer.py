@@ -30,23 +30,19 @@ def test_text_is_encoded_as_by_gpt2(gpt2_encoding):
     tokenizer = TiktokenTokenizer()
     assert tokenizer.encode("Hello world<|endoftext|>") == [15496, 995, 50256] and tokenizer.size == 50257
     assert tokenizer.decode([15496, 50257, 50303, 995, 222]) == "Hello\ufffd\ufffd world\ufffd" # 222 is no character
-    ids, decode = tokenizer.encode("🙂"), tokenizer.incremental_decoder()
-    assert len(ids) > 1 and [decode(i) for i in ids] == [""] * (len(ids) - 1) + ["🙂"]
-    assert decode(ids[0], True) == "\ufffd"
     with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
         tokenizer.encode("a\udcff")
-    for blank in " ", "\n", "\u3000":
-        with pytest.raises(ValueError, match=r"Regex error.*; mostly because of a million blanks in a row: sh"):
-            tokenizer.encode(f"a{blank * 3_000_000}b")
+    with pytest.raises(ValueError, match=r"Regex error.*; mostly because of a million blanks in a row: shorten"):
+        tokenizer.encode(f"a{' ' * 3_000_000}b")
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_hugging_faces_cache_has_the_same_encoding_and_is_before_downloads(count, leave_hub_cache, tiktoken_cache,
                                                                           messages):
     theirs, rng = TiktokenTokenizer(), random.Random(1)
     leave_hub_cache("openai-community--gpt2", gpt2_tokenizer_json(tiktoken_cache))
-    ours, _ = [load_encoding(name) for name in ("gpt2", "r50k_base")]
-    assert messages == []
+    ours, other = load_encoding("gpt2"), load_encoding("r50k_base") # two names of one encoding
+    assert messages == [] and other.source == ours.source
     assert [ours.decode([i]) for i in range(50304)] == [theirs.decode([i]) for i in range(50304)]
     assert (ours.size, ours.joins_spaces) == (theirs.size, theirs.joins_spaces)
     for text in random_texts("gpt2", count):
@@ -61,9 +57,10 @@ def test_each_failure_is_said_once_and_the_error_says_what_to_get(leave_hub_cach
     leave_hub_cache("gpt2", "{}")
     with pytest.raises(ValueError, match="set TIKTOKEN_CACHE_DIR to that folder") as error:
         load_encoding("gpt2")
-    assert [line.split(" failed (")[0] for line in messages] == [f"GPT-2's encoding: {source}" for source in (
-        "tokenizer.json in Hugging Face's cache", "tiktoken's download", "the download from Hugging Face's hub")]
-    assert "it has no model" in messages[0] and "ConnectionError: no network" in messages[1]
+    assert [line.split(": ")[1] for line in messages] == [
+        "tokenizer.json in Hugging Face's cache failed (NamedFileError", "tiktoken's download failed (ConnectionError",
+        "the download from Hugging Face's hub failed (LocalEntryNotFoundError"]
+    assert "it has no model" in messages[0] and messages[1].endswith(": no network)")
     for name, cached_name in GPT2_FILES.items():
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
         assert url in str(error.value) and hashlib.sha1(url.encode()).hexdigest() == cached_name in str(error.value)

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 
 from hf_tokenizers import save_tokenizer
 from model import GPT, GPTConfig
-from models import save_checkpoint, save_repeating
+from models import nanogpt_args, save_checkpoint, save_repeating
 from oracles import nanogpt_samples
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 
 
 def make_model(num_symbols, vocab_size):
@@ -37,44 +38,33 @@ def sample(run_script, folder, start, **settings):
     return done
 
 
+def meta_of(symbols, stoi=dict, itos=dict, key=int, value=int, text=str):
+    """A meta.pkl for these symbols, with a stoi and an itos of these types, whose ids and symbols have these types."""
+    items = [(key(i), text(symbol)) for i, symbol in enumerate(symbols)]
+    return {"stoi": stoi((text(symbol), value(i)) for i, symbol in enumerate(symbols)), "counts": np.ones(5),
+            "itos": itos(items) if itos is dict else itos(symbols)}
+
+
 LETTERS, WORDS, FIVE = list("\nabcdefghijklmnopqrstuvwxyz"), ["\n", "e4", "e5", "Nf3", " ", "x"], list("\n abc")
+NOTES, PIECES = ["C4 ", "D#4 ", "r", "|", "E"], ["▁the", "▁", "e", "ing"]
 
 
-def meta_of(symbols, stoi=dict, itos=dict):
-    return {"vocab_size": len(symbols), "stoi": stoi((symbol, i) for i, symbol in enumerate(symbols)),
-            "itos": itos(enumerate(symbols)) if itos is dict else itos(symbols)}
-
-
-def numpy_meta(symbols, key=np.int64, value=np.int64, text=str):
-    return {"stoi": {text(symbol): value(i) for i, symbol in enumerate(symbols)}, "counts": np.ones(5),
-            "itos": {key(i): text(symbol) for i, symbol in enumerate(symbols)}}
-
-
-VOCABULARIES = { # name -> symbols, tokens of the model, meta.pkl, prompt, text if nanoGPT itself was asked
-    "padded-to-64": (LETTERS, 64, meta_of(LETTERS), "a", "agpxxkrpxgmsrcyrkp\nhpyhhyvbfz\ngy\nfzzcgsum\n"),
-    "padded-to-128": (LETTERS, 128, meta_of(LETTERS), "hello", None),
-    "3-in-64": (list("abc"), 64, meta_of("abc"), "cab", None),
-    "5-in-50304": (FIVE, 50304, meta_of(FIVE), "a", None),
-    "words": (WORDS, 6, meta_of(WORDS), "x",
-              "xNf3e5 e5Nf3e5e5Nf3 e4Nf3xe5Nf3  xe4e4Nf3  xe4\n e4e5e4    \ne4Nf3e4e4 \n\n"),
-    "notes": (["C4 ", "D#4 ", "r", "|", "E"], 64, meta_of(["C4 ", "D#4 ", "r", "|", "E"], itos=list), "r|", None),
-    "pieces": (["▁the", "▁", "e", "ing"], 4, meta_of(["▁the", "▁", "e", "ing"], itos=tuple), "e▁", None),
-    "text-and-ordered": (FIVE, 5, meta_of(FIVE, stoi=OrderedDict, itos="".join), "ab", None),
-    "numpy-ids": (FIVE, 5, numpy_meta(FIVE), "a", "a   cccccccccccccccccccccccccccc ccc  cc \n"),
-    "numpy-texts": (FIVE, 8, numpy_meta(FIVE, text=np.str_), "b", None),
-    "numpy-int32": (FIVE, 64, numpy_meta(FIVE, np.uint16, np.int32), "c", None),
-    "default-dict": (WORDS, 6, meta_of(WORDS, stoi=lambda pairs: defaultdict(int, pairs)), " ", None),
-}
-
-
-@pytest.mark.parametrize(("symbols", "vocab_size", "meta", "start", "text"), VOCABULARIES.values(), ids=VOCABULARIES)
-def test_the_text_is_nanogpts(run_script, tmp_path, symbols, vocab_size, meta, start, text):
-    model = make_model(len(symbols), vocab_size)
+@pytest.mark.parametrize("symbols, vocab_size, start, types, text", [ # the text, if nanoGPT itself was asked
+    (LETTERS, 64, "a", {}, "agpxxkrpxgmsrcyrkp\nhpyhhyvbfz\ngy\nfzzcgsum\n"), (LETTERS, 128, "hello", {}, None),
+    ([*"abc"], 64, "cab", {}, None), (FIVE, 50304, "a", {}, None),
+    (WORDS, 6, "x", {}, "xNf3e5 e5Nf3e5e5Nf3 e4Nf3xe5Nf3  xe4e4Nf3  xe4\n e4e5e4    \ne4Nf3e4e4 \n\n"),
+    (NOTES, 64, "r|", dict(itos=list), None), (PIECES, 4, "e▁", dict(itos=tuple), None),
+    (FIVE, 5, "ab", dict(stoi=OrderedDict, itos="".join), None),
+    (FIVE, 5, "a", dict(key=np.int64, value=np.int64), "a   cccccccccccccccccccccccccccc ccc  cc \n"),
+    (FIVE, 8, "b", dict(key=np.int64, value=np.int64, text=np.str_), None),
+    (FIVE, 64, "c", dict(key=np.uint16, value=np.int32), None),
+    (WORDS, 6, " ", dict(stoi=lambda pairs: defaultdict(int, pairs)), None)])
+def test_the_text_is_nanogpts(run_script, tmp_path, symbols, vocab_size, start, types, text):
+    model, meta = make_model(len(symbols), vocab_size), meta_of(symbols, **types)
     save_checkpoint(tmp_path, model, meta=False)
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
-    args = {name: getattr(model.config, name) for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
-    ids, = nanogpt_samples(args, model.state_dict(), 1337, [symbols.index(char) for char in start], 1, 40,
-                           temperature=0.8, top_k=200)
+    ids, = nanogpt_samples(nanogpt_args(model.config), model.state_dict(), 1337,
+                           [symbols.index(char) for char in start], 1, 40, temperature=0.8, top_k=200)
     joined = "".join(meta["itos"][i] for i in ids) # as nanoGPT decodes
     done = sample(run_script, tmp_path, start)
     assert done.stdout == f"{joined}\n---------------\n" and text in (None, f"{joined}\n")
@@ -88,13 +78,11 @@ def test_the_text_of_a_tokenizer_json_is_that_of_the_library(run_script, tmp_pat
     save_checkpoint(tmp_path, make_model(size, size), meta=False)
     line = json.loads(sample(run_script, tmp_path, "hello the", out_file="-", logprobs=0).stdout)
     ids, tokens = theirs.encode("hello the").ids, [token["id"] for token in line["logprobs"]["content"]]
-    before, after = theirs.decode(ids), theirs.decode(ids + tokens)
-    assert after == before + line["text"] or kind == "whole-text"
+    assert theirs.decode(ids + tokens) == theirs.decode(ids) + line["text"] or kind == "whole-text"
 
 
 @pytest.mark.parametrize("char", ["😀", "語", "é\u0301", "🦖", "字"])
 def test_alternatives_are_decoded_after_the_bytes_of_a_character(run_script, gpt2_encoding, tmp_path, char):
-    from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
     ids = TiktokenTokenizer().encode(char)
     save_repeating(tmp_path, ids, 50257)
     done = sample(run_script, tmp_path, char, temperature=0, logprobs=2, out_file="-", max_new_tokens=4 * len(ids) - 1)
