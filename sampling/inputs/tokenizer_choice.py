@@ -81,7 +81,5 @@ def read_file(path: Path, vocab_size: int) -> Tokenizer | str | None:
     if path.suffix != ".pkl":
         return HFTokenizer(path, vocab_size)
     meta = read_meta(path)
-    if encoding := named_encoding(meta, path):
-        return encoding
     is_for_gpt2 = "vocab_size" in meta and not {"stoi", "itos"} & meta.keys()
-    return None if is_for_gpt2 else CharTokenizer(path, meta)
+    return named_encoding(meta, path) or (None if is_for_gpt2 else CharTokenizer(path, meta))
