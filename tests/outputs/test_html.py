@@ -108,7 +108,7 @@ def test_a_page_is_made_later_from_files(tmp_path):
     for _ in range(2): # an earlier page is replaced
         done = make_by_command(lines, tmp_path / "a.html")
         assert (done.returncode, done.stdout) == (0, "")
-        assert done.stderr == (f"warning: {lines}: the last line is truncated, so it is left out\n"
+        assert done.stderr == (f"{lines}, line 3 is truncated, so it is left out\n"
                                f"{tmp_path / 'a.html'}: 2 samples\n")
     assert (tmp_path / "a.html").read_bytes() == expected
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "a.html", "b.html"}
