@@ -23,12 +23,9 @@ PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows the messages of LOGGERS on the standard error of the moment, if the process has one.
-
-    rank, owns_process: see setup_console. bar: the progress bar on standard error, above which messages are shown.
-    """
-    rank, owns_process = 0, False
-    bar = None # a tqdm
+    """Shows the messages of LOGGERS on the standard error of the moment, if the process has one."""
+    rank, owns_process = 0, False # see setup_console
+    bar = None # the progress bar, a tqdm: messages are shown above it
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None:
@@ -157,9 +154,8 @@ def name_write_errors(name: str | os.PathLike) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        reason = error.strerror
-        if isinstance(error, FileNotFoundError):
-            reason = f"there is no folder {os.path.dirname(os.path.realpath(name))}; create it, or give another path"
+        advice = f"there is no folder {os.path.dirname(os.path.realpath(name))}; create it, or give another path"
+        reason = advice if isinstance(error, FileNotFoundError) else error.strerror
         raise OSError(f"cannot write {name!r:.200}: {reason}") from None
 
 

@@ -61,8 +61,8 @@ class LinesFile:
     is_ours: whether its lines are known to be of this run. Otherwise, the first write replaces them.
     """
 
-    def __init__(self, path: str):
-        self.path, self.file, self.is_ours = path, open_output(path), False
+    def __init__(self, path: str, settings: Mapping[str, Any]):
+        self.path, self.file, self.is_ours = path, open_output(path, settings), False
 
     def mark_saved(self, samples: Iterator[Sample], run: LineFormat, watch: bool) -> Iterator[Sample]:
         """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models.
@@ -168,10 +168,11 @@ def read_records(path: str, *versions: int) -> Iterator[tuple[str, int, bytes, d
 
 # ---- files
 
-def open_output(path: str | os.PathLike) -> BinaryIO:
+def open_output(path: str | os.PathLike, settings: Mapping[str, Any]) -> BinaryIO:
     """Open a file for reading and appending, and lock it for this run. Its content stays.
 
-    Raises ValueError or OSError, which names the file, if it cannot be used, or if another run has locked it.
+    Raises ValueError or OSError, which names the file, if it cannot be used, if another run has locked it, or if it is
+    to be overwritten, but holds the prompts, or was not written by sample.py.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path")
@@ -187,18 +188,14 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
             file.close()
             raise ValueError(f"another run writes to {path}: give the file another name") from None
     file.seek(0)
+    if settings["overwrite"]:
+        (kind, prompts), begin = parse_start(settings["start"]), file.read(200)
+        if kind in FILE_KINDS and is_same_file(path, 0 if prompts == "-" else prompts):
+            raise ValueError(f"{path} is also the file of prompts: give the file of samples another name")
+        if begin and not (LINES.match(begin) or PAGE.match(begin)):
+            raise ValueError(f"{path} was not written by sample.py, so --overwrite does not replace it: move it, or "
+                             "give the file another name")
     return file
-
-
-def check_replaceable(file: BinaryIO, start: str) -> None:
-    """Raise ValueError if overwrite may not replace this file: it holds the prompts, or sample.py did not write it."""
-    kind, prompt_path = parse_start(start)
-    if kind in FILE_KINDS and is_same_file(file.name, 0 if prompt_path == "-" else prompt_path):
-        raise ValueError(f"{file.name} is also the file of prompts: give the file of samples another name")
-    begin = file.read(200)
-    if begin and not (LINES.match(begin) or PAGE.match(begin)):
-        raise ValueError(f"{file.name} was not written by sample.py, so --overwrite does not replace it: move it, or "
-                         "give the file another name")
 
 
 def is_same_file(path: str | os.PathLike, other: str | int) -> bool: # other: a path or a file descriptor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sampling.outputs import html
 from sampling.outputs.console import before_exit, is_tty, plural
-from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, check_replaceable, open_output, run_settings
+from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, open_output, run_settings
 from sampling.outputs.printer import Printer, Progress
 from sampling.params import Piece, Sample
 from sampling.process import peak_memory
@@ -33,19 +33,16 @@ class Outputs:
         self.uses_stdout = out_file == "-" # then nothing else may be printed there
         self.keeps_lines = out_file is not None and not self.uses_stdout
         path = out_file if self.keeps_lines else self.html_file and f"{self.html_file}.jsonl"
-        self.lines = LinesFile(path) if path else None
+        self.lines = LinesFile(path, settings) if path else None
         self.page_end = 0 # how many bytes of the lines html_file shows
         if self.lines:
             before_exit.append(self.close)
-            if settings["overwrite"]:
-                check_replaceable(self.lines.file, settings["start"])
         if self.html_file:
-            with open_output(self.html_file) as page:
-                if settings["overwrite"]:
-                    check_replaceable(page, settings["start"])
-                elif (begin := page.read(200)) and not (os.path.getsize(path) and PAGE.match(begin)):
-                    raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file "
-                                     "another name, or replace it with --overwrite")
+            with open_output(self.html_file, settings) as page:
+                begin = page.read(200)
+            if begin and not (settings["overwrite"] or (os.path.getsize(path) and PAGE.match(begin))):
+                raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file "
+                                 "another name, or replace it with --overwrite")
             if not os.path.getsize(self.html_file): # open_output has created it
                 os.unlink(os.path.realpath(self.html_file))
 
