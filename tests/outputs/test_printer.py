@@ -54,7 +54,7 @@ def test_the_backgrounds_have_the_limits_of_the_page():
     assert [*TINTS][::-1] == list(map(float, limits))
 
 
-def test_a_full_standard_output_is_an_error_that_names_it(monkeypatch):
+def test_a_full_disk_is_an_error_that_names_the_file(monkeypatch):
     def write(text):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False, write=write))
