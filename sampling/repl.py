@@ -56,10 +56,11 @@ def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_pro
     signal.signal(signal.SIGINT, signal.default_int_handler) # it ends what runs, but not the session
     if is_tty(sys.stdin):
         logger.info("type a prompt, or :help; Ctrl-D ends the session")
-    if start != DEFAULT_START:
-        session.attempt(session.print_samples, start)
-    while not session.is_over:
-        session.attempt(session.respond, read_line())
+    with suppress(EOFError): # the end of the session
+        if start != DEFAULT_START:
+            session.attempt(lambda: session.print_samples(start))
+        while True:
+            session.attempt(lambda: session.respond(read_line()))
     with suppress(ImportError, OSError): # without a home folder, the history ends with the session
         import readline
         if readline.get_current_history_length(): # only lines that were typed
@@ -80,12 +81,11 @@ class Session:
     last: Sample | None = None
     last_text: str = "" # what was printed of it, without the prompt
     shows_prompt: bool = True # whether it was printed with its prompt
-    is_over: bool = False
 
-    def attempt(self, action: Callable[[str], None], text: str) -> None:
-        """Call action(text). Log an error of the user, and end it at Ctrl-C."""
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Call action. Log an error of the user, and end it at Ctrl-C."""
         try:
-            action(text)
+            action()
         except KeyboardInterrupt:
             end_line()
         except (ValueError, OSError) as error:
@@ -105,18 +105,20 @@ class Session:
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
-        gpt = self.require_model()
-        for sample in make_samples(encode_prompts(read_prompts(start), gpt.tokenizer), 1, self.next_index):
+        encoded = encode_prompts(read_prompts(start), self.printer.tokenizer)
+        for sample in make_samples(encoded, 1, self.next_index):
             self.print_sample(sample)
 
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> None:
         """Generate a sample, and stream it to the terminal. Raises KeyboardInterrupt after a step at Ctrl-C."""
-        gpt, interrupts = self.require_model(), []
+        if self.gpt is None:
+            raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
+        interrupts = []
         self.last, self.last_text, self.next_index, self.shows_prompt = sample, "", sample.index + 1, shows_prompt
         # Within a step, an exception could leave the model in an inconsistent state.
         signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         try:
-            with closing(gpt.run([sample], self.params, batch_size=1, stream=True)) as steps:
+            with closing(self.gpt.run([sample], self.params, batch_size=1, stream=True)) as steps:
                 for _, pieces in steps:
                     self.printer.update(sample, pieces, shows_prompt)
                     self.last_text += "".join(piece.text for piece in pieces)
@@ -125,17 +127,14 @@ class Session:
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def require_model(self) -> TextGenerator:
-        if self.gpt is None:
-            raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
-        return self.gpt
-
     def run_command(self, command: str) -> None:
         """Run the command that was typed after the colon."""
         word, *rest = command.split() or [""]
         if word in COMMANDS:
             if rest:
                 raise ValueError(f":{word} takes no value")
+            if word in ("again", "continue") and self.last is None:
+                raise ValueError("there is no sample yet: type a prompt")
             COMMANDS[word](self)
         else:
             name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
@@ -155,7 +154,7 @@ class Session:
         value = choose_seed(text, ":seed") if is_random else parse(name, text or "True", TYPES[name])
         change = {"num_logprobs": 0 if value else None} if name == "show_probs" else {name: value}
         params = replace(self.params, **change)
-        if self.require_model().backend.is_exact:
+        if self.gpt and self.gpt.backend.is_exact:
             check_exact(vars(params))
         self.params = params
         if name == "show_probs":
@@ -166,34 +165,27 @@ class Session:
             warn_about_stop_texts(params.stop_texts, self.printer.tokenizer)
 
     def sample_again(self) -> None:
-        sample = self.require_sample()
-        self.print_sample(Sample(self.next_index, sample.prompt, sample.prompt_ids), self.shows_prompt)
+        self.print_sample(Sample(self.next_index, self.last.prompt, self.last.prompt_ids), self.shows_prompt)
 
     def continue_last(self) -> None:
-        sample = self.require_sample()
-        text = sample.prompt.text + self.last_text
+        sample, text = self.last, self.last.prompt.text + self.last_text
         if sample.finish_reason == "length": # a character that was incomplete comes whole with the next tokens
             text, ids = text.rstrip(REPLACEMENT), sample.prompt_ids + sample.token_ids
         else: # after a stop text or Ctrl-C, token_ids has tokens that the user did not see
             ids = self.printer.tokenizer.encode(text)
         self.print_sample(Sample(self.next_index, Prompt(text), ids), shows_prompt=False)
 
-    def require_sample(self) -> Sample:
-        if self.last is None:
-            raise ValueError("there is no sample yet: type a prompt")
-        return self.last
-
     def reload(self) -> None:
         """Load the model, or load it again, with the settings of the session."""
         self.gpt = None # its memory must be free before the next model is loaded
-        self.gpt, before = self.load(), self.printer and self.printer.tokenizer
-        tokenizer = self.gpt.tokenizer
-        if before and (before.source, before.size) != (tokenizer.source, tokenizer.size):
+        self.gpt = self.load()
+        new, old = self.gpt.tokenizer, self.printer and self.printer.tokenizer
+        if old and (old.source, old.size) != (new.source, new.size):
             self.last = None # its ids are of another vocabulary
-        self.printer = Printer(tokenizer, self.show_probs)
+        self.printer = Printer(new, self.show_probs)
 
     def quit(self) -> None:
-        self.is_over = True
+        raise EOFError
 
 
 COMMANDS = {**dict.fromkeys(["help", "h", "?"], lambda session: logger.info(HELP)), "settings": Session.show_settings,
@@ -202,18 +194,12 @@ COMMANDS = {**dict.fromkeys(["help", "h", "?"], lambda session: logger.info(HELP
 
 
 def read_line() -> str:
-    """Read a line, or several that were pasted. A user at a terminal sees "> " first.
-
-    At the end of the lines, or with Ctrl-D, the line is ":quit". Ctrl-C discards what was typed: the line is empty.
-    """
+    """Read a line, or several that were pasted. A user at a terminal sees "> " first. Raises EOFError at Ctrl-D."""
     try:
         line = input("> " if is_tty(sys.stdin) and is_tty(sys.stdout) else "")
-    except KeyboardInterrupt:
-        end_line()
-        return ""
     except EOFError:
         if is_tty(sys.stdin):
             end_line()
-        return ":quit"
+        raise
     line = line.removeprefix("\ufeff").removesuffix("\r") # a file may come from Windows
     return line.removesuffix("\n") if line.count("\n") == 1 else line # a single line, pasted with its newline

@@ -1,6 +1,5 @@
 """Samples, their lines and their pages, for the tests of the files and of their display in a browser."""
 import math
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 from sampling.outputs import html
@@ -53,7 +52,8 @@ def model_of(crc32="00000000", iter_num=100):
 
 def write_lines(path, samples, logprobs=5, prompt="ROMEO:\n", id=None, checkpoint=None, **settings):
     """Write the lines of these samples, each a list of tokens, as a run with these settings does. Returns path."""
-    line_format = LineFormat(CHECKPOINT_ID | (checkpoint or {}), RUN | settings, logprobs)
+    saved = {} if logprobs is None else {"logprobs": logprobs}
+    line_format = LineFormat(CHECKPOINT_ID | (checkpoint or {}), RUN | settings | saved)
     lines = [line_format.line(finished_sample(index, prompt, tokens, id=id)) for index, tokens in enumerate(samples)]
     path.write_bytes(b"".join(lines))
     return path
@@ -61,8 +61,7 @@ def write_lines(path, samples, logprobs=5, prompt="ROMEO:\n", id=None, checkpoin
 
 def make_page(path, *files):
     """Make a page of these files of lines. Returns path."""
-    with ExitStack() as stack:
-        html.write_page(path, [stack.enter_context(open(file, "rb")) for file in files])
+    html.write_page(path, list(map(str, files)))
     return path
 
 

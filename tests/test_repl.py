@@ -31,12 +31,6 @@ class SessionTerminal(Terminal):
         self.bytes = re.sub(rb"\x1b\[\?2004[hl]|\r", b"", self.bytes)
         return has_more
 
-    def answer(self, typed, *texts):
-        """Type a line, and wait until the terminal shows it, then these texts."""
-        self.type(typed + "\n")
-        for text in typed + "\n", *texts:
-            self.wait_for(text)
-
 
 @pytest.fixture
 def start(char_checkpoint, tiktoken_cache, tmp_path, monkeypatch):
@@ -54,12 +48,6 @@ def start(char_checkpoint, tiktoken_cache, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def session(start):
-    """A session on a terminal, ready for the first prompt."""
-    return start()
-
-
-@pytest.fixture
 def run(run_script, char_checkpoint):
     """The output of a normal run: run(*arguments)."""
     return lambda *arguments: run_script(f"--out_dir={char_checkpoint}", "--max_new_tokens=30", *arguments).stdout
@@ -69,25 +57,22 @@ def run(run_script, char_checkpoint):
 def reply(run_script, char_checkpoint):
     """A session that reads lines from a pipe: reply(typed, *arguments)."""
     return lambda typed, *arguments, **environment: run_script(
-        f"--out_dir={char_checkpoint}", *SESSION, *arguments, stdin=typed, **environment)
+        f"--out_dir={char_checkpoint}", *SESSION, *arguments, stdin=typed.encode("utf-8", "surrogateescape"),
+        **environment)
 
 
-def test_a_session_generates_the_same_samples_as_a_normal_run(session, run):
-    samples = run("--start=The ", "--num_samples=2").split(RULE)
-    session.answer("The ", samples[0] + RULE)
-    session.answer("The ", samples[1] + RULE) # the same prompt again gets the next sample
-    session.answer(":seed=1337", "> ") # a new seed restarts the random stream
-    session.answer("The ", samples[0] + RULE)
+def test_a_session_generates_the_same_samples_as_a_normal_run(reply, run):
+    first, second, _ = run("--start=The ", "--num_samples=2").split(RULE)
+    # The same prompt again gets the next sample. A new seed restarts the random stream.
+    assert reply("The \nThe \n:seed=1337\nThe \n").stdout.split(RULE) == [first, second, first, ""]
 
 
-def test_commands_change_the_settings(session, run):
-    for command in ":temperature=0.5", ":top_k 3", ":max-new-tokens=12", ":stop=e":
-        session.answer(command, "> ")
-    session.answer("O", run("--start=O", "--num_samples=1", "--max_new_tokens=12", "--temperature=0.5", "--top_k=3",
-                            "--stop=e"))
-    session.answer(":settings", "max_new_tokens=12", "temperature=0.5", "top_k=3")
-    session.answer(":stop=a = b", "> ")
-    session.answer(":settings", "stop='a = b'")
+def test_commands_change_the_settings(reply, run):
+    done = reply(":temperature=0.5\n:top_k 3\n:max-new-tokens=12\n:stop=e\nO\n:stop=a = b\n:settings\n")
+    assert done.stdout == run("--start=O", "--num_samples=1", "--max_new_tokens=12", "--temperature=0.5", "--top_k=3",
+                              "--stop=e")
+    for setting in "max_new_tokens=12", "temperature=0.5", "top_k=3", "stop='a = b'", "show_probs=False":
+        assert f"  {setting}\n" in done.stderr
 
 
 ANSWERS = { # what a user types, and a part of the message
@@ -109,8 +94,7 @@ ANSWERS = { # what a user types, and a part of the message
 
 
 def test_every_line_gets_its_message_and_the_session_continues(reply):
-    typed = ":continue\n:again\n" + "".join(f"{typed}\nThe \n" for typed in ANSWERS)
-    done = reply(typed.encode())
+    done = reply(":continue\n:again\n" + "".join(f"{typed}\nThe \n" for typed in ANSWERS))
     assert done.returncode == 0 and done.stdout.count(RULE) == len(ANSWERS)
     position = 0
     for message in "error: there is no sample yet", "error: there is no sample yet", *ANSWERS.values():
@@ -118,56 +102,36 @@ def test_every_line_gets_its_message_and_the_session_continues(reply):
         position = done.stderr.index(message, position) + len(message)
 
 
-def test_ctrl_c_stops_the_sample_but_not_the_session(session, tmp_path):
-    session.type(":max_new_tokens=1000000\n:context_shift\nO\n")
-    session.wait_for("context_shift\n> O\n")
-    session.wait_for("O")
-    time.sleep(0.5)
-    session.type("\x03")
-    session.wait_for("\n> ")
-    session.type("not sent")
-    session.wait_for("not sent")
-    time.sleep(0.3) # within microseconds after a key, Python's readline delays a signal until the next one
-    session.type("\x03")
-    session.wait_for("\n> ")
+def test_ctrl_c_stops_the_sample_but_not_the_session(start, tmp_path):
+    session = start("--max_new_tokens=1000000", "--context_shift")
     os.mkfifo(tmp_path / "pipe")
-    session.type(f"FILE:{tmp_path / 'pipe'}\n") # which nobody writes to
-    session.wait_for("pipe\n")
-    time.sleep(0.3)
-    session.type("\x03")
-    session.wait_for("\n> ")
+    for typed in "O\n", "not sent", f"FILE:{tmp_path}/pipe\n": # a sample, a line, a file that nobody writes to
+        session.type(typed)
+        session.wait_for(typed)
+        time.sleep(0.5) # within microseconds after a key, Python's readline delays a signal until the next one
+        session.type("\x03")
+        session.wait_for("\n> ")
     session.type(":max_new_tokens=3\nO\n")
     session.wait_for("> O\nO") # a new sample, with its prompt
     session.wait_for(RULE + "> ")
 
 
-@pytest.mark.parametrize("typed", ["\x04", ":q\n"])
-def test_ctrl_d_and_words_end_the_session_and_the_line(session, typed):
-    session.type(typed)
-    assert session.read_to_end() == typed.replace("\x04", "\n") and session.process.returncode == 0
-
-
-def test_lines_can_be_edited_and_recalled_also_by_a_later_session(start, session):
-    session.type("Thx\x7fe \n") # a backspace
-    session.wait_for(RULE + "> ")
-    session.type("\x1b[A") # up
-    session.wait_for("The ")
-    session.type("\n")
-    session.wait_for(RULE + "> ")
-    session.type("exit\n")
-    session.read_to_end()
+def test_lines_can_be_edited_and_recalled_also_by_a_later_session_and_ctrl_d_ends_it(start):
+    session = start()
+    for typed, shown in ("Thx\x7fe \n", RULE + "> "), ("\x1b[A", "The "), ("\n", RULE + "> "): # a backspace; up
+        session.type(typed)
+        session.wait_for(shown)
+    session.type("\x04")
+    assert session.read_to_end() == "\n" and session.process.returncode == 0
     later = start()
-    later.type("\x1b[A\x1b[A") # beyond "exit"
+    later.type("\x1b[A")
     later.wait_for("The ")
 
 
-def test_a_sample_can_be_continued(session, run):
+def test_a_sample_can_be_continued_and_its_continuation_again(reply, run):
     whole = run("--start=The ", "--num_samples=1", "--max_new_tokens=16", "--temperature=0", "--context_shift")
-    session.type(":temperature=0\n:context_shift\n:max_new_tokens=8\nThe \n")
-    session.wait_for(f"\n{whole[:12]}{RULE}> ")
-    for command in ":continue\n", ":again\n":
-        session.type(command)
-        session.wait_for(f"{command}{whole[12:]}> ")
+    done = reply(":temperature=0\n:context_shift\n:max_new_tokens=8\nThe \n:continue\n:again\n")
+    assert done.stdout == whole[:12] + RULE + whole[12:] + whole[12:]
 
 
 def test_a_character_that_a_sample_began_comes_whole_when_it_is_continued(run_script, tmp_path):
@@ -178,49 +142,45 @@ def test_a_character_that_a_sample_began_comes_whole_when_it_is_continued(run_sc
     assert done.stdout.split(RULE) == ["🙂🙂\ufffd", "🙂🙂", "\ufffd", "", ""]
 
 
-def test_after_a_stop_text_a_sample_continues_what_was_shown(session, run):
+def test_after_a_stop_text_a_sample_continues_what_was_shown(reply, run):
     greedy = "--num_samples=1", "--temperature=0", "--repetition_penalty=10"
     whole = run(*greedy, "--start=The ")
     first, stop = whole[:8], whole[8]
     second = run(*greedy, f"--start={first}").removeprefix(first)
     assert second.startswith(stop)
-    session.type(f":temperature=0\n:repetition_penalty=10\n:stop={stop}\nThe \n")
-    session.wait_for(first + RULE)
-    session.type(":stop=None\n:continue\n")
-    session.wait_for(f":continue\n{second}")
+    typed = f":temperature=0\n:repetition_penalty=10\n:stop={stop}\nThe \n:stop=None\n:continue\n"
+    assert reply(typed).stdout == first + RULE + second
 
 
-def test_probabilities_can_be_switched_on_and_off(session):
-    session.answer(":show_probs", "> ")
-    session.answer("The ", "\x1b[38;5;16;48;", RULE)
-    session.answer(":show_probs=False", "> ")
-    session.answer("The ", RULE)
-    assert "\x1b[38" not in session.text
-    session.answer(":settings", "show_probs=False")
+def test_probabilities_can_be_switched_on_and_off(reply):
+    coloured, plain, _ = reply(":show_probs\nThe \n:show_probs=False\nThe \n", FORCE_COLOR="1").stdout.split(RULE)
+    assert "\x1b[38;5;16;48;" in coloured and "\x1b" not in plain
 
 
-def test_reload_loads_a_newer_checkpoint_and_keeps_the_settings(start, run, char_checkpoint, tmp_path):
+def test_reload_loads_a_newer_checkpoint_and_keeps_the_settings(reply, run, char_checkpoint, tmp_path, monkeypatch):
     folder = shutil.copytree(char_checkpoint, tmp_path / "out")
-    session = start(f"--out_dir={folder}")
-    greedy = (f"--out_dir={folder}", "--start=The ", "--num_samples=1", "--max_new_tokens=9", "--temperature=0")
-    session.type(":temperature=0\n:max_new_tokens=9\nThe \n")
-    session.wait_for(run(*greedy) + "> ")
-    save_checkpoint(folder, make_gpt(seed=9), iter_num=200)
-    newer = run(*greedy)
-    session.answer(":reload", f"{folder}/ckpt.pt: iteration 200, validation loss 1.5000\n", "> ")
-    session.answer(":again", newer + "> ")
-    whole = (folder / "ckpt.pt").read_bytes()
-    (folder / "ckpt.pt").write_bytes(b"not a checkpoint")
-    os.utime(folder / "ckpt.pt", (1, 1)) # the loader waits for a file that has just changed
-    session.answer(":reload", "error: cannot read ", "> ")
-    session.answer(":again", "error: no model is loaded: repair or replace the checkpoint, then type :reload\n> ")
-    (folder / "ckpt.pt").write_bytes(whole)
-    session.answer(":reload", "> ")
-    session.answer("The ", newer + "> ")
-    save_checkpoint(folder, make_gpt(vocab_size=3))
-    save_meta(folder / "meta.pkl", "abc")
-    session.answer(":reload", "> ")
-    session.answer(":again", "error: there is no sample yet: type a prompt\n> ") # its ids are of another vocabulary
+    newer = save_checkpoint(tmp_path / "newer", make_gpt(seed=9), iter_num=200)
+    old, new = (run(f"--out_dir={path}", "--start=The ", "--num_samples=1", "--max_new_tokens=9", "--temperature=0")
+                for path in (folder, newer))
+
+    def type_lines():
+        yield from [":temperature=0", ":max_new_tokens=9", "The "]
+        shutil.copy(newer, folder)
+        yield from [":reload", ":again"]
+        (folder / "ckpt.pt").write_bytes(b"not a checkpoint")
+        os.utime(folder / "ckpt.pt", (1, 1)) # the loader waits for a file that has just changed
+        yield from [":reload", ":again"]
+        shutil.copy(newer, folder)
+        yield from [":reload", "The "]
+        save_checkpoint(folder, make_gpt(vocab_size=3))
+        save_meta(folder / "meta.pkl", "abc")
+        yield from [":reload", ":again"] # the last sample's ids are of another vocabulary
+    lines = type_lines()
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, ":quit"))
+    done = reply("", f"--out_dir={folder}")
+    assert done.stdout == old + new + new
+    assert re.search("iteration 200, .*error: cannot read .*error: no model is loaded: repair or replace the checkpoint"
+                     ".*error: there is no sample yet", done.stderr, re.DOTALL)
 
 
 def test_pasted_lines_are_one_prompt(start, monkeypatch):
@@ -231,26 +191,27 @@ def test_pasted_lines_are_one_prompt(start, monkeypatch):
     session.type("\x1b[200~The\n:O\x1b[201~\n")
     session.wait_for("The\n:O") # what was pasted
     session.wait_for(RULE + "> ")
-    session.answer(":again", "The\n:O")
+    session.type(":again\n")
+    session.wait_for(":again\nThe\n:O")
     assert session.has_bracketed_paste
     monkeypatch.setattr("builtins.input", lambda prompt: "The\n") # a single line, pasted with its newline
     assert repl.read_line() == "The"
 
 
 def test_the_setting_start_is_the_first_prompt(reply):
-    texts = reply(b"O\n", "--start=:The ", "--temperature=0").stdout.split(RULE)
+    texts = reply("O\n", "--start=:The ", "--temperature=0").stdout.split(RULE)
     assert len(texts) == 3 and texts[0].startswith(":The ") and texts[1].startswith("O")
     assert find_settings(SCRIPT)["start"].default == repl.DEFAULT_START # which is no prompt
 
 
 def test_a_session_reads_lines_from_a_pipe(reply):
-    done = reply(b'\xef\xbb\xbfThe \r\n\n:top_k=5\n"\\n"\n":O"\r\n:quit\r\nO\n')
+    done = reply('\ufeffThe \r\n\n:top_k=5\n"\\n"\n":O"\r\nexit\r\nO\n')
     assert done.returncode == 0 and done.stdout.count(RULE) == 3 and "error" not in done.stderr
     assert done.stdout.startswith("The ") and f"{RULE}:O" in done.stdout and "> " not in done.stdout
 
 
 def test_a_line_that_is_not_utf8_is_an_error_of_its_own(reply):
-    done = reply(b"The \nb\xffd\nO\n", PYTHONIOENCODING="utf-8:strict") # as in most locales
+    done = reply("The \nb\udcffd\nO\n", PYTHONIOENCODING="utf-8:strict") # as in most locales
     assert done.returncode == 0 and done.stdout.count(RULE) == 2 and "lacks: '\\udcff' at 2" in done.stderr
 
 

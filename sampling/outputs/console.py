@@ -7,14 +7,11 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, TextIO
 
 from sampling.messages import is_out_of_memory
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 # Symbols for control characters, except tab and newline, and for characters that change the direction of text. A
 # terminal would interpret the characters.
@@ -26,16 +23,13 @@ PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows the messages of LOGGERS on the standard error of the moment, if the process has one.
-
-    rank, owns_process: see setup_console. bar: the progress bar on standard error, above which messages are shown.
-    """
-    rank, owns_process = 0, False
-    bar: "tqdm | None" = None
+    """Shows the messages of LOGGERS on the standard error of the moment, if the process has one."""
+    rank, owns_process = 0, False # see setup_console
+    bar = None # the progress bar, a tqdm: messages are shown above it
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None:
-            with suppress(OSError):
+            with suppress(OSError, RuntimeError): # the latter if a signal came within a write
                 if self.bar is not None:
                     self.bar.clear()
                 text = PREFIXES.get(record.levelno, "") + record.getMessage()
@@ -44,7 +38,7 @@ class ConsoleHandler(logging.Handler):
 
 logger = logging.getLogger(__name__)
 _console = ConsoleHandler() # the only one of this process
-before_exit = ExitStack() # what to do before the run ends, also after an error of the user, Ctrl-C or SIGTERM
+before_exit: list[Callable[[int], None]] = [] # called with the exit status, also after an error, Ctrl-C or SIGTERM
 
 
 def setup_console(rank: int = 0, owns_process: bool = True) -> None:
@@ -56,11 +50,10 @@ def setup_console(rank: int = 0, owns_process: bool = True) -> None:
     """
     for package in map(logging.getLogger, LOGGERS):
         package.addHandler(_console) # once, however often this is called
-        package.setLevel(logging.INFO)
+        package.setLevel(logging.ERROR if rank else logging.INFO)
         package.propagate = False
-    _console.setLevel(logging.ERROR if rank else logging.INFO)
     _console.rank, _console.owns_process, _console.bar = rank, owns_process, None
-    before_exit.pop_all() # of a run that ended in an internal error
+    before_exit.clear() # of a run that ended in an internal error
     for number in END_SIGNALS if owns_process else ():
         # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch while it is imported.
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
@@ -70,8 +63,8 @@ def setup_console(rank: int = 0, owns_process: bool = True) -> None:
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
 
 
-def start_progress_bar(num_tokens: int) -> "tqdm | None":
-    """Show a bar of tokens, if standard error goes to a terminal and the samples do not; otherwise return None.
+def start_progress_bar(num_tokens: int) -> Any:
+    """Return a tqdm of tokens, if standard error goes to a terminal and the samples do not; otherwise return None.
 
     num_tokens: how many there are already. They do not count for the bar's speed.
     """
@@ -106,12 +99,9 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
     """
     try:
         yield
-        before_exit.close()
-        return
-    except KeyboardInterrupt as interrupt: # with owns_process=False; otherwise Ctrl-C has called hard_exit
-        before_exit.close()
-        traceback.clear_frames(interrupt.__traceback__)
-        raise
+        return end_run(0)
+    except KeyboardInterrupt: # in a notebook or a session; otherwise Ctrl-C calls end_by_signal
+        hard_exit(130)
     except BrokenPipeError: # the program that reads the samples has ended, as in: python sample.py | head
         hard_exit(141)
     except (ValueError, OSError) as error:
@@ -133,26 +123,12 @@ def report_user_errors(status: int = 1) -> Iterator[None]:
     hard_exit(status)
 
 
-@contextmanager
-def name_write_errors(name: str | os.PathLike) -> Iterator[None]:
-    """Turn an OSError inside the block into one that names the file. A broken pipe stays one."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        reason = error.strerror
-        if isinstance(error, FileNotFoundError):
-            reason = f"there is no folder {os.path.dirname(os.path.realpath(name))}; create it, or give another path"
-        raise OSError(f"cannot write {name!r:.200}: {reason}") from None
-
-
 def hard_exit(status: int = 0) -> NoReturn:
     """End the script at once: torch's own shutdown takes 0.3 s. Raises SystemExit if owns_process is False."""
     if status == 130 and not _console.rank:
         end_line()
     try:
-        before_exit.close()
+        end_run(status)
     except (OSError, ValueError) as error:
         logger.error(error)
     if not _console.owns_process:
@@ -161,8 +137,26 @@ def hard_exit(status: int = 0) -> NoReturn:
     os._exit(status)
 
 
+def end_run(status: int) -> None:
+    while before_exit:
+        before_exit.pop()(status)
+
+
 def end_by_signal(number: int, _: object) -> NoReturn:
     hard_exit(128 + number)
+
+
+@contextmanager
+def name_write_errors(name: str | os.PathLike) -> Iterator[None]:
+    """Turn an OSError inside the block into one that names the file. A broken pipe stays one."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        advice = f"there is no folder {os.path.dirname(os.path.realpath(name))}; create it, or give another path"
+        reason = advice if isinstance(error, FileNotFoundError) else error.strerror
+        raise OSError(f"cannot write {name!r:.200}: {reason}") from None
 
 
 def end_line() -> None:

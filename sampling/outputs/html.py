@@ -14,47 +14,49 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from sampling.outputs.console import name_write_errors, plural, report_user_errors, setup_console
-from sampling.outputs.jsonl import PAGE, read_records
+from sampling.outputs.jsonl import OLDER_VERSION, PAGE, read_records
 
 logger = logging.getLogger("sampling.outputs.html") # not __name__: this file is also run as a script
 NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
-Rows = dict[tuple[str, int], dict[int, tuple[BinaryIO, int]]] # prompt, index -> number of a run -> file, position in it
+Rows = dict[tuple[str, int], dict[int, tuple[str, int]]] # prompt, index -> number of a run -> file, position in it
 
 
-def find_samples(files: list[BinaryIO]) -> tuple[Rows, list[dict[str, Any]]]:
-    """Find the samples in some open files. Returns where they are, and what the page shows about each run.
-
-    Raises ValueError, which names the line, if sample.py did not write it.
-    """
+def find_samples(files: list[str]) -> tuple[Rows, list[dict[str, Any]]]:
+    """Find the samples in some files. Returns where they are, and what the page shows about each run."""
     rows: Rows = {}
     runs: dict[str, tuple[int, dict[str, Any]]] = {}
     for file in files:
-        for start, record in read_records(file):
+        for _, start, _, record in read_records(file, OLDER_VERSION):
             checkpoint = record["checkpoint"]
             settings = {name: value for name, value in record["settings"].items() if name != "logprobs"}
             info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"), **settings}
             if len(files) > 1:
-                info = {"file": file.name, **info}
+                info = {"file": file, **info}
             run, _ = runs.setdefault(json.dumps([checkpoint.get("crc32"), info]), (len(runs), info))
             rows.setdefault((record["prompt"], record["index"]), {})[run] = file, start
     return rows, [info for _, info in runs.values()]
 
 
-def write_page(path: str | os.PathLike, files: list[BinaryIO]) -> int:
-    """Write the page of the samples in some open files, and return how many there are."""
+def write_page(path: str | os.PathLike, files: list[str]) -> int:
+    """Write the page of the samples in some files, and return how many there are.
+
+    Raises ValueError, which names the line, if sample.py did not write it.
+    """
     rows, infos = find_samples(files)
     if not rows:
         raise ValueError(f"{path} is not written, because there is no sample to show")
     values = {name: [info.get(name) for info in infos] for name in dict.fromkeys(chain.from_iterable(infos))}
     differing = [name for name in values if values[name] != values[name][:1] * len(infos)]
-    labels = [run_label(info, differing) for info in infos]
+    labels = [", ".join(str(info[name]) if name in ("file", "checkpoint") else f"{name} {info[name]}"
+                        for name in differing if name in info) for info in infos]
+    settings = {name: " · ".join(map(repr, values[name] if name in differing else values[name][:1])) for name in values}
     models = ", ".join(dict.fromkeys(map(model_name, values["checkpoint"])))
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, article, tail = template.split("<!-- split here -->\n")
@@ -66,7 +68,8 @@ def write_page(path: str | os.PathLike, files: list[BinaryIO]) -> int:
         try:
             with open(temporary, "w", encoding="utf-8", newline="\n") as page:
                 page.write(fill(head, title=escape(f"Samples from {models:.200}"), **hashes,
-                                settings=definition_list(values, differing),
+                                settings="\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>"
+                                                   for name, text in settings.items()),
                                 layout="side-by-side" if len(infos) > 1 else ""))
                 page.writelines(section_html(article, places, labels) for places in rows.values())
                 page.write(tail)
@@ -77,25 +80,26 @@ def write_page(path: str | os.PathLike, files: list[BinaryIO]) -> int:
     return sum(map(len, rows.values()))
 
 
-def section_html(template: str, places: Mapping[int, tuple[BinaryIO, int]], labels: list[str]) -> str:
+def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: list[str]) -> str:
     """HTML for the samples of one prompt and index. If there is only one run, it is one article.
 
     labels: what distinguishes each run from the others.
     """
     articles = []
-    for run, (file, start) in sorted(places.items()):
-        file.seek(start)
-        record = json.loads(file.readline())
-        index, label = record["index"], escape(labels[run] or f"run {run}")
-        prompt_id = record.get("id")
+    for run, (path, start) in sorted(places.items()):
+        with open(path, "rb") as file:
+            file.seek(start)
+            record = json.loads(file.readline())
+        index, prompt_id, values = record["index"], record.get("id"), article_values(record)
         id_text = prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)
         heading = escape(f"Sample {index}" if prompt_id is None else f"Sample {index}, id {id_text}")
         prompt = f"<b>{escape(record['prompt'])}</b>"
         if len(labels) == 1:
             return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=f"sample {index}",
-                        **article_values(record))
+                        **values)
+        label = escape(labels[run] or f"run {run}")
         articles.append(fill(template, number=f"{index}-{run}", tag="h3", heading=label, prompt="",
-                             label=f"sample {index}, {label}", **article_values(record)))
+                             label=f"sample {index}, {label}", **values))
     return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
             f'<div class="runs">\n{"".join(articles)}</div></section>\n')
 
@@ -144,18 +148,6 @@ def model_name(checkpoint: str | None) -> str:
     return (path.parent if path.name == "ckpt.pt" else path).name or "a model"
 
 
-def run_label(info: Mapping[str, Any], differing: list[str]) -> str:
-    """What distinguishes a run from the others."""
-    return ", ".join(str(info[name]) if name in ("file", "checkpoint") else f"{name} {info[name]}"
-                     for name in differing if name in info)
-
-
-def definition_list(values: Mapping[str, list[Any]], differing: list[str]) -> str:
-    """HTML for the terms and values of a <dl>: one value if all runs have it, otherwise that of each run."""
-    texts = {name: " · ".join(map(repr, values[name] if name in differing else values[name][:1])) for name in values}
-    return "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in texts.items())
-
-
 def clean(text: str) -> str:
     """The text with replacements for what HTML cannot hold: lone surrogates and NUL."""
     return text.encode("utf-8", errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
@@ -180,9 +172,7 @@ def main() -> None:
             raise ValueError(f"there is no file {path!r:.200}")
     if os.path.exists(page) and not (os.path.isfile(page) and PAGE.match(Path(page).read_bytes()[:200])):
         raise ValueError(f"{page} is not a page of samples, so it is not replaced: the last name is that of the page")
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(path, "rb")) for path in paths]
-        logger.info(f"{page}: {plural(write_page(page, files), 'sample')}")
+    logger.info(f"{page}: {plural(write_page(page, paths), 'sample')}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import chain, islice
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from sampling.inputs.prompts import FILE_KINDS, MULTI_KINDS, RESULT_FIELDS, parse_start
@@ -27,25 +27,25 @@ REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k",
                         "stop", "seed", "compile", "context_shift", "exact", "tokenizer")
 
 
+@dataclass
 class LineFormat:
-    """Turns samples into lines, and recognises the lines of the same run.
-
-    Each line holds a sample, checkpoint_id ("path", "crc32" and "iter_num") and settings. logprobs: how many of the
-    most likely tokens to save with each sampled token; None: save no tokens.
-    """
-
-    def __init__(self, checkpoint_id: dict[str, Any], settings: dict[str, Any], logprobs: int | None = None):
-        self.checkpoint_id, self.logprobs = checkpoint_id, logprobs
-        # With logprobs among the settings of a run, all lines of a file have the same fields.
-        self.settings = settings if logprobs is None else {**settings, "logprobs": logprobs}
+    """Turns samples into lines, and recognises the lines of the same run."""
+    checkpoint_id: dict[str, Any] # "path", "crc32" and "iter_num"
+    settings: dict[str, Any] # with logprobs, only if lines have them: then all lines of a file have the same fields
 
     def line(self, sample: Sample) -> bytes:
-        logprobs = {} if self.logprobs is None else {"logprobs": token_logprobs(sample.tokens, self.logprobs)}
-        return encode_json({
+        logprobs = {}
+        if (num_top := self.settings.get("logprobs")) is not None:
+            logprobs["logprobs"] = {"content": [ # as in OpenAI's chat completions, with ids
+                {**token_fields(token), "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))}
+                for token in sample.tokens]}
+        text = json.dumps({
             **first_fields(sample), "text": sample.text, "num_tokens": sample.num_tokens,
             "finish_reason": sample.finish_reason, "cumulative_logprob": round_logprob(sample.cumulative_logprob),
             **logprobs, "seed": self.settings["seed"], "checkpoint": self.checkpoint_id, "settings": self.settings,
-        }) + b"\n"
+        }, ensure_ascii=False)
+        # A lone surrogate becomes an escape, because UTF-8 has none.
+        return text.translate(SEPARATORS).encode("utf-8", errors="backslashreplace") + b"\n"
 
     def check(self, record: Mapping[str, Any], sample: Sample, where: str) -> None:
         """Raise ValueError, with where and the difference, unless this is the record of this sample of this run."""
@@ -61,41 +61,38 @@ class LinesFile:
     is_ours: whether its lines are known to be of this run. Otherwise, the first write replaces them.
     """
 
-    def __init__(self, path: str):
-        self.path, self.file, self.is_ours = path, open_output(path), False
+    def __init__(self, path: str, settings: Mapping[str, Any]):
+        self.path, self.file, self.is_ours = path, open_output(path, settings), False
 
     def mark_saved(self, samples: Iterator[Sample], run: LineFormat, watch: bool) -> Iterator[Sample]:
         """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models.
 
         Raises ValueError, without changing the file, if it is from another run.
         """
-        number = num_saved = end = 0
-        last = b"\n"
-        with open(self.path, "rb") as lines:
-            while is_complete(line := lines.readline()):
-                number, end, last, where = number + 1, end + len(line), line, f"{self.path}, line {number + 1}"
-                record = parse_record(line, where)
-                if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]: # of another model
-                    check_equal(record["settings"], run.settings, where)
-                elif sample := next(samples, None):
-                    run.check(record, sample, where)
-                    num_saved, sample.already_saved = num_saved + 1, True
-                    yield sample
-                else:
-                    raise ValueError(f"{where}, is one sample more than this run generates: give the file another "
-                                     "name, or replace it with --overwrite")
-        if not BEGIN.startswith(line[:len(BEGIN)]): # it is no truncated line
-            parse_record(line, f"{self.path}, line {number + 1}")
+        num_saved, end, lacks_newline = 0, 0, False
+        for where, start, line, record in read_records(self.path):
+            end, lacks_newline = start + len(line), not line.endswith(b"\n")
+            if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]: # of another model
+                check_equal(record["settings"], run.settings, where)
+            elif sample := next(samples, None):
+                run.check(record, sample, where)
+                num_saved, sample.already_saved = num_saved + 1, True
+                yield sample
+            else:
+                raise ValueError(f"{where}, is one sample more than this run generates: give the file another name, or "
+                                 "replace it with --overwrite")
         self.file.truncate(end)
         self.is_ours = True
-        if not last.endswith(b"\n"): # an earlier run was killed within the write
+        if lacks_newline:
             self.write(b"\n")
-        first_new = list(islice(samples, 1))
+        first_new = next(samples, None)
         if num_saved:
             saved = plural(num_saved, "sample")
             logger.info(f"{self.path} holds {saved} already: resuming after them" if first_new
                         else f"{self.path} is complete, with {saved}: nothing to sample")
-        yield from chain(first_new, samples)
+        if first_new:
+            yield first_new
+        yield from samples
 
     def write(self, line: bytes) -> None:
         with name_write_errors(self.path):
@@ -116,25 +113,28 @@ def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str)
 
 
 def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
-    """The settings that decide the text of a sample, by name. Values with the same meaning become equal."""
+    """The settings that decide the text of a sample, and what is saved. Values with the same meaning become equal."""
     kept = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
     if parse_start(settings["start"])[0] not in MULTI_KINDS:
         del kept["num_samples"] # a longer run of one prompt may continue the file of a shorter run
     for name in "exact", "tokenizer":
         if not kept[name]:
             del kept[name] # files of earlier versions do not have it
+    logprobs = {} if settings["logprobs"] is None else {"logprobs": settings["logprobs"]}
     top_p = None if kept["top_p"] == 1 else kept["top_p"]
     return {**kept, "top_k": kept["top_k"] or None, "top_p": top_p, "min_p": kept["min_p"] or None,
-            "stop": as_list(kept["stop"]), "device": device_type, "dtype": dtype_name}
+            "stop": as_list(kept["stop"]), "device": device_type, "dtype": dtype_name, **logprobs}
 
 
-def token_logprobs(tokens: list[Token], num_top: int) -> dict[str, Any]:
-    """The tokens and their log-probabilities in the form of OpenAI's chat completions, and also their ids."""
-    return {"content": [
-        {"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob),
-         "top_logprobs": [{"id": top.id, "token": top.text, "logprob": round_logprob(top.logprob)}
-                          for top in token.top_logprobs[:num_top]]}
-        for token in tokens]}
+def first_fields(sample: Sample) -> dict[str, Any]:
+    """The fields with which the line of a sample begins."""
+    prompt = sample.prompt
+    prompt_id = {} if prompt.id is None else {"id": prompt.id}
+    return {"version": VERSION, "index": sample.index, "prompt": prompt.text, **prompt_id, **prompt.other_fields}
+
+
+def token_fields(token: Token) -> dict[str, Any]:
+    return {"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob)}
 
 
 def round_logprob(logprob: float) -> float:
@@ -142,68 +142,37 @@ def round_logprob(logprob: float) -> float:
     return round(logprob, 3) + 0.0 # never -0.0
 
 
-def first_fields(sample: Sample) -> dict[str, Any]:
-    """The fields with which the line of a sample begins."""
-    prompt = sample.prompt
-    return {
-        "version": VERSION, "index": sample.index, "prompt": prompt.text,
-        **({} if prompt.id is None else {"id": prompt.id}),
-        **prompt.other_fields,
-    }
+def read_records(path: str, *versions: int) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
+    """Yield the place of each line for messages, its position, the line and its record, but no truncated last line.
 
-
-def encode_json(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of UTF-8 without its newline. A lone surrogate becomes an escape, because UTF-8 has none."""
-    text = json.dumps(record, ensure_ascii=False).translate(SEPARATORS)
-    return text.encode("utf-8", errors="backslashreplace")
-
-
-# ---- reading
-
-def read_records(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the position and the record of each sample, also of OLDER_VERSION. Raises ValueError, which names the line.
+    Raises ValueError if sample.py did not write a line, in VERSION or one of versions.
     """
-    start = 0
-    file.seek(0)
-    for number, line in enumerate(file, 1):
-        if not is_complete(line):
-            logger.warning(f"{file.name}: the last line is truncated, so it is left out")
-            return
-        yield start, parse_record(line, f"{file.name}, line {number}", OLDER_VERSION)
-        start += len(line)
-
-
-def parse_record(line: bytes, where: str, *versions: int) -> dict[str, Any]:
-    """The object in a line. Raises ValueError, which names where, unless it has the fields of an allowed version."""
-    record = parse_json(line)
     types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
-    is_record = isinstance(record, dict) and all(type(record.get(name)) is kind for name, kind in types.items())
-    if is_record and record["version"] == OLDER_VERSION not in versions:
-        raise ValueError(f"{where}: an earlier version of sample.py wrote this file, so it cannot be continued: give "
-                         "out_file another name, or replace it with --overwrite")
-    if not (is_record and record["version"] in (VERSION, *versions)):
-        raise ValueError(f"{where}: not written by this version of sample.py, so it cannot be used, and is not "
-                         "overwritten: give another file")
-    return record
-
-
-def parse_json(line: bytes) -> Any:
-    """The value in a line; None if it is not valid JSON. The beginning of an object is not."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(line)
-
-
-def is_complete(line: bytes) -> bool:
-    """Whether a line is whole. The last line of a file may lack its newline, or more, after a run that was killed."""
-    return line.endswith(b"\n") or parse_json(line) is not None
+    start = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            record, where = None, f"{path}, line {number}"
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            if record is None and not line.endswith(b"\n") and BEGIN.startswith(line[:len(BEGIN)]):
+                logger.info(f"{where} is truncated, so it is left out")
+                return
+            if not (isinstance(record, dict) and all(type(record.get(name)) is kind for name, kind in types.items())
+                    and record["version"] in (VERSION, *versions)):
+                raise ValueError(f"{where}: not written by this version of sample.py, so it cannot be used, and is not "
+                                 "overwritten: give another file, or replace one of an earlier version with "
+                                 "--overwrite")
+            yield where, start, line, record
+            start += len(line)
 
 
 # ---- files
 
-def open_output(path: str | os.PathLike) -> BinaryIO:
+def open_output(path: str | os.PathLike, settings: Mapping[str, Any]) -> BinaryIO:
     """Open a file for reading and appending, and lock it for this run. Its content stays.
 
-    Raises ValueError or OSError, which names the file, if it cannot be used, or if another run has locked it.
+    Raises ValueError or OSError, which names the file, if it cannot be used, if another run has locked it, or if it is
+    to be overwritten, but holds the prompts, or was not written by sample.py.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path")
@@ -219,18 +188,14 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
             file.close()
             raise ValueError(f"another run writes to {path}: give the file another name") from None
     file.seek(0)
+    if settings["overwrite"]:
+        (kind, prompts), begin = parse_start(settings["start"]), file.read(200)
+        if kind in FILE_KINDS and is_same_file(path, 0 if prompts == "-" else prompts):
+            raise ValueError(f"{path} is also the file of prompts: give the file of samples another name")
+        if begin and not (LINES.match(begin) or PAGE.match(begin)):
+            raise ValueError(f"{path} was not written by sample.py, so --overwrite does not replace it: move it, or "
+                             "give the file another name")
     return file
-
-
-def check_replaceable(file: BinaryIO, start: str) -> None:
-    """Raise ValueError if overwrite may not replace this file: it holds the prompts, or sample.py did not write it."""
-    kind, prompt_path = parse_start(start)
-    if kind in FILE_KINDS and is_same_file(file.name, 0 if prompt_path == "-" else prompt_path):
-        raise ValueError(f"{file.name} is also the file of prompts: give the file of samples another name")
-    begin = file.read(200)
-    if begin and not (LINES.match(begin) or PAGE.match(begin)):
-        raise ValueError(f"{file.name} was not written by sample.py, so --overwrite does not replace it: move it, or "
-                         "give the file another name")
 
 
 def is_same_file(path: str | os.PathLike, other: str | int) -> bool: # other: a path or a file descriptor

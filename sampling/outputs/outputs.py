@@ -1,18 +1,21 @@
 """What becomes of the samples of a run: lines in out_file, a page that is made from them, and what the user sees."""
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sampling.outputs import html
-from sampling.outputs.console import before_exit, is_tty, name_write_errors, sanitize
-from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, check_replaceable, open_output, run_settings
+from sampling.outputs.console import before_exit, is_tty, plural
+from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, open_output, run_settings
 from sampling.outputs.printer import Printer, Progress
 from sampling.params import Piece, Sample
 from sampling.process import peak_memory
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
+
+logger = logging.getLogger(__name__)
 
 
 class Outputs:
@@ -25,23 +28,21 @@ class Outputs:
     """
 
     def __init__(self, settings: Mapping[str, Any]):
-        self.settings, self.html_file, out_file = settings, settings["html_file"], settings["out_file"]
+        self.settings = {**settings, "logprobs": saved_logprobs(settings)}
+        self.html_file, out_file = settings["html_file"], settings["out_file"]
         self.uses_stdout = out_file == "-" # then nothing else may be printed there
         self.keeps_lines = out_file is not None and not self.uses_stdout
         path = out_file if self.keeps_lines else self.html_file and f"{self.html_file}.jsonl"
-        self.lines = LinesFile(path) if path else None
+        self.lines = LinesFile(path, settings) if path else None
         self.page_end = 0 # how many bytes of the lines html_file shows
         if self.lines:
-            before_exit.callback(self.close)
-            if settings["overwrite"]:
-                check_replaceable(self.lines.file, settings["start"])
+            before_exit.append(self.close)
         if self.html_file:
-            with open_output(self.html_file) as page:
-                if settings["overwrite"]:
-                    check_replaceable(page, settings["start"])
-                elif (begin := page.read(200)) and not (os.path.getsize(path) and PAGE.match(begin)):
-                    raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file "
-                                     "another name, or replace it with --overwrite")
+            with open_output(self.html_file, settings) as page:
+                begin = page.read(200)
+            if begin and not (settings["overwrite"] or (os.path.getsize(path) and PAGE.match(begin))):
+                raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file "
+                                 "another name, or replace it with --overwrite")
             if not os.path.getsize(self.html_file): # open_output has created it
                 os.unlink(os.path.realpath(self.html_file))
 
@@ -53,8 +54,7 @@ class Outputs:
         settings = self.settings
         if self.lines or self.uses_stdout:
             checkpoint_id = {name: getattr(gpt.checkpoint, name) for name in ("path", "crc32", "iter_num")}
-            run = run_settings(settings, gpt.device.type, gpt.dtype_name)
-            self.format = LineFormat(checkpoint_id, run, saved_logprobs(settings))
+            self.format = LineFormat(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
         if self.lines and (self.lines.is_ours or not settings["overwrite"]):
             samples = self.lines.mark_saved(samples, self.format, settings["watch"])
         self.device = gpt.device
@@ -64,19 +64,14 @@ class Outputs:
 
     def update(self, sample: Sample, pieces: list[Piece]) -> None:
         """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not show it again."""
-        if sample.finish_reason is not None and (self.lines or self.uses_stdout):
-            self.save(self.format.line(sample))
+        if sample.finish_reason is not None:
+            if self.lines:
+                self.lines.write(self.format.line(sample))
+            if self.uses_stdout:
+                self.printer.write(self.printer.make_safe(self.format.line(sample).decode()))
         self.progress.update(sample)
         if not self.uses_stdout:
             self.printer.update(sample, pieces)
-
-    def save(self, line: bytes) -> None:
-        if self.lines:
-            self.lines.write(line)
-        if self.uses_stdout:
-            text = line.decode()
-            with name_write_errors("standard output"):
-                print(sanitize(text) if is_tty(sys.stdout) else text, end="", flush=True)
 
     def finish(self) -> None:
         """Write the page, and say how many samples the model has generated."""
@@ -86,16 +81,23 @@ class Outputs:
     def write_page(self) -> None:
         """Make html_file from the saved lines, unless it shows them all."""
         if self.html_file and self.lines.is_ours and self.page_end < (end := os.path.getsize(self.lines.path)):
-            with open(self.lines.path, "rb") as lines:
-                html.write_page(self.html_file, [lines])
+            html.write_page(self.html_file, [self.lines.path])
             self.page_end = end
 
-    def close(self) -> None:
-        """Write the page of a run that ends early. Remove the lines that were only for the page, and an empty file."""
+    def close(self, status: int) -> None:
+        """Write the page of a run that ends early. Remove the lines that were only for the page, and an empty file.
+
+        After Ctrl-C or SIGTERM, say how the run goes on.
+        """
         self.write_page()
         self.lines.file.close()
         if os.path.getsize(self.lines.path) == (0 if self.keeps_lines else self.page_end):
             os.unlink(self.lines.path)
+        elif status in (130, 143) and self.lines.is_ours: # Ctrl-C, SIGTERM
+            with open(self.lines.path, "rb") as lines:
+                saved = plural(sum(1 for _ in lines), "sample")
+            without = " without --overwrite" if self.settings["overwrite"] else ""
+            logger.info(f"{self.lines.path} holds {saved}: the same command{without} goes on after them")
 
 
 def saved_logprobs(settings: Mapping[str, Any]) -> int | None:

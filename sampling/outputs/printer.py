@@ -5,14 +5,10 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.outputs.console import is_tty, name_write_errors, plural, sanitize, start_progress_bar
 from sampling.params import Piece, Sample
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 RULE = "---------------" # nanoGPT prints it after every sample
@@ -30,8 +26,7 @@ class Printer:
     """
 
     def __init__(self, tokenizer: Tokenizer, show_probs: bool = False, streams: bool = True):
-        self.tokenizer, self.streams = tokenizer, streams
-        is_terminal = is_tty(sys.stdout)
+        self.tokenizer, self.streams, is_terminal = tokenizer, streams, is_tty(sys.stdout)
         self.make_safe = sanitize if is_terminal else str
         # See https://no-color.org and https://force-color.org.
         has_colors = not os.environ.get("NO_COLOR") and (is_terminal or bool(os.environ.get("FORCE_COLOR")))
@@ -51,11 +46,13 @@ class Printer:
             self.unprinted.append(colorize(self.make_safe(text), logprob) if is_colored else self.make_safe(text))
         if sample.finish_reason is not None:
             self.unprinted.append(f"\n{RULE}\n")
-        elif not self.streams:
-            return
+        if self.streams or sample.finish_reason is not None:
+            self.write("".join(self.unprinted))
+            self.unprinted = []
+
+    def write(self, text: str) -> None:
         with name_write_errors("standard output"):
-            print("".join(self.unprinted), end="", flush=True)
-        self.unprinted = []
+            print(text, end="", flush=True)
 
 
 def colorize(text: str, logprob: float) -> str:
@@ -75,69 +72,53 @@ class Progress:
 
     def __init__(self, total_samples: int | None, max_new_tokens: int):
         self.total_samples, self.max_new_tokens = total_samples, max_new_tokens
-        self.unfinished: dict[int, Sample] = {} # by index: the engine may append tokens to them
-        self.num_samples = self.num_finished_tokens = 0 # finished samples, and their tokens
-        self.start_time = self.last_time = time.perf_counter() # last_time: of the last line, or change of the bar
-        self.first_tokens = self.start_time, 0 # when tokens came for the first time, and how many
-        self.bar: tqdm | None = None
+        self.unfinished: set[Sample] = set() # the engine may append tokens to them
+        self.num_samples = self.num_tokens = 0 # of finished samples
+        self.start = self.next_time = time.perf_counter() # next_time: when to show something
+        self.first_tokens: tuple[float, int] | None = None # when tokens came for the first time, and how many
+        self.bar = None # a tqdm
 
     def follow(self, samples: Iterable[Sample]) -> Iterator[Sample]:
         """Yield the samples to the engine, which fills them."""
         for sample in samples:
             if not sample.already_saved:
-                self.unfinished[sample.index] = sample
+                self.unfinished.add(sample)
             elif self.total_samples is not None:
                 self.total_samples -= 1
             yield sample
 
-    @property
-    def num_tokens(self) -> int:
-        """The tokens so far. A batch that runs out of memory loses its own."""
-        return self.num_finished_tokens + sum(sample.num_tokens for sample in self.unfinished.values())
-
     def update(self, sample: Sample) -> None:
         """Note whether this sample is finished, and show how far all are, now and then."""
         if sample.finish_reason is not None:
-            self.unfinished.pop(sample.index, None)
+            self.unfinished.discard(sample)
             self.num_samples += 1
-            self.num_finished_tokens += sample.num_tokens
-        now = time.perf_counter()
-        if not self.first_tokens[1]:
-            if num_tokens := self.num_tokens:
-                self.last_time, self.first_tokens, self.bar = now, (now, num_tokens), start_progress_bar(num_tokens)
-        elif now - self.last_time >= (LOG_INTERVAL if self.bar is None else BAR_INTERVAL):
-            self.last_time = now
-            self.show(self.num_tokens, now)
-
-    def show(self, num_tokens: int, now: float) -> None:
-        """Move the bar, or log a line."""
-        if self.bar is not None:
+            self.num_tokens += sample.num_tokens
+        if (now := time.perf_counter()) < self.next_time:
+            return
+        num_tokens = self.num_tokens + sum(sample.num_tokens for sample in self.unfinished)
+        if self.first_tokens is None:
+            self.first_tokens, self.bar = (now, num_tokens), start_progress_bar(num_tokens)
+        elif self.bar is not None:
             if self.total_samples is not None: # samples may stop early
-                num_left = self.total_samples - self.num_samples
-                self.bar.total = self.num_finished_tokens + num_left * self.max_new_tokens
+                self.bar.total = self.num_tokens + (self.total_samples - self.num_samples) * self.max_new_tokens
             self.bar.set_postfix_str(plural(self.num_samples, "sample"), refresh=False)
-            self.bar.update(num_tokens - self.bar.n)
+            self.bar.update(num_tokens - self.bar.n) # less than 0 after a batch that ran out of memory
         elif not is_tty(sys.stderr):
-            samples = (f"{self.num_samples} of {plural(self.total_samples, 'sample')}" if self.total_samples
-                       else plural(self.num_samples, "sample"))
-            logger.info(f"{samples}, {plural(num_tokens, 'token')} so far: "
-                        f"{self.speed(num_tokens, now)[1]:.1f} tokens/s")
-
-    def speed(self, num_tokens: int, now: float) -> tuple[float, float]:
-        """The seconds since the first tokens, before which the model may compile, and the tokens per second in them.
-
-        If all tokens came at once, these are the seconds since the start.
-        """
-        start, num_before = self.first_tokens if num_tokens > self.first_tokens[1] else (self.start_time, 0)
-        return now - start, (num_tokens - num_before) / (now - start)
+            self.log_speed(f"{plural(self.num_samples, 'sample')} so far" if self.total_samples is None
+                           else f"{self.num_samples} of {plural(self.total_samples, 'sample')}", num_tokens)
+        self.next_time = now + (LOG_INTERVAL if self.bar is None else BAR_INTERVAL)
 
     def close(self, peak_memory: int | None) -> None:
         """Remove the bar, and log a summary of the run if it generated samples. peak_memory is in bytes."""
         if self.bar is not None:
             self.bar.close()
         if self.num_samples: # otherwise, out_file was already complete
-            num_tokens = self.num_tokens
-            seconds, speed = self.speed(num_tokens, time.perf_counter())
             peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
-            logger.info(f"{plural(self.num_samples, 'sample')}, {plural(num_tokens, 'token')} in {seconds:.1f} s: "
-                        f"{speed:.1f} tokens/s{peak}")
+            self.log_speed(plural(self.num_samples, "sample"), self.num_tokens, peak)
+
+    def log_speed(self, samples: str, num_tokens: int, more: str = "") -> None:
+        """Log the speed since the first tokens, before which the model may compile. If all are first, since start."""
+        start, num_before = self.first_tokens if num_tokens > self.first_tokens[1] else (self.start, 0)
+        seconds = time.perf_counter() - start
+        logger.info(f"{samples}, {plural(num_tokens, 'token')} in {seconds:.1f} s: "
+                    f"{(num_tokens - num_before) / seconds:.1f} tokens/s{more}")

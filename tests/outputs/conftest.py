@@ -8,7 +8,7 @@ from terminal import Terminal
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-           "--disable-component-update", "--disable-sync"]
+           "--disable-component-update", "--disable-sync", "--force-renderer-accessibility"] # as with a screen reader
 
 
 @pytest.fixture
@@ -26,32 +26,23 @@ def terminal(char_checkpoint, tiktoken_cache):
 
 
 @pytest.fixture(scope="session")
-def chromium():
-    """Starts a browser: chromium(*options)."""
+def browser():
     if not CHROMIUM:
         pytest.skip("no Chromium here")
     playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as started:
-        yield lambda *options: started.chromium.launch(executable_path=CHROMIUM, args=[*OPTIONS, *options])
-
-
-@pytest.fixture(scope="session")
-def browser(chromium):
-    browser = chromium()
-    yield browser
-    browser.close()
+    with playwright.sync_playwright() as started, started.chromium.launch(executable_path=CHROMIUM, args=OPTIONS) as it:
+        yield it
 
 
 @pytest.fixture
 def view(browser, tmp_path):
     """Opens a page of samples in a window: view(samples, **options). The test fails if the page reported an error."""
-    contexts, errors = [], []
+    pages, errors = [], []
 
-    def view(samples, browser=browser, **options):
+    def view(samples, **options):
         path = samples if hasattr(samples, "as_uri") else write_page(tmp_path / "page.html", samples)
-        context = browser.new_context(**{"viewport": {"width": 1000, "height": 800}, **options})
-        contexts.append(context)
-        page = context.new_page()
+        page = browser.new_page(**{"viewport": {"width": 1000, "height": 800}, **options})
+        pages.append(page)
         page.set_default_timeout(5000)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text))
@@ -60,6 +51,6 @@ def view(browser, tmp_path):
         return page
     view.errors = errors
     yield view
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
     assert errors == []

@@ -71,9 +71,9 @@ def test_hostile_text_is_shown_and_the_page_allows_no_other_script_style_or_requ
 
 
 @slow
-def test_a_screen_reader_reads_continuous_text(chromium, view):
+def test_a_screen_reader_reads_continuous_text(view):
     samples = [make_tokens(200, seed) for seed in range(6)]
-    page = view(samples, chromium("--force-renderer-accessibility")) # as with a screen reader
+    page = view(samples)
     nodes = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
     by_id = {node["nodeId"]: node for node in nodes}
 

@@ -1,6 +1,6 @@
 """out_file and html_file of a run: what they hold, and how a later run resumes them."""
-import json
 import os
+import re
 import signal
 import sys
 import time
@@ -26,7 +26,7 @@ def start(tmp_path):
     console.setup_console(owns_process=False)
     paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
     yield lambda **settings: Outputs(SETTINGS | paths | settings)
-    console.before_exit.pop_all()
+    console.before_exit.clear()
 
 
 def generate(outputs, count, gpt=None, num_finished=99):
@@ -49,10 +49,9 @@ def run(start):
                 if num_finished is None:
                     outputs.finish()
             if num_finished is None:
-                with console.report_user_errors(): # which ends here
-                    pass
+                console.end_run(0)
         finally:
-            console.before_exit.pop_all()
+            console.before_exit.clear()
             if outputs.lines:
                 outputs.lines.file.close()
     return run
@@ -72,37 +71,35 @@ def num_shown(folder):
 # ---- resuming
 
 @pytest.mark.parametrize("end, message", [
-    (-1, "is complete, with 3 samples: nothing to sample"), (-2, "holds 2 samples already: resuming after them"),
-    (0, ""), (10, "")], ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
-def test_the_files_of_a_killed_run_become_those_of_a_whole_one(run, files, tmp_path, messages, end, message):
+    (-1, "a.jsonl is complete, with 3 samples: nothing to sample"),
+    (-2, "a.jsonl holds 2 samples already: resuming after them"), (0, ""), (10, "")],
+    ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
+def test_the_files_of_a_killed_run_become_those_of_a_whole_one(run, files, tmp_path, messages, capsys, end, message):
     run()
-    whole = files()
+    whole, printed = files(), capsys.readouterr().out
     (tmp_path / "a.jsonl").write_bytes(whole["a.jsonl"][:end])
     (tmp_path / "a.html").unlink()
     messages.clear()
     run()
     assert files() == whole and num_shown(tmp_path) == 3
-    assert [text for text in messages if "a.jsonl" in text] == ([f"{tmp_path}/a.jsonl {message}"] if message else [])
+    assert "\n".join(messages).count("a.jsonl ") == bool(message) and message in "\n".join(messages)
+    assert printed.endswith(capsys.readouterr().out) # saved samples are not shown again
 
 
-@pytest.mark.parametrize("logprobs, num_top", [(None, 5), (2, 5), (7, 7)])
-def test_a_longer_run_adds_to_both_files(run, files, tmp_path, capsys, logprobs, num_top):
-    run(5, logprobs=logprobs)
-    whole, printed = files(), capsys.readouterr().out
+def test_a_longer_run_adds_to_both_files(run, files, tmp_path):
+    run(5)
+    whole = files()
     for path in tmp_path.iterdir():
         path.unlink()
-    run(2, logprobs=logprobs)
-    run(5, logprobs=logprobs)
+    run(2)
+    run(5)
     assert files() == whole and b'"application/json">[[' in whole["a.html"]
-    assert capsys.readouterr().out == printed # saved samples are not shown again
-    assert json.loads(whole["a.jsonl"].splitlines()[0])["settings"]["logprobs"] == num_top
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"seed": 5}, "line 1, is from another run: seed is 1 there, and 5 here"),
-    ({"models": [model_of("2")]}, "line 1, is from another run: the checkpoint's checksum is '00000000' there"),
+    ({"watch": True, "seed": 5, "models": [model_of("2")]}, "line 1, is from another run: seed is 1 there, and 5 here"),
     ({"count": 2}, "line 3, is one sample more than this run generates")],
-    ids=["settings", "weights", "fewer-samples"])
+    ids=["settings", "fewer-samples"])
 def test_the_files_of_another_run_are_refused_and_stay_unchanged(run, files, changes, message):
     run()
     before = files()
@@ -117,6 +114,21 @@ def test_other_files_are_refused_and_stay_unchanged(run, tmp_path, content):
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*is not overwritten"):
         run(html_file=None)
     assert (tmp_path / "a.jsonl").read_bytes() == content
+
+
+@pytest.mark.parametrize("end", [-1, -2, 250], ids=["no-newline", "half-a-line", "half-the-first"])
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, tmp_path, end, is_newer):
+    path, watch = tmp_path / "a.jsonl", {"watch": True, "html_file": None}
+    run(2, [model_of("1")], **watch)
+    first = path.read_bytes()
+    run(2, [model_of("2")], **watch)
+    whole = path.read_bytes()
+    cut = whole[:end] if end < 0 else whole[:len(first) + end]
+    path.write_bytes(cut)
+    run(2, [model_of("3" if is_newer else "2")], **watch)
+    kept = whole if end == -1 else cut[:cut.rfind(b"\n") + 1] # the complete lines
+    assert path.read_bytes() == (kept + first.replace(b'"1"', b'"3"') if is_newer else whole)
 
 
 # ---- the page
@@ -143,76 +155,41 @@ def test_without_out_file_the_lines_stay_until_the_page_is_written(run, files, t
     assert files() == {"a.html.jsonl": lines[:lines.index(b"\n") + 1]}
     run(2, out_file=None)
     assert files() == {"a.html": page}
+    for settings in {}, {"out_file": None}: # no page is replaced without its lines
+        with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
+            run(2, **settings)
+        assert files()["a.html"] == page
 
 
-@pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)
-@pytest.mark.parametrize("content", [b"<!DOCTYPE html>mine", None], ids=["mine", "a-page"])
-def test_no_page_is_replaced_without_its_lines(run, files, tmp_path, settings, content):
-    run(2, out_file=None)
-    page = content or files()["a.html"]
-    (tmp_path / "a.html").write_bytes(page)
-    with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
-        run(2, **settings)
-    assert files()["a.html"] == page
-
-
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str)
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals")
-def test_a_run_that_is_interrupted_leaves_a_page_of_all_samples(char_checkpoint, tmp_path, number, status):
-    lines = tmp_path / ("a.html.jsonl" if number == signal.SIGTERM else "a.jsonl")
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such signal")
+def test_ctrl_c_leaves_a_page_and_says_how_the_run_goes_on(char_checkpoint, tmp_path):
     process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=100000", "--max_new_tokens=20",
-                           "--html_file=a.html", *(["--out_file=a.jsonl"] if number == signal.SIGINT else []),
-                           cwd=tmp_path)
-    while not (lines.exists() and lines.stat().st_size) and process.poll() is None:
+                           "--html_file=a.html", "--out_file=a.jsonl", cwd=tmp_path)
+    path = tmp_path / "a.jsonl"
+    while not (path.exists() and path.stat().st_size) and process.poll() is None:
         time.sleep(0.01)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     printed, messages = process.communicate()
-    assert process.returncode == status and b"rror" not in messages, messages
-    assert num_shown(tmp_path) - printed.count(b"\n---------------\n") in (0, 1)
-    if number == signal.SIGTERM:
-        assert {path.name for path in tmp_path.iterdir()} == {"a.html"}
-    else:
-        assert num_shown(tmp_path) == lines.read_bytes().count(b"\n")
-
-
-# ---- watch: lines of several checkpoints
-
-@pytest.mark.parametrize("end", [-1, -2, 250], ids=["no-newline", "half-a-line", "half-the-first"])
-@pytest.mark.parametrize("is_newer", [False, True])
-def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, tmp_path, end, is_newer):
-    old, last, new = model_of("1", 100), model_of("2", 200), model_of("3", 300)
-    path, watch = tmp_path / "a.jsonl", {"watch": True, "html_file": None}
-    run(2, [old], **watch)
-    first = path.read_bytes()
-    run(2, [last], **watch)
-    whole = path.read_bytes()
-    cut = whole[:end] if end < 0 else whole[:len(first) + end]
-    path.write_bytes(cut)
-    run(2, [new if is_newer else last], **watch)
-    kept = whole if end == -1 else cut[:cut.rfind(b"\n") + 1] # the complete lines
-    newer = kept + first.replace(b'"1"', b'"3"').replace(b": 100}", b": 300}")
-    assert path.read_bytes() == (newer if is_newer else whole)
-
-
-def test_watch_refuses_a_file_of_other_settings(run):
-    run(2, [model_of("1"), model_of("2")], watch=True, html_file=None)
-    with pytest.raises(ValueError, match="line 1, is from another run: seed is 1 there, and 5 here"):
-        run(2, [model_of("2")], watch=True, seed=5, html_file=None)
+    num_saved = path.read_bytes().count(b"\n")
+    assert process.returncode == 130 and b"rror" not in messages, messages
+    assert num_shown(tmp_path) == num_saved and num_saved - printed.count(b"\n---------------\n") in (0, 1)
+    assert re.search(rf"\na.jsonl holds {num_saved} samples?: the same command goes on after them\n$",
+                     messages.decode())
 
 
 # ---- overwrite
 
-def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, start, files):
+def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, start, files, messages):
     run(2)
     whole = files()
     generate(start(seed=5, overwrite=True), 2, num_finished=0)
-    console.before_exit.close() # as at Ctrl-C
-    assert files() == whole
-    run(4, seed=5, overwrite=True)
+    console.end_run(130) # Ctrl-C
+    assert files() == whole and "goes on" not in messages[-1]
+    generate(start(seed=5, overwrite=True), 4)
+    console.end_run(130)
+    assert messages[-1].endswith("a.jsonl holds 4 samples: the same command without --overwrite goes on after them")
     run(2, overwrite=True)
     assert files() == whole
-    run(2, [model_of("1"), model_of("2"), model_of("2")], watch=True, overwrite=True) # only the first one overwrites
-    assert files()["a.jsonl"].count(b"\n") == 4
 
 
 @pytest.mark.parametrize("name", ["out_file", "html_file"])
@@ -238,14 +215,14 @@ def test_overwrite_does_not_replace_the_prompts(run, tmp_path, prompts):
 
 # ---- standard output, and files that cannot be used
 
-def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, start, tmp_path, monkeypatch, capsys):
+def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, tmp_path, monkeypatch, capsys):
     run(2, html_file=None)
     capsys.readouterr()
     run(2, out_file="-", html_file=None)
     assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    start(out_file="-", html_file=None).save('{"prompt": "\x1b\x9b"}\n'.encode())
-    assert capsys.readouterr().out == '{"prompt": "\u241b\ufffd"}\n'
+    run(1, [model_of("\x9b")], out_file="-", html_file=None)
+    assert '"crc32": "\ufffd"' in capsys.readouterr().out
 
 
 def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
@@ -269,14 +246,14 @@ def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number
 def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, tmp_path):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
-    with open_output(tmp_path / "file"), pytest.raises(ValueError, match=r"another run writes to .*file: give"):
+    with (open_output(tmp_path / "file", SETTINGS),
+          pytest.raises(ValueError, match=r"another run writes to .*file: give")):
         start(out_file=f"{tmp_path}/file")
     for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a direc"),
                          ("no/such", "there is no folder"), ("x" * 300, "File name too long")]:
-        with pytest.raises((ValueError, OSError), match=reason):
-            start(out_file=f"{tmp_path}/{path}")
-        with pytest.raises((ValueError, OSError), match=reason):
-            start(out_file=None, html_file=f"{tmp_path}/{path}")
+        for settings in {"out_file": f"{tmp_path}/{path}"}, {"out_file": None, "html_file": f"{tmp_path}/{path}"}:
+            with pytest.raises((ValueError, OSError), match=reason):
+                start(**settings)
     stdout_error = pytest.raises(ValueError, match=r"standard output goes to .*out: give the file another name")
     with open(tmp_path / "out", "wb") as out, redirected(1, out), stdout_error:
         start(out_file=f"{tmp_path}/out")
@@ -292,8 +269,8 @@ def test_a_run_that_fails_while_its_model_is_loaded_leaves_no_files(start, files
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
 def test_a_full_disk_is_named_by_the_file(start, tmp_path):
-    outputs = start(html_file=None)
-    outputs.lines.is_ours = True
-    with (open("/dev/full", "r+b", 0) as outputs.lines.file,
+    lines = start(html_file=None).lines
+    lines.is_ours = True
+    with (open("/dev/full", "r+b", 0) as lines.file,
           pytest.raises(OSError, match=f"cannot write '{tmp_path}/a.jsonl': No space left on device")):
-        outputs.save(b"a line")
+        lines.write(b"a line")
