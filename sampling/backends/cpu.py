@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.backend import Backend, Cache
+from sampling.backends.backend import Backend
 from sampling.checkpoints.build import QuantizedWeight, quantize
 
 logger = logging.getLogger(__name__)
@@ -32,13 +32,14 @@ compile_lock, this_thread = Lock(), local()
 run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python threads at once
 
 
-class CPUCache(Cache):
+class CPUCache:
     """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
 
     def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
         shape = 2, config.n_layer, num_rows, config.n_head, config.n_embd // config.n_head, capacity
         # Positions are the last axis, (layers, B, H, D, C), so that the inner loops of attention are over them.
         self.keys, self.values = torch.empty(shape, dtype=torch.float32).numpy()
+        self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. They move to the front of the same memory, because a second cache might not fit."""
