@@ -3,7 +3,7 @@ EagerBackend for MPS, compiled CPUs and short runs, and ExactBackend, nanoGPT's 
 """
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,12 @@ from sampling.messages import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 
-class Cache:
-    """What a backend keeps of the tokens so far, such as keys and values. The caller owns it.
-
-    KVCache of model.py, which imports nothing of ours, has the same attribute and method.
-    """
-    seq_len = 0 # filled positions. The caller may set it back, which undoes the latest tokens
+class Cache(Protocol):
+    """What a backend keeps of the tokens so far, such as keys and values. The caller owns it. KVCache is one."""
+    seq_len: int # filled positions. The caller may set it back, which undoes the latest tokens
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only."""
-        raise NotImplementedError
 
 
 class Backend:
@@ -45,17 +41,17 @@ class Backend:
         """The same model with int8 weights, which can use the caches of this one. Only if can_copy_to_int8."""
         raise NotImplementedError
 
-    def new_cache(self, num_rows: int, capacity: int) -> Cache | KVCache:
-        """An empty cache with room for capacity positions in each row."""
+    def new_cache(self, num_rows: int, capacity: int) -> Cache | None:
+        """An empty cache with room for capacity positions in each row; None if each step reads all tokens anew."""
         raise NotImplementedError
 
-    def release(self, cache: Cache | KVCache) -> None:
+    def release(self, cache: Cache) -> None:
         """Take back a cache that the caller needs no more."""
 
     def free_buffers(self) -> None:
         """Free what is kept for a next batch. The caller has released its cache."""
 
-    def logits(self, ids: Tensor, cache: Cache | KVCache | None, num_positions: int = 1) -> Tensor:
+    def logits(self, ids: Tensor, cache: Cache | None, num_positions: int = 1) -> Tensor:
         """Run the model on ids (B, T), which follow the tokens in the cache.
 
         Returns the logits of the last num_positions positions of each row: (B * num_positions, V). The next call may
@@ -88,15 +84,12 @@ def compiled(model: GPT) -> Callable[..., Any]:
 
     A call raises ValueError if torch.compile does not work here, but errors that mean out of memory unchanged.
     """
+    logger.info("the model is compiled at its first tokens, which takes about a minute")
     torch._dynamo.config.recompile_limit = 32 # prefill, steps and windows, each by batch size
     torch._inductor.config.freezing = model.lm_head.weight.device.type == "cpu" # packs the weights: twice as fast
-    forward, is_compiled = torch.compile(model, dynamic=True), False
+    forward = torch.compile(model, dynamic=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_compiled
-        if not is_compiled:
-            logger.info("compiling the model, which takes about a minute ...")
-            is_compiled = True
         try:
             return forward(*args, **kwargs)
         except Exception as error: # a missing compiler or driver shows in many ways
@@ -124,25 +117,6 @@ class EagerBackend(Backend):
         return self.forward(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
 
 
-class ExactCache(Cache):
-    """The tokens so far: all that nanoGPT keeps."""
-
-    def __init__(self, device: torch.device):
-        self.tokens = torch.empty(1, 0, dtype=torch.long, device=device)
-
-    @property
-    def ids(self) -> Tensor:
-        """(1, S), without what setting seq_len back has undone."""
-        return self.tokens[:, :self.seq_len]
-
-    def append(self, ids: Tensor) -> None:
-        self.tokens = torch.cat([self.ids, ids], dim=1)
-        self.seq_len = self.tokens.size(1)
-
-    def select_rows(self, rows: list[int]) -> None:
-        self.tokens = self.tokens[rows]
-
-
 class ExactBackend(Backend):
     """Runs a GPT as nanoGPT does. Its Linears must be cast already, which gives the weights that autocast would give.
 
@@ -168,15 +142,12 @@ class ExactBackend(Backend):
             if isinstance(module, nn.GELU):
                 module.approximate = "none" # nanoGPT has only this form
 
-    def new_cache(self, num_rows: int, capacity: int) -> ExactCache:
-        return ExactCache(self.device)
+    def new_cache(self, num_rows: int, capacity: int) -> None:
+        """nanoGPT has none."""
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, cache: ExactCache | None, num_positions: int = 1) -> Tensor:
+    def logits(self, ids: Tensor, cache: None, num_positions: int = 1) -> Tensor:
         """Expects one row, and num_positions=1."""
-        if cache is not None:
-            cache.append(ids)
-            ids = cache.ids
         transformer = self.model.transformer
         x = transformer.wte(ids) + transformer.wpe(torch.arange(ids.size(1), device=self.device)) # (1, T, E)
         for block in transformer.h:

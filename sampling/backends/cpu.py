@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.backend import Backend, Cache
+from sampling.backends.backend import Backend
 from sampling.checkpoints.build import QuantizedWeight, quantize
 
 logger = logging.getLogger(__name__)
@@ -32,13 +32,14 @@ compile_lock, this_thread = Lock(), local()
 run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python threads at once
 
 
-class CPUCache(Cache):
+class CPUCache:
     """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
 
     def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
         shape = 2, config.n_layer, num_rows, config.n_head, config.n_embd // config.n_head, capacity
         # Positions are the last axis, (layers, B, H, D, C), so that the inner loops of attention are over them.
         self.keys, self.values = torch.empty(shape, dtype=torch.float32).numpy()
+        self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. They move to the front of the same memory, because a second cache might not fit."""
@@ -52,11 +53,9 @@ class Linear:
     """A Linear of the model, on its weight (O, I) in float32 or int8. It also applies GELU, or adds a residual."""
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None):
-        if isinstance(weight, QuantizedWeight):
-            self.weight, self.scales = weight.values.numpy(), weight.scales.numpy()
-        else:
-            self.weight, self.scales = as_array(weight), np.ones(len(weight), np.float32)
-        self.bias = np.zeros(len(self.weight), np.float32) if bias is None else as_array(bias)
+        values, scales = weight if isinstance(weight, QuantizedWeight) else (weight.float(), torch.ones(len(weight)))
+        bias = torch.zeros(len(values)) if bias is None else bias.float()
+        self.weight, self.scales, self.bias = map(as_array, (values, scales, bias))
         self.kernel = kernels.LINEAR[self.weight.dtype.name]
 
     def __call__(self, x: np.ndarray, gelu: str | None = None, residual: np.ndarray = NO_RESIDUAL) -> np.ndarray:
@@ -84,8 +83,8 @@ class CPUBackend(Backend):
             return Linear(weight, weights.get(f"{name}.bias"))
 
         def layer_norm(name: str) -> Callable[[np.ndarray], np.ndarray]:
-            weight = as_array(weights[f"{name}.weight"])
-            bias = as_array(weights.get(f"{name}.bias", torch.zeros(config.n_embd)))
+            weight = as_array(weights[f"{name}.weight"].float())
+            bias = as_array(weights.get(f"{name}.bias", torch.zeros(config.n_embd)).float())
             # With the threads of the Linears around it, because another number would cost more than it saves.
             work = config.n_embd ** 2
             return lambda x: run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
@@ -94,7 +93,7 @@ class CPUBackend(Backend):
         compile_kernels("int8" if int8 else "float32")
         self.lm_head = linear("lm_head")
         self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
-        self.wpe, self.ln_f = as_array(weights["transformer.wpe.weight"]), layer_norm("transformer.ln_f")
+        self.wpe, self.ln_f = as_array(weights["transformer.wpe.weight"].float()), layer_norm("transformer.ln_f")
         self.blocks = []
         for name in [f"transformer.h.{i}" for i in range(config.n_layer)]:
             linears = [linear(f"{name}.{layer}") for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
@@ -145,8 +144,8 @@ class CPUBackend(Backend):
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """The tensor's own memory, or a float32 copy if its layout or dtype is another."""
-    array = tensor.detach().float().contiguous().numpy()
+    """The tensor's own memory, or a copy if its layout is another."""
+    array = tensor.detach().contiguous().numpy()
     return array if array.flags.aligned else array.copy()
 
 
@@ -162,8 +161,10 @@ def run(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
 
 
 def compile_kernels(dtype: str) -> None:
-    """Load the kernels for weights of this dtype ("float32" or "int8") from numba's cache, or compile them, which takes
-    some seconds.
+    """Load the kernels for weights of this dtype ("float32" or "int8") from numba's cache, or compile and save them.
+
+    If that fails, as with a damaged file or a full disk, it removes the index of a kernel's files and tries once more.
+    After Ctrl-C, too, the index may name code that is not there.
     """
     global run_lock
     with compile_lock:
@@ -174,7 +175,14 @@ def compile_kernels(dtype: str) -> None:
         for kernel, arguments in calls.items():
             if kernel.signatures: # this process has it already
                 continue
-            call_or_retry_without_cached_code(kernel, arguments)
+            try:
+                kernel(*arguments)
+            except BaseException as error:
+                for path in Path(kernel.stats.cache_path or "/nowhere").glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
+                    path.unlink(missing_ok=True)
+                if not isinstance(error, Exception):
+                    raise
+                kernel(*arguments)
             if not is_new and sum(kernel.stats.cache_misses.values()):
                 is_new = True
                 logger.info("compiling kernels for this processor, once ...")
@@ -183,20 +191,3 @@ def compile_kernels(dtype: str) -> None:
         torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
         if numba.threading_layer() == "workqueue": # it aborts the process if two threads are inside at once
             run_lock = Lock()
-
-
-def call_or_retry_without_cached_code(kernel: Callable[..., Any], arguments: tuple) -> None:
-    """Call a kernel, which loads its code from numba's cache, or compiles and saves it.
-
-    If that fails, as with a damaged file or a full disk, removes the index of the kernel's files and calls it again.
-    After Ctrl-C it only removes the index, which may name a file of an older version.
-    """
-    try:
-        kernel(*arguments)
-    except BaseException as error:
-        if kernel.stats.cache_path:
-            for path in Path(kernel.stats.cache_path).glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
-                path.unlink(missing_ok=True)
-        if not isinstance(error, Exception):
-            raise
-        kernel(*arguments)

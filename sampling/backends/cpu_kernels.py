@@ -137,27 +137,12 @@ def rows_block(x: Array, weight: Array, y: Array, first: int, last: int, quarter
                 a0 = a1 = a2 = a3 = a4 = b0 = b1 = b2 = b3 = b4 = ZERO
                 c0 = c1 = c2 = c3 = c4 = d0 = d1 = d2 = d3 = d4 = ZERO
                 for i in range(len(x0)):
+                    v0, v1, v2, v3, v4 = x0[i], x1[i], x2[i], x3[i], x4[i]
                     a, b, c, d = np.float32(w0[i]), np.float32(w1[i]), np.float32(w2[i]), np.float32(w3[i])
-                    a0 += a * x0[i]
-                    a1 += a * x1[i]
-                    a2 += a * x2[i]
-                    a3 += a * x3[i]
-                    a4 += a * x4[i]
-                    b0 += b * x0[i]
-                    b1 += b * x1[i]
-                    b2 += b * x2[i]
-                    b3 += b * x3[i]
-                    b4 += b * x4[i]
-                    c0 += c * x0[i]
-                    c1 += c * x1[i]
-                    c2 += c * x2[i]
-                    c3 += c * x3[i]
-                    c4 += c * x4[i]
-                    d0 += d * x0[i]
-                    d1 += d * x1[i]
-                    d2 += d * x2[i]
-                    d3 += d * x3[i]
-                    d4 += d * x4[i]
+                    a0, a1, a2, a3, a4 = a0 + a * v0, a1 + a * v1, a2 + a * v2, a3 + a * v3, a4 + a * v4
+                    b0, b1, b2, b3, b4 = b0 + b * v0, b1 + b * v1, b2 + b * v2, b3 + b * v3, b4 + b * v4
+                    c0, c1, c2, c3, c4 = c0 + c * v0, c1 + c * v1, c2 + c * v2, c3 + c * v3, c4 + c * v4
+                    d0, d1, d2, d3, d4 = d0 + d * v0, d1 + d * v1, d2 + d * v2, d3 + d * v3, d4 + d * v4
                 y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = a0, a1, a2, a3, a4
                 y[r, o1], y[r1, o1], y[r2, o1], y[r3, o1], y[r4, o1] = b0, b1, b2, b3, b4
                 y[r, o2], y[r1, o2], y[r2, o2], y[r3, o2], y[r4, o2] = c0, c1, c2, c3, c4

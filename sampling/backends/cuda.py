@@ -3,9 +3,8 @@
 A step of a small model is a hundred kernels of a few microseconds each, and launching them one by one takes longer
 than running them. A CUDA graph launches all of them at once, but needs tensors that stay in place. So a StaticCache
 holds the tensors that a step reads and writes, and attention covers a bucket of positions, of which a mask hides those
-that are not filled. Tests on a CPU run the same steps without graphs.
-
-The first step of each kind is checked on the user's own GPU: it must compute what the plain model computes.
+that are not filled. The first step of each kind is checked on the user's own GPU: it must compute what the plain model
+computes.
 """
 import logging
 import threading
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model import GPT, Block, KVCache, linear_dtype
-from sampling.backends.backend import Backend, Cache, compiled
+from sampling.backends.backend import EagerBackend
 from sampling.messages import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -33,6 +32,7 @@ free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # 
 @dataclass
 class Support:
     """What works on this GPU. A failure turns it off, and a warning says so."""
+    device: torch.device
     graphs: bool # CUDA graphs of steps
     steps: bool # the steps of CUDABackend themselves; without them, the plain model runs
 
@@ -43,27 +43,26 @@ class Support:
         probabilities. GPT-2's logits lie around -60 to -115, where neighbouring bfloat16 numbers are 0.5 apart: half of
         that is allowed.
         """
-        logits, difference = expected.float(), found.float() - expected.float()
-        std = logits.std(dim=-1, correction=0).clamp(min=1e-30) # (B,)
-        error = difference.std(dim=-1, correction=0) / std
-        rounding = torch.finfo(expected.dtype).eps / 2 * logits.mean(dim=-1).abs() / std
-        limit = rounding + (TOLERANCE_FLOAT32 if expected.dtype == torch.float32 else TOLERANCE_HALF)
+        std, mean = torch.std_mean(expected.float(), dim=-1, correction=0) # (B,) each
+        error = (found.float() - expected.float()).std(dim=-1, correction=0)
+        tolerance = TOLERANCE_FLOAT32 if expected.dtype == torch.float32 else TOLERANCE_HALF
+        limit = tolerance * std + torch.finfo(expected.dtype).eps / 2 * mean.abs()
         if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
             return True
         worst = (error - limit).argmax()
         self.steps = False
         logger.warning(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
-                       f"{error[worst]:.3g} standard deviations; {limit[worst]:.3g} is allowed): continuing with the "
-                       "plain model, which is slower")
+                       f"{error[worst] / std[worst]:.3g} standard deviations; {limit[worst] / std[worst]:.3g} is "
+                       "allowed): continuing with the plain model, which is slower")
         return False
 
-    def disable_graphs(self, error: Exception, device: torch.device) -> None:
+    def disable_graphs(self, error: Exception) -> None:
         """Continue without CUDA graphs after this error. Raises ValueError if the GPU cannot be used any more."""
         while error.__context__ is not None: # the first error says more than those that it caused
             error = error.__context__
         reason = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
         try:
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(self.device)
         except RuntimeError:
             raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this process: run it again "
                              f"with --cuda_graphs=False ({reason})") from None
@@ -72,36 +71,35 @@ class Support:
 
 
 class StepTable:
-    """How to compute each kind of step that reads and writes the same tensors, which stay in place.
+    """The graphs of the steps that read and write the same tensors, which stay in place; None for a step without graph.
 
-    A callable of the table was checked when it was made. It gets the step anew at each call: if it held the step, it
-    would hold the tensors too, and only Python's garbage collector would free their memory.
+    It holds no step, which would hold the tensors too: then only Python's garbage collector would free their memory.
     """
 
-    def __init__(self, support: Support, device: torch.device):
-        self.support, self.device = support, device
-        self.table: dict[Hashable, Callable[[Step], Tensor]] = {}
+    def __init__(self, support: Support):
+        self.support, self.device = support, support.device
+        self.replays: dict[Hashable, Step | None] = {} # those that were checked
         self.stream = self.pool = None # of the captures. The graphs share the pool: they never run at the same time
 
     def run(self, key: Hashable, step: Step, plain: Step) -> Tensor:
-        """The logits of a step. plain computes them with the plain model. The first call with a key makes its callable.
+        """The logits of a step. plain computes them with the plain model, for the check of the first step with a key.
 
-        Raises what means out of memory; the next call then makes the callable again.
+        Raises what means out of memory; then the next step with this key is the first one again.
         """
         if not self.support.steps:
             return plain()
-        if key in self.table:
-            return self.table[key](step)
+        if key in self.replays:
+            return (self.replays[key] or step)()
         with capture_lock:
-            call = self.capture(step) if self.support.graphs else run_step
-        logits, expected = call(step), plain()
+            replay = self.capture(step) if self.support.graphs else None
+        logits, expected = (replay or step)(), plain()
         if not self.support.check_logits(logits, expected):
             return expected
-        self.table[key] = call
+        self.replays[key] = replay
         return logits
 
-    def capture(self, step: Step) -> Callable[[Step], Tensor]:
-        """A callable that replays a graph of the step; run_step if graphs do not work here."""
+    def capture(self, step: Step) -> Step | None:
+        """A function that replays a graph of the step; None if graphs do not work here."""
         try:
             graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
             if self.stream is None: # tables may not share one: cuBLAS keeps a workspace for each stream
@@ -123,37 +121,33 @@ class StepTable:
         except Exception as error: # a driver, an operator or too little memory: each has its own
             if is_out_of_memory(error):
                 raise
-            self.support.disable_graphs(error, self.device)
-            return run_step
+            self.support.disable_graphs(error)
+            return None
 
-        def replay(step: Step) -> Tensor:
+        def replay() -> Tensor:
             graph.replay()
             return logits
         return replay
 
 
-def run_step(step: Step) -> Tensor:
-    return step()
-
-
-class StaticCache(KVCache, Cache):
+class StaticCache(KVCache):
     """A KV cache, the inputs of a decode step, and the steps that read and write both in place."""
 
-    def __init__(self, model: GPT, num_rows: int, capacity: int, steps: StepTable):
-        super().__init__(model.config, num_rows, capacity, steps.device, linear_dtype(model))
+    def __init__(self, model: GPT, num_rows: int, capacity: int, support: Support):
+        super().__init__(model.config, num_rows, capacity, support.device, linear_dtype(model))
         self.capacity = capacity
-        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=steps.device) # that the step processes
-        self.position = torch.zeros(1, dtype=torch.long, device=steps.device) # of this token
-        self.steps = steps # by the number of positions that they attend to
+        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=support.device) # that the step processes
+        self.position = torch.zeros(1, dtype=torch.long, device=support.device) # of this token
+        self.steps = StepTable(support) # by the number of positions that they attend to
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. The steps then need new graphs."""
-        self.steps = StepTable(self.steps.support, self.steps.device) # first, because the old graphs hold memory
+        self.steps = StepTable(self.steps.support) # first, because the old graphs hold memory
         super().select_rows(rows)
         self.token = self.token[:len(rows)] # the next step replaces it
 
 
-class CUDABackend(Backend):
+class CUDABackend(EagerBackend):
     """Computes the logits of a GPT, whose Linears must be cast already: a graph cannot keep cast copies of weights.
 
     cuda_graphs=False launches the kernels of a step one by one. compile: torch.compile compiles the plain model, and
@@ -165,25 +159,22 @@ class CUDABackend(Backend):
     min_flush_steps = 4 # each copy synchronises the GPU
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True):
-        self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
+        super().__init__(model, compile) # its forward is the plain model
         # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
-        self.forward = compiled(model) if compile else model # the plain model
-        self.support = Support(graphs=cuda_graphs, steps=not compile)
+        self.support = Support(self.device, graphs=cuda_graphs, steps=not compile)
         self.window: tuple[Tensor, StepTable] | None = None # ids (B, block_size), and how to compute its logits
         self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
         self.lock = threading.Lock()
-        self.cache_itemsize = model.lm_head.weight.itemsize
 
     def new_cache(self, num_rows: int, capacity: int) -> StaticCache:
-        # Attention with a mask needs multiples of 8.
-        capacity = min(round_up(capacity, BUCKET), round_up(self.config.block_size, 8))
+        capacity = min(round_up(capacity, BUCKET), round_up(self.config.block_size, 8)) # attention needs multiples of 8
         with self.lock:
             cache, self.idle = self.idle, None
             if cache is None or len(cache.token) != num_rows or cache.capacity < capacity:
                 cache = self.window = None # frees their memory before the new cache takes more
-                cache = StaticCache(self.model, num_rows, capacity, StepTable(self.support, self.device))
+                cache = StaticCache(self.model, num_rows, capacity, self.support)
             for layer in cache.layers:
                 layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
         cache.seq_len = 0
@@ -203,8 +194,7 @@ class CUDABackend(Backend):
         with self.lock: # another thread must not write the inputs of a step before it runs
             if cache is None:
                 return self.window_logits(ids).clone() # another thread may use the same window
-            start = cache.seq_len
-            if start == 0 or ids.size(1) > 1:
+            if (start := cache.seq_len) == 0 or ids.size(1) > 1:
                 return self.plain_logits(ids, cache, start, num_positions)
             cache.token.copy_(ids)
             cache.position.fill_(start)
@@ -231,16 +221,11 @@ class CUDABackend(Backend):
 
     def window_logits(self, ids: Tensor) -> Tensor:
         """The logits (B, V) after a full window (B, block_size)."""
-        window, self.window = self.window, None # so that a failure, such as out of memory, frees it
-        if window is None or window[0].shape != ids.shape:
-            window = None # frees its memory before the new one takes more
-            window = ids.clone(), StepTable(self.support, self.device)
-        window_ids, steps = window
-        window_ids.copy_(ids)
-        logits = steps.run("window", lambda: self.model(window_ids)[0][:, -1],
-                           lambda: self.forward(window_ids)[0][:, -1])
-        self.window = window
-        return logits
+        if self.window is None or self.window[0].shape != ids.shape:
+            self.window = ids.clone(), StepTable(self.support)
+        window, steps = self.window
+        window.copy_(ids)
+        return steps.run("window", lambda: self.model(window)[0][:, -1], lambda: self.forward(window)[0][:, -1])
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Chooses the device, the dtype and the backend for a checkpoint, and prepares the backend."""
 import logging
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -46,10 +47,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def why_unusable(device: torch.device) -> str | None:
-    """Why a GPU cannot run a kernel, although torch finds it; None if it can.
-
-    This happens if this build of torch has no code for the GPU, or if its driver is too old.
-    """
+    """Why a GPU that torch finds cannot run a kernel: no code for it in torch, or too old a driver. None if it can."""
     if device.type != "cuda":
         return None
     try:
@@ -58,12 +56,10 @@ def why_unusable(device: torch.device) -> str | None:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        try:
+        gpu, first_line = str(device), str(error).partition("\n")[0]
+        with suppress(RuntimeError): # not even this works
             major, minor = torch.cuda.get_device_capability(device)
             gpu = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-        except RuntimeError: # not even this works
-            gpu = str(device)
-        first_line = str(error).partition("\n")[0]
         return (f"this GPU ({gpu}) cannot run torch {torch.__version__} ({first_line:.200}): update its driver, or "
                 "install a build of torch that supports it (https://pytorch.org/get-started), or use device=cpu")
 

@@ -12,10 +12,8 @@ x**n mod P, which has at most 19937 terms, all near the start:
 
     words at the destination = xor of the words i further, over all terms x**i of x**n mod P
 
-The remainder takes log2(n) squarings, and the result is exact.
-(Haramoto et al., Efficient Jump Ahead for F2-Linear Random Number Generators, 2008.)
-
-A polynomial over GF(2) is an int: bit i is the coefficient of x**i, addition is ^, multiplication by x**k is << k.
+The remainder takes log2(n) squarings (Haramoto et al., Efficient Jump Ahead for F2-Linear Random Number Generators,
+2008). A polynomial over GF(2) is an int: bit i is the coefficient of x**i, addition is ^, times x**k is << k.
 """
 from functools import cache
 
@@ -34,14 +32,13 @@ WORDS = slice(6, 6 + 2 * NUM_WORDS, 2)
 def advance_mt19937(generator: torch.Generator, count: int) -> None:
     """Advance a CPU generator of torch past count 32-bit random numbers."""
     if count >= JUMP_THRESHOLD:
-        num_blocks, count = divmod(count, NUM_WORDS)
-        jump(generator, num_blocks)
+        jump(generator, count // NUM_WORDS)
+        count %= NUM_WORDS
     walk(generator, count)
 
 
 def walk(generator: torch.Generator, count: int) -> None:
-    """Draw count random numbers of 32 bits."""
-    numbers = torch.empty(min(count, 2**16), dtype=torch.int32)
+    numbers = torch.empty(min(count, 2**16), dtype=torch.int32) # they stay in the processor's cache
     for start in range(0, count, 2**16):
         numbers[:count - start].random_(generator=generator)
 
@@ -53,18 +50,13 @@ def jump(generator: torch.Generator, num_blocks: int) -> None:
     blocks = []
     for _ in range(1 + DEGREE // NUM_WORDS + 1):
         walk(generator, NUM_WORDS)
-        blocks.append(get_fields(generator)[WORDS])
+        fields = generator.get_state().numpy().view(np.uint32)
+        blocks.append(fields[WORDS])
     words, destination = np.concatenate(blocks), np.zeros(NUM_WORDS, np.uint32)
     for i in exponents(x_pow_mod(NUM_WORDS * (num_blocks - 1))):
         destination ^= words[i:i + NUM_WORDS]
-    fields = get_fields(generator)
     fields[WORDS] = destination # the other fields are those of this place in any block
     generator.set_state(torch.from_numpy(fields.view(np.uint8)))
-
-
-def get_fields(generator: torch.Generator) -> np.ndarray:
-    """A copy of the state, in units of 32 bits."""
-    return generator.get_state().numpy().view(np.uint32)
 
 
 @cache

@@ -1,8 +1,8 @@
 """A random stream for each row of a batch.
 
-nanoGPT samples its texts one after another from one random stream. Sample k starts where sample k - 1 ended:
-k * max_new_tokens * V exponential numbers into the stream. RowStreams gives each row of a batch its own generator at
-its own offset in that stream. So a batch gets the same tokens as samples that are generated one after another.
+nanoGPT samples its texts one after another from one random stream: sample k starts k * max_new_tokens * V exponential
+numbers into it. RowStreams gives each row of a batch a generator of its own at this place. So a batch gets the same
+tokens as samples that are generated one after another.
 """
 from copy import copy
 from functools import cache
@@ -14,19 +14,17 @@ from sampling.sampler.mt19937 import advance_mt19937
 
 
 class RunStream:
-    """The random stream of a run.
+    """The random stream of a run, from the seed on. A CUDA device has its own; all other devices use the CPU's.
 
-    It starts at the seed. On the CPU, nanoGPT first draws num_init_draws 32-bit numbers to initialise its model. Then
-    each sample takes draws_per_sample (max_new_tokens) draws of vocab_size exponential numbers.
-    A CUDA device has its own stream; all other devices use the CPU's.
+    On the CPU, nanoGPT first draws num_init_draws 32-bit numbers to initialise its model. Then each sample takes
+    draws_per_sample (max_new_tokens) draws of vocab_size exponential numbers.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", num_init_draws: int = 0,
                  draws_per_sample: int = 0, vocab_size: int = 0):
         self.device, self.draws_per_sample, self.vocab_size = torch.device(device), draws_per_sample, vocab_size
-        is_cuda = self.device.type == "cuda"
-        self.generator = torch.Generator(self.device if is_cuda else "cpu").manual_seed(seed)
-        if not is_cuda:
+        self.generator = torch.Generator(self.device if self.device.type == "cuda" else "cpu").manual_seed(seed)
+        if self.device.type != "cuda":
             advance_mt19937(self.generator, num_init_draws)
         self.start, self.index = self.generator.clone_state(), 0 # the generator is at the start of this sample
 
@@ -34,8 +32,17 @@ class RunStream:
         """A generator at the start of sample number index. Increasing indices take the least time."""
         if index < self.index: # the generator cannot go back, so it starts again
             self.generator, self.index = self.start.clone_state(), 0
-        advance_exponential(self.generator, (index - self.index) * self.draws_per_sample, self.vocab_size)
-        self.index = index
+        num_draws, self.index = (index - self.index) * self.draws_per_sample, index
+        numbers = torch.empty(self.vocab_size, dtype=torch.float32, device=self.generator.device)
+        if self.device.type == "cuda": # the state is a counter: measure one draw, then multiply
+            start = self.generator.get_offset()
+            numbers.exponential_(generator=self.generator)
+            self.generator.set_offset(start + num_draws * (self.generator.get_offset() - start))
+        elif exponential_is_from_bits():
+            advance_mt19937(self.generator, 2 * num_draws * self.vocab_size) # 64 bits are two numbers of 32
+        else:
+            for _ in range(num_draws):
+                numbers.exponential_(generator=self.generator)
         return self.generator.clone_state()
 
 
@@ -65,49 +72,34 @@ class RowStreams:
     def next(self) -> Tensor:
         """The numbers (B, V) of the next step: see exponentials. The next call may overwrite them."""
         for row, generator, first_step in zip(self.numbers, self.generators, self.first_steps, strict=True):
-            if self.step < first_step: # the row needs none yet
-                continue
-            if row.dtype == torch.int64:
-                row.random_(-2**63, None, generator=generator) # all integers of 64 bits
-            else:
-                row.exponential_(generator=generator)
+            if self.step >= first_step:
+                draw(row, generator)
         self.step += 1
         return self.numbers.to(self.device)
 
 
-def exponentials(noise: Tensor, ids: Tensor | None) -> Tensor:
-    """The exponential numbers of the ids (B, K), or of all entries if ids is None.
+def draw(numbers: Tensor, generator: torch.Generator) -> Tensor:
+    """Fill a tensor with exponential numbers if it is float32, or with 64 random bits for each if it is int64."""
+    is_bits = numbers.dtype == torch.int64
+    return numbers.random_(-2**63, None, generator=generator) if is_bits else numbers.exponential_(generator=generator)
 
-    noise (B, V): exponential numbers, or 64 random bits for each, of which only those of the ids are converted.
+
+def exponentials(noise: Tensor, ids: Tensor | None) -> Tensor:
+    """The exponential numbers of the ids (B, K), or of all entries if ids is None. noise (B, V): see draw.
+
+    exponential_ computes the same from the low 53 of each 64 bits. Here, only those of the ids are converted.
     """
     noise = noise if ids is None else noise.gather(1, ids) # (B, V) -> (B, K)
-    return exponential_from_bits(noise) if noise.dtype == torch.int64 else noise
-
-
-def exponential_from_bits(bits: Tensor) -> Tensor:
-    """The exponential numbers that exponential_ computes from the low 53 of each 64 random bits."""
-    uniform = (bits & 2**53 - 1).double() * 2.0**-53
+    if noise.dtype != torch.int64:
+        return noise
+    uniform = (noise & 2**53 - 1).double() * 2.0**-53
     return -torch.log1p(-uniform).float()
 
 
 @cache
 def exponential_is_from_bits() -> bool:
-    """Whether random_, which is four times as fast, and exponential_from_bits give the numbers of exponential_ here."""
-    generator, other = (torch.Generator().manual_seed(1) for _ in range(2))
-    drawn = torch.empty(4096, dtype=torch.float32).exponential_(generator=generator)
-    bits = torch.empty(4096, dtype=torch.int64).random_(-2**63, None, generator=other)
-    return torch.equal(drawn, exponential_from_bits(bits)) and torch.equal(generator.get_state(), other.get_state())
-
-
-def advance_exponential(generator: torch.Generator, num_calls: int, size: int) -> None:
-    """Advance a generator as num_calls calls of exponential_ on size float32 entries would."""
-    numbers = torch.empty(size, dtype=torch.float32, device=generator.device)
-    if generator.device.type == "cuda": # its state is a counter: measure one call, then multiply
-        start = generator.get_offset()
-        numbers.exponential_(generator=generator)
-        generator.set_offset(start + num_calls * (generator.get_offset() - start))
-    elif exponential_is_from_bits():
-        advance_mt19937(generator, 2 * num_calls * size) # 64 bits are two numbers of 32
-    else:
-        for _ in range(num_calls):
-            numbers.exponential_(generator=generator)
+    """Whether bits, which are drawn four times as fast, give the numbers of exponential_ here."""
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    drawn = [exponentials(draw(torch.empty(4096, dtype=dtype), generator), None)
+             for dtype, generator in zip((torch.float32, torch.int64), generators, strict=True)]
+    return torch.equal(*drawn) and torch.equal(*(generator.get_state() for generator in generators))

@@ -32,14 +32,10 @@ class Sampler:
                  min_p: float | None = None, repetition_penalty: float = 1.0, *, all_columns: bool = False,
                  in_logits_dtype: bool = False):
         self.penalty, self.temperature, self.top_k = repetition_penalty, float(temperature), top_k
+        self.top_p, self.min_p = top_p, min_p
         self.is_greedy = temperature == 0
         self.dtype = None if in_logits_dtype else torch.float32 # None: that of the logits
         self.select_top_k = mask_top_k if all_columns else top_k_candidates
-        self.filters = [] # of unlikely tokens
-        if top_p is not None and top_p < 1:
-            self.filters.append(lambda logits: mask_top_p(logits, top_p))
-        if min_p:
-            self.filters.append(lambda logits: mask_min_p(logits, min_p))
 
     def __call__(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> Tensor:
         """Logits (B, V) and the ids (B, S) that the model saw -> the next ids (B, 1).
@@ -54,16 +50,21 @@ class Sampler:
         The best score wins. Without noise, a score is a logit; otherwise it is a probability divided by noise.
         """
         logits = logits.to(self.dtype or logits.dtype)
-        if self.penalty != 1:
-            logits = apply_repetition_penalty(logits.float(), ids, self.penalty)
+        if self.penalty != 1: # of the tokens in the text (CTRL, Keskar et al., 2019)
+            logits = logits.float()
+            seen = logits.gather(1, ids) # (B, S)
+            logits = logits.scatter(1, ids, torch.where(seen < 0, seen * self.penalty, seen / self.penalty))
         if self.is_greedy:
             return logits, None
         logits, candidates = apply_temperature(logits, self.temperature), None
         if self.top_k and self.top_k < logits.size(-1):
             logits, candidates = self.select_top_k(logits, self.top_k)
         logits = logits.float()
-        for mask_unlikely in self.filters:
-            logits = mask_unlikely(logits)
+        if self.top_p is not None and self.top_p < 1:
+            logits = mask_top_p(logits, self.top_p)
+        if self.min_p: # Nguyen et al., 2024
+            probs = logits.softmax(dim=-1)
+            logits = logits.masked_fill(probs < self.min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
         return logits.softmax(dim=-1) / exponentials(noise, candidates), candidates
 
     @staticmethod
@@ -76,16 +77,8 @@ class Sampler:
         """How far the best of the scores (1, K) is ahead of the next one: the difference of their logarithms."""
         if scores.size(1) == 1:
             return math.inf
-        best, second = scores[0].topk(2).values.tolist()
-        if self.is_greedy:
-            return best - second
-        return math.log(best / second) if second > 0 else math.inf
-
-
-def apply_repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """Make the tokens ids (B, S) of the text less likely (CTRL, Keskar et al., 2019): logits (B, V) -> (B, V)."""
-    seen = logits.gather(1, ids) # (B, S)
-    return logits.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))
+        best = scores[0].topk(2).values
+        return -float((best if self.is_greedy else best.log()).diff())
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
@@ -121,12 +114,7 @@ def top_k_candidates(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def mask_top_p(logits: Tensor, top_p: float) -> Tensor:
     """Keep the fewest logits (B, V) whose probabilities add up to top_p (nucleus sampling, Holtzman et al., 2019)."""
     ascending, order = logits.sort(dim=-1, stable=True)
-    removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    dtype = torch.float64 if logits.is_cuda else None # in float32, CUDA adds up a single row in an order of its own
+    removed = ascending.softmax(dim=-1).cumsum(dim=-1, dtype=dtype) <= 1 - top_p
     removed[:, -1] = False # the most likely token always stays
     return logits.masked_fill(torch.empty_like(removed).scatter_(1, order, removed), -torch.inf)
-
-
-def mask_min_p(logits: Tensor, min_p: float) -> Tensor:
-    """Set logits (B, V) to -inf if their probability is below min_p times the largest one (Nguyen et al., 2024)."""
-    probs = logits.softmax(dim=-1)
-    return logits.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)

@@ -191,7 +191,7 @@ def make_gpt_with_logits_around_minus_100():
 
 @torch.no_grad()
 def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_100_but_for_no_fault():
-    model, ids, support = make_gpt_with_logits_around_minus_100(), random_prompt(15, 3), Support(True, True)
+    model, ids, support = make_gpt_with_logits_around_minus_100(), random_prompt(15, 3), Support("cpu", True, True)
     expected = model(ids)[0][:, -1].bfloat16()
     assert -103 < expected.mean() < -97 and 1 < expected.float().std() < 4, "as in GPT-2"
     assert support.check_logits((expected.float() + 0.3 * normal(3, 61)).bfloat16(), expected), "it is rounded twice"

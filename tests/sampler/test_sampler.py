@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from oracles import nanogpt_token, reference_token
+from recorded_graphs import ON_GPU
 from sampling.sampler.sampler import Sampler
 from streams import normal
 
@@ -52,6 +53,12 @@ def test_a_row_gets_the_same_token_whatever_the_others_are(settings, all_columns
     (dict(min_p=0.2), [0, 1, 3]), (dict(top_k=1), [1])], ids=str)
 def test_unlikely_tokens_are_left_out(settings, expected):
     assert sample(FOUR.expand(2000, -1), **settings).unique().tolist() == expected
+
+
+@pytest.mark.parametrize("device", [ON_GPU])
+def test_top_p_gives_one_row_the_same_token_every_time(device): # in float32, sums of a single row vary there
+    logits, noise = (normal(1, 50304, seed=seed).to(device) for seed in range(2))
+    assert len({int(Sampler(top_p=0.9)(logits, None, noise.exp())) for _ in range(1000)}) == 1
 
 
 @EVERYWHERE
