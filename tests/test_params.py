@@ -78,7 +78,7 @@ def test_settings_that_exclude_each_other_are_an_error(settings, message):
 
 
 def test_numbers_that_python_does_not_print_are_an_error():
-    with pytest.raises(ValueError, match="^seed must be .*; got a very long int$"):
+    with pytest.raises(ValueError, match=r"^seed must be .*; got a very long int$"):
         check_settings(DEFAULTS | {"seed": 10**5000})
 
 
