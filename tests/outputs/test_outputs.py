@@ -49,7 +49,8 @@ def run(start):
                 if num_finished is None:
                     outputs.finish()
             if num_finished is None:
-                console.end_run(0)
+                with console.report_user_errors(): # at its end, the run ends
+                    pass
         finally:
             console.before_exit.clear()
             if outputs.lines:
