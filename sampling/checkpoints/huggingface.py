@@ -49,7 +49,7 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
             if name.endswith(CONV1D_WEIGHTS): # Conv1D stores a Linear's weight transposed
                 stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
         if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
-            stored[HEAD] = stored[EMBEDDING]
+            stored.setdefault(HEAD, stored[EMBEDDING]) # a head in the file may differ: it is used, as in transformers
         return read_model(model_args, stored, dtype,
                           lambda name, tensor: scale_queries(name, tensor, config, model_args))
 

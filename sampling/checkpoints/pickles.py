@@ -99,13 +99,17 @@ class Note:
     def __setstate__(self, state, /): # without it, a pickle could set attributes
         self.state = state
 
+    def __call__(self, /, *_, **__): # what a function returned may be another function
+        return Note()
+
     def __setitem__(self, key, value, /):
-        self.items = {} if self.items is None else self.items
+        self.items = self.items if isinstance(self.items, dict) else {}
         self.items[key] = value
 
     def append(self, item, /):
         self.items = [] if self.items is None else self.items
-        self.items.append(item)
+        if isinstance(self.items, list): # an object may get both kinds of items
+            self.items.append(item)
 
     add = append # to a set
 
@@ -195,6 +199,8 @@ STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float
             "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
             "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
 FUNCTIONS = {
+    # Protocol 2 names a nested class, and a method, by getattr. All that it may stand for is one class of notes.
+    **{f"{module}.getattr": lambda *_: Note for module in ("builtins", "__builtin__")},
     "_codecs.encode": encode, **{f"numpy.{core}.multiarray.scalar": numpy_scalar for core in ("core", "_core")},
     **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
     **{f"torch._utils._rebuild_parameter{suffix}": rebuild_parameter for suffix in ("", "_with_state")},

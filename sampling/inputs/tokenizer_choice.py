@@ -13,6 +13,7 @@ from sampling.inputs.tiktoken_tokenizer import encoding_label, load_encoding
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, Tokenizer
 
 logger = logging.getLogger(__name__)
+LARGE_SIZES = range(50257, 2**31) # of vocabularies of tiktoken: a meta.pkl may say no more of such a one
 GPT2_SIZES = {*range(50257, 50305), 51200} # to which people pad its vocabulary: nobody names GPT-2's encoding
 
 
@@ -81,5 +82,7 @@ def read_file(path: Path, vocab_size: int) -> Tokenizer | str | None:
     if path.suffix != ".pkl":
         return HFTokenizer(path, vocab_size)
     meta = read_meta(path)
-    is_for_gpt2 = "vocab_size" in meta and not {"stoi", "itos"} & meta.keys()
-    return named_encoding(meta, path) or (None if is_for_gpt2 else CharTokenizer(path, meta))
+    if encoding := named_encoding(meta, path):
+        return encoding
+    is_without = meta.get("vocab_size") in LARGE_SIZES and not {"stoi", "itos"} & meta.keys()
+    return None if is_without else CharTokenizer(path, meta)
