@@ -1,4 +1,5 @@
 """Messages to the user: where they go, how values are shown, and which errors mean out of memory. Imports no torch."""
+import errno
 import logging
 import re
 from collections.abc import Callable, Collection
@@ -31,8 +32,11 @@ def brief_repr(value: Any) -> str:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several messages for it."""
-    return error is not None and (bool(OUT_OF_MEMORY.search(f"{type(error).__name__} {error}"))
+    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several messages for it. Those of
+    other types may quote a file, which could say anything.
+    """
+    has_type = isinstance(error, MemoryError | RuntimeError) or getattr(error, "errno", None) == errno.ENOMEM
+    return error is not None and (has_type and bool(OUT_OF_MEMORY.search(f"{type(error).__name__} {error}"))
                                   or is_out_of_memory(error.__context__))
 
 

@@ -28,8 +28,9 @@ HASHED_OPERANDS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DIC
                    "ADDITEMS": slice(-1), "FROZENSET": slice(None)}
 
 
-def check_pickle(pickled: bytes) -> int:
-    """Check the first pickle in these bytes before the C unpickler reads it, and return its length.
+def check_pickle(pickled: bytes) -> tuple[int, bytes]:
+    """Check the first pickle in these bytes before the C unpickler reads it. Return its length, and the pickle without
+    its FRAMEs: where one ends inside an operand, the C unpickler reads other opcodes than pickletools.
 
     Two things could harm the process: a huge memo index, which allocates gigabytes, and a key of a dict or an item of a
     set whose hash never ends or overflows the stack. So memo indices are limited, and what is hashed must be a number
@@ -37,11 +38,14 @@ def check_pickle(pickled: bytes) -> int:
     these. pickletools knows which values each opcode takes and leaves. Raises RejectedFileError for either; a damaged
     pickle can raise anything.
     """
-    stream, memo, stack = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), {}, []
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+    stream, memo, stack, parts, start = io.BytesIO(pickled), {}, [], [], 0
+    for count, (opcode, argument, position) in enumerate(pickletools.genops(stream)):
         name, fixed, operands = opcode.name, opcode.stack_before, []
         require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
         require(not name.startswith("EXT"), "it uses copyreg's extensions") # they need no name
+        if name == "FRAME":
+            parts.append(pickled[start:position])
+            start = position + 9 # its own bytes
         if name == "MEMOIZE" or "PUT" in name:
             index = len(memo) if argument is None else argument
             require(0 <= index <= count, "its memo indices are higher than its number of values")
@@ -64,7 +68,7 @@ def check_pickle(pickled: bytes) -> int:
             is_long = isinstance(argument, int) and argument.bit_length() > 64
             made = OTHER if is_long or name in CONTAINERS else PLAIN
         stack += [MARK if after is pickletools.markobject else made for after in opcode.stack_after]
-    return stream.tell()
+    return stream.tell(), b"".join([*parts, pickled[start:stream.tell()]])
 
 
 # ---- what a pickle gets instead of what it names
@@ -121,8 +125,9 @@ class DataUnpickler(pickle.Unpickler):
 
     def __init__(self, pickled: bytes):
         reject_pointer(pickled)
-        self.length, self.dtypes, self.classes = check_pickle(pickled), {}, {} # dtypes: of records, by their keys
-        super().__init__(io.BytesIO(pickled), encoding="utf-8")
+        self.length, checked = check_pickle(pickled)
+        self.dtypes, self.classes = {}, {} # dtypes: of records, by their keys
+        super().__init__(io.BytesIO(checked), encoding="utf-8")
 
     def load(self) -> Any:
         """The content, of plain data and notes. Numbers and texts of numpy are plain ones."""
@@ -194,6 +199,7 @@ def numpy_scalar(dtype: Any, data: Any) -> Any:
 STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
             "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
             "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
+NEW_DTYPES = torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2 # no quantized ones
 FUNCTIONS = {
     "_codecs.encode": encode, **{f"numpy.{core}.multiarray.scalar": numpy_scalar for core in ("core", "_core")},
     **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
@@ -201,7 +207,7 @@ FUNCTIONS = {
 }
 MEANINGS: dict[str, Any] = {
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()}, "torch.storage.UntypedStorage": torch.uint8,
-    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **{str(dtype): dtype for dtype in (*STORAGES.values(), *NEW_DTYPES)},
     **{name: note_class(name, function) for name, function in FUNCTIONS.items()},
 }
 

@@ -50,8 +50,8 @@ class TensorFile:
         self.check(stored)
         record, (position, size) = self.last_record.get(stored[:2]), self.places[stored.key]
         if record is None:
-            record, crc = torch.empty(size // stored.dtype.itemsize, dtype=stored.dtype), 0
-            target = memoryview(record.view(torch.uint8).numpy())
+            record, crc = torch.empty(size, dtype=torch.uint8), 0
+            target = memoryview(record.numpy())
             self.file.seek(position)
             for start in range(0, size, CHUNK):
                 part = target[start:start + CHUNK]
@@ -60,6 +60,7 @@ class TensorFile:
                 crc = zlib.crc32(part, crc) if self.crcs else 0
             if crc != self.crcs.get(stored.key, 0):
                 raise DamagedFileError("a checksum is wrong")
+            record = record.view(stored.dtype)
         self.last_record = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
         return record.as_strided(stored.shape, stored.strides, stored.offset)
 
@@ -89,8 +90,8 @@ def read_zip(file: BinaryIO) -> TensorFile:
     archive = zipfile.ZipFile(file)
     infos = {info.filename: info for info in archive.infolist()}
     pickle_name = next(name for name in infos if re.fullmatch("[^/]*/data.pkl", name))
-    is_stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos.values())
-    require(is_stored, "one of its records is compressed")
+    is_plain = all(info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1 for info in infos.values())
+    require(is_plain, "one of its records is compressed or encrypted")
     has_crcs = any(info.CRC for info in infos.values()) # torch.save has an option to leave them out
     for info in infos.values():
         info.CRC = info.CRC if has_crcs else None # zipfile does not check None

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from attacks import call, needs_linux, poison, tensor, value, write_attack, write_settled
+from attacks import call, needs_linux, poison, straddle, tensor, value, write_attack, write_settled
 from models import SHAPE, make_gpt, save_checkpoint
 from script_process import start_script
 
@@ -94,6 +94,8 @@ BOMBS = { # the piece of pickle, a part of the error line
     "600000-arguments-of-INST": (b"(" + b"N" * 600_000 + b"isome\nthing\n", NO_TENSORS),
     "names": (b"](" + b"".join(b"ca\n%x\n" % i for i in range(100_000)) + b"e", "names more than 4096"),
     "one-name": (b"](" + b"ca\nb\n" * 1_600_000 + b"e", NO_TENSORS),
+    "behind-a-frame": (straddle(b"}" + NESTED + b"Ns"), NO_TENSORS),
+    "text-about-memory": (tensor((1,)) + b"N}" + value("out of memory\x1b[31m") + b"Ns\x86b", DAMAGED),
     "many-values": (b"N" * 2**22 + b"]", "opcodes"), "long": (value("x" * 9_000_000), "its pickle"),
 }
 
@@ -168,6 +170,12 @@ def test_absurd_models_are_refused(entry, change, message, attack, tmp_path):
     attack(tmp_path, message)
 
 
+@pytest.mark.parametrize("kind", ["quint4x2", "quint2x4"]) # of which a byte holds 2 or 4
+def test_numbers_of_quantized_types_are_not_read(kind, attack, valid_checkpoint, tmp_path):
+    piece = tensor((), kind=f"torch {kind}")
+    assert attack(tmp_path, None, write_attack("iter_num", piece, tmp_path, valid_checkpoint)) == 0
+
+
 def colliding_keys():
     """A pickle of a dict of 170,000 keys. Most stand in the order in which Python searches its table of 2**18 places;
     the others are searched for from their beginning."""
@@ -220,6 +228,15 @@ def test_a_zip_bomb_is_refused(attack, valid_checkpoint, tmp_path):
     bomb = poison(valid_checkpoint, "config", b"N" * 2**24, compression=zipfile.ZIP_DEFLATED)
     write_settled(tmp_path / "out" / "ckpt.pt", bomb)
     attack(tmp_path, "one of its records is compressed")
+
+
+def test_an_encrypted_record_is_refused_whatever_its_name(attack, tmp_path):
+    with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
+        archive.writestr("out of memory/data.pkl", b"N.")
+    content = bytearray((tmp_path / "zip").read_bytes())
+    content[content.index(b"PK\1\2") + 8] |= 1 # zipfile quotes the name in a RuntimeError
+    write_settled(tmp_path / "out" / "ckpt.pt", content)
+    attack(tmp_path, "one of its records is compressed or encrypted")
 
 
 # ---- Hugging Face's files
