@@ -35,9 +35,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an exception, or its cause, means out of memory. torch and oneDNN have several messages for it. Those of
     other types may quote a file, which could say anything.
     """
+    if error is None:
+        return False
     has_type = isinstance(error, MemoryError | RuntimeError) or getattr(error, "errno", None) == errno.ENOMEM
-    return error is not None and (has_type and bool(OUT_OF_MEMORY.search(f"{type(error).__name__} {error}"))
-                                  or is_out_of_memory(error.__context__))
+    is_named = OUT_OF_MEMORY.search(f"{type(error).__name__} {error}") is not None
+    return (has_type and is_named) or is_out_of_memory(error.__context__)
 
 
 def training_settings(names: Collection[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from sampling.checkpoints.untrusted_files import reject_pointer, require
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of the first two.
 MAX_PICKLE_BYTES, MAX_OPCODES, MAX_NAMES = 2**23, 2**21, 4096
 MAX_PARTS = 64 # of a tuple that is a key, and dimensions of a tensor
+MAX_ARGUMENTS = 1000 # of a call; Python copies them
 
 # ---- the check before the C unpickler reads the bytes
 
@@ -95,7 +96,8 @@ class Note:
     __slots__ = "first", "items", "state"
     name = "a value of an unknown type" # what the pickle names, for messages
 
-    def __new__(cls, /, *arguments, **_):
+    def __new__(cls, /, *arguments, **keywords):
+        require(len(arguments) + len(keywords) <= MAX_ARGUMENTS, f"it calls {cls.name} with too many arguments")
         note = object.__new__(cls)
         note.first, note.items, note.state = arguments[0] if arguments else None, None, None
         return note
@@ -168,15 +170,15 @@ def stored_tensor(key: str, dtype: torch.dtype, shape: Any, strides: Any, offset
     return StoredTensor(key, dtype, shape, strides, offset)
 
 
-def rebuild_tensor(record: Any, offset: Any, shape: Any, strides: Any, *others: Any) -> StoredTensor | Note:
-    """Stands in for torch's functions. The third of the others is a dtype, if torch had no class for its storages."""
+def rebuild_tensor(record: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = None,
+                   hooks: Any = None, dtype: Any = None, metadata: Any = None) -> StoredTensor | Note:
+    """Stands in for torch's functions. dtype is one if torch had no class for its storages."""
     if not isinstance(record, StoredTensor):
         return Note()
-    dtype = others[2] if len(others) > 2 and isinstance(others[2], torch.dtype) else record.dtype
-    return stored_tensor(record.key, dtype, shape, strides, offset)
+    return stored_tensor(record.key, dtype if isinstance(dtype, torch.dtype) else record.dtype, shape, strides, offset)
 
 
-def rebuild_parameter(tensor: Any, *_: Any) -> StoredTensor | Note:
+def rebuild_parameter(tensor: Any, requires_grad: Any, hooks: Any, state: Any = None) -> StoredTensor | Note:
     return StoredTensor(*tensor) if isinstance(tensor, StoredTensor) else Note()
 
 
