@@ -1,4 +1,5 @@
 """What users are told about names of other programs, and which errors mean out of memory. Imports no torch."""
+import errno
 import re
 from collections.abc import Collection
 
@@ -17,9 +18,14 @@ TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several messages for it."""
-    return error is not None and (bool(OUT_OF_MEMORY.search(f"{type(error).__name__} {error}"))
-                                  or is_out_of_memory(error.__context__))
+    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several messages for it. Those of
+    other types may quote a file, which could say anything.
+    """
+    if error is None:
+        return False
+    has_type = isinstance(error, MemoryError | RuntimeError) or getattr(error, "errno", None) == errno.ENOMEM
+    is_named = OUT_OF_MEMORY.search(f"{type(error).__name__} {error}") is not None
+    return (has_type and is_named) or is_out_of_memory(error.__context__)
 
 
 def training_settings(names: Collection[str]) -> dict[str, str]:

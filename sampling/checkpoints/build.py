@@ -51,8 +51,8 @@ def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
     """The tensors of a file by nanoGPT's names, without mask buffers. Raises ValueError unless they lie in the file.
 
-    Views made by expand, or one record under many names, can claim far more bytes than the file has. Twice its bytes
-    are allowed, because a tied head is stored once and named twice.
+    Views made by expand, one record under many names, or records that overlap can claim far more bytes than the file
+    has. Twice its bytes are allowed, because a tied head is stored once and named twice.
     """
     given, tensors, reason = tensors, unwrap(tensors), "it must hold tensors by name, but holds "
     require(isinstance(tensors, dict) and tensors, reason + describe(given or None))
@@ -66,8 +66,8 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
             file.check(tensor)
             stored[name] = file, tensor
-    size, claimed = sum(size for _, size in file.places.values()), sum(tensor.nbytes for _, tensor in stored.values())
-    require(claimed <= 2 * size, f"it has {size} bytes of tensors, but claims tensors of {claimed} bytes")
+    claimed = sum(tensor.nbytes for _, tensor in stored.values())
+    require(claimed <= 2 * file.size, f"it has {file.size} bytes, but claims tensors of {claimed} bytes")
     return stored
 
 

@@ -18,6 +18,7 @@ from sampling.checkpoints.untrusted_files import reject_pointer, require
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of the first two.
 MAX_PICKLE_BYTES, MAX_OPCODES, MAX_NAMES = 2**23, 2**21, 4096
 MAX_PARTS = 64 # of a tuple that is a key, and dimensions of a tensor
+MAX_ARGUMENTS = 1000 # of a call; Python copies them
 
 # ---- the check before the C unpickler reads the bytes
 
@@ -28,8 +29,9 @@ HASHED_OPERANDS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DIC
                    "ADDITEMS": slice(-1), "FROZENSET": slice(None)}
 
 
-def check_pickle(pickled: bytes) -> int:
-    """Check the first pickle in these bytes before the C unpickler reads it, and return its length.
+def check_pickle(pickled: bytes) -> tuple[int, bytes]:
+    """Check the first pickle in these bytes before the C unpickler reads it. Return its length, and the pickle without
+    its FRAMEs: where one ends inside an operand, the C unpickler reads other opcodes than pickletools.
 
     Two things could harm the process: a huge memo index, which allocates gigabytes, and a key of a dict or an item of a
     set whose hash never ends or overflows the stack. So memo indices are limited, and what is hashed must be a number
@@ -37,11 +39,14 @@ def check_pickle(pickled: bytes) -> int:
     these. pickletools knows which values each opcode takes and leaves. Raises RejectedFileError for either; a damaged
     pickle can raise anything.
     """
-    stream, memo, stack = io.BytesIO(pickled[:MAX_PICKLE_BYTES]), {}, []
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+    stream, memo, stack, parts, start = io.BytesIO(pickled), {}, [], [], 0
+    for count, (opcode, argument, position) in enumerate(pickletools.genops(stream)):
         name, fixed, operands = opcode.name, opcode.stack_before, []
         require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
         require(not name.startswith("EXT"), "it uses copyreg's extensions") # they need no name
+        if name == "FRAME":
+            parts.append(pickled[start:position])
+            start = position + 9 # its own bytes
         if name == "MEMOIZE" or "PUT" in name:
             index = len(memo) if argument is None else argument
             require(0 <= index <= count, "its memo indices are higher than its number of values")
@@ -64,7 +69,7 @@ def check_pickle(pickled: bytes) -> int:
             is_long = isinstance(argument, int) and argument.bit_length() > 64
             made = OTHER if is_long or name in CONTAINERS else PLAIN
         stack += [MARK if after is pickletools.markobject else made for after in opcode.stack_after]
-    return stream.tell()
+    return stream.tell(), b"".join([*parts, pickled[start:stream.tell()]])
 
 
 # ---- what a pickle gets instead of what it names
@@ -91,7 +96,8 @@ class Note:
     __slots__ = "first", "items", "state"
     name = "a value of an unknown type" # what the pickle names, for messages
 
-    def __new__(cls, /, *arguments, **_):
+    def __new__(cls, /, *arguments, **keywords):
+        require(len(arguments) + len(keywords) <= MAX_ARGUMENTS, f"it calls {cls.name} with too many arguments")
         note = object.__new__(cls)
         note.first, note.items, note.state = arguments[0] if arguments else None, None, None
         return note
@@ -125,8 +131,9 @@ class DataUnpickler(pickle.Unpickler):
 
     def __init__(self, pickled: bytes):
         reject_pointer(pickled)
-        self.length, self.dtypes, self.classes = check_pickle(pickled), {}, {} # dtypes: of records, by their keys
-        super().__init__(io.BytesIO(pickled), encoding="utf-8")
+        self.length, checked = check_pickle(pickled)
+        self.dtypes, self.classes = {}, {} # dtypes: of records, by their keys
+        super().__init__(io.BytesIO(checked), encoding="utf-8")
 
     def load(self) -> Any:
         """The content, of plain data and notes. Numbers and texts of numpy are plain ones."""
@@ -167,15 +174,15 @@ def stored_tensor(key: str, dtype: torch.dtype, shape: Any, strides: Any, offset
     return StoredTensor(key, dtype, shape, strides, offset)
 
 
-def rebuild_tensor(record: Any, offset: Any, shape: Any, strides: Any, *others: Any) -> StoredTensor | Note:
-    """Stands in for torch's functions. The third of the others is a dtype, if torch had no class for its storages."""
+def rebuild_tensor(record: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = None,
+                   hooks: Any = None, dtype: Any = None, metadata: Any = None) -> StoredTensor | Note:
+    """Stands in for torch's functions. dtype is one if torch had no class for its storages."""
     if not isinstance(record, StoredTensor):
         return Note()
-    dtype = others[2] if len(others) > 2 and isinstance(others[2], torch.dtype) else record.dtype
-    return stored_tensor(record.key, dtype, shape, strides, offset)
+    return stored_tensor(record.key, dtype if isinstance(dtype, torch.dtype) else record.dtype, shape, strides, offset)
 
 
-def rebuild_parameter(tensor: Any, *_: Any) -> StoredTensor | Note:
+def rebuild_parameter(tensor: Any, requires_grad: Any, hooks: Any, state: Any = None) -> StoredTensor | Note:
     return StoredTensor(*tensor) if isinstance(tensor, StoredTensor) else Note()
 
 
@@ -198,6 +205,7 @@ def numpy_scalar(dtype: Any, data: Any) -> Any:
 STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
             "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
             "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
+NEW_DTYPES = torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2 # no quantized ones
 FUNCTIONS = {
     # Protocol 2 names a nested class, and a method, by getattr. All that it may stand for is one class of notes.
     **{f"{module}.getattr": lambda *_: Note for module in ("builtins", "__builtin__")},
@@ -207,7 +215,7 @@ FUNCTIONS = {
 }
 MEANINGS: dict[str, Any] = {
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()}, "torch.storage.UntypedStorage": torch.uint8,
-    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    **{str(dtype): dtype for dtype in (*STORAGES.values(), *NEW_DTYPES)},
     **{name: note_class(name, function) for name, function in FUNCTIONS.items()},
 }
 

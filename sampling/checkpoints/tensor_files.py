@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, stored_tensor
+from sampling.checkpoints.pickles import MAX_PARTS, MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, stored_tensor
 from sampling.checkpoints.untrusted_files import DamagedFileError, damaged_if_fails, reject_pointer, require
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
@@ -36,6 +36,11 @@ class TensorFile:
     crcs: dict[str, int] = field(default_factory=dict) # the CRC-32 of each record, if the file has them
     last_record: dict[tuple, Tensor] = field(default_factory=dict) # if the last tensor was a part of it
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return os.fstat(self.file.fileno()).st_size
+
     def check(self, stored: StoredTensor) -> None:
         """Raises RejectedFileError if the tensor is not inside its record."""
         key, dtype, shape, strides, offset = stored
@@ -50,8 +55,8 @@ class TensorFile:
         self.check(stored)
         record, (position, size) = self.last_record.get(stored[:2]), self.places[stored.key]
         if record is None:
-            record, crc = torch.empty(size // stored.dtype.itemsize, dtype=stored.dtype), 0
-            target = memoryview(record.view(torch.uint8).numpy())
+            record, crc = torch.empty(size, dtype=torch.uint8), 0
+            target = memoryview(record.numpy())
             self.file.seek(position)
             for start in range(0, size, CHUNK):
                 part = target[start:start + CHUNK]
@@ -60,6 +65,7 @@ class TensorFile:
                 crc = zlib.crc32(part, crc) if self.crcs else 0
             if crc != self.crcs.get(stored.key, 0):
                 raise DamagedFileError("a checksum is wrong")
+            record = record.view(stored.dtype)
         self.last_record = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
         return record.as_strided(stored.shape, stored.strides, stored.offset)
 
@@ -79,8 +85,7 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
         require(is_old, "it is not a checkpoint: neither torch.save nor safetensors wrote it")
         read = read_old_file
     tensor_file = read(file)
-    file_size = file.seek(0, os.SEEK_END)
-    if any(position + size > file_size for position, size in tensor_file.places.values()):
+    if any(position + size > tensor_file.size for position, size in tensor_file.places.values()):
         raise DamagedFileError("one of its records reaches beyond its end")
     return tensor_file
 
@@ -88,15 +93,17 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
 def read_zip(file: BinaryIO) -> TensorFile:
     archive = zipfile.ZipFile(file)
     infos = {info.filename: info for info in archive.infolist()}
-    pickle_name = next(name for name in infos if re.fullmatch("[^/]*/data.pkl", name))
-    is_stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos.values())
-    require(is_stored, "one of its records is compressed")
+    pickle_name = next((name for name in infos if re.fullmatch("[^/]*/data.pkl", name)), None)
+    require(pickle_name, "it is a zip file without a data.pkl, so torch.save has not written it")
+    is_plain = all(info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1 for info in infos.values())
+    require(is_plain, "one of its records is compressed or encrypted")
     has_crcs = any(info.CRC for info in infos.values()) # torch.save has an option to leave them out
     for info in infos.values():
         info.CRC = info.CRC if has_crcs else None # zipfile does not check None
     require(infos[pickle_name].file_size <= MAX_PICKLE_BYTES, f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
     folder = pickle_name.removesuffix("data.pkl")
-    is_native = f"{folder}byteorder" not in infos or archive.read(f"{folder}byteorder") == sys.byteorder.encode()
+    order = f"{folder}byteorder"
+    is_native = order not in infos or archive.open(order).read(9) == sys.byteorder.encode() # it could be long
     require(is_native, "it was saved on a machine with another byte order")
     result = TensorFile(file, DataUnpickler(archive.read(pickle_name)).load(), {})
     for name, info in infos.items():
@@ -112,9 +119,10 @@ def read_zip(file: BinaryIO) -> TensorFile:
 def read_old_file(file: BinaryIO) -> TensorFile:
     """A file of torch before 1.6: five pickles, and then each record after its number of elements."""
     position, contents, dtypes = 0, [], {}
-    for _ in range(5): # the magic number, the version, the machine, the content, the keys of the records in order
+    # The magic number, the version, the machine, the content, the keys of the records in order. All stay in memory.
+    for max_bytes in 2**12, 2**12, 2**12, MAX_PICKLE_BYTES, 2**18:
         file.seek(position)
-        unpickler = DataUnpickler(file.read(MAX_PICKLE_BYTES))
+        unpickler = DataUnpickler(file.read(max_bytes))
         contents.append(unpickler.load())
         position, dtypes = position + unpickler.length, dtypes | unpickler.dtypes
     require(contents[2]["little_endian"] == (sys.byteorder == "little"), "it was saved with another byte order")
@@ -137,6 +145,7 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
     header.pop("__metadata__", None)
     for key, entry in header.items():
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        require(len(shape) <= MAX_PARTS, "one of its tensors has an impossible shape") # strides of many take long
         strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
         content[key] = stored_tensor(key, DTYPES[entry["dtype"]], shape, strides, 0)
         places[key] = 8 + header_bytes + begin, end - begin

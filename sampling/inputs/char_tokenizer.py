@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 # The fields in which prepare scripts name or extend a tokenizer, and names for what stoi and itos describe.
 NAME_FIELDS = ("has_additional_tokens", "tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type",
                "tokenizer_file", "tokenizer_path", "tokenizer_model", "sentencepiece_model")
+MAX_TOKENS = 2**20 # of a vocabulary: a long text as itos takes many times its size in memory
 CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
 
 
@@ -23,14 +24,12 @@ class CharTokenizer(ByteDecodingTokenizer):
 
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
         self.source = str(path)
-        self.stoi, itos = parse_vocabulary(self.source, read_meta(path) if meta is None else meta)
-        self.size = 1 + max([*self.stoi.values(), *itos])
-        self.is_bytes = any(isinstance(symbol, int) for symbol in self.stoi)
+        self.stoi, self.itos = parse_vocabulary(self.source, read_meta(path) if meta is None else meta)
+        self.size = 1 + max([*self.stoi.values(), *self.itos])
+        self.is_bytes = any(isinstance(symbol, int) for symbol in self.itos.values())
         self.longer = [] if self.is_bytes else [symbol for symbol in self.stoi if len(symbol) > 1]
         self.unit = "bytes" if self.is_bytes else "tokens" if self.longer else "characters"
-        self.pieces = {i: bytes([symbol]) if self.is_bytes else symbol.encode("utf-8", "replace")
-                       for i, symbol in itos.items()}
-        if not self.is_bytes and any("▁" in symbol for symbol in itos.values()):
+        if not self.is_bytes and any("▁" in symbol for symbol in self.itos.values()):
             logger.info(f"{self.source} has pieces with ▁, which are shown as they are, as in nanoGPT")
 
     def encode(self, text: str) -> list[int]:
@@ -45,22 +44,26 @@ class CharTokenizer(ByteDecodingTokenizer):
         return [self.stoi[symbol] for symbol in symbols]
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self.pieces.get(token_id, REPLACEMENT.encode())
+        symbol = self.itos.get(token_id, REPLACEMENT)
+        return bytes([symbol]) if isinstance(symbol, int) else symbol.encode("utf-8", "replace")
 
 
 def parse_vocabulary(source: str, meta: dict) -> tuple[dict, dict]:
     """stoi and itos, in which a byte is an int. Raises ValueError unless they map symbols to token ids, and back."""
     stoi, itos = unwrap(meta.get("stoi")), unwrap(meta.get("itos", {}))
-    itos = dict(enumerate(itos)) if isinstance(itos, list | tuple | str | bytes) else itos
+    if isinstance(itos, list | tuple | str | bytes):
+        if len(itos) > MAX_TOKENS:
+            raise ValueError(f"cannot read {source}: its itos has {len(itos)} tokens; at most {MAX_TOKENS} are allowed")
+        itos = dict(enumerate(itos))
     for name, value in ("stoi", stoi), ("itos", itos):
         if not isinstance(value, dict):
             raise ValueError(f"cannot read {source}: its {name} is not a dict, but {describe(value)}")
     stoi = {byte_as_int(symbol): i for symbol, i in stoi.items()}
     itos = {i: byte_as_int(symbol) for i, symbol in itos.items()}
     ids, symbols = [*stoi.values(), *itos], [*stoi, *itos.values()]
-    are_bytes = {*map(type, symbols)} == {int} and set(symbols) <= set(range(256))
-    are_ids = {*map(type, ids)} == {int} and min(ids) >= 0
-    if not (are_ids and (are_bytes or {*map(type, symbols)} == {str})):
+    are_bytes = all(type(symbol) is int and 0 <= symbol < 256 for symbol in symbols)
+    are_ids = all(type(i) is int and 0 <= i < 2**63 for i in ids) # a hash, or a text, of a long number takes long
+    if not (ids and are_ids and (are_bytes or {*map(type, symbols)} == {str})):
         raise ValueError(f"{source} must map texts or bytes to token ids in stoi, and token ids to them in itos")
     # Several characters may share an id, and several ids may share a character. But the two dicts must not conflict.
     known_ids, known_symbols = set(stoi.values()), set(itos.values())

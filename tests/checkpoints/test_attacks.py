@@ -5,6 +5,7 @@ one line. What is not needed may load: nothing looks at it.
 """
 import json
 import os
+import pickle
 import signal
 import struct
 import time
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from attacks import call, needs_linux, poison, tensor, value, write_attack, write_settled
+from attacks import call, needs_linux, poison, straddle, tensor, value, with_entry, write_attack, write_settled
 from models import SHAPE, make_gpt, save_checkpoint
 from script_process import start_script
 
@@ -88,12 +89,14 @@ BOMBS = { # the piece of pickle, a part of the error line
     "deep-notes": (NOTE + b"q\1)R" + b"q\2h\1h\2\x85R" * 200_000, NO_TENSORS),
     "copies-of-a-set": (copies(b"__builtin__\nset\n", [*NUMBERS], b"h\1\x85R"), NO_TENSORS),
     "copies-of-a-dict": (copies(b"collections\nCounter\n", dict.fromkeys(NUMBERS), b"h\1\x85R"), NO_TENSORS),
-    "copies-of-arguments": (copies(b"numpy\ndtype\n", (*NUMBERS,), b"h\1R"), NO_TENSORS),
+    "copies-of-arguments": (copies(b"numpy\ndtype\n", (*NUMBERS,), b"h\1R"), "too many arguments"),
+    "copies-of-keywords": (copies(b"a\nb\n", {f"a{i}": i for i in NUMBERS}, b")h\1\x92"), "too many arguments"),
+    "copies-for-a-function": (copies(b"torch._utils\n_rebuild_parameter\n", (*NUMBERS,), b"h\1R"), DAMAGED),
     "copies-as-bytes": (copies(b"_codecs\nencode\n", "x" * 2**21, b"h\1" + value("latin1") + b"\x86R"), NO_TENSORS),
-    "600000-arguments": (NOTE + b"(" + b"N" * 600_000 + b"tR", NO_TENSORS),
-    "600000-arguments-of-INST": (b"(" + b"N" * 600_000 + b"isome\nthing\n", NO_TENSORS),
     "names": (b"](" + b"".join(b"ca\n%x\n" % i for i in range(100_000)) + b"e", "names more than 4096"),
     "one-name": (b"](" + b"ca\nb\n" * 1_600_000 + b"e", NO_TENSORS),
+    "behind-a-frame": (straddle(b"}" + NESTED + b"Ns"), NO_TENSORS),
+    "text-about-memory": (tensor((1,)) + b"N}" + value("out of memory\x1b[31m") + b"Ns\x86b", DAMAGED),
     "many-values": (b"N" * 2**22 + b"]", "opcodes"), "long": (value("x" * 9_000_000), "its pickle"),
 }
 
@@ -168,6 +171,12 @@ def test_absurd_models_are_refused(entry, change, message, attack, tmp_path):
     attack(tmp_path, message)
 
 
+@pytest.mark.parametrize("kind", ["quint4x2", "quint2x4"]) # of which a byte holds 2 or 4
+def test_numbers_of_quantized_types_are_not_read(kind, attack, valid_checkpoint, tmp_path):
+    piece = tensor((), kind=f"torch {kind}")
+    assert attack(tmp_path, None, write_attack("iter_num", piece, tmp_path, valid_checkpoint)) == 0
+
+
 def colliding_keys():
     """A pickle of a dict of 170,000 keys. Most stand in the order in which Python searches its table of 2**18 places;
     the others are searched for from their beginning."""
@@ -222,11 +231,50 @@ def test_a_zip_bomb_is_refused(attack, valid_checkpoint, tmp_path):
     attack(tmp_path, "one of its records is compressed")
 
 
+@pytest.mark.parametrize("name, flags, message", [
+    ("out of memory/data.pkl", 1, "compressed or encrypted"), # zipfile quotes the name in a RuntimeError
+    ("ckpt/data", 0, "it is a zip file without a data.pkl"),
+])
+def test_other_zip_files_are_refused(name, flags, message, attack, tmp_path):
+    with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
+        archive.writestr(name, b"N.")
+    content = bytearray((tmp_path / "zip").read_bytes())
+    content[content.index(b"PK\1\2") + 8] |= flags
+    write_settled(tmp_path / "out" / "ckpt.pt", content)
+    attack(tmp_path, message)
+
+
+def test_only_the_content_of_an_old_file_may_be_large(attack, valid_checkpoint, tmp_path):
+    magic = pickle.dumps(0x1950a86a20f9469cfc6c, 2)[:-1]
+    content = (magic + b"0(" + b"\x8f" * 2_000_000 + b"l.") * 3
+    write_settled(tmp_path / "out" / "ckpt.pt", content)
+    attack(tmp_path, DAMAGED)
+
+
+# ---- meta.pkl
+
+LONG = pickle.dumps(1 << 2**25, 2)[2:-1]
+METAS = { # stoi, itos, a part of the error line
+    "text-of-many-ids": (value({"x" * 10**6: 0}), value(dict.fromkeys(range(5000), "x" * 10**6)), "has 5000 tokens"),
+    "a-long-text": (value({"x": 0}), value("x" * 8_000_000), "has 8000000 tokens"),
+    "a-long-number-often": (value({0: 0}), b"(" + LONG + b"q\1" + b"h\1" * 500_000 + b"l", "must map texts or bytes"),
+}
+
+
+@pytest.mark.parametrize("name", METAS)
+def test_hostile_vocabularies_are_refused(name, attack, valid_checkpoint, tmp_path):
+    stoi, itos, message = METAS[name]
+    write_settled(tmp_path / "out" / "ckpt.pt", valid_checkpoint)
+    write_settled(tmp_path / "out" / "meta.pkl", with_entry(with_entry(b"}.", "stoi", stoi), "itos", itos))
+    attack(tmp_path, message)
+
+
 # ---- Hugging Face's files
 
-def safetensors_file(length=None, data=bytes(4), **changes):
-    """A safetensors file with one tensor. length replaces the header length that the file states."""
-    header = json.dumps({"transformer.wpe.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes})
+def safetensors_file(length=None, data=bytes(4), count=1, **changes):
+    """A safetensors file of tensors in one place. length replaces the header length that the file states."""
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes
+    header = json.dumps({f"transformer.wpe.weight{i or ''}": entry for i in range(count)})
     return struct.pack("<Q", len(header) if length is None else length) + header.encode() + data
 
 
@@ -235,6 +283,8 @@ SAFETENSORS = {
     "terabytes": safetensors_file(shape=[2**40], data_offsets=[0, 2**42]), "longer": safetensors_file(data=bytes(5)),
     "backwards": safetensors_file(data_offsets=[4, 0]), "before": safetensors_file(data_offsets=[-4, 0]),
     "negative-size": safetensors_file(shape=[-1]), "text-as-shape": safetensors_file(shape="1"),
+    "many-dimensions": safetensors_file(shape=[1] * 2_700_000),
+    "overlapping-tensors": safetensors_file(data=bytes(4000), count=3, shape=[1000], data_offsets=[0, 4000]),
     "deep": struct.pack("<Q", 10**6) + b"{" * 10**6,
 }
 JSON = {"deep-json": b'{"a":' * 10**6, "digits": b'{"n_layer": ' + b"9" * 10**6 + b"}", "long": b" " * 2**25 + b"{}"}
@@ -244,7 +294,8 @@ JSON = {"deep-json": b'{"a":' * 10**6, "digits": b'{"n_layer": ' + b"9" * 10**6 
 def test_hostile_files_of_hugging_face_are_refused(name, attack, tmp_path):
     write_settled(tmp_path / "out" / "config.json", JSON.get(name, b'{"model_type": "gpt2"}'))
     write_settled(tmp_path / "out" / "model.safetensors", SAFETENSORS.get(name, safetensors_file()))
-    attack(tmp_path, "out/config.json" if name in JSON else "out/model.safetensors", "out")
+    reasons = {"overlapping-tensors": "claims tensors of", "many-dimensions": "an impossible shape"}
+    attack(tmp_path, reasons.get(name, "out/config.json" if name in JSON else "out/model.safetensors"), "out")
 
 
 @pytest.mark.parametrize("name, target", [

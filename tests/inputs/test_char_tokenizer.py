@@ -72,10 +72,15 @@ def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
     assert tokenizer.encode("a") == [0] and tokenizer.decode([0]) == "a"
 
 
+def test_a_vocabulary_that_encodes_nothing_decodes_bytes(tmp_path):
+    assert load(tmp_path, {"stoi": {}, "itos": [65, 0xFF]}).decode([0, 1]) == "A\ufffd"
+
+
 @pytest.mark.parametrize("meta, message", [
     ({"stoi": {"a": 0}, "itos": {1: "a"}}, "damaged: stoi and itos disagree about 'a'"),
     ({"stoi": {"e4": 0, "e5": 1}, "itos": {0: "e4", 1: "e6"}}, "damaged: stoi and itos disagree about 'e6'"),
-    *[({"stoi": stoi}, "must map texts or bytes") for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {}]],
+    *[({"stoi": stoi}, "must map texts or bytes")
+      for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {"a": 2**63}, {}]],
     ({"stoi": 3}, "its stoi is not a dict, but 3"), ({"stoi": {"a": 0}, "itos": 1}, "its itos is not a dict, but 1"),
     ([1], "cannot read .*: it holds list"), (b"hello", "cannot read .*: .*damaged or incomplete"),
     (b"version https://git-lfs.github.com/spec/v1\n", "cannot read .* pointer of Git LFS"),
