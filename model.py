@@ -75,9 +75,7 @@ class CausalSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, past=None):
-        """(B, T, E) -> (B, T, E). past: a layer of a KVCache (2, B, H, capacity, D), and how many of
-        its positions are filled.
-        """
+        """(B, T, E) -> (B, T, E). past: a layer of a KVCache (2, B, H, capacity, D), and how many positions it has."""
         T = x.size(1)
         qkv = self.split_heads(x)
         q, k, v = qkv # (B, H, T, D) each
@@ -175,9 +173,10 @@ class GPT(nn.Module):
             x = block(x, None if cache is None else (cache.layers[i], start))
         if cache is not None:
             cache.seq_len = end
-        if targets is None:
-            return self.lm_head(self.transformer.ln_f(x[:, -num_positions:])), None
-        logits = self.lm_head(self.transformer.ln_f(x))
+        x = self.transformer.ln_f(x)
+        if targets is None: # a copy, as in nanoGPT: from other addresses, a GPU might round differently
+            return self.lm_head(x[:, -num_positions:].clone(memory_format=torch.contiguous_format)), None
+        logits = self.lm_head(x)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     @torch.no_grad()

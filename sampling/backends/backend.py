@@ -39,11 +39,9 @@ class Backend:
 
     def int8_copy(self) -> "Backend":
         """The same model with int8 weights, which can use the caches of this one. Only if can_copy_to_int8."""
-        raise NotImplementedError
 
     def new_cache(self, num_rows: int, capacity: int) -> Cache | None:
         """An empty cache with room for capacity positions in each row; None if each step reads all tokens anew."""
-        raise NotImplementedError
 
     def release(self, cache: Cache) -> None:
         """Take back a cache that the caller needs no more."""
@@ -58,7 +56,6 @@ class Backend:
         overwrite them.
         If ids has one row and the cache is empty, all rows of the cache get it: one prefill for equal prompts.
         """
-        raise NotImplementedError
 
     def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
         """Whether the finished rows of a batch should leave it."""
@@ -117,13 +114,12 @@ class EagerBackend(Backend):
         return self.forward(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
 
 
-class ExactBackend(Backend):
+class ExactBackend(EagerBackend):
     """Runs a GPT as nanoGPT does. Its Linears must be cast already, which gives the weights that autocast would give.
 
     A GPU chooses its kernels by the shapes of the operations, and other kernels round differently. So each operation
-    has nanoGPT's shape: the batch is 1, each step computes the whole window, and ln_f runs on all rows of it. Then the
-    same GPU and torch compute nanoGPT's logits bit for bit, in any dtype. A Sampler with all_columns and
-    in_logits_dtype does the same for the choice of a token.
+    has nanoGPT's shape: the batch is 1, and each step computes the whole window. Then the same GPU and torch compute
+    nanoGPT's logits bit for bit, in any dtype. A Sampler with all_columns and in_logits_dtype does so with the tokens.
     Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole process. Raises ValueError if the
     device is neither CUDA nor a CPU.
     """
@@ -131,7 +127,7 @@ class ExactBackend(Backend):
     max_rows = 1
 
     def __init__(self, model: GPT):
-        self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
+        super().__init__(model)
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high") # TF32
             torch.backends.cuda.enable_cudnn_sdp(True) # the default, which CUDABackend changes
@@ -144,13 +140,3 @@ class ExactBackend(Backend):
 
     def new_cache(self, num_rows: int, capacity: int) -> None:
         """nanoGPT has none."""
-
-    @torch.no_grad()
-    def logits(self, ids: Tensor, cache: None, num_positions: int = 1) -> Tensor:
-        """Expects one row, and num_positions=1."""
-        transformer = self.model.transformer
-        x = transformer.wte(ids) + transformer.wpe(torch.arange(ids.size(1), device=self.device)) # (1, T, E)
-        for block in transformer.h:
-            x = block(x)
-        last = transformer.ln_f(x)[:, -1:].clone(memory_format=torch.contiguous_format) # aligned as nanoGPT's copy is
-        return self.model.lm_head(last)[:, -1] # (1, 1, V) -> (1, V)

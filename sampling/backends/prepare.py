@@ -97,8 +97,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
-    if device.type == "cpu":
-        limit_threads()
+    limit_threads()
     config = checkpoint.config
     if wants_kernels(config, device, dtype, options, num_steps) and has_numba(is_required=dtype == torch.int8):
         from sampling.backends.cpu import CPUBackend
@@ -143,13 +142,11 @@ def window_seconds(config: GPTConfig) -> float:
 
 
 def has_numba(is_required: bool) -> bool:
-    """Whether numba can be imported: not with a Python or a processor that it does not support. If not, raises
-    ValueError if it is required, as for int8, which has no other backend. Otherwise a warning says so.
-    """
+    """Whether numba can be imported. If not, a warning says so, or if it is required, raises ValueError."""
     try:
         import numba  # noqa: F401
         return True
-    except ImportError as error:
+    except ImportError as error: # also with a Python or a processor that it does not support
         message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({error}): pip install numba"
     if is_required:
         raise ValueError(message)

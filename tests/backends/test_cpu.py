@@ -33,23 +33,16 @@ SHAPES = {
 
 
 def make_backend(model, int8=False):
-    """The backend of a model, and the model whose logits it has."""
-    backend = CPUBackend(model.config, as_checkpoint(model).state_dict, int8)
-    return backend, with_rounded_weights(model) if int8 else model
+    return CPUBackend(model.config, as_checkpoint(model).state_dict, int8)
 
 
-def with_rounded_weights(gpt):
-    """A copy of the GPT whose Linears and token embedding have the values of 8 bits, in float32."""
-    gpt = copy.deepcopy(gpt)
-    for module in gpt.modules():
-        if isinstance(module, nn.Linear) or module is gpt.transformer.wte:
+def all_logits(model, ids, int8=False):
+    """The plain model's logits (B, T, V) after each of the ids (B, T); with int8, those of the rounded weights."""
+    model = copy.deepcopy(model)
+    for module in model.modules() if int8 else []:
+        if isinstance(module, nn.Linear) or module is model.transformer.wte:
             values, scales = quantize(module.weight.detach())
             module.weight = nn.Parameter(values * scales[:, None])
-    return gpt
-
-
-def all_logits(model, ids):
-    """The plain model's logits (B, T, V) after each of the ids (B, T)."""
     return model(ids, targets=ids)[0].detach()
 
 
@@ -73,9 +66,9 @@ def one_set_of_types():
 @pytest.mark.usefixtures("all_threads")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
-    backend, model = make_backend(make_gpt(**SHAPES[shape]), int8)
+    backend = make_backend(model := make_gpt(**SHAPES[shape]), int8)
     for num_rows in 1, 2, 3, 5, 12, 33: # with 33, torch multiplies float32
-        expected = all_logits(model, ids := random_prompt(16, num_rows, seed=num_rows))
+        expected = all_logits(model, ids := random_prompt(16, num_rows, seed=num_rows), int8)
         for prompt_length in 1, 4, 15:
             cache = backend.new_cache(num_rows, 16)
             assert_close(backend.logits(ids[:, :prompt_length], cache), expected[:, prompt_length - 1])
@@ -87,9 +80,9 @@ def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
 
 @pytest.mark.parametrize("length, num_positions", [(2, 2), (5, 1), (5, 5), (30, 1), (30, 4)])
 def test_several_tokens_may_follow_the_cache_and_seq_len_may_be_set_back(length, num_positions, int8):
-    backend, model = make_backend(make_gpt(**WIDE), int8)
+    backend = make_backend(model := make_gpt(**WIDE), int8)
     ids, cache = random_prompt(50, 3), backend.new_cache(3, 50)
-    expected = all_logits(model, ids)
+    expected = all_logits(model, ids, int8)
     backend.logits(ids[:, :20], cache)
     backend.logits(random_prompt(30, 3, seed=1), cache) # tokens that are undone
     for start in 20, 7:
@@ -98,32 +91,13 @@ def test_several_tokens_may_follow_the_cache_and_seq_len_may_be_set_back(length,
         assert_close(found, expected[:, start + length - num_positions:start + length])
 
 
-@pytest.mark.parametrize("length", [1, 5, 15])
-def test_one_row_fills_all_rows_of_the_cache(length, int8):
-    backend, model = make_backend(make_gpt(), int8)
-    ids, cache = random_prompt(length).repeat(4, 1), backend.new_cache(4, 16)
-    assert_close(backend.logits(ids[:1], cache), all_logits(model, ids[:1])[:, -1])
-    following = torch.cat([ids, random_prompt(1, 4)], dim=1)
-    assert_close(backend.logits(following[:, -1:], cache), all_logits(model, following)[:, -1])
-
-
-def test_a_cache_keeps_the_selected_rows(int8):
-    backend, model = make_backend(make_gpt(), int8)
-    ids, cache = random_prompt(9, 5), backend.new_cache(5, 16)
-    backend.logits(ids[:, :7], cache)
-    for rows, end in ([4, 0, 2], 8), ([1], 9):
-        cache.select_rows(rows)
-        ids = ids[rows]
-        assert_close(backend.logits(ids[:, end - 1:end], cache), all_logits(model, ids)[:, end - 1])
-
-
 # ---- weights
 
 def test_float32_weights_are_used_where_they_lie():
     """Without a second copy: whatever happens to the checkpoint's tensors happens to the logits."""
     model = make_gpt(tie_word_embeddings=False)
-    backend, ids, weights = make_backend(model)[0], random_prompt(16, 2), dict(model.named_parameters())
-    for name, weight in weights.items():
+    backend, ids = make_backend(model), random_prompt(16, 2)
+    for name, weight in model.named_parameters():
         before = weight.detach().clone()
         weight.data.fill_(torch.nan)
         assert not backend.logits(ids, None).isfinite().any(), name
@@ -137,7 +111,7 @@ def test_weights_of_another_layout_or_dtype_give_the_same_logits(change, int8):
     model, ids = make_gpt().half().float(), random_prompt(9, 2)
     weights = {name: change(weight) if weight.dim() > 1 else weight for name, weight in model.state_dict().items()}
     found = CPUBackend(model.config, weights, int8).logits(ids, None)
-    assert torch.equal(found, make_backend(model, int8)[0].logits(ids, None))
+    assert torch.equal(found, make_backend(model, int8).logits(ids, None))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -147,7 +121,7 @@ def test_weights_of_another_layout_or_dtype_give_the_same_logits(change, int8):
 def test_damaged_weights_give_logits_that_are_not_finite(name, value, int8):
     model = make_gpt(gelu="tanh" if value == torch.inf else "none")
     model.state_dict()[name].view(-1)[-1] = value
-    backend = make_backend(model, int8)[0]
+    backend = make_backend(model, int8)
     ids, cache = torch.zeros(2, 6, dtype=torch.long), backend.new_cache(2, 16)
     for logits in backend.logits(ids, cache), backend.logits(ids[:, :1], cache), backend.logits(ids, None):
         assert not logits.isfinite().all(dim=1).any()
@@ -166,7 +140,7 @@ def test_attention_may_be_nearly_all_on_one_token():
     """Scores a hundred apart: the exponentials of most are below the smallest float32."""
     model, ids = make_gpt(**WIDE), random_prompt(40, 3)
     model.state_dict()["transformer.h.0.attn.c_attn.weight"][:2 * WIDE["n_embd"]] *= 20
-    backend = make_backend(model)[0]
+    backend = make_backend(model)
     cache, expected = backend.new_cache(3, 64), all_logits(model, ids)
     for i in range(40):
         torch.testing.assert_close(backend.logits(ids[:, i:i + 1], cache), expected[:, i], atol=2e-3, rtol=1e-3)
@@ -175,7 +149,7 @@ def test_attention_may_be_nearly_all_on_one_token():
 def test_the_demo_predicts_nearly_as_well_in_int8():
     """On text that it sampled itself, in nats a character: the Kullback-Leibler divergence of float32 and int8."""
     gpt = build_gpt(load_nanogpt(PROJECT / "out-shakespeare-char"))
-    float32, int8 = make_backend(gpt)[0], make_backend(gpt, int8=True)[0]
+    float32, int8 = make_backend(gpt), make_backend(gpt, int8=True)
     ids = torch.tensor(decode(float32, 4 * [[0]], 60, seed=0)) # after newlines
     log_p, log_q = (backend.logits(ids, None, 60).log_softmax(dim=-1) for backend in (float32, int8))
     assert 0 < (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean() < 0.001
@@ -187,22 +161,18 @@ def test_several_python_threads_may_use_it_at_once():
     """numba's own threads, workqueue, would abort the process."""
     code = """
 import numba, torch
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 from models import make_gpt
 from sampling.backends.cpu import CPUBackend
 from streams import random_prompt
 torch.set_num_threads(2)
 model = make_gpt(n_embd=256, n_head=4)
-backend, ids, found = CPUBackend(model.config, model.state_dict()), random_prompt(16, 8), []
-def generate():
-    for _ in range(10):
-        cache = backend.new_cache(8, 16)
-        found.append(torch.stack([backend.logits(ids[:, i:i + 1], cache) for i in range(16)]))
-threads = [Thread(target=generate) for _ in range(3)]
-for step in Thread.start, Thread.join:
-    [step(thread) for thread in threads]
-assert numba.threading_layer() == "workqueue" and len(found) == 30
-assert all(torch.equal(logits, found[0]) for logits in found)
+backend, ids = CPUBackend(model.config, model.state_dict()), random_prompt(16, 8)
+def generate(_):
+    cache = backend.new_cache(8, 16)
+    return torch.stack([backend.logits(ids[:, i:i + 1], cache) for i in range(16)])
+found = [*ThreadPoolExecutor(3).map(generate, range(30))]
+assert numba.threading_layer() == "workqueue" and all(torch.equal(logits, found[0]) for logits in found)
 """
     env = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}"}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
