@@ -13,7 +13,6 @@ from sampling.inputs.tiktoken_tokenizer import encoding_label, load_encoding
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, Tokenizer
 
 logger = logging.getLogger(__name__)
-LARGE_SIZES = range(50257, 2**31) # of vocabularies of tiktoken: a meta.pkl may say no more of such a one
 GPT2_SIZES = {*range(50257, 50305), 51200} # to which people pad its vocabulary: nobody names GPT-2's encoding
 
 
@@ -86,5 +85,6 @@ def read_file(path: Path, vocab_size: int) -> Tokenizer | str | None:
     meta = read_meta(path)
     if encoding := named_encoding(meta, path):
         return encoding
-    is_without = meta.get("vocab_size") in LARGE_SIZES and not {"stoi", "itos"} & meta.keys()
-    return None if is_without else CharTokenizer(path, meta)
+    size = meta.get("vocab_size")
+    is_large = isinstance(size, int) and size >= min(ENCODINGS.values()) # one of tiktoken's, of which it may say no more
+    return None if is_large and not {"stoi", "itos"} & meta.keys() else CharTokenizer(path, meta)
