@@ -105,10 +105,10 @@ def with_entry(pickled, key, piece):
     return pickled[:-1] + b"(" + value(key) + piece + b"u."
 
 
-def poison(valid_checkpoint, key, piece, **options):
-    """The bytes of a valid checkpoint in which this piece of pickle is the value of key. Options go to ZipFile."""
+def poison(valid_checkpoint, key, piece):
+    """The bytes of a valid checkpoint in which this piece of pickle is the value of key."""
     content, out = zipfile.ZipFile(io.BytesIO(valid_checkpoint)), io.BytesIO()
-    with zipfile.ZipFile(out, "w", **options) as archive:
+    with zipfile.ZipFile(out, "w") as archive:
         for name in content.namelist():
             record = content.read(name)
             archive.writestr(name, with_entry(record, key, piece) if name.endswith("data.pkl") else record)

@@ -1,5 +1,6 @@
 """From stored tensors to a GPT: reads the tensors, checks that they fit the model, and builds it."""
 import math
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -66,8 +67,8 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
             file.check(tensor)
             stored[name] = file, tensor
-    claimed = sum(tensor.nbytes for _, tensor in stored.values())
-    require(claimed <= 2 * file.size, f"it has {file.size} bytes, but claims tensors of {claimed} bytes")
+    size, claimed = file.file.seek(0, os.SEEK_END), sum(tensor.nbytes for _, tensor in stored.values())
+    require(claimed <= 2 * size, f"it has {size} bytes, but claims tensors of {claimed} bytes")
     return stored
 
 

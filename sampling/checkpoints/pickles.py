@@ -16,9 +16,8 @@ import torch
 from sampling.checkpoints.untrusted_files import reject_pointer, require
 
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of the first two.
-MAX_PICKLE_BYTES, MAX_OPCODES, MAX_NAMES = 2**23, 2**21, 4096
+MAX_PICKLE_BYTES, MAX_OPCODES, MAX_NAMES, MAX_ARGUMENTS = 2**23, 2**21, 4096, 1024
 MAX_PARTS = 64 # of a tuple that is a key, and dimensions of a tensor
-MAX_ARGUMENTS = 1000 # of a call; Python copies them
 
 # ---- the check before the C unpickler reads the bytes
 
@@ -46,7 +45,7 @@ def check_pickle(pickled: bytes) -> tuple[int, bytes]:
         require(not name.startswith("EXT"), "it uses copyreg's extensions") # they need no name
         if name == "FRAME":
             parts.append(pickled[start:position])
-            start = position + 9 # its own bytes
+            start = position + 9
         if name == "MEMOIZE" or "PUT" in name:
             index = len(memo) if argument is None else argument
             require(0 <= index <= count, "its memo indices are higher than its number of values")
@@ -57,8 +56,8 @@ def check_pickle(pickled: bytes) -> tuple[int, bytes]:
                 operands.append(value)
             fixed = fixed[:fixed.index(pickletools.markobject)]
         operands += [stack.pop() for _ in fixed] # the top of the stack is the first of them
-        hashed = operands[HASHED_OPERANDS[name]] if name in HASHED_OPERANDS else []
-        require(OTHER not in hashed, "it has keys that are neither text nor numbers, nor tuples of them")
+        if name in HASHED_OPERANDS:
+            require(OTHER not in operands[HASHED_OPERANDS[name]], "its keys must be text, numbers, or tuples of them")
         if "GET" in name:
             made = memo[argument]
         elif name in CHANGES:

@@ -36,11 +36,6 @@ class TensorFile:
     crcs: dict[str, int] = field(default_factory=dict) # the CRC-32 of each record, if the file has them
     last_record: dict[tuple, Tensor] = field(default_factory=dict) # if the last tensor was a part of it
 
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return os.fstat(self.file.fileno()).st_size
-
     def check(self, stored: StoredTensor) -> None:
         """Raises RejectedFileError if the tensor is not inside its record."""
         key, dtype, shape, strides, offset = stored
@@ -77,15 +72,15 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
     start = file.read(32)
     reject_pointer(start)
     if start[8:9] == b"{": # the length of a header in JSON comes before it
-        read = read_safetensors
+        tensor_file = read_safetensors(file)
     elif start.startswith(b"PK\3\4"):
-        read = read_zip
+        tensor_file = read_zip(file)
     else: # a file of zeros: its writer has written nothing yet
         is_old = OLD_MAGIC in start or not start.strip(b"\0")
         require(is_old, "it is not a checkpoint: neither torch.save nor safetensors wrote it")
-        read = read_old_file
-    tensor_file = read(file)
-    if any(position + size > tensor_file.size for position, size in tensor_file.places.values()):
+        tensor_file = read_old_file(file)
+    file_size = file.seek(0, os.SEEK_END)
+    if any(position + size > file_size for position, size in tensor_file.places.values()):
         raise DamagedFileError("one of its records reaches beyond its end")
     return tensor_file
 
