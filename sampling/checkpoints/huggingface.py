@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "adapter_model.safetensors"]
 TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
               "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
-PICKLES = ["pytorch_model.bin", "pytorch_model-*.bin"]
 # activation_function in config.json -> approximate in F.gelu
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 GPT2_FIELDS = [("n_layer", "n_layer", 12), ("n_head", "n_head", 12), ("n_embd", "n_embd", 768),
@@ -26,7 +25,6 @@ GPT2_FIELDS = [("n_layer", "n_layer", 12), ("n_head", "n_head", 12), ("n_embd", 
                ("layer_norm_epsilon", "layer_norm_epsilon", 1e-5)] # GPTConfig's, config.json's, GPT2Config's default
 GPT2_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"
 LOG_IN = "then set HF_TOKEN, or run 'hf auth login'"
-CONV1D_WEIGHTS = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 
 
 def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
@@ -46,7 +44,7 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
         require(QKV not in stored or is_conv1d(stored[QKV][1]),
                 f"it holds nanoGPT's tensors, which are not transposed like Hugging Face's; {SAVE_WITH_SIZES}")
         for name, (file, tensor) in stored.items():
-            if name.endswith(CONV1D_WEIGHTS): # Conv1D stores a Linear's weight transposed
+            if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")): # Conv1D has a Linear's transposed
                 stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
         if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
             stored.setdefault(HEAD, stored[EMBEDDING]) # a head in the file may differ: it is used, as in transformers
@@ -79,8 +77,8 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
         raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
-    return {**{name: config.get(key, default) for name, key, default in GPT2_FIELDS}, "gelu": GELU[activation],
-            "bias": True}
+    fields = {name: config.get(key, default) for name, key, default in GPT2_FIELDS}
+    return fields | {"gelu": GELU[activation], "bias": True}
 
 
 # ---- files
@@ -109,7 +107,7 @@ def download(name: str) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=SAFETENSORS + TOKENIZERS))
         if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=PICKLES))
+            folder = Path(snapshot_download(name, allow_patterns=["pytorch_model.bin", "pytorch_model-*.bin"]))
         return folder
     except errors.HFValidationError:
         message = f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or user/model"

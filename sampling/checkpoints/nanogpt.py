@@ -19,7 +19,6 @@ from sampling.checkpoints.tensor_files import TensorFile
 from sampling.checkpoints.untrusted_files import read_complete, require
 
 logger = logging.getLogger(__name__)
-MODEL_KEYS = "model", "model_state_dict"
 SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # all fields of build-nanogpt's GPTConfig
 KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
 # Fields of forks that may be on and change nothing when a trained model samples.
@@ -68,7 +67,7 @@ def model_entries(content: object) -> tuple[object, dict]:
     may change what the model computes.
     """
     entries = content if isinstance(content, dict) else {}
-    model_key = next((key for key in MODEL_KEYS if key in entries), None)
+    model_key = next((key for key in ("model", "model_state_dict") if key in entries), None)
     args_key = "model_args" if "model_args" in entries else "config"
     args = entries.get(args_key)
     fields = fields_of(args)

@@ -206,10 +206,10 @@ STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float
             "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
 NEW_DTYPES = torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2 # no quantized ones
 FUNCTIONS = {
-    # Protocol 2 names a nested class, and a method, by getattr. All that it may stand for is one class of notes.
-    **{f"{module}.getattr": lambda *_: Note for module in ("builtins", "__builtin__")},
     "_codecs.encode": encode, **{f"numpy.{core}.multiarray.scalar": numpy_scalar for core in ("core", "_core")},
     **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
+    # Protocol 2 names a nested class, and a method, by getattr. All that it may stand for is one class of notes.
+    **{f"{module}.getattr": lambda owner, name: Note for module in ("builtins", "__builtin__")},
     **{f"torch._utils._rebuild_parameter{suffix}": rebuild_parameter for suffix in ("", "_with_state")},
 }
 MEANINGS: dict[str, Any] = {

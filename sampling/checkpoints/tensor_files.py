@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sampling.checkpoints.pickles import MAX_PARTS, MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, stored_tensor
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, stored_tensor
 from sampling.checkpoints.untrusted_files import DamagedFileError, damaged_if_fails, reject_pointer, require
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
@@ -97,9 +97,8 @@ def read_zip(file: BinaryIO) -> TensorFile:
         info.CRC = info.CRC if has_crcs else None # zipfile does not check None
     require(infos[pickle_name].file_size <= MAX_PICKLE_BYTES, f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
     folder = pickle_name.removesuffix("data.pkl")
-    order = f"{folder}byteorder"
-    is_native = order not in infos or archive.open(order).read(9) == sys.byteorder.encode() # it could be long
-    require(is_native, "it was saved on a machine with another byte order")
+    order = archive.open(f"{folder}byteorder").read(9) if f"{folder}byteorder" in infos else None # it could be long
+    require(order in (None, sys.byteorder.encode()), "it was saved on a machine with another byte order")
     result = TensorFile(file, DataUnpickler(archive.read(pickle_name)).load(), {})
     for name, info in infos.items():
         if name.startswith(f"{folder}data/"):
@@ -140,9 +139,8 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
     header.pop("__metadata__", None)
     for key, entry in header.items():
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-        require(len(shape) <= MAX_PARTS, "one of its tensors has an impossible shape") # strides of many take long
-        strides = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
-        content[key] = stored_tensor(key, DTYPES[entry["dtype"]], shape, strides, 0)
+        tensor = stored_tensor(key, DTYPES[entry["dtype"]], shape, shape, 0) # checks the shape before strides are made
+        content[key] = tensor._replace(strides=tuple(math.prod(shape[i + 1:]) for i in range(len(shape))))
         places[key] = 8 + header_bytes + begin, end - begin
         require(0 <= begin <= end and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
     if 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0) != file.seek(0, 2):

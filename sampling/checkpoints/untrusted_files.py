@@ -151,5 +151,4 @@ def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
 
 
 def file_states(files: Sequence[BinaryIO]) -> list[tuple[int, float]]:
-    """The size and the time of the last change of each open file."""
     return [(status.st_size, status.st_mtime) for status in (os.fstat(file.fileno()) for file in files)]
