@@ -132,7 +132,7 @@ def messages():
     handler, states = ListHandler(), {}
     for logger in map(logging.getLogger, LOGGERS):
         states[logger] = [*logger.handlers], logger.level, logger.propagate
-        logger.addHandler(handler)
+        logger.handlers[:] = [handler] # not the console, which a run for a fixture of many tests has set up
         logger.setLevel(logging.INFO)
     yield handler.lines
     for logger, (logger.handlers[:], level, logger.propagate) in states.items():
