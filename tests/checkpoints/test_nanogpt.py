@@ -54,6 +54,21 @@ class Color(enum.Enum):
     RED = 1
 
 
+class Odd:
+    """What makes it again is the result of a function. It gets both kinds of items."""
+
+    def __reduce__(self):
+        return partial(Config, 1), (), None, iter([1]), iter([("a", 1)])
+
+
+class Outer: # protocol 2 names nested classes by getattr
+    class Inner(enum.Enum):
+        RED = 1
+
+    class Plain:
+        pass
+
+
 Sizes = dataclasses.make_dataclass("Sizes", SHAPE)
 Sizes.__module__ = __name__
 
@@ -208,6 +223,7 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
     "objects": {"args": Config({"lr": 1}), "function": math.sqrt, "method": Config({}).__init__, "class": Config,
                 "optimizer": torch.optim.SGD, "dtype": torch.float8_e5m2, "size": torch.Size([2]), "type": int,
                 "partial": partial(print, 1), "sparse": torch.eye(2).to_sparse(), "layer": torch.nn.Linear(1, 1)},
+    "nested": {"enum": Outer.Inner.RED, "object": Outer.Plain(), "items": Odd()},
     "many": {"losses": [i / 7 for i in range(100_000)], "x": {1, 2}, "y": torch.ones(1, dtype=torch.uint16)},
 }
 
