@@ -108,13 +108,12 @@ class Note:
         return Note()
 
     def __setitem__(self, key, value, /):
-        self.items = self.items if isinstance(self.items, dict) else {}
+        self.items = self.items if isinstance(self.items, dict) else {} # an object may get both kinds, a list first
         self.items[key] = value
 
     def append(self, item, /):
         self.items = [] if self.items is None else self.items
-        if isinstance(self.items, list): # an object may get both kinds of items
-            self.items.append(item)
+        self.items.append(item)
 
     add = append # to a set
 
