@@ -14,8 +14,9 @@ from sampling.backends.backend import Backend
 from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.params import SamplingParams
 from sampling.sampler.row_streams import RowStreams, RunStream
-from sampling.sampler.sampler import NOT_FINITE
 
+NOT_FINITE = ("the model's logits are NaN or infinite: the checkpoint may be damaged, its training may have diverged, "
+              "or dtype=float16 overflows (try dtype=bfloat16 or float32)")
 MAX_FLUSH_SECONDS = 0.4 # between two flushes: a progress bar moves twice a second
 
 

@@ -15,8 +15,6 @@ from sampling.sampler.row_streams import exponentials
 
 NUM_EXTRA_FOR_TIES = 64 # bfloat16 logits nearly always tie with the k-th largest: the first topk has room for ties
 MAX_LOGIT = 1e9 # no model has larger ones
-NOT_FINITE = ("the model's logits are NaN or infinite: the checkpoint may be damaged, its training may have diverged, "
-              "or dtype=float16 overflows (try dtype=bfloat16 or float32)")
 
 
 class Sampler:

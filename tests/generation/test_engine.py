@@ -12,11 +12,11 @@ from models import CHARS, make_gpt
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.generation import engine
+from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.generation.engine import group_by_length
 from sampling.generation.workers import Workers
 from sampling.params import Prompt, Sample
-from sampling.sampler.sampler import NOT_FINITE
 from streams import decode, random_prompt
 
 WINDOWS = { # block_size is mostly 16
