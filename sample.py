@@ -1,6 +1,6 @@
 """Sample from a GPT that nanoGPT trained, or from GPT-2.
 
-    python sample.py --out_dir=out-shakespeare-char --start="ROMEO:"
+    python sample.py --out_dir=demo --start="ROMEO:"
     python sample.py --init_from=gpt2 --start=FILE:prompt.txt --temperature=0.9
     python sample.py config/story.py --seed=42
 

@@ -2,7 +2,7 @@
 
     import sampling
 
-    gpt = sampling.load("out-shakespeare-char")
+    gpt = sampling.load("demo")
     for sample in gpt.generate("ROMEO:", sampling.SamplingParams(max_new_tokens=100), num_samples=2):
         print(sample.text)
 

@@ -121,11 +121,11 @@ def fork(use):
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 for dtype in "float32", "int8", "bfloat16":
-    gpt = sampling.load("out-shakespeare-char", "cpu", dtype)
+    gpt = sampling.load("demo", "cpu", dtype)
     for text in "A" * 250, "B":
         fork(lambda: gpt.generate(text))
         gpt.generate(text, sampling.SamplingParams(max_new_tokens=2))
-fork(lambda: sampling.load("out-shakespeare-char"))
+fork(lambda: sampling.load("demo"))
 """
 
 

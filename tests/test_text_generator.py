@@ -9,7 +9,7 @@ import torch
 import sampling
 from project import PROJECT
 
-DEMO = PROJECT / "out-shakespeare-char"
+DEMO = PROJECT / "demo"
 PARAMS = sampling.SamplingParams(max_new_tokens=12, temperature=0.9, stop="zzz")
 
 

@@ -148,7 +148,7 @@ def test_attention_may_be_nearly_all_on_one_token():
 
 def test_the_demo_predicts_nearly_as_well_in_int8():
     """On text that it sampled itself, in nats a character: the Kullback-Leibler divergence of float32 and int8."""
-    gpt = build_gpt(load_nanogpt(PROJECT / "out-shakespeare-char"))
+    gpt = build_gpt(load_nanogpt(PROJECT / "demo"))
     float32, int8 = make_backend(gpt), make_backend(gpt, int8=True)
     ids = torch.tensor(decode(float32, 4 * [[0]], 60, seed=0)) # after newlines
     log_p, log_q = (backend.logits(ids, None, 60).log_softmax(dim=-1) for backend in (float32, int8))

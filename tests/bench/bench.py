@@ -81,7 +81,7 @@ def our_cases(row, folder, samples, lengths, settings):
 
 def whole_processes(folder):
     """The processes that are timed as a whole: (row, name, command)."""
-    demo, checkpoint = f"--out_dir={PROJECT / 'out-shakespeare-char'}", folder / "124M checkpoint"
+    demo, checkpoint = f"--out_dir={PROJECT / 'demo'}", folder / "124M checkpoint"
     row = "124M checkpoint with optimizer state, to the first token"
     return [
         (row, "nanoGPT's loop", other("load", checkpoint, 1)(1)),

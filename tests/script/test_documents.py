@@ -14,7 +14,7 @@ from configurator import find_settings, help_text
 from project import PROJECT, RULE, SCRIPT
 
 DOCUMENTS = [PROJECT / "README.md", PROJECT / "SECURITY.md", *sorted((PROJECT / "docs").glob("*.md"))]
-DEMO = PROJECT / "out-shakespeare-char"
+DEMO = PROJECT / "demo"
 
 
 def code_blocks(language):
@@ -42,7 +42,7 @@ def examples():
 def user_folder(tmp_path, gpt2_folder, monkeypatch):
     """A folder with the files that the commands read. The hub's cache has a small model for each name of GPT-2."""
     (tmp_path / "prompt.txt").write_text("ROMEO:\n")
-    (tmp_path / "out-shakespeare-char").symlink_to(DEMO)
+    (tmp_path / "demo").symlink_to(DEMO)
     for name in "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "distilbert--distilgpt2":
         cached = tmp_path / "hub" / f"models--{name}"
         (cached / "snapshots").mkdir(parents=True)

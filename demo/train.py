@@ -1,6 +1,6 @@
 """Train the demo: a character model of Shakespeare, saved as nanoGPT saves its checkpoints.
 
-    python out-shakespeare-char/train.py tinyshakespeare.txt
+    python demo/train.py tinyshakespeare.txt
 
 Writes ckpt.pt and meta.pkl beside this file.
 """
