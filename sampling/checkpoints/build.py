@@ -14,7 +14,7 @@ from model import GPT, GPTConfig
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.pickles import StoredTensor, describe, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
-from sampling.checkpoints.untrusted_files import require
+from sampling.checkpoints.untrusted_files import RejectedFileError, require
 
 StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
 
@@ -116,7 +116,11 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
     require(model_args.get("n_layer") == num_layers, # a model of 10**9 layers would never be built
             f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
-    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(GPTConfig(**model_args)).state_dict().items()}
+    try:
+        model = empty_gpt(GPTConfig(**model_args))
+    except ValueError as error: # which names the field
+        raise RejectedFileError(str(error)) from None
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tensor.shape for name, tensor in tensors.items()}
     problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
                 for name in {**shapes, **found} if found.get(name) != shapes.get(name)]

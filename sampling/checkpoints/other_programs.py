@@ -60,7 +60,7 @@ def read_nanogpt_file(file: BinaryIO, path: Path) -> TensorFile:
     try:
         tensor_file = read_tensor_file(file)
         advice = advice_for_content(tensor_file.content, path.parent)
-    except RejectedFileError:
+    except Exception:
         file.seek(0)
         advice = advice_for(file.read(START).decode("latin1"), OTHER_PROGRAMS + NOT_TENSORS)
         if not advice:

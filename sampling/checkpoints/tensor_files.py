@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, stored_tensor
-from sampling.checkpoints.untrusted_files import DamagedFileError, damaged_if_fails, reject_pointer, require
+from sampling.checkpoints.untrusted_files import reject_pointer, require
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
 MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
@@ -44,7 +44,6 @@ class TensorFile:
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         require(not rest and (0 in shape or last < length), "one of its tensors reaches beyond its record")
 
-    @damaged_if_fails()
     def read(self, stored: StoredTensor) -> Tensor:
         """Read a tensor straight into its memory. Raises RejectedFileError if its record is damaged or cut."""
         self.check(stored)
@@ -56,16 +55,15 @@ class TensorFile:
             for start in range(0, size, CHUNK):
                 part = target[start:start + CHUNK]
                 if self.file.readinto(part) != len(part):
-                    raise DamagedFileError("it is cut short")
+                    raise ValueError("it is cut short")
                 crc = zlib.crc32(part, crc) if self.crcs else 0
             if crc != self.crcs.get(stored.key, 0):
-                raise DamagedFileError("a checksum is wrong")
+                raise ValueError("a checksum is wrong")
             record = record.view(stored.dtype)
         self.last_record = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
         return record.as_strided(stored.shape, stored.strides, stored.offset)
 
 
-@damaged_if_fails()
 def read_tensor_file(file: BinaryIO) -> TensorFile:
     """The content of an open file of torch.save or of safetensors. Raises RejectedFileError if it is neither."""
     file.seek(0)
@@ -81,7 +79,7 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
         tensor_file = read_old_file(file)
     file_size = file.seek(0, os.SEEK_END)
     if any(position + size > file_size for position, size in tensor_file.places.values()):
-        raise DamagedFileError("one of its records reaches beyond its end")
+        raise ValueError("one of its records reaches beyond its end")
     return tensor_file
 
 
@@ -144,5 +142,5 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
         places[key] = 8 + header_bytes + begin, end - begin
         require(0 <= begin <= end and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
     if 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0) != file.seek(0, 2):
-        raise DamagedFileError("it is cut short, or longer than its header says")
+        raise ValueError("it is cut short, or longer than its header says")
     return TensorFile(file, content, places)

@@ -4,7 +4,7 @@ import os
 import re
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, describe, unwrap
-from sampling.checkpoints.untrusted_files import damaged_if_fails, named_errors, require
+from sampling.checkpoints.untrusted_files import named_errors, require
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, encode_utf8
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def named_encoding(meta: dict, source: object) -> str | None:
 
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
-    with open(path, "rb") as file, named_errors(path), damaged_if_fails():
+    with open(path, "rb") as file, named_errors(path):
         meta = DataUnpickler(file.read(MAX_PICKLE_BYTES)).load()
         require(isinstance(meta, dict), f"it holds {describe(meta)}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most

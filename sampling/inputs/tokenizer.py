@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, Protocol
 
-from sampling.checkpoints.untrusted_files import first_sentence
+from sampling.checkpoints.untrusted_files import RejectedFileError, first_sentence
 
 # The encodings of tiktoken, and how many tokens each has.
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
@@ -88,4 +88,4 @@ def call_library(function: Callable[[], Any], advice: str = "") -> Any:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error: # a Rust panic is no Exception
-        raise ValueError(f"the tokenizer's library failed: {first_sentence(error)}{advice}") from None
+        raise RejectedFileError(f"the tokenizer's library failed: {first_sentence(error)}{advice}") from None
