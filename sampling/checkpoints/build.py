@@ -1,9 +1,8 @@
 """From stored tensors to a GPT: reads the tensors, checks that they fit the model, and builds it."""
 import math
-import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -67,40 +66,34 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
             file.check(tensor)
             stored[name] = file, tensor
-    size, claimed = file.file.seek(0, os.SEEK_END), sum(tensor.nbytes for _, tensor in stored.values())
-    require(claimed <= 2 * size, f"it has {size} bytes, but claims tensors of {claimed} bytes")
+    claimed = sum(tensor.nbytes for _, tensor in stored.values())
+    require(claimed <= 2 * file.size, f"it has {file.size} bytes, but claims tensors of {claimed} bytes")
     return stored
 
 
-def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype,
-               adjust: Callable[[str, Tensor], None] | None = None) -> dict:
+def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> dict:
     """Read the tensors. Returns the fields config, state_dict and record_crc32 of a Checkpoint.
 
     dtype: with torch.int8, the weights of Linears and the token embedding are quantized as soon as they are read, so
-    that one such weight is in memory in float32 at a time; all else is float32. adjust: called before, to change a
-    tensor by its name. The head is tied, one object under both names, if it and the embedding hold the same numbers.
-    Raises ValueError unless model_args and the tensors fit, RejectedFileError if a record is damaged.
+    that one such weight is in memory in float32 at a time; all else is float32. The head is tied, one object under both
+    names, if it and the embedding hold the same numbers.
     """
     def read(name: str) -> Tensor:
         file, tensor = stored[name]
         tensor = file.read(tensor).float().contiguous() # mostly copies nothing
-        if adjust:
-            adjust(name, tensor)
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
     require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
-    state_dict, is_tied = {}, stored[HEAD] == stored[EMBEDDING]
-    for name in sorted(stored): # so the head is before the embedding
-        tensor = None if name == EMBEDDING and is_tied else read(name)
-        if name == EMBEDDING and not is_tied:
-            is_tied = torch.equal(tensor, read(HEAD) if dtype == torch.int8 else state_dict[HEAD])
-        if name == EMBEDDING and is_tied:
-            state_dict[name] = state_dict[HEAD]
-        else:
-            is_quantized = dtype == torch.int8 and tensor.dim() == 2 and name != POSITIONS
-            state_dict[name] = quantize(tensor) if is_quantized else tensor
-    return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}),
-            "state_dict": {name: state_dict[name] for name in stored}, "record_crc32": record_crc32(stored)}
+    is_tied = stored[HEAD] == stored[EMBEDDING] or torch.equal(read(HEAD), read(EMBEDDING))
+    state_dict = {}
+    for name, (_, tensor) in stored.items():
+        if not (is_tied and name == EMBEDDING):
+            is_quantized = dtype == torch.int8 and len(tensor.shape) == 2 and name != POSITIONS
+            state_dict[name] = quantize(read(name)) if is_quantized else read(name)
+    if is_tied:
+        state_dict[EMBEDDING] = state_dict[HEAD]
+    return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}), "state_dict": state_dict,
+            "record_crc32": record_crc32(stored)}
 
 
 def record_crc32(stored: StoredTensors) -> int | None:
@@ -201,7 +194,4 @@ class SkipInit(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func.__name__ in INIT_FUNCTIONS:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
+        return None if func.__name__ in INIT_FUNCTIONS else func(*args, **kwargs or {})

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from torch import Tensor
 
-from sampling.checkpoints.build import EMBEDDING, HEAD, read_model, tensors_by_name
+from model import GPTConfig
+from sampling.checkpoints.build import EMBEDDING, HEAD, QuantizedWeight, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.finding import find_checkpoint, huggingface_config
 from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
@@ -48,8 +48,9 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
                 stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
         if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
             stored.setdefault(HEAD, stored[EMBEDDING]) # a head in the file may differ: it is used, as in transformers
-        return read_model(model_args, stored, dtype,
-                          lambda name, tensor: scale_queries(name, tensor, config, model_args))
+        fields = read_model(model_args, stored, dtype)
+        scale_queries(fields["state_dict"], config, fields["config"])
+        return fields
 
     checkpoint = Checkpoint(path=name_or_folder, folder=folder, files=paths, is_huggingface=True, raw_config=config,
                             **read_complete(paths[0] if len(paths) == 1 else folder, paths, read))
@@ -57,17 +58,14 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
     return checkpoint
 
 
-def scale_queries(name: str, tensor: Tensor, config: dict, model_args: dict) -> None:
+def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
     """If config.json sets another attention scale than 1/sqrt(D), multiply the query weights by the ratio."""
-    if ".attn.c_attn." not in name:
-        return
-    factor = 1.0
-    if config.get("scale_attn_by_inverse_layer_idx", False):
-        factor /= int(name.split(".")[2]) + 1
-    if not config.get("scale_attn_weights", True):
-        factor *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
-    if factor != 1:
-        tensor[:len(tensor) // 3] *= factor # the queries
+    factor = 1.0 if config.get("scale_attn_weights", True) else (sizes.n_embd / sizes.n_head) ** 0.5
+    for name, tensor in state_dict.items():
+        if ".attn.c_attn." in name: # (3E, E) or (3E,): a row of the weight has one scale in int8
+            layer = int(name.split(".")[2]) + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1
+            rows = tensor.scales if isinstance(tensor, QuantizedWeight) else tensor
+            rows[:sizes.n_embd] *= factor / layer
 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
