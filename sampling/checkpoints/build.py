@@ -30,21 +30,16 @@ INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
 def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by nanoGPT's names: without wrappers, such as those of torch.compile and DDP, and without a prefix that
-    all names share, but with the prefix that is missing where only the transformer was saved. Raises RejectedFileError
-    if two names become one.
+    """Tensors by nanoGPT's names: torch.compile, DDP and FSDP add wrappers, and a class around the GPT adds a prefix. A
+    file of the transformer alone lacks one. Raises ValueError if two names become one.
     """
-    parts = {name: [part for part in name.split(".") if part not in WRAPPERS] for name in tensors}
-    first = next(iter(parts.values()), [])
-    depth = next((i for i, part in enumerate(first) if part in GPT_PARTS), 0)
-    if any(found[:depth] != first[:depth] or not GPT_PARTS & {*found[depth:depth + 1]} for found in parts.values()):
-        depth = 0
     renamed = {}
-    for name, found in parts.items():
-        missing = ["transformer"] if TRANSFORMER_PARTS & {*found[depth:depth + 1]} else []
-        new = ".".join(missing + found[depth:])
+    for name, tensor in tensors.items():
+        parts = [part for part in name.split(".") if part not in WRAPPERS]
+        parts = parts[next((i for i, part in enumerate(parts) if part in GPT_PARTS), 0):]
+        new = ".".join(["transformer", *parts] if TRANSFORMER_PARTS & {*parts[:1]} else parts)
         require(new not in renamed, f"two of its tensors are called {new!r:.60} without wrappers, such as {name!r:.60}")
-        renamed[new] = tensors[name]
+        renamed[new] = tensor
     return renamed
 
 

@@ -39,7 +39,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
     file cannot be opened, ValueError if it is damaged, is not a checkpoint, or needs more than data.
     """
     def read(file: BinaryIO) -> dict:
-        tensor_file = read_nanogpt_file(file, path)
+        tensor_file = read_nanogpt_file(file)
         tensors, model_args = model_entries(tensor_file.content)
         stored = tensors_by_name(tensors, tensor_file)
         for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
