@@ -1,6 +1,7 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import logging
 import os
+import re
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,11 +21,8 @@ TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.t
               "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
 # activation_function in config.json -> approximate in F.gelu
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
-GPT2_FIELDS = [("n_layer", "n_layer", 12), ("n_head", "n_head", 12), ("n_embd", "n_embd", 768),
-               ("vocab_size", "vocab_size", 50257), ("n_inner", "n_inner", None), ("block_size", "n_positions", 1024),
-               ("layer_norm_epsilon", "layer_norm_epsilon", 1e-5)] # GPTConfig's, config.json's, GPT2Config's default
-GPT2_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"
-LOG_IN = "then set HF_TOKEN, or run 'hf auth login'"
+DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None, "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5} # of fields that config.json may lack, as in transformers
 
 
 def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
@@ -75,8 +73,8 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
         raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
-    fields = {name: config.get(key, default) for name, key, default in GPT2_FIELDS}
-    return fields | {"gelu": GELU[activation], "bias": True}
+    fields = DEFAULTS | {name: config[name] for name in DEFAULTS.keys() & config.keys()}
+    return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation], "bias": True} | fields
 
 
 # ---- files
@@ -91,10 +89,11 @@ def find_model(name_or_folder: str) -> tuple[Path, dict]:
     except FileNotFoundError:
         if not folder.is_dir() or any(folder.glob("*.pt")):
             raise
-        is_gpt2 = f"pass --init_from=openai-community/{name_or_folder}, or " if name_or_folder in GPT2_NAMES else ""
+        is_gpt2 = re.fullmatch("gpt2(-medium|-large|-xl)?", name_or_folder)
+        advice = f"pass --init_from=openai-community/{name_or_folder}, or " if is_gpt2 else ""
         raise ValueError(f"{name_or_folder} is a folder here, and holds no model; for the model of this name on the "
-                         f"Hugging Face hub, {is_gpt2}run the command in another folder") from None
-    read_complete(path, [path], lambda file: read_nanogpt_file(file, path)) # says what another file is
+                         f"Hugging Face hub, {advice}run the command in another folder") from None
+    read_complete(path, [path], read_nanogpt_file) # says what another file is
     raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
                      f"--out_dir={name_or_folder}")
 
@@ -109,12 +108,11 @@ def download(name: str) -> Path:
         return folder
     except errors.HFValidationError:
         message = f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or user/model"
-    except errors.GatedRepoError:
-        message = f"access to {name!r} is on request: ask for it at https://huggingface.co/{name}, {LOG_IN}"
     except errors.RepositoryNotFoundError:
         message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
-                   f"access to it: {LOG_IN}")
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
+                   f"access to it: ask for it at https://huggingface.co/{name}, then set HF_TOKEN, or run 'hf auth "
+                   "login'")
+    except OSError as e: # all other errors of the hub are of this type
         first_line = str(e).partition("\n")[0].partition(". ")[0]
         message = (f"could not get {name!r}: it is no folder here and not in Hugging Face's cache, and the hub did not "
                    f"answer ({first_line:.100}); where the hub can be reached, run 'hf download {name} --local-dir "
