@@ -44,14 +44,16 @@ def first_sentence(error: BaseException) -> str:
 @contextmanager
 def named_errors(source: object) -> Iterator[None]:
     """Turn an exception inside the block into a RejectedFileError that names the source. An exception of another type
-    means that the file is damaged. Lack of memory passes, and so does an OSError that names a file.
+    means that the file is damaged. Lack of memory passes, and so does an error that names a file already.
     """
     try:
         yield
     except Exception as e: # for a damaged file, json, zipfile and torch may raise any exception
-        if is_out_of_memory(e) or (isinstance(e, OSError) and e.filename):
+        is_rejected = isinstance(e, RejectedFileError)
+        has_name = str(e).startswith("cannot read ") if is_rejected else isinstance(e, OSError) and e.filename
+        if has_name or is_out_of_memory(e):
             raise
-        reason = str(e) if isinstance(e, RejectedFileError) else (
+        reason = str(e) if is_rejected else (
             f"it is damaged or incomplete ({first_sentence(e)}); copy it again, or use another one")
         one_line = " ".join(reason.splitlines()) # a name in a file may have a newline
         raise RejectedFileError(f"cannot read {source}: {one_line:.1000}") from None
@@ -70,8 +72,8 @@ def read_json(path: Path, max_bytes: float = math.inf) -> dict:
 
 def read_text(path: Path, max_bytes: float = math.inf) -> str:
     """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
-    require(path.is_file(), f"{path} is missing, or not a regular file") # a device or a pipe may never end
     with named_errors(path):
+        require(path.is_file(), "it is missing, or not a regular file") # a device or a pipe may never end
         require(path.stat().st_size <= max_bytes, f"it has more than {max_bytes} bytes")
         text = path.read_text("utf-8")
         reject_pointer(text)
