@@ -1,16 +1,16 @@
 """HFTokenizer: a tokenizer of Hugging Face's tokenizers library, from a tokenizer.json or from the older files."""
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from sampling.inputs.hf_files import load_library_tokenizer
-from sampling.inputs.tokenizer import REPLACEMENT, IncrementalDecoder, call_library, encode_utf8
+from sampling.inputs.tokenizer import REPLACEMENT, IncrementalDecoder, Tokenizer, call_library, encode_utf8
 
 CONTEXT = 8 # the text of a token depends on at most this many tokens before it, unless the decoder sees the whole text
 MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """The tokenizer whose main file is at path: a tokenizer.json, vocab.json or vocab.txt.
 
     Ids and texts are the same as in transformers with add_special_tokens=False and clean_up_tokenization_spaces=False.
@@ -35,13 +35,6 @@ class HFTokenizer:
             raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least "
                              "one; pass another --start")
         return ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        ids = [int(i) for i in ids]
-        if all(map(self.is_known, ids)):
-            return self.text_of(ids)
-        decoder = self.incremental_decoder()
-        return "".join(decoder(token_id, last=i == len(ids)) for i, token_id in enumerate(ids, 1))
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
         return HFDecoder(self, prompt_ids)
