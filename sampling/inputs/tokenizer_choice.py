@@ -7,8 +7,7 @@ from pathlib import Path
 from configurator import suggest
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
-from sampling.inputs.hf_files import find_tokenizer
-from sampling.inputs.hf_tokenizer import HFTokenizer
+from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
 from sampling.inputs.tiktoken_tokenizer import encoding_label, load_encoding
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, Tokenizer
 

@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_tokenizers import KINDS, MAKE, random_texts, save_tokenizer
-from sampling.inputs.hf_files import find_tokenizer
-from sampling.inputs.hf_tokenizer import HFTokenizer
+from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
 
 
 def load(folder, vocab_size=10**6):
