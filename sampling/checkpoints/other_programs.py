@@ -1,6 +1,5 @@
 """Recognises the files of other programs, and says what to do with each."""
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,15 +14,13 @@ SAVE_WITH_SIZES = ( # with only these five sizes, "config" selects the tanh form
     'save it with its sizes: torch.save({"model": state_dict, "model_args": dict(block_size=?, vocab_size=?, '
     'n_layer=?, n_head=?, n_embd=?)}, "ckpt.pt"), with "config" instead of "model_args" for a model of build-nanogpt '
     "or minGPT; then pass --out_dir=ckpt.pt")
-START = 2**16 # bytes in which a program is recognised
 QKV = "transformer.h.0.attn.c_attn.weight" # in nanoGPT, build-nanogpt, minGPT and Hugging Face
 
 # A pattern, and what a file is in which it occurs. It is searched in the names of a file's entries and tensors, one a
 # line, and in the first bytes of a file that cannot be read.
 OTHER_PROGRAMS = [
     (r"\A[\xc6-\xc8\x88\x8f][\xd7\xd8]\x34\x01", # llm.c's numbers are dates, from 20240326 to 20240527
-     "it is a file of llm.c; export the model with llm.c's own script, 'python dev/eval/export_hf.py --input MODEL.bin "
-     "--output DIR', then pass --init_from=DIR"),
+     "it is a file of llm.c; export it with llm.c's dev/eval/export_hf.py, then pass --init_from=DIR"),
     (r"\AGGUF", "it is a GGUF file; sample from it with llama.cpp"),
     (r"pytorch-lightning_version",
      f"it is a Lightning checkpoint; load it with the program that trained it, and save the GPT in it: {SAVE_MODEL}"),
@@ -54,32 +51,30 @@ def read_nanogpt_file(file: BinaryIO) -> TensorFile:
     """read_tensor_file, but for a file of another program the error says what to do with it."""
     try:
         tensor_file = read_tensor_file(file)
-        advice = advice_for_content(tensor_file.content, Path(file.name).parent)
+        advice = advice_for(tensor_file.content, Path(file.name).parent)
     except Exception:
         file.seek(0)
-        advice = advice_for(file.read(START).decode("latin1"), OTHER_PROGRAMS + NOT_TENSORS)
+        advice = find_pattern(file.read(2**16).decode("latin1"), OTHER_PROGRAMS + NOT_TENSORS)
         if not advice:
             raise
     require(not advice, advice)
     return tensor_file
 
 
-def advice_for(text: str, patterns: list[tuple[str, str]] = OTHER_PROGRAMS) -> str | None:
-    """What a file of another program is, and what to do with it; None for nanoGPT's and unknown files."""
+def find_pattern(text: str, patterns: list[tuple[str, str]]) -> str | None:
     return next((advice for pattern, advice in patterns if re.search(pattern, text, re.MULTILINE)), None)
 
 
-def advice_for_content(content: object, folder: Path) -> str | None:
+def advice_for(content: object, folder: Path) -> str | None:
+    """What a file with this content is, and what to do with it; None for nanoGPT's and unknown files."""
     entries = fields_of(content) or {}
     is_bare = bool(entries) and all(isinstance(value, StoredTensor) for value in entries.values())
     tensors = entries if is_bare else fields_of(entries.get("model", entries.get("model_state_dict"))) or {}
     tensors = nanogpt_names({name: tensor for name, tensor in tensors.items() if isinstance(name, str)})
     names = [name for name in entries if isinstance(name, str)]
-    return advice_for("\n".join([*names, *tensors])) or (advice_for_tensors(tensors, folder) if is_bare else None)
-
-
-def advice_for_tensors(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
-    """What to do with a file that holds only tensors, given with nanoGPT's names: it lacks the sizes of the model."""
+    advice = find_pattern("\n".join([*names, *tensors]), OTHER_PROGRAMS)
+    if advice or not is_bare:
+        return advice
     if huggingface_config(folder):
         return f"it belongs to a Hugging Face model; pass --init_from={folder}"
     if QKV not in tensors:

@@ -42,7 +42,7 @@ FILES = { # the content, or the first bytes; a part of the error line
     "module": (torch.nn.Linear(2, 2), MODULE_ADVICE),
     "module-as-entry": ({"model": torch.nn.Linear(2, 2), "model_args": SHAPE}, MODULE_ADVICE),
     "llm.c": ((20240326).to_bytes(4, "little"),
-              "'python dev/eval/export_hf.py --input MODEL.bin --output DIR', then pass --init_from=DIR"),
+              "export it with llm.c's dev/eval/export_hf.py, then pass --init_from=DIR"),
     "GGUF": (b"GGUF", "it is a GGUF file; sample from it with llama.cpp"),
     "lora": (tensors("base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"), "merge_and_unload().save_pretrain"),
     "lora-in-a-fork": ({"model": tensors("transformer.h.0.mlp.c_fc.lora_B.0"), "model_args": SHAPE}, "a LoRA adapter"),
