@@ -22,11 +22,8 @@ MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold th
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 TRANSFORMER_PARTS = {"wte", "wpe", "h", "ln_f"}
 GPT_PARTS = TRANSFORMER_PARTS | {"transformer", "lm_head"}
-CHUNK = 2**18 # weights that are quantized at once, so that their copies need little memory
-SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0
 MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a millisecond
 VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
-INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
 def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,13 +46,12 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
     Views made by expand, one record under many names, or records that overlap can claim far more bytes than the file
     has. Twice its bytes are allowed, because a tied head is stored once and named twice.
     """
-    given, tensors, reason = tensors, unwrap(tensors), "it must hold tensors by name, but holds "
-    require(isinstance(tensors, dict) and tensors, reason + describe(given or None))
-    for name, tensor in tensors.items():
-        is_named = isinstance(name, str) and isinstance(tensor, StoredTensor)
-        require(is_named, f"{reason}{describe(name)}: {describe(tensor)}")
-    stored = {}
-    for name, tensor in nanogpt_names(tensors).items():
+    named, reason, stored = unwrap(tensors), "it must hold tensors by name, but holds ", {}
+    require(isinstance(named, dict) and named, reason + describe(tensors or None))
+    for name, tensor in named.items():
+        require(isinstance(name, str) and isinstance(tensor, StoredTensor),
+                f"{reason}{describe(name)}: {describe(tensor)}")
+    for name, tensor in nanogpt_names(named).items():
         if not MASK_BUFFER.search(name):
             require(tensor.dtype.is_floating_point,
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
@@ -70,8 +66,8 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
     """Read the tensors. Returns the fields config, state_dict and record_crc32 of a Checkpoint.
 
     dtype: with torch.int8, the weights of Linears and the token embedding are quantized as soon as they are read, so
-    that one such weight is in memory in float32 at a time; all else is float32. The head is tied, one object under both
-    names, if it and the embedding hold the same numbers.
+    that one such weight is in memory in float32 at a time; all else is float32. The head, which makes logits of the
+    last layer's output, is mostly tied: it has the numbers of the token embedding, and then is the same object.
     """
     def read(name: str) -> Tensor:
         file, tensor = stored[name]
@@ -80,23 +76,15 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
 
     require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
     is_tied = stored[HEAD] == stored[EMBEDDING] or torch.equal(read(HEAD), read(EMBEDDING))
-    state_dict = {}
-    for name, (_, tensor) in stored.items():
-        if not (is_tied and name == EMBEDDING):
-            is_quantized = dtype == torch.int8 and len(tensor.shape) == 2 and name != POSITIONS
-            state_dict[name] = quantize(read(name)) if is_quantized else read(name)
-    if is_tied:
-        state_dict[EMBEDDING] = state_dict[HEAD]
+    state_dict, crc32_parts = {}, []
+    for name, (file, tensor) in sorted(stored.items()): # so the head is before the embedding
+        is_quantized = dtype == torch.int8 and len(tensor.shape) == 2 and name != POSITIONS
+        state_dict[name] = (state_dict[HEAD] if name == EMBEDDING and is_tied else
+                            quantize(read(name)) if is_quantized else read(name))
+        crc32_parts.append(f"{name} {tensor[1:]} {file.crcs.get(tensor.key)}\n")
+    has_crcs = all(tensor.key in file.crcs for file, tensor in stored.values())
     return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}), "state_dict": state_dict,
-            "record_crc32": record_crc32(stored)}
-
-
-def record_crc32(stored: StoredTensors) -> int | None:
-    """A CRC-32 of the tensors, from their names, shapes and the CRCs of their records; None where a record has none."""
-    if not all(tensor.key in file.crcs for file, tensor in stored.values()):
-        return None
-    parts = [f"{name} {tensor[1:]} {file.crcs[tensor.key]}\n" for name, (file, tensor) in sorted(stored.items())]
-    return zlib.crc32("".join(parts).encode())
+            "record_crc32": zlib.crc32("".join(crc32_parts).encode()) if has_crcs else None}
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
@@ -123,19 +111,17 @@ def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
     every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then initialises the weights of both with
     normal_, and every c_proj.weight once more. A tied lm_head counts under both of its names.
     """
-    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     draws = few = 0
     for name, tensor in tensors.items():
-        if not (name.endswith(".weight") and len(tensor.shape) == 2):
-            continue
-        is_embedding = name.endswith(("wte.weight", "wpe.weight"))
-        if not is_embedding:
-            draws += sizes[name] + sizes.get(name.removesuffix("weight") + "bias", 0)
-        num_normal = 2 if is_embedding or name.endswith("c_proj.weight") else 1
-        if sizes[name] < VECTOR_SIZE:
-            few += num_normal * sizes[name]
-        else: # one draw for each entry, and 16 more to redo a partial last vector
-            draws += num_normal * (sizes[name] + (VECTOR_SIZE if sizes[name] % VECTOR_SIZE else 0))
+        if name.endswith(".weight") and len(tensor.shape) == 2:
+            size, is_embedding = math.prod(tensor.shape), name.endswith(("wte.weight", "wpe.weight"))
+            if not is_embedding:
+                draws += size + tensor.shape[0] * (name.removesuffix("weight") + "bias" in tensors)
+            num_normal = 2 if is_embedding or name.endswith("c_proj.weight") else 1
+            if size < VECTOR_SIZE:
+                few += num_normal * size
+            else: # one draw for each entry, and 16 more to redo a partial last vector
+                draws += num_normal * (size + (VECTOR_SIZE if size % VECTOR_SIZE else 0))
     # For small tensors, normal_ makes two numbers from four draws, and keeps the second number for its next call.
     return draws + 4 * -(-few // 2)
 
@@ -156,10 +142,10 @@ class QuantizedWeight(NamedTuple):
 def quantize(weight: Tensor) -> QuantizedWeight:
     """Round a weight (O, I) to int8, with one scale for each row."""
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
-    size = max(1, CHUNK // weight.size(1))
+    size = max(1, 2**18 // weight.size(1)) # rows at a time: their copies need little memory
     for rows, row_values, row_scales in zip(weight.split(size), values.split(size), scales.split(size), strict=True):
         rows = rows.float()
-        row_scales.copy_(rows.abs().amax(dim=1) / 127 + SMALLEST)
+        row_scales.copy_(rows.abs().amax(dim=1) / 127 + 2.0**-100) # a row of zeros must not be divided by 0
         row_values.copy_((rows / row_scales[:, None]).round_())
     return QuantizedWeight(values, scales)
 
@@ -189,4 +175,5 @@ class SkipInit(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return None if func.__name__ in INIT_FUNCTIONS else func(*args, **kwargs or {})
+        is_init = func.__name__ in ("kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_")
+        return None if is_init else func(*args, **kwargs or {})

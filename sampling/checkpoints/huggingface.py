@@ -16,9 +16,7 @@ from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import read_complete, require
 
 logger = logging.getLogger(__name__)
-SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "adapter_model.safetensors"]
-TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
-              "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
+FILES = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.json", "*.txt", "*.model"]
 # activation_function in config.json -> approximate in F.gelu
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None, "n_positions": 1024,
@@ -102,7 +100,7 @@ def download(name: str) -> Path:
     """Download a model, unless it is in the hub's cache, and return its folder. Raises ValueError if that fails."""
     from huggingface_hub import errors, snapshot_download
     try:
-        folder = Path(snapshot_download(name, allow_patterns=SAFETENSORS + TOKENIZERS))
+        folder = Path(snapshot_download(name, allow_patterns=FILES))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=["pytorch_model.bin", "pytorch_model-*.bin"]))
         return folder
@@ -127,7 +125,7 @@ def weight_files(folder: Path) -> list[Path]:
             return [folder / f"{stem}.{suffix}"]
         if shards := sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*.{suffix}"))): # -00001-of-00003
             total = shards[-1].stem.rpartition("-")[2]
-            if total != f"{len(shards):05}":
-                raise ValueError(f"{folder} has only {len(shards)} of {total} shards: download the model again")
-            return shards
+            if total == f"{len(shards):05}":
+                return shards
+            raise ValueError(f"{folder} has only {len(shards)} of {total} shards: download the model again")
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor the shards of either")
