@@ -14,8 +14,8 @@ State = tuple[int, int, int] # what changes when a file is written
 
 
 def find_checkpoint(out_dir: str | Path) -> Path:
-    """The path of ckpt.pt in out_dir, or out_dir if it is a file, or weights in out_dir, for which read_nanogpt_file
-    raises the advice. Raises FileNotFoundError, which names what is there or near, if there is none.
+    """The path of ckpt.pt in out_dir, or out_dir if it is a file, or other weights in out_dir: read_nanogpt_file says
+    what they are. Raises FileNotFoundError, which names what is near, if there is none.
     """
     folder, path = Path(out_dir), checkpoint_path(out_dir)
     if path.is_file():
@@ -52,21 +52,18 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def huggingface_config(folder: Path) -> dict | None:
-    """The config.json of a Hugging Face model in this folder; None if there is none. It names an architecture, or has
-    GPT-2's fields, as those of 2019 and of GPT2-Chinese.
-    """
+    """The config.json of a Hugging Face model in this folder; None if there is none."""
     path = folder / "config.json"
     config = read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
-    return config if "model_type" in config or config.keys() >= {"n_embd", "n_head", "n_layer", "n_positions"} else None
+    has_sizes = config.keys() >= {"n_embd", "n_head", "n_layer", "n_positions"} # in 2019, it named no architecture
+    return config if "model_type" in config or has_sizes else None
 
 
 # ---- waiting for the next save
 
 def wait_for_save(out_dir: str | Path, after: State | None = None) -> State:
-    """Wait until the checkpoint in out_dir has been saved, which need not exist yet, and return its state.
-
-    after: the state that an earlier call returned; then wait until the checkpoint is saved anew. Without it, one that
-    is there counts as saved.
+    """Wait until there is a checkpoint in out_dir, and return its state. after: what an earlier call returned; then
+    wait until the checkpoint is saved anew.
     """
     previous, state = None, file_state(out_dir)
     if state is None or after is not None:

@@ -26,8 +26,7 @@ DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_
 def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
-    dtype: as in nanogpt.load_nanogpt. Raises ValueError or OSError if the files are not available, are damaged or hold
-    another model.
+    dtype and errors: as in nanogpt.load_nanogpt.
     """
     folder, config = find_model(name_or_folder)
     model_args, paths = gpt2_model_args(config, folder), weight_files(folder)
@@ -49,7 +48,7 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
         return fields
 
     checkpoint = Checkpoint(path=name_or_folder, folder=folder, files=paths, is_huggingface=True, raw_config=config,
-                            **read_complete(paths[0] if len(paths) == 1 else folder, paths, read))
+                            **read_complete(paths, read))
     logger.info(checkpoint.describe())
     return checkpoint
 
@@ -91,7 +90,7 @@ def find_model(name_or_folder: str) -> tuple[Path, dict]:
         advice = f"pass --init_from=openai-community/{name_or_folder}, or " if is_gpt2 else ""
         raise ValueError(f"{name_or_folder} is a folder here, and holds no model; for the model of this name on the "
                          f"Hugging Face hub, {advice}run the command in another folder") from None
-    read_complete(path, [path], read_nanogpt_file) # says what another file is
+    read_complete([path], read_nanogpt_file) # says what another file is
     raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
                      f"--out_dir={name_or_folder}")
 

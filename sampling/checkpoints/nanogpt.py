@@ -36,7 +36,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
     """Load the ckpt.pt in out_dir, or out_dir itself if it is a file of nanoGPT or build-nanogpt.
 
     dtype: torch.int8 quantizes the weights while they are read; with any other, all is float32. Raises OSError if the
-    file cannot be opened, ValueError if it is damaged, is not a checkpoint, or needs more than data.
+    file cannot be opened, ValueError if it is damaged or holds no GPT.
     """
     def read(file: BinaryIO) -> dict:
         tensor_file = read_nanogpt_file(file)
@@ -55,7 +55,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
             **read_model(model_args, stored, dtype))
 
     path = find_checkpoint(out_dir)
-    checkpoint = Checkpoint(path=str(path), folder=path.parent, files=[path], **read_complete(path, [path], read))
+    checkpoint = Checkpoint(path=str(path), folder=path.parent, files=[path], **read_complete([path], read))
     logger.info(checkpoint.describe())
     return checkpoint
 

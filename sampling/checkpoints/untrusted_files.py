@@ -20,18 +20,18 @@ LFS_POINTER = "version https://git-lfs"
 # ---- errors
 
 class RejectedFileError(ValueError):
-    """Why a file cannot be used that is not damaged."""
+    """Why a file cannot be used."""
 
 
 def require(condition: object, reason: str) -> None:
-    """Raises RejectedFileError with this reason unless the condition holds. For blocks inside named_errors."""
+    """Raises RejectedFileError unless the condition holds. For blocks inside named_errors."""
     if not condition:
         raise RejectedFileError(reason)
 
 
-def reject_pointer(content: bytes | str) -> None:
-    """Raises RejectedFileError if a file with this content, or start, is a pointer of Git LFS."""
-    require(not content.startswith(LFS_POINTER if isinstance(content, str) else LFS_POINTER.encode()),
+def reject_pointer(start: bytes) -> None:
+    """Raises RejectedFileError if a file that starts with these bytes is a pointer of Git LFS."""
+    require(not start.startswith(LFS_POINTER.encode()),
             "it is only a pointer of Git LFS to the file; get the file itself: run 'git lfs install' and then "
             "'git lfs pull' in its folder")
 
@@ -76,18 +76,18 @@ def read_text(path: Path, max_bytes: float = math.inf) -> str:
         require(path.is_file(), "it is missing, or not a regular file") # a device or a pipe may never end
         require(path.stat().st_size <= max_bytes, f"it has more than {max_bytes} bytes")
         text = path.read_text("utf-8")
-        reject_pointer(text)
+        reject_pointer(text[:100].encode())
     return text
 
 
 # ---- files that a training overwrites
 
-def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any]) -> Any:
-    """The result of read, which gets the open files at these paths. Raises ValueError, which names the source.
+def read_complete(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
+    """The result of read, which gets the open files at these paths. Raises ValueError, which names the file or folder.
 
     While a training writes the files, they are read again, for up to MAX_WAIT seconds.
     """
-    end, is_waiting = time.monotonic() + MAX_WAIT, False
+    source, end, is_waiting = paths[0] if len(paths) == 1 else paths[0].parent, time.monotonic() + MAX_WAIT, False
     while True:
         try:
             with named_errors(source):

@@ -2,7 +2,7 @@
 
 start is a prompt, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
 each line that is not empty is a prompt. With JSONL:path, each line is a JSON object with a "prompt" and an optional
-"id"; its other fields are copied to out_file. The path - is standard input.
+"id"; its other fields are copied to out_file. The path - is standard input. Raises ValueError for what is no prompt.
 """
 import json
 import logging
@@ -30,11 +30,7 @@ def parse_start(start: str) -> tuple[str, str]:
 
 
 def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Prompt]:
-    """The prompts that start names: a list, or for a pipe, which may stay open, an iterator.
-
-    Raises ValueError if there is no prompt, if the file cannot be read, or if it is a pipe and watch is True; for a
-    later line of a pipe, when the iteration reaches it.
-    """
+    """The prompts that start names: a list, or for a pipe, which may stay open, an iterator. watch: it is no pipe."""
     kind, path = parse_start(start)
     if kind == "TEXT":
         for path in start, start.partition(":")[2]:
@@ -72,7 +68,7 @@ def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index
 
 
 def read_file(kind: str, path: str) -> Iterator[Prompt]:
-    """Yield the prompts in a file, which is read line by line. Raises ValueError if there are none."""
+    """Yield the prompts in a file, which is read line by line."""
     source, number, prompt = "standard input" if path == "-" else path, 0, None
     try:
         # utf-8-sig skips a byte-order mark.
@@ -93,7 +89,7 @@ def read_file(kind: str, path: str) -> Iterator[Prompt]:
 
 
 def parse_json_line(line: str, location: str) -> Prompt:
-    """The prompt in a line of JSON. Raises ValueError if the line has none, or a field that is not allowed."""
+    """The prompt in a line of JSON."""
     reason = ""
     try:
         fields = json.loads(line)

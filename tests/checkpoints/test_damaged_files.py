@@ -76,7 +76,7 @@ def test_a_good_file_is_not_called_damaged_if_memory_runs_out(path, monkeypatch)
 
 def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
     with pytest.raises(OSError, match=str(tmp_path)):
-        untrusted_files.read_complete("it", [tmp_path], pytest.fail)
+        untrusted_files.read_complete([tmp_path], pytest.fail)
 
 
 # ---- files that are being written
