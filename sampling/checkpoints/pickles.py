@@ -1,14 +1,14 @@
 """Reads pickles as data.
 
-A pickle runs code by naming classes and functions. Here no name means what it names: a few stand for harmless functions
-of this file, and all others for notes, which do nothing. A tensor becomes a StoredTensor: where its bytes lie.
+A pickle is a program of a small machine, and runs code by naming classes and functions. Here, a loop of ours is that
+machine, and imports nothing. A few names stand for functions of this file, and all others for notes, which do nothing.
+A tensor becomes a StoredTensor: where its bytes lie. Any exception means a damaged file.
 """
 import io
 import math
-import pickle
 import pickletools
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,65 +16,13 @@ import torch
 from sampling.checkpoints.untrusted_files import reject_pointer, require
 
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of the first two.
-MAX_PICKLE_BYTES, MAX_OPCODES, MAX_NAMES, MAX_ARGUMENTS = 2**23, 2**21, 4096, 1024
+MAX_PICKLE_BYTES, MAX_OPCODES = 2**23, 2**21
 MAX_PARTS = 64 # of a tuple that is a key, and dimensions of a tensor
+MARK = object() # on the stack, before the values that one opcode takes together
 
-# ---- the check before the C unpickler reads the bytes
-
-MARK, PLAIN, FLAT, OTHER = range(4) # what stands on the stack: FLAT is a tuple of PLAIN values, OTHER is never hashed
-CONTAINERS = {"EMPTY_LIST", "LIST", "EMPTY_DICT", "DICT", "EMPTY_SET", "FROZENSET", "BYTEARRAY8", "NEXT_BUFFER"}
-CHANGES = {"DUP", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"} # they leave the object they change
-HASHED_OPERANDS = {"SETITEM": slice(1, -1, 2), "SETITEMS": slice(1, -1, 2), "DICT": slice(1, None, 2),
-                   "ADDITEMS": slice(-1), "FROZENSET": slice(None)}
-
-
-def check_pickle(pickled: bytes) -> tuple[int, bytes]:
-    """Check the first pickle in these bytes before the C unpickler reads it. Return its length, and the pickle without
-    its FRAMEs: where one ends inside an operand, the C unpickler reads other opcodes than pickletools.
-
-    Two things could harm the process: a huge memo index, which allocates gigabytes, and a key of a dict or an item of a
-    set whose hash never ends or overflows the stack. So memo indices are limited, and what is hashed must be a number
-    of at most 8 bytes, a text, what a call makes (a note, a number, a text or a StoredTensor), or a flat tuple of
-    these. pickletools knows which values each opcode takes and leaves. Raises RejectedFileError for either; a damaged
-    pickle can raise anything.
-    """
-    stream, memo, stack, parts, start = io.BytesIO(pickled), {}, [], [], 0
-    for count, (opcode, argument, position) in enumerate(pickletools.genops(stream)):
-        name, fixed, operands = opcode.name, opcode.stack_before, []
-        require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
-        require(not name.startswith("EXT"), "it uses copyreg's extensions") # they need no name
-        if name == "FRAME":
-            parts.append(pickled[start:position])
-            start = position + 9
-        if name == "MEMOIZE" or "PUT" in name:
-            index = len(memo) if argument is None else argument
-            require(0 <= index <= count, "its memo indices are higher than its number of values")
-            memo[index] = stack[-1]
-            continue
-        if pickletools.markobject in fixed:
-            while (value := stack.pop()) != MARK:
-                operands.append(value)
-            fixed = fixed[:fixed.index(pickletools.markobject)]
-        operands += [stack.pop() for _ in fixed] # the top of the stack is the first of them
-        if name in HASHED_OPERANDS:
-            require(OTHER not in operands[HASHED_OPERANDS[name]], "its keys must be text, numbers, or tuples of them")
-        if "GET" in name:
-            made = memo[argument]
-        elif name in CHANGES:
-            made = operands[-1]
-        elif "TUPLE" in name:
-            made = FLAT if len(operands) <= MAX_PARTS and set(operands) <= {PLAIN} else OTHER
-        else:
-            is_long = isinstance(argument, int) and argument.bit_length() > 64
-            made = OTHER if is_long or name in CONTAINERS else PLAIN
-        stack += [MARK if after is pickletools.markobject else made for after in opcode.stack_after]
-    return stream.tell(), b"".join([*parts, pickled[start:stream.tell()]])
-
-
-# ---- what a pickle gets instead of what it names
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in a file: a view of a record. A pickle cannot change a tuple."""
+    """Where a tensor lies in a file: a view of a record."""
     key: str # of the record
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -86,81 +34,127 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(slots=True, eq=False)
 class Note:
-    """Stands in for an object of a class, or for the result of a function, that a pickle names. Does nothing.
+    """Stands in for a class or a function that a pickle names, and for what a call of it would return.
 
-    It holds references: to the first argument, to the last state, and to the items that it is given one by one. It
-    copies nothing: a few bytes of a pickle could otherwise ask for many large copies.
+    It copies nothing: a few bytes of a pickle could otherwise ask for many large copies.
     """
-    __slots__ = "first", "items", "state"
-    name = "a value of an unknown type" # what the pickle names, for messages
-
-    def __new__(cls, /, *arguments, **keywords):
-        require(len(arguments) + len(keywords) <= MAX_ARGUMENTS, f"it calls {cls.name} with too many arguments")
-        note = object.__new__(cls)
-        note.first, note.items, note.state = arguments[0] if arguments else None, None, None
-        return note
-
-    def __setstate__(self, state, /): # without it, a pickle could set attributes
-        self.state = state
-
-    def __call__(self, /, *_, **__): # what a function returned may be another function
-        return Note()
-
-    def __setitem__(self, key, value, /):
-        self.items = self.items if isinstance(self.items, dict) else {} # an object may get both kinds, a list first
-        self.items[key] = value
-
-    def append(self, item, /):
-        self.items = [] if self.items is None else self.items
-        self.items.append(item)
-
-    add = append # to a set
+    name: str = "a value of an unknown type" # what the pickle names, for messages
+    first: Any = None # the first argument of the call
+    items: list | dict | None = None # that it is given one by one
+    state: Any = None
 
 
-def note_class(name: str, function: Callable | None = None) -> type[Note]:
-    """A class of notes. With a function, calling the class calls it: a pickle could change a function, but no class."""
-    new = {"__new__": lambda cls, /, *arguments: function(*arguments)} if function else {}
-    return type("Note", (Note,), {"__slots__": (), "name": name, **new})
+KEY = str | bytes | int | float | None | Note | StoredTensor | torch.dtype # what may be a key, or a part of one
 
 
-class DataUnpickler(pickle.Unpickler):
-    """Reads the first pickle in some bytes, which has this length."""
+def read_pickle(pickled: bytes) -> tuple[Any, int, dict[str, torch.dtype]]:
+    """The content of the first pickle in these bytes, how many of them it has, and the dtypes of its records by key.
 
-    def __init__(self, pickled: bytes):
-        reject_pointer(pickled)
-        self.length, checked = check_pickle(pickled)
-        self.dtypes, self.classes = {}, {} # dtypes: of records, by their keys
-        super().__init__(io.BytesIO(checked), encoding="utf-8")
+    Numbers and texts of numpy are plain ones in it. An example, {"step": np.int64(7)}: the opcodes, and then the stack.
 
-    def load(self) -> Any:
-        """The content, of plain data and notes. Numbers and texts of numpy are plain ones."""
-        return unwrap(super().load())
+        EMPTY_DICT, BINUNICODE                      {}  "step"
+        GLOBAL numpy.core.multiarray.scalar         {}  "step"  Note
+        MARK, ... (a dtype and eight bytes)         {}  "step"  Note  MARK  Note  bytes
+        TUPLE                                       {}  "step"  Note  (Note, bytes)
+        REDUCE, which calls                         {}  "step"  7
+        SETITEM                                     {"step": 7}
+        STOP
+    """
+    reject_pointer(pickled)
+    stream, stack, memo, names, dtypes = io.BytesIO(pickled), [], {}, {}, {}
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+        require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
+        # What the opcode takes from the stack: values, and with a MARK all that lie above it.
+        taken, fixed = [], opcode.stack_before
+        if pickletools.markobject in fixed:
+            while (value := stack.pop()) is not MARK:
+                taken.append(value)
+            fixed = fixed[:fixed.index(pickletools.markobject)]
+        taken += [stack.pop() for _ in fixed]
+        taken.reverse()
+        first, *rest = taken or [argument]
+        made = first # a number or a text, or the value that the opcode changes
+        match opcode.name:
+            case "STOP":
+                return unwrap(first), stream.tell(), dtypes
+            case "MARK":
+                made = MARK
+            case "NEWTRUE" | "NEWFALSE":
+                made = opcode.name == "NEWTRUE"
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "MEMOIZE":
+                memo[len(memo)] = first
+            case "GET" | "BINGET" | "LONG_BINGET":
+                made = memo[argument]
+            case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                made = tuple(taken)
+            case "EMPTY_LIST" | "LIST" | "EMPTY_SET" | "FROZENSET": # no model needs a set
+                made = taken
+            case "EMPTY_DICT" | "DICT":
+                made = dict(zip(keys(taken[::2]), taken[1::2], strict=True))
+            case "APPEND" | "APPENDS" | "ADDITEMS":
+                items_of(first, list).extend(rest)
+            case "SETITEM" | "SETITEMS":
+                items_of(first, dict).update(zip(keys(rest[::2]), rest[1::2], strict=True))
+            case "BUILD":
+                first.state = rest[0] # only a Note has a state
+            case "GLOBAL" | "STACK_GLOBAL":
+                name = ".".join(part[:80] for part in taken) if taken else argument.replace(" ", ".", 1)
+                made = MEANINGS.get(name) or names.setdefault(name[:80], Note(name[:80]))
+            case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
+                made = call(first, rest[0])
+            case "OBJ":
+                made = call(first, rest)
+            case "INST":
+                made = call(Note(argument.replace(" ", ".", 1)[:80]), taken)
+            case "PERSID" | "BINPERSID":
+                made = record(first, dtypes)
+            case "EXT1" | "EXT2" | "EXT4" | "NEXT_BUFFER" | "READONLY_BUFFER":
+                raise ValueError(f"its pickle has the opcode {opcode.name}")
+        stack += [made] * len(opcode.stack_after)
 
-    def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for: a dtype, a function of ours, or a class of notes that only this unpickler has."""
-        full = f"{module:.80}.{name:.80}"
-        if full in MEANINGS:
-            return MEANINGS[full]
-        if full not in self.classes:
-            require(len(self.classes) < MAX_NAMES, f"it names more than {MAX_NAMES} classes and functions")
-            self.classes[full] = note_class(full[:80])
-        return self.classes[full]
 
-    def persistent_load(self, saved_id: Any) -> Any:
-        """A whole record, of which tensors are views, for ("storage", dtype, key, device, size). Old files add None.
-        The class Note for anything else, such as the classes of modules in old files.
-        """
-        parts = saved_id if isinstance(saved_id, tuple) else ()
-        require(len(parts) <= 6, "it has a record that torch.save does not write")
-        is_record = len(parts) > 2 and parts[0] == "storage" and all(part is None for part in parts[5:])
-        if not (is_record and isinstance(parts[1], torch.dtype) and isinstance(parts[2], str)):
-            return Note
-        self.dtypes.setdefault(parts[2], parts[1])
-        return StoredTensor(parts[2], parts[1], (), (), 0)
+def keys(values: list) -> list:
+    """Raises ValueError unless all are texts, notes, numbers of at most 8 bytes, or flat tuples of these. Hashing other
+    values may never end, or overflow the stack.
+    """
+    for value in values:
+        parts = value if type(value) is tuple else (value,)
+        are_small = len(parts) <= MAX_PARTS and all(part.bit_length() <= 64 for part in parts if isinstance(part, int))
+        require(are_small and all(isinstance(part, KEY) for part in parts),
+                "its keys must be text, numbers, or tuples of them")
+    return values
 
 
-# ---- functions that a pickle may call. None returns an argument, as the result may be a key, and none copies much.
+def items_of(value: Any, kind: type) -> Any:
+    """A list or a dict, or that of a Note, which may get both kinds of items."""
+    if isinstance(value, Note):
+        value.items = value.items if isinstance(value.items, kind) else kind()
+        return value.items
+    require(isinstance(value, kind), f"it treats a {type(value).__name__} as a {kind.__name__}")
+    return value
+
+
+def call(function: Any, arguments: Any) -> Any:
+    """The result of a function of ours, or a Note."""
+    require(isinstance(function, Note), f"it calls a {type(function).__name__}")
+    known = FUNCTIONS.get(function.name)
+    return known(*arguments) if known else Note(function.name, *arguments[:1])
+
+
+def record(saved_id: Any, dtypes: dict[str, torch.dtype]) -> StoredTensor | Note:
+    """A whole record, of which tensors are views, for ("storage", dtype, key, device, size). Old files add None."""
+    match saved_id:
+        case ("storage", torch.dtype() as dtype, str() as key, _, _, *rest) if rest in ([], [None]):
+            dtypes.setdefault(key, dtype)
+            return StoredTensor(key, dtype, (), (), 0)
+    return Note()
+
+
+# ---- functions that a pickle may call: none copies much
 
 def stored_tensor(key: str, dtype: torch.dtype, shape: Any, strides: Any, offset: Any) -> StoredTensor:
     """Raises RejectedFileError unless the last three are whole numbers that a tensor may have."""
@@ -176,10 +170,6 @@ def rebuild_tensor(record: Any, offset: Any, shape: Any, strides: Any, requires_
     if not isinstance(record, StoredTensor):
         return Note()
     return stored_tensor(record.key, dtype if isinstance(dtype, torch.dtype) else record.dtype, shape, strides, offset)
-
-
-def rebuild_parameter(tensor: Any, requires_grad: Any, hooks: Any, state: Any = None) -> StoredTensor | Note:
-    return StoredTensor(*tensor) if isinstance(tensor, StoredTensor) else Note()
 
 
 def encode(text: Any, encoding: Any) -> bytes | Note:
@@ -205,14 +195,12 @@ NEW_DTYPES = torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torc
 FUNCTIONS = {
     "_codecs.encode": encode, **{f"numpy.{core}.multiarray.scalar": numpy_scalar for core in ("core", "_core")},
     **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
-    # Protocol 2 names a nested class, and a method, by getattr. All that it may stand for is one class of notes.
-    **{f"{module}.getattr": lambda owner, name: Note for module in ("builtins", "__builtin__")},
-    **{f"torch._utils._rebuild_parameter{suffix}": rebuild_parameter for suffix in ("", "_with_state")},
+    "torch._utils._rebuild_parameter": lambda tensor, requires_grad, hooks: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, requires_grad, hooks, state: tensor,
 }
-MEANINGS: dict[str, Any] = {
+MEANINGS = {
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()}, "torch.storage.UntypedStorage": torch.uint8,
     **{str(dtype): dtype for dtype in (*STORAGES.values(), *NEW_DTYPES)},
-    **{name: note_class(name, function) for name, function in FUNCTIONS.items()},
 }
 
 
@@ -240,4 +228,4 @@ def describe(value: Any) -> str:
     """A short text or number for a message; for other values only their type, as nested values could print forever."""
     if isinstance(value, str | int | float | None):
         return f"{value!r:.60}"
-    return value.name if isinstance(value, Note | type) else type(value).__name__.removeprefix("Stored") # a Tensor
+    return value.name if isinstance(value, Note) else type(value).__name__.removeprefix("Stored") # a Tensor

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, stored_tensor
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, StoredTensor, read_pickle, stored_tensor
 from sampling.checkpoints.untrusted_files import reject_pointer, require
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
@@ -101,7 +101,7 @@ def read_zip(file: BinaryIO) -> TensorFile:
     folder = pickle_name.removesuffix("data.pkl")
     order = archive.open(f"{folder}byteorder").read(9) if f"{folder}byteorder" in infos else None # it could be long
     require(order in (None, sys.byteorder.encode()), "it was saved on a machine with another byte order")
-    result = TensorFile(file, DataUnpickler(archive.read(pickle_name)).load(), {})
+    result = TensorFile(file, read_pickle(archive.read(pickle_name))[0], {})
     for name, info in infos.items():
         if name.startswith(f"{folder}data/"):
             file.seek(info.header_offset + 26) # of 30 bytes, which a name and an extra field of these lengths follow
@@ -118,9 +118,9 @@ def read_old_file(file: BinaryIO) -> TensorFile:
     # The magic number, the version, the machine, the content, the keys of the records in order. All stay in memory.
     for max_bytes in 2**12, 2**12, 2**12, MAX_PICKLE_BYTES, 2**18:
         file.seek(position)
-        unpickler = DataUnpickler(file.read(max_bytes))
-        contents.append(unpickler.load())
-        position, dtypes = position + unpickler.length, dtypes | unpickler.dtypes
+        content, length, found = read_pickle(file.read(max_bytes))
+        contents.append(content)
+        position, dtypes = position + length, dtypes | found
     require(contents[2]["little_endian"] == (sys.byteorder == "little"), "it was saved with another byte order")
     places = {}
     for key in contents[4]:

@@ -3,7 +3,7 @@ import logging
 import os
 import re
 
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, describe, unwrap
+from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle, unwrap
 from sampling.checkpoints.untrusted_files import named_errors, require
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer, encode_utf8
 
@@ -93,7 +93,7 @@ def named_encoding(meta: dict, source: object) -> str | None:
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
     with open(path, "rb") as file, named_errors(path):
-        meta = DataUnpickler(file.read(MAX_PICKLE_BYTES)).load()
+        meta = read_pickle(file.read(MAX_PICKLE_BYTES))[0]
         require(isinstance(meta, dict), f"it holds {describe(meta)}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most
     return {"stoi": {byte: byte for byte in range(256)}, **meta} if is_named else meta
