@@ -11,9 +11,9 @@ from model import GPTConfig
 from sampling.checkpoints.build import EMBEDDING, HEAD, QuantizedWeight, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.finding import find_checkpoint, huggingface_config
-from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
+from sampling.checkpoints.other_programs import read_nanogpt_file
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import read_complete, require
+from sampling.checkpoints.untrusted_files import read_complete
 
 logger = logging.getLogger(__name__)
 FILES = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.json", "*.txt", "*.model"]
@@ -36,8 +36,6 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
         for file in weights:
             tensor_file = read_tensor_file(file)
             stored |= tensors_by_name(tensor_file.content, tensor_file)
-        require(QKV not in stored or is_conv1d(stored[QKV][1]),
-                f"it holds nanoGPT's tensors, which are not transposed like Hugging Face's; {SAVE_WITH_SIZES}")
         for name, (file, tensor) in stored.items():
             if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")): # Conv1D has a Linear's transposed
                 stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
@@ -119,12 +117,7 @@ def download(name: str) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """The weight files: one file, or all its shards. Prefers safetensors to pytorch_model.bin."""
-    for stem, suffix in ("model", "safetensors"), ("pytorch_model", "bin"):
-        if (folder / f"{stem}.{suffix}").is_file():
-            return [folder / f"{stem}.{suffix}"]
-        if shards := sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*.{suffix}"))): # -00001-of-00003
-            total = shards[-1].stem.rpartition("-")[2]
-            if total == f"{len(shards):05}":
-                return shards
-            raise ValueError(f"{folder} has only {len(shards)} of {total} shards: download the model again")
+    for pattern in "model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin":
+        if paths := sorted(filter(Path.is_file, folder.glob(pattern))):
+            return paths
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor the shards of either")

@@ -81,12 +81,7 @@ def advice_for(content: object, folder: Path) -> str | None:
         some = ", ".join(repr(name[:60]) for name in list(tensors)[:3])
         return (f"it holds only tensors, named {some}; the tensor names of a nanoGPT model begin with transformer.wte "
                 "and transformer.h")
-    if is_conv1d(tensors[QKV]):
+    if tensors[QKV].shape[0] < tensors[QKV].shape[-1]: # (E, 3E), as Hugging Face's Conv1D has it; nanoGPT's is (3E, E)
         return ("it holds the tensors of a Hugging Face GPT-2, but its folder has no config.json; save the model with "
                 "model.save_pretrained(DIR), then pass --init_from=DIR")
     return f"it holds only a state_dict, and n_head cannot be inferred from its tensors; {SAVE_WITH_SIZES}"
-
-
-def is_conv1d(qkv: StoredTensor) -> bool:
-    """Whether the weight is (E, 3E), as in Hugging Face's GPT-2, instead of (3E, E)."""
-    return len(qkv.shape) == 2 and qkv.shape[0] < qkv.shape[1]
