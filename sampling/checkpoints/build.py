@@ -76,15 +76,14 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
 
     require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
     is_tied = stored[HEAD] == stored[EMBEDDING] or torch.equal(read(HEAD), read(EMBEDDING))
-    state_dict, crc32_parts = {}, []
-    for name, (file, tensor) in sorted(stored.items()): # so the head is before the embedding
+    state_dict, crcs = {}, [file.records[tensor.key][2] for _, (file, tensor) in sorted(stored.items())]
+    for name, (_, tensor) in sorted(stored.items()): # so the head is before the embedding
         is_quantized = dtype == torch.int8 and len(tensor.shape) == 2 and name != POSITIONS
         state_dict[name] = (state_dict[HEAD] if name == EMBEDDING and is_tied else
                             quantize(read(name)) if is_quantized else read(name))
-        crc32_parts.append(f"{name} {tensor[1:]} {file.crcs.get(tensor.key)}\n")
-    has_crcs = all(tensor.key in file.crcs for file, tensor in stored.values())
+    lines = [f"{name} {stored[name][1][1:]} {crc}\n" for name, crc in zip(state_dict, crcs, strict=True)]
     return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}), "state_dict": state_dict,
-            "record_crc32": zlib.crc32("".join(crc32_parts).encode()) if has_crcs else None}
+            "record_crc32": None if None in crcs else zlib.crc32("".join(lines).encode())}
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:

@@ -42,9 +42,8 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
         tensor_file = read_nanogpt_file(file)
         tensors, model_args = model_entries(tensor_file.content)
         stored = tensors_by_name(tensors, tensor_file)
-        for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
-            if missing not in stored and present in stored:
-                stored[missing] = stored[present]
+        if tied := stored.get(HEAD, stored.get(EMBEDDING)): # a tied weight may have one of its names
+            stored = {HEAD: tied, EMBEDDING: tied} | stored
         model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args # older checkpoints have no bias there
         return dict(
             raw_config=fields_of(tensor_file.content.get("config")) or {}, # nanoGPT: settings; build-nanogpt: sizes

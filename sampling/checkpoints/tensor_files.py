@@ -32,30 +32,28 @@ class TensorFile:
     """An open file. It must stay open while tensors are read."""
     file: BinaryIO
     content: Any # what was saved, with a StoredTensor in place of each tensor
-    places: dict[str, tuple[int, int]] # of each record, by its key: the position of its first byte, and how many it has
-    crcs: dict[str, int] = field(default_factory=dict) # the CRC-32 of each record, if the file has them
-    last_record: dict[tuple, Tensor] = field(default_factory=dict) # if the last tensor was a part of it
+    records: dict[str, tuple[int, int, int | None]] # by key: position, size in bytes, CRC-32 if the file has them
+    last_read: dict[tuple, Tensor] = field(default_factory=dict) # the last record, if the last tensor was a part of it
 
     @property
     def size(self) -> int:
-        """In bytes."""
         return os.fstat(self.file.fileno()).st_size
 
     def check(self, stored: StoredTensor) -> None:
         """Raises ValueError unless the tensor is inside its record, and the record inside the file."""
         key, dtype, shape, strides, offset = stored
-        require(key in self.places, "one of its tensors has no record")
-        position, num_bytes = self.places[key]
-        length, rest = divmod(num_bytes, dtype.itemsize)
+        require(key in self.records, "one of its tensors has no record")
+        position, size, _ = self.records[key]
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        require(not rest and (0 in shape or last < length), "one of its tensors reaches beyond its record")
-        if position + num_bytes > self.size:
+        fits = size % dtype.itemsize == 0 and (0 in shape or last < size // dtype.itemsize)
+        require(fits, "one of its tensors reaches beyond its record")
+        if position + size > self.size:
             raise ValueError("it is cut short")
 
     def read(self, stored: StoredTensor) -> Tensor:
         """Read a tensor straight into its memory. Raises ValueError if its record is damaged or cut."""
         self.check(stored)
-        record, (position, size) = self.last_record.get(stored[:2]), self.places[stored.key]
+        record, (position, size, expected) = self.last_read.get(stored[:2]), self.records[stored.key]
         if record is None:
             record, crc = torch.empty(size, dtype=torch.uint8), 0
             target = memoryview(record.numpy())
@@ -64,11 +62,11 @@ class TensorFile:
                 part = target[start:start + CHUNK]
                 if self.file.readinto(part) != len(part):
                     raise ValueError("it is cut short")
-                crc = zlib.crc32(part, crc) if self.crcs else 0
-            if crc != self.crcs.get(stored.key, 0):
+                crc = 0 if expected is None else zlib.crc32(part, crc)
+            if expected not in (None, crc):
                 raise ValueError("a checksum is wrong")
             record = record.view(stored.dtype)
-        self.last_record = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
+        self.last_read = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
         return record.as_strided(stored.shape, stored.strides, stored.offset)
 
 
@@ -101,15 +99,13 @@ def read_zip(file: BinaryIO) -> TensorFile:
     folder = pickle_name.removesuffix("data.pkl")
     order = archive.open(f"{folder}byteorder").read(9) if f"{folder}byteorder" in infos else None # it could be long
     require(order in (None, sys.byteorder.encode()), "it was saved on a machine with another byte order")
-    result = TensorFile(file, read_pickle(archive.read(pickle_name))[0], {})
+    content, records = read_pickle(archive.read(pickle_name))[0], {}
     for name, info in infos.items():
         if name.startswith(f"{folder}data/"):
             file.seek(info.header_offset + 26) # of 30 bytes, which a name and an extra field of these lengths follow
-            position, key = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))), name[len(folder) + 5:]
-            result.places[key] = position, info.file_size
-            if has_crcs:
-                result.crcs[key] = info.CRC
-    return result
+            position = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+            records[name.removeprefix(f"{folder}data/")] = position, info.file_size, info.CRC
+    return TensorFile(file, content, records)
 
 
 def read_old_file(file: BinaryIO) -> TensorFile:
@@ -122,12 +118,12 @@ def read_old_file(file: BinaryIO) -> TensorFile:
         contents.append(content)
         position, dtypes = position + length, dtypes | found
     require(contents[2]["little_endian"] == (sys.byteorder == "little"), "it was saved with another byte order")
-    places = {}
+    records = {}
     for key in contents[4]:
         file.seek(position)
         size = int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
-        places[key], position = (position + 8, size), position + 8 + size
-    return TensorFile(file, contents[3], places)
+        records[key], position = (position + 8, size, None), position + 8 + size
+    return TensorFile(file, contents[3], records)
 
 
 def read_safetensors(file: BinaryIO) -> TensorFile:
@@ -136,12 +132,12 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
     header_bytes = int.from_bytes(file.read(8), "little")
     require(header_bytes <= MAX_HEADER_BYTES,
             f"it claims a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are allowed")
-    header, content, places = json.loads(file.read(header_bytes)), {}, {}
+    header, content, records = json.loads(file.read(header_bytes)), {}, {}
     header.pop("__metadata__", None)
     for key, entry in header.items():
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         tensor = stored_tensor(key, DTYPES[entry["dtype"]], shape, shape, 0) # checks the shape before strides are made
         content[key] = tensor._replace(strides=tuple(math.prod(shape[i + 1:]) for i in range(len(shape))))
-        places[key] = 8 + header_bytes + begin, end - begin
+        records[key] = 8 + header_bytes + begin, end - begin, None
         require(begin >= 0 and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
-    return TensorFile(file, content, places)
+    return TensorFile(file, content, records)
