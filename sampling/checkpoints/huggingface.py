@@ -79,16 +79,12 @@ def find_model(name_or_folder: str) -> tuple[Path, dict]:
     folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
     if config := huggingface_config(folder):
         return folder, config
-    try:
-        path = find_checkpoint(folder)
-    except FileNotFoundError:
-        if not folder.is_dir() or any(folder.glob("*.pt")):
-            raise
+    if folder.is_dir() and not any(path.suffix in (".pt", ".safetensors", ".bin") for path in folder.iterdir()):
         is_gpt2 = re.fullmatch("gpt2(-medium|-large|-xl)?", name_or_folder)
         advice = f"pass --init_from=openai-community/{name_or_folder}, or " if is_gpt2 else ""
         raise ValueError(f"{name_or_folder} is a folder here, and holds no model; for the model of this name on the "
-                         f"Hugging Face hub, {advice}run the command in another folder") from None
-    read_complete([path], read_nanogpt_file) # says what another file is
+                         f"Hugging Face hub, {advice}run the command in another folder")
+    read_complete([find_checkpoint(folder)], read_nanogpt_file) # says what another file is
     raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
                      f"--out_dir={name_or_folder}")
 

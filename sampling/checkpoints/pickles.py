@@ -180,12 +180,11 @@ def encode(text: Any, encoding: Any) -> bytes | Note:
 def numpy_scalar(dtype: Any, data: Any) -> Any:
     """Stands in for numpy's function that makes scalars: a number of at most 8 bytes, a text, or a Note."""
     import numpy as np
-    code, state = (dtype.first, dtype.state) if isinstance(dtype, Note) else (None, None)
+    code = dtype.first if isinstance(dtype, Note) else None
     is_known = isinstance(code, str) and re.fullmatch(r"b1|[iu][1248]|f[248]|[SU]\d{1,2}", code)
     if not (is_known and isinstance(data, bytes)):
         return Note()
-    byte_order = ">" if isinstance(state, tuple) and state[1:2] == (">",) else "<"
-    return np.frombuffer(data, np.dtype(code).newbyteorder(byte_order), count=1)[0].item()
+    return np.frombuffer(data, f"<{code}", count=1)[0].item() # only a big-endian machine would write another order
 
 
 STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,

@@ -69,22 +69,21 @@ def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index
 
 def read_file(kind: str, path: str) -> Iterator[Prompt]:
     """Yield the prompts in a file, which is read line by line."""
-    source, number, prompt = "standard input" if path == "-" else path, 0, None
-    try:
-        # utf-8-sig skips a byte-order mark.
+    source, number, is_empty = "standard input" if path == "-" else path, 0, True
+    try: # utf-8-sig skips a byte-order mark
         with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as file:
             for number, line in enumerate([file.read()] if kind == "FILE" else file, 1):
                 location = "" if kind == "FILE" else f"{source}, line {number}"
                 text = line if kind == "FILE" else line.rstrip("\n")
                 if text.strip() if kind == "JSONL" else text:
-                    prompt = parse_json_line(text, location) if kind == "JSONL" else Prompt(text, None, location)
-                    yield prompt
+                    is_empty = False
+                    yield parse_json_line(text, location) if kind == "JSONL" else Prompt(text, None, location)
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
         raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}") from None
-    if not prompt:
+    if is_empty:
         raise ValueError(f"{source} is empty, but a sample needs a prompt")
 
 
@@ -129,7 +128,7 @@ def can_produce(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int) -> Iterator[Sample]:
-    """Yield the samples. Logs what a user should know about the prompts of new ones, each thing once."""
+    """Yield the samples. Logs what a user should know about new prompts, each thing once."""
     said_cropped, said_space = False, not tokenizer.joins_spaces
     for sample in samples:
         prompt, ids = sample.prompt, sample.prompt_ids

@@ -18,10 +18,9 @@ GPT2_SIZES = {*range(50257, 50305), 51200} # to which people pad its vocabulary:
 def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Tokenizer:
     """Load the tokenizer of a model. Raises ValueError if none is surely the model's, or if it cannot be loaded.
 
-    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, searches the folder of the
-    checkpoint, and for a ckpt.pt also data/<dataset> in the working directory and beside out_dir, for a meta.pkl, then
-    for a Hugging Face tokenizer. If there is none, loads the encoding that the training's settings in the checkpoint
-    name, or else GPT-2's if the vocabulary has its size.
+    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, the first of: a meta.pkl, then a
+    Hugging Face tokenizer, in the folder of the checkpoint, and for a ckpt.pt also in data/<dataset> here and beside
+    out_dir; the encoding that the training's settings name; GPT-2's, if the vocabulary has its size.
     """
     vocab_size = checkpoint.config.vocab_size
     found = find(checkpoint) if tokenizer is None else resolve(tokenizer, vocab_size)
