@@ -30,7 +30,7 @@ TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or Fal
               "NoneType": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
-Validate = Callable[[dict[str, Any]], None]
+Validate = Callable[[dict[str, Any], Collection[str]], None]
 Ignore = Callable[[Collection[str]], Mapping[str, str]]
 
 
@@ -43,14 +43,15 @@ class Setting:
     group: str = ""
 
 
-def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate = lambda values: None,
+def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate = lambda values, flags: None,
              aliases: Mapping[str, str] = {}, ignore: Ignore = lambda names: {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
 
-    validate gets all settings, and raises ValueError, which names the settings that are not valid. aliases: what to
-    suggest for names of other programs. ignore gets the names in a file that are not settings, and returns the settings
-    to ignore in that file, each with the reason. Logs one line that lists the changes. Raises ValueError, without
-    changing scope, if an argument or a file cannot be used. --help prints the settings and exits.
+    validate gets all settings, and the names of those that flags set; it raises ValueError, which names the settings
+    that are not valid. aliases: what to suggest for names of other programs. ignore gets the names in a file that are
+    not settings, and returns the settings to ignore in that file, each with the reason. Logs one line that lists the
+    changes. Raises ValueError, without changing scope, if an argument or a file cannot be used. --help prints the
+    settings and exits.
     """
     settings, arguments = find_settings(scope["__file__"]), list(arguments)
     if {"--help", "-h"} & set(arguments):
@@ -69,7 +70,7 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
             changes, files = changes | found, files | dict.fromkeys(found, path)
     values = {name: scope[name] for name in settings} | changes
     try:
-        validate(values)
+        validate(values, changes.keys() - files.keys())
     except ValueError as error:
         paths = [files[name] for name in re.findall(r"\w+", str(error)) if name in files]
         raise ValueError(f"{paths[0]}: {error}" if paths else str(error)) from None

@@ -62,7 +62,7 @@ def test_an_interpreter_goes_on_after_a_run_and_after_an_error(char_checkpoint, 
     printed, messages = run(sys.executable, "-c", HOST, *arguments, cwd=tmp_path)
     sample, rest = printed.split(f"\n{RULE}\n", 1)
     assert sample.startswith("The") and rest == "status 2\nstatus 1\nTrue True\n"
-    assert messages.endswith("a.jsonl is complete, with 1 sample: nothing to sample\n") # no run has it open
+    assert messages.endswith("a.jsonl is complete, with 1 sample: nothing to do\n") # no run has it open
 
 
 @pytest.mark.slow # pip takes some seconds
