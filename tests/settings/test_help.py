@@ -28,7 +28,8 @@ def test_help_and_version_name_the_program_as_the_user_called_it(name, program, 
         with pytest.raises(SystemExit):
             override(scope, ["--seed=5", argument])
     printed = capsys.readouterr().out
-    assert shown in printed and printed.endswith("\n1.2.3\n") and ("python sample.py" in printed) == (name == "__main__")
+    assert shown in printed and printed.endswith("\n1.2.3\n")
+    assert ("python sample.py" in printed) == (name == "__main__")
 
 
 def test_comments_of_all_settings_begin_in_the_same_column():
