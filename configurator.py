@@ -4,8 +4,7 @@
 
 The settings are the script's own global variables above its first function. Their values are the defaults. A setting
 takes values of its default's type, or of the types in its annotation (top_k: int | None = 200). Its help is the comment
-after it, with the indented comments below. An unindented comment above a setting is the heading of a group.
-Every error of a user raises ValueError.
+after it, with the indented comments below; an unindented one above it begins a group. A user's error is a ValueError.
 """
 import ast
 import difflib
@@ -210,8 +209,9 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     for name in sorted(others):
         if type(names[name]).__name__ in TYPE_NAMES and (hint := suggest(name, settings, prefixes=False)):
             logger.warning(f"{path} sets {name}, which is not a setting{hint}")
-    # By repr: 1 == True, but as settings they differ.
-    changes = {name: names[name] for name in settings if name in names and repr(names[name]) != repr(scope[name])}
+    # 1 == True, but as settings they differ.
+    changes = {name: names[name] for name in settings if name in names
+               and (type(names[name]), names[name]) != (type(scope[name]), scope[name])}
     if not (changes or others or settings.keys() & set(code.co_names)):
         name, setting = next(iter(settings.items()))
         logger.warning(f"{path} sets nothing; a settings file is Python, such as: {name} = {setting.default!r}")
