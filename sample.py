@@ -15,6 +15,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
+from sampling import __version__ as __version__  # --version prints it
 from sampling.inputs.prompts import count_samples, encode_prompts, make_samples, read_prompts, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
