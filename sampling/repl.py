@@ -14,11 +14,18 @@ from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
-from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts, warn_about_stop_texts
+from sampling.inputs.prompts import (
+    EncodedPrompt,
+    encode_prompts,
+    make_samples,
+    parse_start,
+    read_prompts,
+    warn_about_stop_texts,
+)
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty
 from sampling.outputs.printer import RULE, Printer
-from sampling.params import Prompt, Sample, SamplingParams, check_exact, choose_seed
+from sampling.params import Prompt, Sample, SamplingParams, ScoringParams, check_exact, choose_seed
 from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
@@ -30,6 +37,7 @@ HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, o
 Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
   :continue          continue the last sample
   :again             generate another sample for the last prompt; after :continue, another continuation
+  :score TEXT        say how likely the model finds a text, or FILE:text.txt; without one, the last prompt and sample
   :reload            load the model again, such as a newer ckpt.pt
   :temperature       show a setting: {', '.join(TYPES)}
   :temperature=0.5   change it; a bare :show_probs or :context_shift means =True, as on the command line
@@ -104,22 +112,39 @@ class Session:
         elif line:
             self.print_samples(parse("start", line, ["str"]))
 
-    def print_samples(self, start: str) -> None:
-        """Print a sample for each prompt that start names."""
+    def check_model(self) -> None:
+        if self.gpt is None:
+            raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
+
+    def encode(self, start: str) -> Iterable[EncodedPrompt]:
+        """The prompts that start names, with their token ids."""
         if not start:
             raise ValueError('the prompt is empty, but a sample needs something to continue, such as a newline: "\\n"')
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
-        encoded = encode_prompts(read_prompts(start), self.printer.tokenizer)
-        for sample in make_samples(encoded, 1, self.next_index):
+        return encode_prompts(read_prompts(start), self.printer.tokenizer)
+
+    def print_samples(self, start: str) -> None:
+        """Print a sample for each prompt that start names."""
+        for sample in make_samples(self.encode(start), 1, self.next_index):
             if not self.print_sample(sample):
                 break
 
+    def print_scores(self, start: str) -> None:
+        """Print how likely the model finds the texts that start names; if it is empty, the last prompt and sample."""
+        self.check_model()
+        if not start and self.last is None:
+            raise ValueError("there is no sample yet: type a prompt, or :score and a text")
+        encoded = (self.encode(parse("start", start, ["str"])) if start else
+                   encode_prompts([Prompt(self.last.prompt.text + self.last_text)], self.printer.tokenizer))
+        params = ScoringParams(max_tokens=10**9 if self.show_probs else 0)
+        for score, pieces in self.gpt.run(make_samples(encoded, 1, is_score=True), params):
+            self.printer.update(score, pieces)
+
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> bool:
         """Generate a sample, and stream it to the terminal. Ctrl-C ends it after a step; then return False."""
-        if self.gpt is None:
-            raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
+        self.check_model()
         interrupts = []
         self.last, self.last_text, self.next_index, self.shows_prompt = sample, "", sample.index + 1, shows_prompt
         # Within a step, an exception could leave the model in an inconsistent state.
@@ -141,6 +166,8 @@ class Session:
         name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
         if name not in COMMANDS:
             self.change_setting(name.replace("-", "_"), text)
+        elif name == "score":
+            self.print_scores(text)
         elif text:
             raise ValueError(f":{name} takes no value")
         elif name in ("again", "continue") and self.last is None:
@@ -203,8 +230,8 @@ class Session:
 
 
 COMMANDS = {**dict.fromkeys(["help", "h", "?"], Session.show_help), "settings": Session.show_settings,
-            "again": Session.sample_again, "continue": Session.continue_last, "reload": Session.reload,
-            **dict.fromkeys(["quit", "q", "exit"], Session.quit)}
+            "again": Session.sample_again, "continue": Session.continue_last, "score": Session.print_scores,
+            "reload": Session.reload, **dict.fromkeys(["quit", "q", "exit"], Session.quit)}
 
 
 def complete(line: str, index: int) -> str | None:

@@ -239,3 +239,13 @@ def test_a_session_needs_both_streams(char_checkpoint):
     process = start_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=DEVNULL, stdout=CLOSED)
     _, messages = process.communicate()
     assert process.returncode == 1 and b"error: interactive=True needs standard input and standard output" in messages
+
+
+def test_a_text_or_the_last_sample_is_scored(reply, run, run_script, char_checkpoint):
+    """The lines are those of sample.py --score."""
+    def score(text):
+        return run_script(f"--out_dir={char_checkpoint}", f"--start={text}", "--score").stdout
+    sample = run("--start=The ", "--num_samples=1")
+    done = reply(":score\n:score What is it?\nThe \n:score\n")
+    assert "error: there is no sample yet: type a prompt, or :score and a text" in done.stderr
+    assert done.stdout == score("What is it?") + sample + score(sample.removesuffix(RULE))

@@ -97,14 +97,16 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
             record = json.loads(file.readline())
         index, prompt_id, values = record["index"], record.get("id"), article_values(record)
         id_text = prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)
-        heading = escape(f"Sample {index}" if prompt_id is None else f"Sample {index}, id {id_text}")
-        prompt = f"<b>{escape(record['prompt'])}</b>"
+        is_score = "score" in record["settings"]
+        title = f"{'Text' if is_score else 'Sample'} {index}"
+        heading = escape(title if prompt_id is None else f"{title}, id {id_text}")
+        prompt = "" if is_score else f"<b>{escape(record['prompt'])}</b>"
         if len(labels) == 1:
-            return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=f"sample {index}",
+            return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=title.lower(),
                         **values)
         label = escape(labels[run] or f"run {run}")
         articles.append(fill(template, number=f"{index}-{run}", tag="h3", heading=label, prompt="",
-                             label=f"sample {index}, {label}", **values))
+                             label=f"{title.lower()}, {label}", **values))
     return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
             f'<div class="runs">\n{"".join(articles)}</div></section>\n')
 
@@ -112,12 +114,16 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
 def article_values(record: Mapping[str, Any]) -> dict[str, str]:
     """The values in an article that come from a record. Raises ValueError if a field is missing or of another type."""
     try:
-        tokens, reason = record.get("logprobs", {"content": []})["content"], record["finish_reason"]
-        finish = f"{plural(record['num_tokens'], 'token')}, {FINISH_REASONS[reason]}"
+        tokens = record.get("logprobs", {"content": []})["content"]
+        if "score" in record["settings"]:
+            text, reason = "".join(token["token"] for token in tokens) or record["prompt"], "scored"
+        else:
+            text, reason = record["text"], FINISH_REASONS[record["finish_reason"]]
+        finish = f"{plural(record['num_tokens'], 'token')}, {reason}"
         if num_tokens := record["num_tokens"]:
             mean = math.exp(record["cumulative_logprob"] / num_tokens)
             finish += f", geometric mean probability {100 * mean:.3g}%"
-        return {"text": escape(record["text"]), "finish": escape(finish), "data": token_data(tokens) if tokens else ""}
+        return {"text": escape(text), "finish": escape(finish), "data": token_data(tokens) if tokens else ""}
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"sample {record['index']} lacks a field, or has a wrong one ({error!r:.100}): "
                          "sample.py did not write it") from None
@@ -169,9 +175,9 @@ def escape(text: str) -> str:
     return html.escape(clean(text)).replace("\r", "&#13;").replace("\n", "&#10;")
 
 
-def neg_millilogprob(logprob: float) -> int:
+def neg_millilogprob(logprob: float | None) -> int | None:
     """A negated log-probability in whole thousandths, which is short and keeps three digits of the probability."""
-    return round(min(99999, -1000 * logprob)) # min in this order also handles NaN
+    return None if logprob is None else round(min(99999, -1000 * logprob)) # min in this order also handles NaN
 
 
 @report_user_errors()
