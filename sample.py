@@ -49,8 +49,7 @@ dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16, or 
                # float32; 'int8', on a CPU: int8 weights, for speed and less memory; changes the text
 compile = False # compile the model with torch.compile first, which takes about a minute: not faster on a CPU, not
                 # measured on a GPU
-cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower, with the
-                   # same text
+cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
 exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on
               # CUDA in any dtype

@@ -85,7 +85,7 @@ def draw(numbers: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def exponentials(noise: Tensor) -> Tensor:
-    """The exponential numbers of noise that draw has made. From the low 53 of 64 bits, exponential_ computes the same."""
+    """The exponential numbers of the noise that draw has made. exponential_ makes the same from 53 of each 64 bits."""
     if noise.dtype != torch.int64:
         return noise
     uniform = (noise & 2**53 - 1).double() * 2.0**-53
