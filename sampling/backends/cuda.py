@@ -188,8 +188,9 @@ class CUDABackend(EagerBackend):
     def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:
         with self.lock: # another thread must not write the inputs of a step before it runs
             plain_logits = super().logits
-            if not self.support.graphs or (cache is not None and (cache.seq_len == 0 or ids.size(1) > 1)):
-                return plain_logits(ids, cache, num_positions)
+            is_decode_step = cache is not None and cache.seq_len > 0 and ids.size(1) == 1
+            if not self.support.graphs or num_positions > 1 or not (is_decode_step or cache is None):
+                return plain_logits(ids, cache, num_positions) # a prompt, or a text that is scored
             if cache is None: # a full window (B, block_size)
                 if self.window is None or self.window[0].shape != ids.shape:
                     self.window = ids.clone(), GraphTable(self.support)
