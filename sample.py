@@ -17,10 +17,9 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and 
 from configurator import override
 from sampling import __version__ as __version__  # --version prints it
 from sampling.inputs.prompts import count_samples, encode_prompts, make_samples, read_prompts, warn_about_stop_texts
-from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
 from sampling.outputs.outputs import Outputs, num_logprobs, scoring_params
-from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
+from sampling.params import ALIASES, ModelOptions, SamplingParams, check_settings, choose_seed, training_settings
 from sampling.process import rank, return_freed_memory, shorten_spinning
 
 # The model

@@ -3,9 +3,11 @@
 sample.py imports this file before torch.
 """
 import ctypes
+import errno
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +26,9 @@ CGROUP_FILES = { # with the limit first, in version 2 and in version 1
     "cpu": (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]),
     "memory": (["memory.max", "memory.current", "memory.stat"],
                ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"])}
+OUT_OF_MEMORY = re.compile(
+    "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
+    "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED") # cuBLAS reports the latter if there is no memory for its workspace
 first_pid = 0 # of the process that loaded the first model
 
 
@@ -155,6 +160,17 @@ def free_memory(device: "torch.device") -> int:
         name = "total_inactive_file" if "total_inactive_file" in stat else "inactive_file" # in version 1, or in 2
         free.append(int(limit) - int(used) + int(stat[stat.index(name) + 1]))
     return max(0, min(free)) // local_world_size()
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several messages for it. Those of
+    other types may quote a file, which could say anything.
+    """
+    if error is None:
+        return False
+    has_type = isinstance(error, MemoryError | RuntimeError) or getattr(error, "errno", None) == errno.ENOMEM
+    is_named = OUT_OF_MEMORY.search(f"{type(error).__name__} {error}") is not None
+    return (has_type and is_named) or is_out_of_memory(error.__context__)
 
 
 def disable_malloc_trim() -> None:

@@ -40,6 +40,23 @@ def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monk
     empty_cache.assert_called_once()
 
 
+@pytest.mark.parametrize("text", [
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"])
+def test_out_of_memory_errors_are_recognised_also_behind_another_error(text):
+    error = ValueError("cannot load it")
+    error.__context__ = RuntimeError(text)
+    assert process.is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("text", ["CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
+                                  "CUDA error: an illegal memory access was encountered"])
+def test_other_errors_of_a_gpu_are_not_out_of_memory(text):
+    assert not process.is_out_of_memory(RuntimeError(text)) and not process.is_out_of_memory(None)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_loading_does_not_fragment_the_heap(char_checkpoint, tmp_path):

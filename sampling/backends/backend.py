@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig, KVCache
-from sampling.messages import is_out_of_memory
+from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

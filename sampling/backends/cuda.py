@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from model import GPT, Block, KVCache, linear_dtype
 from sampling.backends.backend import EagerBackend
-from sampling.messages import is_out_of_memory
+from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph

@@ -9,9 +9,8 @@ from model import GPT, GPTConfig
 from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.messages import is_out_of_memory
 from sampling.params import ModelOptions
-from sampling.process import check_fork, disable_malloc_trim, limit_threads, local_rank, world_size
+from sampling.process import check_fork, disable_malloc_trim, is_out_of_memory, limit_threads, local_rank, world_size
 
 logger = logging.getLogger(__name__)
 DEFAULT_OPTIONS = ModelOptions()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
-from sampling.messages import is_out_of_memory
+from sampling.process import is_out_of_memory
 
 # Symbols for control characters, except tab and newline, and for characters that change the direction of text. A
 # terminal would interpret the characters.
