@@ -33,9 +33,10 @@ first_pid = 0 # of the process that loaded the first model
 
 
 def torchrun_number(name: str, default: int) -> int:
-    """A number of torchrun's environment, such as RANK; the default if torchrun did not start this process.
+    """A number of torchrun's environment; the default if torchrun did not start this process.
 
-    TORCHELASTIC_RUN_ID shows that it did: a cluster may have a RANK of its own for each process.
+    RANK is the process's number among the WORLD_SIZE of the run, LOCAL_RANK among the LOCAL_WORLD_SIZE of its machine.
+    TORCHELASTIC_RUN_ID shows that torchrun started it: a cluster may have a RANK of its own for each process.
     """
     return int(os.environ[name]) if "TORCHELASTIC_RUN_ID" in os.environ else default
 
@@ -46,16 +47,6 @@ def rank() -> int:
 
 def world_size() -> int:
     return torchrun_number("WORLD_SIZE", 1)
-
-
-def local_rank() -> int:
-    """The number of this process among those of this machine, which selects its GPU."""
-    return torchrun_number("LOCAL_RANK", 0)
-
-
-def local_world_size() -> int:
-    """How many processes of this run share this machine, and its memory."""
-    return torchrun_number("LOCAL_WORLD_SIZE", 1)
 
 
 def shorten_spinning() -> None:
@@ -159,7 +150,7 @@ def free_memory(device: "torch.device") -> int:
     for limit, used, *stat in read_cgroups("memory"):
         name = "total_inactive_file" if "total_inactive_file" in stat else "inactive_file" # in version 1, or in 2
         free.append(int(limit) - int(used) + int(stat[stat.index(name) + 1]))
-    return max(0, min(free)) // local_world_size()
+    return max(0, min(free)) // torchrun_number("LOCAL_WORLD_SIZE", 1) # the processes of this machine share it
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

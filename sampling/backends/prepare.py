@@ -10,7 +10,7 @@ from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_s
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.params import ModelOptions
-from sampling.process import check_fork, disable_malloc_trim, is_out_of_memory, limit_threads, local_rank, world_size
+from sampling.process import check_fork, disable_malloc_trim, is_out_of_memory, limit_threads, torchrun_number, world_size
 
 logger = logging.getLogger(__name__)
 DEFAULT_OPTIONS = ModelOptions()
@@ -36,7 +36,7 @@ def choose_device(name: str) -> torch.device:
     for candidate in names if name == "auto" else [name]:
         device = torch.device(candidate)
         if candidate == "cuda" and world_size() > 1:
-            device = torch.device("cuda", local_rank() % torch.cuda.device_count())
+            device = torch.device("cuda", torchrun_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         reason = why_unusable(device)
         if reason is None: # as always for the CPU, the last one
             return device
