@@ -150,7 +150,7 @@ def free_memory(device: "torch.device") -> int:
     for limit, used, *stat in read_cgroups("memory"):
         name = "total_inactive_file" if "total_inactive_file" in stat else "inactive_file" # in version 1, or in 2
         free.append(int(limit) - int(used) + int(stat[stat.index(name) + 1]))
-    return max(0, min(free)) // torchrun_number("LOCAL_WORLD_SIZE", 1) # the processes of this machine share it
+    return max(0, min(free)) // torchrun_number("LOCAL_WORLD_SIZE", 1) # which share this machine
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
