@@ -52,11 +52,10 @@ def world_size() -> int:
 def shorten_spinning() -> None:
     """Make OpenMP's threads sleep soon while they wait for each other. Call this before torch is imported.
 
-    By default they spin for up to 20 ms. If another program uses one of the cores, the spinning threads occupy the
-    others, while the thread that they wait for has no core: on two cores of an Intel Xeon, GPT-2 in int8 then generates
-    43 tokens/s even if the threads spin for a tenth of a millisecond, but 62 if they sleep at once. While the cores are
-    free, it is the other way round, 101 to 72, because waking a thread takes time. So the threads spin only then.
-    The user's own settings are kept.
+    By default they spin for up to 20 ms, on cores that the thread that they wait for may need. If another program uses
+    one of two cores of an Intel Xeon, GPT-2 in int8 generates 43 tokens/s even if the threads spin for a tenth of a
+    millisecond, but 62 if they sleep at once. While the cores are free, it is 101 to 72, because waking a thread takes
+    time. So the threads spin only then. The user's own settings are kept.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "3000"

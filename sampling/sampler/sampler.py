@@ -13,8 +13,6 @@ from torch import Tensor
 
 from sampling.sampler.row_streams import exponentials
 
-MAX_LOGIT = 1e9 # no model has larger ones
-
 
 class Sampler:
     """Chooses tokens with fixed settings, which apply in this order, as in transformers: repetition_penalty;
@@ -87,7 +85,7 @@ class Sampler:
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits (B, V) by a temperature above 0. nanoGPT fails if the largest logit of a row overflows."""
     scaled = logits / temperature
-    if temperature * torch.finfo(logits.dtype).max > MAX_LOGIT: # nothing overflows
+    if temperature * torch.finfo(logits.dtype).max > 1e9: # nothing overflows, because no model has larger logits
         return scaled
     # What the probabilities are in the limit of low temperatures: only the largest logits are left.
     limit = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)
