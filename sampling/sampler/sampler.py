@@ -13,13 +13,15 @@ from torch import Tensor
 
 from sampling.sampler.row_streams import exponentials
 
+ROOM_FOR_TIES = 64 # bfloat16 logits nearly always tie with the k-th largest
+
 
 class Sampler:
     """Chooses tokens with fixed settings, which apply in this order, as in transformers: repetition_penalty;
     temperature (0: always the most likely token); top_k with all ties (None or 0: every token); top_p; min_p.
 
     all_columns: after top_k, go on with all V columns, as nanoGPT does, which does not wait for a GPU. Otherwise, go on
-    with the K candidates if none ties with the k-th, which takes half of the time, and a twentieth with top_p.
+    with K candidates if they have all ties with the k-th, which takes half of the time, and a twentieth with top_p.
     in_logits_dtype: apply temperature and top_k in the dtype of the logits, as nanoGPT does under autocast; otherwise,
     and in all other steps, compute in float32.
     """
@@ -53,13 +55,13 @@ class Sampler:
             return logits, None
         logits, candidates = apply_temperature(logits, self.temperature), None
         if self.top_k and self.top_k < logits.size(-1):
-            largest, largest_ids = logits.topk(self.top_k, sorted=False) # (B, K); sorting takes a GPU longer
-            removed = logits < largest.amin(dim=-1, keepdim=True) # ties with the k-th largest stay, as in nanoGPT
-            if self.all_columns or removed.count_nonzero() < logits.numel() - largest.numel(): # the latter with ties
-                logits = logits.masked_fill(removed, -torch.inf)
-            else:
+            K = self.top_k if self.all_columns else min(self.top_k + ROOM_FOR_TIES, logits.size(-1))
+            largest, largest_ids = logits.topk(K, sorted=not self.all_columns) # (B, K); sorting takes a GPU longer
+            kth = largest[:, :self.top_k].amin(dim=-1, keepdim=True) # ties with it stay, as in nanoGPT
+            if not self.all_columns and not (largest[:, -1:] == kth).any():
                 candidates, order = largest_ids.sort() # mask_top_p removes equal logits in the order of their ids
                 logits, noise = largest.gather(1, order), noise.gather(1, candidates)
+            logits = logits.masked_fill(logits < kth, -torch.inf)
         logits = logits.float()
         if self.top_p is not None and self.top_p < 1:
             logits = mask_top_p(logits, self.top_p)
