@@ -1,10 +1,13 @@
-"""The rules of the settings, and the types SamplingParams, ModelOptions, Prompt, Token and Sample. Imports no torch."""
+"""The rules of the settings, and the types of what is asked for and of what came of it. Imports no torch.
+
+All errors are ValueErrors: a value is not allowed, or two settings exclude each other.
+"""
 import logging
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -70,8 +73,18 @@ EXACT_RULES = { # what exact=True allows: only what nanoGPT does
 }
 
 
+ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to suggest
+    **dict.fromkeys(["p", "prompt"], "start"), **dict.fromkeys(["m", "model"], "out_dir or init_from"),
+    **dict.fromkeys(["ckpt", "checkpoint"], "out_dir"), "n": "num_samples or max_new_tokens", "s": "seed",
+    "num_return_sequences": "num_samples", **dict.fromkeys(["n_predict", "max_length", "max_tokens"], "max_new_tokens"),
+    **dict.fromkeys(["draft_model", "model_draft", "assistant_model", "speculative_model"], "draft"),
+    "temp": "temperature", "repeat_penalty": "repetition_penalty", "o": "out_file",
+}
+TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "eval_iters"} # only train.py has these
+
+
 def check_values(values: Settings) -> None:
-    """Raise ValueError if a value breaks its rule in RULES. Names without a rule are not checked."""
+    """Check that each value keeps its rule in RULES. Names without a rule are not checked."""
     for name, (is_allowed, rule) in RULES.items():
         if name in values and not is_allowed(values[name]):
             raise ValueError(f"{name} {rule}; got {brief_repr(values[name])}")
@@ -84,9 +97,16 @@ def brief_repr(value: Any) -> str:
         return f"a very long {type(value).__name__}"
 
 
-def check_settings(settings: Settings) -> None:
-    """Raise ValueError if sample.py's settings, by name, break a rule or exclude each other."""
-    check_options({**settings, "seed": 0} if settings["seed"] == "random" else settings)
+def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
+    """Check all settings of sample.py, by name.
+
+    flags: those that the command line sets. In a settings file, score ignores what only sampling has.
+    """
+    if settings["score"]:
+        if useless := [name for name in SAMPLING_SETTINGS if name in flags]:
+            raise ValueError(f"score=True generates no samples: leave out {', '.join(useless)}, or score")
+        settings = {name: value for name, value in settings.items() if name not in SAMPLING_SETTINGS}
+    check_options({**settings, "seed": 0} if settings.get("seed") == "random" else settings)
     out_file, html_file = settings["out_file"], settings["html_file"]
     if out_file and html_file and os.path.realpath(out_file) == os.path.realpath(html_file):
         raise ValueError(f"out_file and html_file must be two files; got {out_file!r:.100} for both")
@@ -94,6 +114,8 @@ def check_settings(settings: Settings) -> None:
         raise ValueError("watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch")
     if settings["watch"] and settings["interactive"]:
         raise ValueError("watch=True does not work with interactive=True: in a session, type :reload")
+    if settings["interactive"] and settings["score"]:
+        raise ValueError("score=True does not work with interactive=True: in a session, type :score")
     if settings["interactive"] and (out_file or html_file):
         raise ValueError("interactive=True saves no samples: leave out_file and html_file out")
     if settings["logprobs"] is not None and not out_file:
@@ -101,12 +123,12 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_options(options: Settings) -> None:
-    """Raise ValueError if a value breaks its rule, or if two options exclude each other."""
+    """Check the settings of a model and its samples, which Python programs have too."""
     check_values(options)
     for name, other in ("dtype", "compile"), ("dtype", "exact"), ("draft", "compile"):
-        if options[name] == "int8" and options[other]:
+        if options.get(name) == "int8" and options[other]:
             raise ValueError(f"{name}=int8 does not work with {other}=True: leave out one of them")
-    if options["dtype"] == options["draft"] == "int8":
+    if options["dtype"] == options.get("draft") == "int8":
         raise ValueError("draft=int8 has no use with dtype=int8, because both models would be the same: leave out "
                          "draft, or use dtype=float32")
     if options["exact"]:
@@ -114,10 +136,15 @@ def check_options(options: Settings) -> None:
 
 
 def check_exact(settings: Settings) -> None:
-    """Raise ValueError if settings, or fields of SamplingParams, ask for what nanoGPT cannot do."""
+    """Check that settings, or fields of SamplingParams, ask for nothing that nanoGPT cannot do."""
     for name, is_allowed in EXACT_RULES.items():
         if name in settings and not is_allowed(settings[name]):
             raise ValueError(f"exact=True does only what nanoGPT does: leave out {name}={settings[name]!r}, or exact")
+
+
+def training_settings(names: Collection[str]) -> dict[str, str]:
+    """The settings that sample.py ignores in a file that assigns these names. Each has the reason as its value."""
+    return {"batch_size": "because this file is for training"} if TRAINING_NAMES & set(names) else {}
 
 
 def as_list(value: Any) -> list:
@@ -134,7 +161,7 @@ def choose_seed(seed: int | str, flag: str = "--seed") -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled: sample.py's settings of the same name. Raises ValueError if a value is not allowed."""
+    """How tokens are sampled: sample.py's settings of the same name."""
     max_new_tokens: int = 500
     temperature: float = 0.8
     top_k: int | None = 200
@@ -157,6 +184,18 @@ class SamplingParams:
     @property
     def stop_texts(self) -> list[str]:
         return as_list(self.stop)
+
+
+@dataclass(frozen=True)
+class ScoringParams:
+    """What to find out about a text."""
+    num_logprobs: int = 0 # how many of the most likely tokens in the place of each one
+    max_tokens: int = 10**9 # to keep of a text. All are scored, but a book has a million
+
+
+# What only sampling has, not scoring.
+SAMPLING_SETTINGS = ("num_samples", "batch_size", "draft",
+                     *(f.name for f in fields(SamplingParams) if f.name != "num_logprobs"))
 
 
 @dataclass(frozen=True)
@@ -220,3 +259,19 @@ class Sample:
         """The sum of the tokens' log-probabilities; None if the tokens have none."""
         logprobs = [token.logprob for token in self.tokens]
         return None if None in logprobs else sum(logprobs)
+
+
+@dataclass(eq=False)
+class Score(Sample):
+    """How likely the model finds a text, which is the prompt. Its tokens are those of the text, as many as were asked
+    for; the first one has no logprob, because nothing comes before it. prompt_ids is empty.
+    """
+    ids: list[int] = field(default_factory=list) # of the text
+    num_tokens: int = 0 # that were scored: all but the first
+    num_bytes: int = 0 # of the text of these tokens, in UTF-8
+    cumulative_logprob: float = 0.0
+
+    @property
+    def nats_per_token(self) -> float:
+        """The loss of a training on this text; NaN for a text of a single token."""
+        return -self.cumulative_logprob / self.num_tokens if self.num_tokens else math.nan

@@ -1,5 +1,6 @@
 """prepare_backend chooses the backend for a checkpoint."""
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch
 from engines import expected_ids
 from model import GPTConfig
 from models import as_checkpoint, make_gpt, save_checkpoint
-from sampling.backends import prepare
+from sampling import process
 from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
@@ -24,7 +25,7 @@ PROMPTS = random_prompt(5, 2).tolist()
 def trim_calls(monkeypatch):
     """Leave the heap settings of the test process unchanged. Returns the list of calls that would have changed them."""
     calls = []
-    monkeypatch.setattr(prepare, "disable_malloc_trim", lambda: calls.append("disable_malloc_trim"))
+    monkeypatch.setattr(process, "disable_malloc_trim", lambda: calls.append("disable_malloc_trim"))
     return calls
 
 
@@ -61,18 +62,20 @@ def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(config, device
 
 def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_error(monkeypatch, messages):
     monkeypatch.setitem(sys.modules, "numba", None) # then the import raises ImportError
-    backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32)
+    backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32, ModelOptions())
     assert type(backend) is EagerBackend and len(messages) == 1
     assert messages[0].endswith(": pip install numba; continuing without the kernels, which is slower")
     checkpoint = as_checkpoint(make_gpt())
-    for refuse in lambda: choose_dtype(CPU, "int8"), lambda: prepare_backend(checkpoint, CPU, torch.int8):
+    prepare = partial(prepare_backend, checkpoint, CPU, torch.int8, ModelOptions())
+    for refuse in partial(choose_dtype, CPU, "int8"), prepare:
         with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba .*: pip install numba$"):
             refuse()
 
 
 def test_weights_may_be_rounded_to_int8_while_they_are_read_or_later(tmp_path):
     path, ids = save_checkpoint(tmp_path, make_gpt(n_embd=64)), random_prompt(9, 2)
-    backends = [prepare_backend(load_nanogpt(path, dtype), CPU, torch.int8) for dtype in (torch.int8, torch.float32)]
+    backends = [prepare_backend(load_nanogpt(path, dtype), CPU, torch.int8, ModelOptions())
+                for dtype in (torch.int8, torch.float32)]
     assert torch.equal(*(backend.logits(ids, None) for backend in backends))
 
 
@@ -81,7 +84,7 @@ def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(monke
     monkeypatch.setattr(type(make_gpt()), "to", lambda gpt, device: calls.append(("to", device)) or gpt)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", device)))
     torch.set_float32_matmul_precision("high")
-    backend = prepare_backend(as_checkpoint(make_gpt()), gpu, torch.float32)
+    backend = prepare_backend(as_checkpoint(make_gpt()), gpu, torch.float32, ModelOptions())
     assert type(backend) is CUDABackend and calls == [("set_device", gpu), ("to", gpu)]
     assert torch.get_float32_matmul_precision() == "highest", "with TF32, another batch size could change a token"
     assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -50,6 +50,7 @@ def torchrun(folder, tiktoken_cache):
 
 @pytest.mark.parametrize("num_processes, arguments", [
     pytest.param(2, [*PROMPTS], id="many-prompts"),
+    pytest.param(2, ["--start=LINES:prompts.txt", "--score", "--device=cpu"], id="score", marks=slow),
     pytest.param(3, [*PROMPTS, "--stop=e", "--repetition_penalty=1.2"], id="stop", marks=slow),
     pytest.param(3, ["--start=O", "--num_samples=1", "--max_new_tokens=5"], id="fewer-samples", marks=slow),
 ])
