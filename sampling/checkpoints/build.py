@@ -88,9 +88,9 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
-    require(model_args.get("n_layer") == num_layers <= MAX_LAYERS, # a model of 10**9 layers would never be built
-            f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers; at most "
-            f"{MAX_LAYERS} are allowed")
+    require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
+    require(model_args.get("n_layer") == num_layers, # a model of 10**9 layers would never be built
+            f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
     try:
         model = empty_gpt(GPTConfig(**model_args))
     except ValueError as error: # which names the field
