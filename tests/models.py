@@ -1,6 +1,5 @@
 """Small random models, and the files that contain them."""
 import pickle
-import struct
 from pathlib import Path
 
 import torch
@@ -98,11 +97,3 @@ def make_transformers_gpt2(**changes):
     # The initial weights are large enough for the logits to differ visibly.
     config = transformers.GPT2Config(**{**shape, "initializer_range": 0.2, **changes})
     return transformers.GPT2LMHeadModel(config).eval()
-
-
-def add_zip64_end(content):
-    """The content of a zip file, with its end record replaced by the zip64 end records that torch.save writes."""
-    content, end = content[:-22], content[-22:]
-    entries, length, start = struct.unpack("<10xHII2x", end)
-    full = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, length, start)
-    return content + full + struct.pack("<4sIQI", b"PK\6\7", 0, len(content), 1) + end
