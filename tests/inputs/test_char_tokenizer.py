@@ -33,9 +33,8 @@ def test_longer_texts_are_joined_but_never_looked_up(tmp_path, messages):
 
 
 @pytest.mark.parametrize("meta", [
-    {"stoi": {i: i for i in range(256)}}, BYTES,
-    {"stoi": {bytes([i]): i for i in range(256)}, "itos": [bytes([i]) for i in range(256)], "tokenizer": "byte-level"},
-], ids=["ints", "named", "list"])
+    {"stoi": {i: i for i in range(256)}}, BYTES, {"stoi": {bytes([i]): i for i in range(256)}}],
+    ids=["ints", "named", "bytes"])
 def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     tokenizer = load(tmp_path, meta)
     assert (tokenizer.encode("öß🙂"), tokenizer.size, tokenizer.unit) == ([*"öß🙂".encode()], 256, "bytes")
@@ -65,26 +64,22 @@ def test_the_error_names_unknown_characters(stoi, text, message, tmp_path):
 
 
 @pytest.mark.parametrize("stoi, itos", [
-    ({}, ["a"]), ({}, ("a",)), ({}, "a"), ({}, {0: "a", 1: "a"}), ({"b": 0}, "a"), ({"[PAD]": 1}, {0: "a"})], ids=repr)
+    ({}, ("a",)), ({}, {0: "a", 1: "a"}), ({"b": 0}, "a"), ({"[PAD]": 1}, {0: "a"})], ids=repr)
 def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
     """Two ids share a character, two characters share an id, or a token is special."""
     tokenizer = load(tmp_path, {"stoi": {"a": 0} | stoi, "itos": itos})
     assert tokenizer.encode("a") == [0] and tokenizer.decode([0]) == "a"
-
-
-def test_a_vocabulary_that_encodes_nothing_decodes_bytes(tmp_path):
-    assert load(tmp_path, {"stoi": {}, "itos": [65, 0xFF]}).decode([0, 1]) == "A\ufffd"
+    assert load(tmp_path, {"stoi": {}, "itos": [65, 0xFF]}).decode([0, 1]) == "A\ufffd", "it encodes nothing"
 
 
 @pytest.mark.parametrize("meta, message", [
-    ({"stoi": {"a": 0}, "itos": {1: "a"}}, "damaged: stoi and itos disagree about 'a'"),
     ({"stoi": {"e4": 0, "e5": 1}, "itos": {0: "e4", 1: "e6"}}, "damaged: stoi and itos disagree about 'e6'"),
     *[({"stoi": stoi}, "must map texts or bytes")
       for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {"a": 2**63}, {}]],
     ({"stoi": 3}, "its stoi is not a dict, but 3"), ({"stoi": {"a": 0}, "itos": 1}, "its itos is not a dict, but 1"),
-    ([1], "cannot read .*: it holds list"), (b"hello", "cannot read .*: .*damaged or incomplete"),
-    (b"version https://git-lfs.github.com/spec/v1\n", "cannot read .* pointer of Git LFS"),
+    ([1], "it holds list"), (b"hello", "damaged or incomplete"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
 ], ids=str)
 def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path): # checkpoints/test_attacks.py has more
-    with pytest.raises(ValueError, match=f"meta.pkl.*{message.removeprefix('cannot read .*')}"):
+    with pytest.raises(ValueError, match=f"meta.pkl.*{message}"):
         load(tmp_path, meta)

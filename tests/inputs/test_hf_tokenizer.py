@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from hf_tokenizers import KINDS, MAKE, random_texts, save_tokenizer
+from hf_tokenizers import MAKE, random_texts, save_tokenizer
 from sampling.inputs.hf_files import find_tokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer
 
@@ -37,7 +37,7 @@ def assert_same_as_transformers(folder):
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(5_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MAKE)
 def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
     save_tokenizer(kind, tmp_path)
     theirs, ours, rng = AutoTokenizer.from_pretrained(tmp_path), load(tmp_path), random.Random(count)
@@ -53,7 +53,8 @@ def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
         prompt_ids = ours.encode(text + rng.choice(["", "a" * 100, " world" * 40]) + ".")
         if not theirs.convert_ids_to_tokens(ids[:1])[0].startswith("<0x"): # else it belongs to the prompt's last bytes
             joined = ours.decode(prompt_ids) + "".join(stream(ours, ids, prompt_ids))
-            assert kind == "whole-text" or joined == theirs.decode(prompt_ids + ids)
+            changes_prompt = kind in ("replace", "pattern")
+            assert changes_prompt or joined == theirs.decode(prompt_ids + ids)
     known = ours.encode("world")
     for ids in [*known, ours.size, *known], [*known, 10**6, *known]:
         assert "".join(stream(ours, ids)) == ours.decode(ids) and ours.decode(ids).count("\ufffd") == 1
@@ -121,13 +122,11 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"
 
 @pytest.mark.parametrize("parts, message", [
     ({"model": {"merges": [["a", "b"], ["ab", "a"]]}}, "cannot read .*range end index"),
-    ({"model": {"type": "Other"}}, "cannot read .*the tokenizer's library failed: .*"),
     ({"model": {"vocab": {}, "merges": []}}, "cannot read .*its vocabulary is empty, or gives two tokens the same id"),
     ({"model": {"vocab": {"a": 0, "b": 0, "ab": 1}}}, "cannot read .*its vocabulary .* gives two tokens the same id"),
     ({"added_tokens": [ADDED | {"id": 1}]}, "cannot read .*the id 1 of its added token '<a>' is another"),
     ({"added_tokens": [ADDED | {"id": 9}]}, "cannot read .*the id 9 of its added token '<a>' .*not follow"),
     ({"added_tokens": [ADDED, ADDED | {"id": 5}]}, "cannot read .*the id 5 of its added token '<a>' is another"),
-    ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "the tokenizer's library failed: chunk size"),
     ({"pre_tokenizer": SPLIT}, "the tokenizer's library failed: .*retry-limit"),
     ({"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}}, "the tokenizer's library failed: "),
 ], ids=str)

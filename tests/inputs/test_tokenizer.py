@@ -31,13 +31,13 @@ def here(tmp_path, monkeypatch, gpt2_encoding):
     return tmp_path
 
 
-@pytest.mark.parametrize("dataset", [None, 5, "x" * 100_000, "x" * 300, "a\0b"], ids=lambda dataset: repr(dataset)[:20])
+@pytest.mark.parametrize("dataset", [None, 5, "x" * 100_000, "a\0b"], ids=lambda dataset: repr(dataset)[:20])
 def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary_alone(dataset, here, messages):
     for is_huggingface in False, True:
         for vocab_size in 50257, 50258, 50304, 51200:
             found = load(vocab_size, dataset=dataset, is_huggingface=is_huggingface)
             assert found.encode("Hello") == [15496] and messages.pop() == "GPT-2's encoding: 50257 tokens"
-        for vocab_size in 61, 50256, 50305, 65536, 100352:
+        for vocab_size in 61, 50256, 50305, 65536:
             with pytest.raises(ValueError, match=f"^no tokenizer is in {here}/out.* model has {vocab_size}; pass"):
                 load(vocab_size, dataset=dataset, is_huggingface=is_huggingface)
     assert messages == ["ckpt.pt has no tokenizer of its own: using GPT-2's encoding"] * 4
@@ -118,9 +118,6 @@ def test_what_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, messag
         Path(file).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load(vocab_size, name=name)
-    if name == "damaged": # nor is it replaced by GPT-2's encoding
-        with pytest.raises(ValueError, match=message):
-            load(vocab_size, name)
 
 
 @pytest.mark.parametrize("name, vocab_size, warning", [

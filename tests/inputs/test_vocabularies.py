@@ -1,14 +1,12 @@
-"""Models with vocabularies as people have them, sampled by the script: the text is nanoGPT's, or that of tokenizers."""
+"""Models with vocabularies as people have them, sampled by the script: the text is nanoGPT's."""
 import json
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 
-from hf_tokenizers import save_tokenizer
 from model import GPT, GPTConfig
 from models import nanogpt_args, save_checkpoint, save_repeating
 from oracles import nanogpt_samples
@@ -46,19 +44,14 @@ def meta_of(symbols, stoi=dict, itos=dict, key=int, value=int, text=str):
 
 
 LETTERS, WORDS, FIVE = list("\nabcdefghijklmnopqrstuvwxyz"), ["\n", "e4", "e5", "Nf3", " ", "x"], list("\n abc")
-NOTES, PIECES = ["C4 ", "D#4 ", "r", "|", "E"], ["▁the", "▁", "e", "ing"]
 
 
 @pytest.mark.parametrize("symbols, vocab_size, start, types, text", [ # the text, if nanoGPT itself was asked
-    (LETTERS, 64, "a", {}, "agpxxkrpxgmsrcyrkp\nhpyhhyvbfz\ngy\nfzzcgsum\n"), (LETTERS, 128, "hello", {}, None),
-    ([*"abc"], 64, "cab", {}, None), (FIVE, 50304, "a", {}, None),
+    (LETTERS, 64, "a", {}, "agpxxkrpxgmsrcyrkp\nhpyhhyvbfz\ngy\nfzzcgsum\n"),
     (WORDS, 6, "x", {}, "xNf3e5 e5Nf3e5e5Nf3 e4Nf3xe5Nf3  xe4e4Nf3  xe4\n e4e5e4    \ne4Nf3e4e4 \n\n"),
-    (NOTES, 64, "r|", dict(itos=list), None), (PIECES, 4, "e▁", dict(itos=tuple), None),
-    (FIVE, 5, "ab", dict(stoi=OrderedDict, itos="".join), None),
     (FIVE, 5, "a", dict(key=np.int64, value=np.int64), "a   cccccccccccccccccccccccccccc ccc  cc \n"),
-    (FIVE, 8, "b", dict(key=np.int64, value=np.int64, text=np.str_), None),
-    (FIVE, 64, "c", dict(key=np.uint16, value=np.int32), None),
-    (WORDS, 6, " ", dict(stoi=lambda pairs: defaultdict(int, pairs)), None)])
+    (FIVE, 8, "b", dict(key=np.uint16, value=np.int32, text=np.str_), None), (WORDS, 64, " ", dict(itos=list), None),
+    (FIVE, 50304, "ab", dict(stoi=OrderedDict, itos="".join), None)])
 def test_the_text_is_nanogpts(run_script, tmp_path, symbols, vocab_size, start, types, text):
     model, meta = make_model(len(symbols), vocab_size), meta_of(symbols, **types)
     save_checkpoint(tmp_path, model, meta=False)
@@ -71,17 +64,7 @@ def test_the_text_is_nanogpts(run_script, tmp_path, symbols, vocab_size, start, 
     assert f"{tmp_path / 'meta.pkl'}: {len(symbols)} " in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["split-empty", "split-dot", "ctc", "no-accents", "whole-text", "prefix"])
-def test_the_text_of_a_tokenizer_json_is_that_of_the_library(run_script, tmp_path, kind):
-    size = save_tokenizer(kind, tmp_path)
-    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    save_checkpoint(tmp_path, make_model(size, size), meta=False)
-    line = json.loads(sample(run_script, tmp_path, "hello the", out_file="-", logprobs=0).stdout)
-    ids, tokens = theirs.encode("hello the").ids, [token["id"] for token in line["logprobs"]["content"]]
-    assert theirs.decode(ids + tokens) == theirs.decode(ids) + line["text"] or kind == "whole-text"
-
-
-@pytest.mark.parametrize("char", ["😀", "語", "é\u0301", "🦖", "字"])
+@pytest.mark.parametrize("char", ["😀", "é\u0301", "🦖"])
 def test_alternatives_are_decoded_after_the_bytes_of_a_character(run_script, gpt2_encoding, tmp_path, char):
     ids = TiktokenTokenizer().encode(char)
     save_repeating(tmp_path, ids, 50257)

@@ -1,9 +1,6 @@
 """out_file and html_file of a run: what they hold, and how a later run resumes them."""
 import os
-import re
-import signal
 import sys
-import time
 
 import pytest
 
@@ -12,7 +9,6 @@ from sampling.outputs import console
 from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.params import Piece, Prompt, Sample
-from script_process import start_script
 from terminal import redirected
 
 # A run that ends early leaves its files open.
@@ -160,22 +156,6 @@ def test_without_out_file_the_lines_stay_until_the_page_is_written(run, files, t
         with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
             run(2, **settings)
         assert files()["a.html"] == page
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no such signal")
-def test_ctrl_c_leaves_a_page_and_says_how_the_run_goes_on(char_checkpoint, tmp_path):
-    process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=100000", "--max_new_tokens=20",
-                           "--html_file=a.html", "--out_file=a.jsonl", cwd=tmp_path)
-    path = tmp_path / "a.jsonl"
-    while not (path.exists() and path.stat().st_size) and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    printed, messages = process.communicate()
-    num_saved = path.read_bytes().count(b"\n")
-    assert process.returncode == 130 and b"rror" not in messages, messages
-    assert num_shown(tmp_path) == num_saved and num_saved - printed.count(b"\n---------------\n") in (0, 1)
-    assert re.search(rf"\na.jsonl holds {num_saved} samples?: the same command goes on after them\n$",
-                     messages.decode())
 
 
 # ---- overwrite

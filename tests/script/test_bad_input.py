@@ -5,33 +5,24 @@ Tests of validation, the configurator, prompts and checkpoints have more cases w
 import pytest
 import torch
 
-from attacks import call, needs_linux, value, write_attack, write_settled
+from attacks import call, needs_linux, value, write_attack
 from models import make_gpt, save_checkpoint
 
 pytest_plugins = ["attacks"]
-FAST = "--num_samples=1", "--max_new_tokens=5"
 WRONG_SETTINGS = [ # an argument, a part of the error line: exit status 2
-    ("--temprature=1", "did you mean temperature?"),
     ("-p", "unknown setting -p; did you mean start?"),
     ("bad.py", "error: bad.py: top_k must be from 1 to 10**9, or None or 0 for every token; got -5"),
-    ("broken.py", "broken.py, line 1: SyntaxError"),
-    ("out/ckpt.pt", "out/ckpt.pt"),
-    ("--dtype=int8 --compile", "dtype=int8 does not work with compile=True: leave out one of them"),
 ]
 UNUSABLE = [ # arguments, a part of the error line: exit status 1
     ("--device=cuda", "device=cuda is not available here; found: cpu"),
     ("--start=FILE:-", "is empty"),
     ("--start=LINES:lines.txt", "lines.txt, line 3: the prompt has characters"),
-    ("--out_dir=nowhere", "there is no checkpoint at nowhere; found ckpt.pt in"),
-    ("--out_dir=cut.pt", "cannot read cut.pt"),
     ("--out_dir=bare", "GPT-2's encoding has 50257 tokens"),
     ("--out_dir=nan --temperature=0", "NaN or infinite"),
     ("--init_from=no/such/model", "error: 'no/such/model' is neither a folder here nor a Hugging Face id"),
     ("--init_from=gpt2", "could not get 'gpt2'"),
     ("--init_from=out", "for a ckpt.pt pass --out_dir=out"),
     ("--out_file=no/such/a.jsonl", "cannot write 'no/such/a.jsonl': there is no folder /"),
-    ("--out_file=bad.py", "bad.py, line 1: not"),
-    ("--draft=int8 --dtype=bfloat16", "draft=int8 works only on a CPU in float32"),
 ]
 
 
@@ -39,10 +30,8 @@ UNUSABLE = [ # arguments, a part of the error line: exit status 1
 def bad_input_folder(tmp_path_factory):
     """A folder with a valid checkpoint in out/ and all files that the tables name."""
     folder, model = tmp_path_factory.mktemp("bad"), make_gpt()
-    good = save_checkpoint(folder / "out", model)
-    write_settled(folder / "cut.pt", good.read_bytes()[:9999])
+    save_checkpoint(folder / "out", model)
     (folder / "bad.py").write_text("top_k = -5\n")
-    (folder / "broken.py").write_text("top_k = (\n")
     (folder / "lines.txt").write_text("good\n\nso \N{EURO SIGN}\n", encoding="utf-8")
     save_checkpoint(folder / "bare", model, meta=False)
     is_nan = {"transformer.ln_f.bias": torch.full((24,), torch.nan)}
@@ -54,7 +43,7 @@ def bad_input_folder(tmp_path_factory):
     *((arguments, 2, message) for arguments, message in WRONG_SETTINGS),
     *((arguments, 1, message) for arguments, message in UNUSABLE)])
 def test_bad_input_is_one_error_line(run_script, bad_input_folder, arguments, status, message):
-    done = run_script("--out_dir=out", "--device=cpu", *FAST, *arguments.split(), cwd=bad_input_folder)
+    done = run_script("--out_dir=out", "--device=cpu", "--num_samples=1", *arguments.split(), cwd=bad_input_folder)
     *others, error = done.stderr.splitlines()
     assert done.returncode == status and done.stdout == ""
     assert error.startswith("error: ") and message in error
@@ -65,6 +54,6 @@ def test_bad_input_is_one_error_line(run_script, bad_input_folder, arguments, st
 def test_the_script_runs_nothing_in_a_hostile_pickle(run_script, valid_checkpoint, tmp_path):
     for place, status in ("x", 0), ("model", 1): # beside the model, and instead of it
         write_attack(place, call("os mkdir", value("ran")), tmp_path, valid_checkpoint)
-        done = run_script("--out_dir=out", *FAST, cwd=tmp_path)
+        done = run_script("--out_dir=out", "--num_samples=1", cwd=tmp_path)
         assert done.returncode == status and not (tmp_path / "ran").exists()
     assert done.stdout == "" and "error: cannot read out/ckpt.pt: " in done.stderr and "os.mkdir" in done.stderr

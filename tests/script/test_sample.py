@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from hf_tokenizers import KINDS, save_tokenizer
 from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
 from oracles import nanogpt_samples
 from project import RULE
@@ -56,21 +55,6 @@ def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoin
     assert outputs[0].stdout.count(RULE) == 10 and "on cpu in int8\n" in outputs[0].stderr
 
 
-def test_a_draft_changes_no_sample(run_script, char_checkpoint):
-    run = f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=14", "--batch_size=1", "--device=cpu"
-    plain, done = run_script(*run), run_script(*run, "--draft=int8")
-    assert done.returncode == 0 and done.stdout == plain.stdout and plain.stdout.count(RULE) == 3, done.stderr
-
-
-@slow
-def test_a_compiled_model_prints_the_same_samples(run_script, tmp_path):
-    save_checkpoint(tmp_path, make_gpt(n_layer=1))
-    run = f"--out_dir={tmp_path}", "--num_samples=3", "--batch_size=2", "--max_new_tokens=20", "--device=cpu"
-    done = run_script(*run, "--compile")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == run_script(*run).stdout
-
-
 # ---- transformers' text
 
 @pytest.mark.parametrize("sampling", [
@@ -85,22 +69,6 @@ def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_fol
                       "--seed=3", "--batch_size=2", "--device=cpu", *(f"--{k}={v}" for k, v in sampling.items()))
     assert done.stdout == printed(map(tokenizer.decode, expected))
     assert f"{gpt2_folder} has no tokenizer of its own: using GPT-2's encoding" in done.stderr
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram", *(pytest.param(kind, marks=slow) for kind in KINDS[4:])])
-def test_a_model_with_its_own_tokenizer_prints_the_text_of_transformers(kind, run_script, tmp_path):
-    from transformers import AutoTokenizer
-    model = make_transformers_gpt2(vocab_size=save_tokenizer(kind, tmp_path), n_positions=64)
-    model.save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    prompt = tokenizer("The world is", add_special_tokens=False, return_token_type_ids=False, return_tensors="pt")
-    torch.manual_seed(3)
-    ids = [model.generate(**prompt, do_sample=True, max_new_tokens=25, temperature=0.8, top_k=50, eos_token_id=None,
-                          pad_token_id=0)[0] for _ in range(3)]
-    done = run_script(f"--init_from={tmp_path}", "--start=The world is", "--num_samples=3", "--max_new_tokens=25",
-                      "--seed=3", "--top_k=50", "--device=cpu", TIKTOKEN_CACHE_DIR=str(tmp_path / "nothing"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed(tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids)
 
 
 # ---- settings, prompts and messages
@@ -138,16 +106,6 @@ def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint
     assert "standard input, line 1: the prompt has 39 tokens, but the model sees only the last 16" in done.stderr
 
 
-def test_a_sample_ends_where_the_first_of_several_stop_texts_begins(run_script, char_checkpoint, tmp_path):
-    (tmp_path / "stops.py").write_text("stop = ['a', 'e']\n")
-    run = f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=40", "--start=O", "--device=cpu"
-    plain = run_script(*run).stdout.split(f"\n{RULE}\n")[:-1]
-    expected = printed(re.split("[ae]", text)[0] for text in plain)
-    assert expected != printed(plain)
-    for arguments in ["--stop=e", "--stop=a"], ['--stop=["e", "a"]'], ["stops.py"]:
-        assert run_script(*run, *arguments, cwd=tmp_path).stdout == expected
-
-
 # ---- files
 
 def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_script, char_checkpoint, tmp_path):
@@ -178,13 +136,6 @@ def test_the_progress_of_a_resumed_run_counts_the_samples_that_are_left(run_scri
         done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--num_samples={num_samples}", "--out_file=a.jsonl",
                           "--max_new_tokens=40", cwd=tmp_path)
         assert done.returncode == 0 and count in done.stderr, done.stderr
-
-
-def test_lines_of_json_replace_the_samples_on_standard_output(run_script, char_checkpoint, tmp_path):
-    run = f"--out_dir={char_checkpoint}", "--start=O", *FAST, "--logprobs=1"
-    assert run_script(*run, "--out_file=a.jsonl", cwd=tmp_path).returncode == 0
-    done = run_script(*run, "--out_file=-", cwd=tmp_path)
-    assert done.stdout == (tmp_path / "a.jsonl").read_text() and not (tmp_path / "-").exists()
 
 
 # ---- sessions

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from models import CHARS, make_gpt, save_checkpoint, save_meta
 from project import RULE
 from script_process import CLOSED, start_script
 from terminal import Terminal
@@ -45,13 +44,6 @@ def test_a_closed_stream_is_ignored(char_checkpoint, stream):
                            **{stream: CLOSED})
     printed, _ = process.communicate()
     assert process.returncode == 0 and printed.decode() == f"Hi\n{RULE}\n" * 2
-
-
-def test_a_pipe_gets_utf8_where_its_encoding_lacks_a_character(run_script, tmp_path):
-    save_checkpoint(tmp_path, make_gpt())
-    save_meta(tmp_path / "meta.pkl", CHARS[:-1] + "é")
-    printed = run_script(f"--out_dir={tmp_path}", *FAST, "--start=é", PYTHONIOENCODING="ascii").stdout
-    assert printed.startswith("é") and printed.endswith(RULE + "\n")
 
 
 def test_a_pipe_gets_a_sample_while_others_of_its_batch_go_on(run_script, char_checkpoint):
