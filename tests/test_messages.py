@@ -20,17 +20,13 @@ def test_the_batch_size_of_a_training_file_is_ignored(name):
 
 
 @pytest.mark.parametrize("text", [
-    "CUDA out of memory. Tried to allocate 2.00 GiB",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-    "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"])
+    "CUDA out of memory. Tried to allocate 2.00 GiB", "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling", "DefaultCPUAllocator: can't allocate memory"])
 def test_out_of_memory_errors_are_recognised_also_behind_another_error(text):
     error = ValueError("cannot load it")
     error.__context__ = RuntimeError(text)
     assert is_out_of_memory(error)
 
 
-@pytest.mark.parametrize("text", ["CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
-                                  "CUDA error: an illegal memory access was encountered"])
-def test_other_errors_of_a_gpu_are_not_out_of_memory(text):
-    assert not is_out_of_memory(RuntimeError(text)) and not is_out_of_memory(None)
+def test_other_errors_of_a_gpu_are_not_out_of_memory():
+    assert not is_out_of_memory(RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")) and not is_out_of_memory(None)

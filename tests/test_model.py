@@ -25,8 +25,8 @@ def test_the_file_works_alone_in_an_empty_folder(tmp_path):
     assert (found.stdout, found.stderr) == ("torch.Size([1, 7])\n", "")
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 40]) # block_size is 16
-@pytest.mark.parametrize("temperature, top_k, bias", [(0.8, 20, True), (1.0, None, False), (2.0, 99, True)])
+@pytest.mark.parametrize("length", [1, 16, 40]) # block_size is 16
+@pytest.mark.parametrize("temperature, top_k, bias", [(1.0, None, False), (2.0, 99, True)])
 def test_text_is_nanogpts_inside_and_past_block_size(length, temperature, top_k, bias):
     gpt, idx = make_gpt(bias=bias), random_prompt(length, rows=3)
     before = idx.clone()

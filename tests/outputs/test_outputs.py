@@ -231,7 +231,7 @@ def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, 
           pytest.raises(ValueError, match=r"another run writes to .*file: give")):
         start(out_file=f"{tmp_path}/file")
     for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a direc"),
-                         ("no/such", "there is no folder"), ("x" * 300, "File name too long")]:
+                         ("no/such", "there is no folder")]:
         for settings in {"out_file": f"{tmp_path}/{path}"}, {"out_file": None, "html_file": f"{tmp_path}/{path}"}:
             with pytest.raises((ValueError, OSError), match=reason):
                 start(**settings)
@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, 
         start(out_file=f"{tmp_path}/out")
 
 
-@pytest.mark.parametrize("settings", [{}, {"out_file": None}, {"html_file": None}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)
 def test_a_run_that_fails_while_its_model_is_loaded_leaves_no_files(start, files, settings):
     start(**settings)
     with pytest.raises(SystemExit), console.report_user_errors():
