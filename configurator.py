@@ -4,7 +4,7 @@
 
 The settings are the script's own global variables above its first function. Their values are the defaults. A setting
 takes values of its default's type, or of the types in its annotation (top_k: int | None = 200). Its help is the comment
-after it, with the indented comments below. An unindented comment above a setting is the heading of a group.
+after it, with the indented comments below; an unindented one above it begins a group. A user's error is a ValueError.
 """
 import ast
 import difflib
@@ -20,22 +20,20 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
               "NoneType": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
-Validate = Callable[[dict[str, Any]], None]
+Validate = Callable[[dict[str, Any], Collection[str]], None]
 Ignore = Callable[[Collection[str]], Mapping[str, str]]
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A setting as the script's source shows it."""
     types: list[str] # keys of TYPE_NAMES
     default: Any
@@ -43,25 +41,32 @@ class Setting:
     group: str = ""
 
 
-def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate = lambda values: None,
+def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate = lambda values, flags: None,
              aliases: Mapping[str, str] = {}, ignore: Ignore = lambda names: {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
 
-    validate gets all settings, and raises ValueError, which names the settings that are not valid. aliases: what to
-    suggest for names of other programs. ignore gets the names in a file that are not settings, and returns the settings
-    to ignore in that file, each with the reason. Logs one line that lists the changes. Raises ValueError, without
-    changing scope, if an argument or a file cannot be used. --help prints the settings and exits.
+    validate gets all settings, and the names of those that flags set; it raises ValueError, which names the settings
+    that are not valid. aliases: what to suggest for names of other programs. ignore gets the names in a file that are
+    not settings, and returns the settings to ignore in that file, each with the reason. Logs one line that lists the
+    changes. An error leaves scope as it was. --help prints the settings, --version prints __version__, and both exit.
     """
     settings, arguments = find_settings(scope["__file__"]), list(arguments)
-    if {"--help", "-h"} & set(arguments):
-        print(help_text(scope.get("__doc__") or "", settings, shutil.get_terminal_size().columns), end="", flush=True)
+    if {"--help", "-h", "--version"} & set(arguments):
+        doc = scope.get("__doc__") or ""
+        if scope.get("__name__") != "__main__": # a command that pip installed has a name of its own
+            doc = doc.replace(f"python {os.path.basename(scope['__file__'])}", Path(sys.argv[0]).stem)
+        print(f"{scope.get('__version__')}\n" if "--version" in arguments else
+              help_text(doc, settings, shutil.get_terminal_size().columns), end="", flush=True)
         sys.exit(0)
     changes, files = {}, {} # files: setting -> the path of the file that changed it
     while arguments:
         if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
             name, value = parse_argument(arguments, settings, aliases)
-            is_repeated_flag = name in changes and name not in files # after a file, a flag replaces the file's value
-            changes[name] = combine(changes[name], value, settings[name].types) if is_repeated_flag else value
+            earlier = None if name in files else changes.get(name) # a flag replaces what a file sets
+            if "list" in settings[name].types and None not in (earlier, value): # it adds to an earlier flag
+                earlier, value = (given if isinstance(given, list) else [given] for given in (earlier, value))
+                value = earlier + value
+            changes[name] = value
             files.pop(name, None)
         else:
             path, source = read_file(arguments.pop(0), scope["__file__"])
@@ -69,7 +74,7 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
             changes, files = changes | found, files | dict.fromkeys(found, path)
     values = {name: scope[name] for name in settings} | changes
     try:
-        validate(values)
+        validate(values, changes.keys() - files.keys())
     except ValueError as error:
         paths = [files[name] for name in re.findall(r"\w+", str(error)) if name in files]
         raise ValueError(f"{paths[0]}: {error}" if paths else str(error)) from None
@@ -86,10 +91,9 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     for node in takewhile(lambda node: not isinstance(node, ast.FunctionDef), ast.parse(source).body):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             default = ast.literal_eval(node.value)
+            target, types = node.targets[0] if isinstance(node, ast.Assign) else node.target, [type(default).__name__]
             if isinstance(node, ast.AnnAssign):
-                target, types = node.target, ast.unparse(node.annotation).replace("None", "NoneType").split(" | ")
-            else:
-                target, types = node.targets[0], [type(default).__name__]
+                types = ast.unparse(node.annotation).replace("None", "NoneType").split(" | ")
             above = lines[node.lineno - 2] if node.lineno > 1 else ""
             group = above.strip("# ") if above.startswith("#") else group
             below = takewhile(lambda line: line[:1] == " " and line.lstrip()[:1] == "#", lines[node.end_lineno:])
@@ -124,10 +128,7 @@ def to_argument(name: str, setting: Setting) -> str:
 
 
 def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: Mapping[str, str]) -> tuple[str, Any]:
-    """Pop --key=value, --key value or a bare --key (for True) from the front of arguments; return the name and value.
-
-    Raises ValueError if there is no such setting, or if the setting does not take the value.
-    """
+    """Pop --key=value, --key value or a bare --key (for True) from the front of arguments; return name and value."""
     flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
     key, equals, text = arguments.pop(0).partition("=")
     name = key.removeprefix("--").replace("-", "_")
@@ -147,7 +148,7 @@ def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: 
 
 
 def parse(name: str, text: str, types: list[str]) -> Any:
-    """Convert text to a value of one of these types. Raises ValueError, which names the setting, if that fails."""
+    """Convert text to a value of one of these types."""
     if "NoneType" in types and text.lower() == "none":
         return None
     if "bool" in types and text.lower() in TRUE + FALSE:
@@ -158,17 +159,7 @@ def parse(name: str, text: str, types: list[str]) -> Any:
             value = ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # such as "{{}}" or very deep nesting
         value = text # not a Python literal
-    if "str" in types and type(value).__name__ not in types:
-        return text
-    return coerce(name, value, types, text)
-
-
-def combine(earlier: Any, value: Any, types: list[str]) -> Any:
-    """Return the value of a flag that is given twice: the later one, or if the setting takes text or a list, both."""
-    if not {"str", "list"} <= set(types) or earlier is None or value is None:
-        return value
-    earlier, value = (given if isinstance(given, list) else [given] for given in (earlier, value))
-    return earlier + value
+    return text if "str" in types and type(value).__name__ not in types else coerce(name, value, types, text)
 
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
@@ -199,8 +190,7 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
              ignore: Ignore) -> dict[str, Any]:
     """Run a settings file and return the settings that it changes. The file can use the names in scope.
 
-    The file may define other names too, as training files do. Logs a warning for a name similar to a setting's, and for
-    a file that sets nothing. Raises ValueError if the file raises an exception or assigns a value of a wrong type.
+    It may define other names, as training files do. Logs a warning for a name like a setting's, or if it sets nothing.
     """
     names = dict(scope)
     try:

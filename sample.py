@@ -15,10 +15,11 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
 
 from configurator import override
+from sampling import __version__ as __version__  # --version prints it
 from sampling.inputs.prompts import count_samples, encode_prompts, make_samples, read_prompts, warn_about_stop_texts
 from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
-from sampling.outputs.outputs import Outputs, num_logprobs
+from sampling.outputs.outputs import Outputs, num_logprobs, scoring_params
 from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
 from sampling.process import rank, return_freed_memory, shorten_spinning
 
@@ -33,6 +34,7 @@ start = "\n" # the prompt; FILE:path: the text of a file; LINES:path, JSONL:path
              # quotes around all of it are removed, as in Python: '"\n"' is a newline
 num_samples = 10 # how many samples to generate for each prompt
 max_new_tokens = 500 # how many tokens each sample adds to the prompt
+score = False # instead of continuing the prompts, say how likely the model finds them
 
 # How tokens are chosen
 temperature = 0.8 # lower: more predictable; higher: more random; 0: always the most likely token
@@ -74,8 +76,11 @@ def main(settings):
     """Sample from a model, once, for each checkpoint that train.py saves, or in a session. settings: all, by name."""
     from sampling.checkpoints.finding import wait_for_save  # torch takes a second: first, the settings are checked
     from sampling.generation.workers import Workers
-    settings["seed"] = choose_seed(seed)
-    params = SamplingParams.from_settings(settings, num_logprobs(settings))
+    if score:
+        params = scoring_params(settings)
+    else:
+        settings["seed"] = choose_seed(seed)
+        params = SamplingParams.from_settings(settings, num_logprobs(settings))
     workers = Workers(interactive or watch) # the processes that torchrun started; mostly one
     if interactive:
         from sampling.repl import run_repl
@@ -91,11 +96,13 @@ def main(settings):
 
 
 def run(prompts, params, workers, outputs):
-    """Load the model, then generate the samples of all prompts, and print and save them."""
-    num_total = count_samples(prompts, num_samples)
+    """Load the model, then generate the samples of all prompts, or score these; print and save what comes of it."""
+    num_each = 1 if score else num_samples
+    num_total = count_samples(prompts, num_each)
     gpt = load_gpt(num_total)
-    warn_about_stop_texts(params.stop_texts, gpt.tokenizer)
-    samples = make_samples(encode_prompts(prompts, gpt.tokenizer), num_samples)
+    if not score:
+        warn_about_stop_texts(params.stop_texts, gpt.tokenizer)
+    samples = make_samples(encode_prompts(prompts, gpt.tokenizer), num_each, is_score=score)
     samples = outputs.resume(samples, gpt, num_total) # those that out_file holds already are not sampled again
     for sample, pieces in workers.run(gpt, samples, params, batch_size, is_tty(sys.stdout)): # no gradients, autocast
         outputs.update(sample, pieces)
@@ -118,8 +125,8 @@ def load_gpt(num_total=None):
         else: # GPT-2
             checkpoint = load_huggingface(init_from, torch_dtype)
         encoding = load_tokenizer(checkpoint, tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
-    options = ModelOptions(compile, cuda_graphs, exact, draft)
-    num_steps = count_steps(num_total, max_new_tokens, batch_size)
+    options = ModelOptions(compile, cuda_graphs, exact, None if score else draft)
+    num_steps = 0 if score else count_steps(num_total, max_new_tokens, batch_size)
     return TextGenerator(checkpoint, encoding, torch_device, torch_dtype, options, num_steps)
 
 

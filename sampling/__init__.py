@@ -18,6 +18,7 @@ from sampling.params import ModelOptions, Sample, SamplingParams, Token, check_o
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator
 
+__version__ = "1.0.0"
 __all__ = ["Sample", "SamplingParams", "Token", "load"]
 
 # load imports model.py, which lies beside this package in a checkout, and in nanogpt_sample where pip installed it.

@@ -1,10 +1,10 @@
-"""The rules of the settings, and the types SamplingParams, ModelOptions, Prompt, Token and Sample. Imports no torch."""
+"""The rules of the settings, and the types of what is asked for and of what came of it. Imports no torch."""
 import logging
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -84,9 +84,16 @@ def brief_repr(value: Any) -> str:
         return f"a very long {type(value).__name__}"
 
 
-def check_settings(settings: Settings) -> None:
-    """Raise ValueError if sample.py's settings, by name, break a rule or exclude each other."""
-    check_options({**settings, "seed": 0} if settings["seed"] == "random" else settings)
+def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
+    """Raise ValueError if sample.py's settings, by name, break a rule or exclude each other.
+
+    flags: those that the command line sets. In a settings file, score ignores what only sampling has.
+    """
+    if settings["score"]:
+        if useless := [name for name in SAMPLING_SETTINGS if name in flags]:
+            raise ValueError(f"score=True generates no samples: leave out {', '.join(useless)}, or score")
+        settings = {name: value for name, value in settings.items() if name not in SAMPLING_SETTINGS}
+    check_options({**settings, "seed": 0} if settings.get("seed") == "random" else settings)
     out_file, html_file = settings["out_file"], settings["html_file"]
     if out_file and html_file and os.path.realpath(out_file) == os.path.realpath(html_file):
         raise ValueError(f"out_file and html_file must be two files; got {out_file!r:.100} for both")
@@ -94,6 +101,8 @@ def check_settings(settings: Settings) -> None:
         raise ValueError("watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch")
     if settings["watch"] and settings["interactive"]:
         raise ValueError("watch=True does not work with interactive=True: in a session, type :reload")
+    if settings["interactive"] and settings["score"]:
+        raise ValueError("score=True does not work with interactive=True: in a session, type :score")
     if settings["interactive"] and (out_file or html_file):
         raise ValueError("interactive=True saves no samples: leave out_file and html_file out")
     if settings["logprobs"] is not None and not out_file:
@@ -104,9 +113,9 @@ def check_options(options: Settings) -> None:
     """Raise ValueError if a value breaks its rule, or if two options exclude each other."""
     check_values(options)
     for name, other in ("dtype", "compile"), ("dtype", "exact"), ("draft", "compile"):
-        if options[name] == "int8" and options[other]:
+        if options.get(name) == "int8" and options[other]:
             raise ValueError(f"{name}=int8 does not work with {other}=True: leave out one of them")
-    if options["dtype"] == options["draft"] == "int8":
+    if options["dtype"] == options.get("draft") == "int8":
         raise ValueError("draft=int8 has no use with dtype=int8, because both models would be the same: leave out "
                          "draft, or use dtype=float32")
     if options["exact"]:
@@ -157,6 +166,18 @@ class SamplingParams:
     @property
     def stop_texts(self) -> list[str]:
         return as_list(self.stop)
+
+
+@dataclass(frozen=True)
+class ScoringParams:
+    """What to find out about a text."""
+    num_logprobs: int = 0 # how many of the most likely tokens in the place of each one
+    max_tokens: int = 10**9 # to keep of a text. All are scored, but a book has a million
+
+
+# What only sampling has, not scoring.
+SAMPLING_SETTINGS = ("num_samples", "batch_size", "draft",
+                     *(f.name for f in fields(SamplingParams) if f.name != "num_logprobs"))
 
 
 @dataclass(frozen=True)
@@ -220,3 +241,19 @@ class Sample:
         """The sum of the tokens' log-probabilities; None if the tokens have none."""
         logprobs = [token.logprob for token in self.tokens]
         return None if None in logprobs else sum(logprobs)
+
+
+@dataclass(eq=False)
+class Score(Sample):
+    """How likely the model finds a text, which is the prompt. Its tokens are those of the text, as many as were asked
+    for; the first one has no logprob, because nothing comes before it. prompt_ids is empty.
+    """
+    ids: list[int] = field(default_factory=list) # of the text
+    num_tokens: int = 0 # that were scored: all but the first
+    num_bytes: int = 0 # of the text of these tokens, in UTF-8
+    cumulative_logprob: float = 0.0
+
+    @property
+    def nats_per_token(self) -> float:
+        """The loss of a training on this text; NaN for a text of a single token."""
+        return -self.cumulative_logprob / self.num_tokens if self.num_tokens else math.nan

@@ -11,10 +11,11 @@ from sampling.backends.backend import num_step_weights
 from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.engine import Engine
+from sampling.generation.scoring import score_texts
 from sampling.generation.speculation import Draft
-from sampling.inputs.prompts import encode_prompts, make_samples
+from sampling.inputs.prompts import EncodedPrompt, encode_prompts, make_samples
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, check_values
+from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, Score, ScoringParams, check_values
 from sampling.process import check_fork, free_memory
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ class TextGenerator:
         TypeError if a prompt is not a str, or if params are not SamplingParams.
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
-        samples = self.make_samples([prompts] if isinstance(prompts, str) else prompts, num_samples)
+        encoded = self.encode([prompts] if isinstance(prompts, str) else prompts)
+        samples = make_samples(encoded, num_samples)
         return [sample for sample, _ in self.run(samples, params, batch_size) if sample.finish_reason]
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
@@ -93,22 +95,37 @@ class TextGenerator:
 
         Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it; TypeError if it is not a str.
         """
-        for _, pieces in self.run(self.make_samples([prompt], 1), params, batch_size=1, stream=True):
+        for _, pieces in self.run(make_samples(self.encode([prompt]), 1), params, batch_size=1, stream=True):
             if text := "".join(piece.text for piece in pieces):
                 yield text
 
-    def make_samples(self, prompts: Iterable[str], num_samples: int) -> list[Sample]:
+    def score(self, text: str, num_logprobs: int = 0) -> Score:
+        """How likely the model finds each token of a text, and num_logprobs of the most likely tokens in its place.
+
+        Raises ValueError if the text is empty, or if the tokenizer cannot encode it; TypeError if it is not a str.
+        """
+        check_values({"num_logprobs": num_logprobs})
+        *_, (score, _) = self.run(make_samples(self.encode([text]), 1, is_score=True), ScoringParams(num_logprobs))
+        return score
+
+    def encode(self, prompts: Iterable[str]) -> list[EncodedPrompt]:
         prompts = list(prompts)
         for prompt in prompts:
             if not isinstance(prompt, str):
                 raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")
             if not prompt:
                 raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
-        return list(make_samples(encode_prompts(map(Prompt, prompts), self.tokenizer), num_samples))
+        return list(encode_prompts(map(Prompt, prompts), self.tokenizer))
 
-    def run(self, samples: Iterable[Sample], params: SamplingParams | None = None, batch_size: int | None = None,
-            stream: bool = False) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Generate samples that have no tokens yet, and yield each with its new text: see Engine.generate."""
+    def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,
+            batch_size: int | None = None, stream: bool = False) -> Iterator[tuple[Sample, list[Piece]]]:
+        """Generate samples that have no tokens yet, and yield each with its new text: see Engine.generate.
+
+        With ScoringParams, score texts instead: see score_texts.
+        """
+        if isinstance(params, ScoringParams):
+            check_fork()
+            return score_texts(self, samples, params)
         params = DEFAULT_PARAMS if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")

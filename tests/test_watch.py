@@ -60,7 +60,7 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
     alone = run_script(*RUN[:4], cwd=tmp_path).stdout
     assert alone == "".join(f"The {line['text']}\n{RULE}\n" for line in lines[2:])
     with watching(tmp_path) as wait_for: # the same command goes on where the run was
-        wait_for("a.jsonl is complete, with 2 samples: nothing to sample\n")
+        wait_for("a.jsonl is complete, with 2 samples: nothing to do\n")
         wait_for("waiting")
 
 

@@ -192,6 +192,8 @@ class CUDABackend(EagerBackend):
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:
         with self.lock: # another thread must not write the inputs of a step before it runs
+            if cache is None and num_positions > 1: # a text is scored
+                return super().logits(ids, None, num_positions)
             if cache is None:
                 return self.window_logits(ids).clone() # another thread may use the same window
             if (start := cache.seq_len) == 0 or ids.size(1) > 1:

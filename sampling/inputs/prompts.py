@@ -12,14 +12,14 @@ from contextlib import suppress
 from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.params import RULES, Prompt, Sample
+from sampling.params import RULES, Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
 FILE_KINDS = "FILE", *MULTI_KINDS
 # The fields of a line in out_file, besides "prompt" and "id".
-RESULT_FIELDS = frozenset(["version", "index", "text", "num_tokens", "finish_reason", "cumulative_logprob", "logprobs",
-                           "seed", "checkpoint", "settings"])
+RESULT_FIELDS = frozenset(["version", "index", "text", "num_tokens", "num_bytes", "finish_reason",
+                           "cumulative_logprob", "logprobs", "seed", "checkpoint", "settings"])
 EncodedPrompt = tuple[Prompt, list[int]]
 
 
@@ -64,11 +64,12 @@ def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[Enco
     return list(encoded) if isinstance(prompts, list) else encoded
 
 
-def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index: int = 0) -> Iterator[Sample]:
-    """Yield num_samples empty samples for each prompt."""
+def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index: int = 0,
+                 is_score: bool = False) -> Iterator[Sample]:
+    """Yield num_samples empty samples for each prompt, or empty scores."""
     repeated = (pair for pair in encoded for _ in range(num_samples))
     for index, (prompt, prompt_ids) in enumerate(repeated, first_index):
-        yield Sample(index, prompt, prompt_ids)
+        yield Score(index, prompt, [], ids=prompt_ids) if is_score else Sample(index, prompt, prompt_ids)
 
 
 def read_file(kind: str, path: str) -> Iterator[Prompt]:
@@ -78,7 +79,7 @@ def read_file(kind: str, path: str) -> Iterator[Prompt]:
         # utf-8-sig skips a byte-order mark.
         with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as file:
             for number, line in enumerate([file.read()] if kind == "FILE" else file, 1):
-                location = "" if kind == "FILE" else f"{source}, line {number}"
+                location = source if kind == "FILE" else f"{source}, line {number}"
                 text = line if kind == "FILE" else line.rstrip("\n")
                 if text.strip() if kind == "JSONL" else text:
                     prompt = parse_json_line(text, location) if kind == "JSONL" else Prompt(text, None, location)

@@ -73,7 +73,7 @@ def start_progress_bar(num_tokens: int) -> Any:
         return None
     from tqdm import tqdm
     _console.bar = tqdm(initial=num_tokens, unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1,
-                        postfix="0 samples", leave=False)
+                        leave=False)
     return _console.bar
 
 

@@ -1,6 +1,6 @@
 """Makes the page of samples from lines of JSON. It shows how likely each token was, and which others were likely.
 
-    python -m sampling.outputs.html samples.jsonl [more.jsonl ...] page.html
+    python -m sampling.outputs.html samples.jsonl [more.jsonl ...] page.html (once installed: nanogpt-compare ...)
 
 Samples of the same prompt and index stand side by side if they are from several runs: other settings, or another
 checkpoint. The template page.html has three parts: the beginning, one sample, the end.
@@ -162,7 +162,10 @@ def neg_millilogprob(logprob: float) -> int:
     return round(min(99999, -1000 * logprob)) # min in this order also handles NaN
 
 
-def main() -> None:
+@report_user_errors()
+def command() -> None:
+    """Run with the command line's arguments, as nanogpt-compare or as python -m sampling.outputs.html."""
+    setup_console()
     *paths, page = sys.argv[1:] or [""]
     if not paths:
         raise ValueError("give one or more files of samples, and the page: "
@@ -176,6 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    setup_console()
-    with report_user_errors():
-        main()
+    command()

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from sampling.inputs.prompts import FILE_KINDS, MULTI_KINDS, RESULT_FIELDS, parse_start
 from sampling.outputs.console import name_write_errors, plural
-from sampling.params import Sample, Token, as_list
+from sampling.params import SAMPLING_SETTINGS, Sample, Score, Token, as_list
 
 logger = logging.getLogger(__name__)
 VERSION = 3 # of the fields of a line
@@ -24,7 +24,7 @@ PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py"
 
 # Settings that each line repeats; run_settings adds device and dtype. A resumed run has the same values.
 REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-                        "stop", "seed", "compile", "context_shift", "exact", "tokenizer")
+                        "stop", "seed", "compile", "context_shift", "exact", "tokenizer", "score")
 
 
 @dataclass
@@ -39,11 +39,14 @@ class LineFormat:
             logprobs["logprobs"] = {"content": [ # as in OpenAI's chat completions, with ids
                 {**token_fields(token), "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))}
                 for token in sample.tokens]}
-        text = json.dumps({
-            **first_fields(sample), "text": sample.text, "num_tokens": sample.num_tokens,
-            "finish_reason": sample.finish_reason, "cumulative_logprob": round_logprob(sample.cumulative_logprob),
-            **logprobs, "seed": self.settings["seed"], "checkpoint": self.checkpoint_id, "settings": self.settings,
-        }, ensure_ascii=False)
+        cumulative = {"cumulative_logprob": round_logprob(sample.cumulative_logprob)}
+        if isinstance(sample, Score):
+            results = {"num_tokens": sample.num_tokens, "num_bytes": sample.num_bytes, **cumulative, **logprobs}
+        else:
+            results = {"text": sample.text, "num_tokens": sample.num_tokens, "finish_reason": sample.finish_reason,
+                       **cumulative, **logprobs, "seed": self.settings["seed"]}
+        text = json.dumps({**first_fields(sample), **results, "checkpoint": self.checkpoint_id,
+                           "settings": self.settings}, ensure_ascii=False)
         # A lone surrogate becomes an escape, because UTF-8 has none.
         return text.translate(SEPARATORS).encode("utf-8", errors="backslashreplace") + b"\n"
 
@@ -77,6 +80,9 @@ class LinesFile:
             elif sample := next(samples, None):
                 run.check(record, sample, where)
                 num_saved, sample.already_saved = num_saved + 1, True
+                if isinstance(sample, Score): # for the sums of all texts
+                    sample.num_tokens, sample.num_bytes = record["num_tokens"], record["num_bytes"]
+                    sample.cumulative_logprob = record["cumulative_logprob"]
                 yield sample
             else:
                 raise ValueError(f"{where}, is one sample more than this run generates: give the file another name, or "
@@ -87,9 +93,9 @@ class LinesFile:
             self.write(b"\n")
         first_new = next(samples, None)
         if num_saved:
-            saved = plural(num_saved, "sample")
+            saved = plural(num_saved, "text" if "score" in run.settings else "sample")
             logger.info(f"{self.path} holds {saved} already: resuming after them" if first_new
-                        else f"{self.path} is complete, with {saved}: nothing to sample")
+                        else f"{self.path} is complete, with {saved}: nothing to do")
         if first_new:
             yield first_new
         yield from samples
@@ -115,15 +121,18 @@ def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str)
 def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
     """The settings that decide the text of a sample, and what is saved. Values with the same meaning become equal."""
     kept = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
-    if parse_start(settings["start"])[0] not in MULTI_KINDS:
-        del kept["num_samples"] # a longer run of one prompt may continue the file of a shorter run
-    for name in "exact", "tokenizer":
+    logprobs = {} if settings["logprobs"] is None else {"logprobs": settings["logprobs"]}
+    model = {"device": device_type, "dtype": dtype_name, **logprobs}
+    for name in "exact", "tokenizer", "score":
         if not kept[name]:
             del kept[name] # files of earlier versions do not have it
-    logprobs = {} if settings["logprobs"] is None else {"logprobs": settings["logprobs"]}
+    if settings["score"]:
+        return {name: value for name, value in kept.items() if name not in SAMPLING_SETTINGS} | model
+    if parse_start(settings["start"])[0] not in MULTI_KINDS:
+        del kept["num_samples"] # a longer run of one prompt may continue the file of a shorter run
     top_p = None if kept["top_p"] == 1 else kept["top_p"]
     return {**kept, "top_k": kept["top_k"] or None, "top_p": top_p, "min_p": kept["min_p"] or None,
-            "stop": as_list(kept["stop"]), "device": device_type, "dtype": dtype_name, **logprobs}
+            "stop": as_list(kept["stop"]), **model}
 
 
 def first_fields(sample: Sample) -> dict[str, Any]:
@@ -137,9 +146,9 @@ def token_fields(token: Token) -> dict[str, Any]:
     return {"id": token.id, "token": token.text, "logprob": round_logprob(token.logprob)}
 
 
-def round_logprob(logprob: float) -> float:
+def round_logprob(logprob: float | None) -> float | None:
     """Round to three decimals, because further ones depend on which samples shared a batch."""
-    return round(logprob, 3) + 0.0 # never -0.0
+    return None if logprob is None else round(logprob, 3) + 0.0 # never -0.0
 
 
 def read_records(path: str, *versions: int) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:

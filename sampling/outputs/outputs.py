@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from sampling.outputs import html
 from sampling.outputs.console import before_exit, is_tty, plural
-from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, open_output, run_settings
-from sampling.outputs.printer import Printer, Progress
-from sampling.params import Piece, Sample
+from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, open_output, round_logprob, run_settings
+from sampling.outputs.printer import Printer, Progress, score_line
+from sampling.params import Piece, Prompt, Sample, Score, ScoringParams
 from sampling.process import peak_memory
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
+MAX_SCORED_TOKENS = 100_000 # that are saved or shown of a text: with their alternatives, ten megabytes or more
 
 
 class Outputs:
@@ -59,12 +60,27 @@ class Outputs:
             samples = self.lines.mark_saved(samples, self.format, settings["watch"])
         self.device = gpt.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
-        self.progress = Progress(num_total, settings["max_new_tokens"])
-        return self.progress.follow(samples)
+        self.progress = Progress(num_total, None if settings["score"] else settings["max_new_tokens"])
+        self.total, self.num_scores = Score(0, Prompt("all"), []), 0
+        return map(self.add_saved, self.progress.follow(samples))
+
+    def add_saved(self, sample: Sample) -> Sample:
+        """Add the score of a text that is saved already to the total."""
+        if sample.already_saved:
+            self.add(sample)
+        return sample
+
+    def add(self, sample: Sample) -> None:
+        if isinstance(sample, Score):
+            self.num_scores += 1
+            self.total.num_tokens += sample.num_tokens
+            self.total.num_bytes += sample.num_bytes
+            self.total.cumulative_logprob += round_logprob(sample.cumulative_logprob) # as in a resumed run
 
     def update(self, sample: Sample, pieces: list[Piece]) -> None:
         """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not show it again."""
         if sample.finish_reason is not None:
+            self.add(sample)
             if self.lines:
                 self.lines.write(self.format.line(sample))
             if self.uses_stdout:
@@ -74,8 +90,10 @@ class Outputs:
             self.printer.update(sample, pieces)
 
     def finish(self) -> None:
-        """Write the page, and say how many samples the model has generated."""
+        """Write the page, and say how many samples the model has generated, or what the sums of all scores are."""
         self.write_page()
+        if self.num_scores > 1 and not self.uses_stdout:
+            self.printer.write(score_line("all", self.total) + "\n")
         self.progress.close(peak_memory(self.device))
 
     def write_page(self) -> None:
@@ -103,6 +121,13 @@ class Outputs:
 def saved_logprobs(settings: Mapping[str, Any]) -> int | None:
     """The setting logprobs, or what the page needs if that is more."""
     return max(html.NUM_ALTERNATIVES, settings["logprobs"] or 0) if settings["html_file"] else settings["logprobs"]
+
+
+def scoring_params(settings: Mapping[str, Any]) -> ScoringParams:
+    """What the outputs need of the texts that are scored."""
+    num_saved = saved_logprobs(settings)
+    needs_tokens = num_saved is not None or settings["show_probs"]
+    return ScoringParams(num_saved or 0, MAX_SCORED_TOKENS if needs_tokens else 0)
 
 
 def num_logprobs(settings: Mapping[str, Any]) -> int | None:

@@ -1,4 +1,6 @@
-"""Shows a run: prints its samples on standard output, as nanoGPT does, and its progress on standard error."""
+"""Shows a run: prints its samples on standard output, as nanoGPT does, or a line for each text that it scores, and its
+progress on standard error.
+"""
 import logging
 import math
 import os
@@ -8,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.outputs.console import is_tty, name_write_errors, plural, sanitize, start_progress_bar
-from sampling.params import Piece, Sample
+from sampling.params import Piece, Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
 RULE = "---------------" # nanoGPT prints it after every sample
@@ -37,15 +39,20 @@ class Printer:
         self.unprinted: list[str] = [] # parts of it
 
     def update(self, sample: Sample, pieces: Iterable[Piece], shows_prompt: bool = True) -> None:
-        """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when it is finished."""
+        """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when it is finished.
+
+        Of a text that is scored, print its pieces only with their probabilities, and then its score.
+        """
         if sample is not self.sample:
             self.sample, prompt_ids = sample, sample.prompt_ids if shows_prompt else []
             self.unprinted = [self.make_safe(self.tokenizer.decode(prompt_ids))]
-        for text, logprob in pieces:
+        is_score = isinstance(sample, Score)
+        for text, logprob in () if is_score and not self.show_probs else pieces:
             is_colored = self.show_probs and logprob is not None
             self.unprinted.append(colorize(self.make_safe(text), logprob) if is_colored else self.make_safe(text))
         if sample.finish_reason is not None:
-            self.unprinted.append(f"\n{RULE}\n")
+            line = self.make_safe(score_line(name_of(sample.prompt), sample)) if is_score else RULE
+            self.unprinted.append(f"{line}\n" if is_score and not self.show_probs else f"\n{line}\n")
         if self.streams or sample.finish_reason is not None:
             self.write("".join(self.unprinted))
             self.unprinted = []
@@ -53,6 +60,21 @@ class Printer:
     def write(self, text: str) -> None:
         with name_write_errors("standard output"):
             print(text, end="", flush=True)
+
+
+def score_line(name: str, score: Score) -> str:
+    """What is known of a text: how many tokens were scored, and how likely they are."""
+    if not score.num_tokens:
+        return f"{name}: a single token, and no token comes before it"
+    nats, bits = score.nats_per_token, -score.cumulative_logprob / math.log(2) / max(1, score.num_bytes)
+    perplexity = math.exp(min(nats, 700)) # of larger numbers, there is no float
+    return (f"{name}: {score.num_tokens:,} token{'' if score.num_tokens == 1 else 's'}, {nats:.4f} nats a token, "
+            f"perplexity {perplexity:.2f}, {bits:.2f} bits a byte")
+
+
+def name_of(prompt: Prompt) -> str:
+    """What names a text: its id, its place in a file, or its first characters."""
+    return str(prompt.id) if prompt.id is not None else prompt.location or f"{prompt.text[:40]!r}"
 
 
 def colorize(text: str, logprob: float) -> str:
@@ -68,10 +90,12 @@ class Progress:
     """Counts samples and tokens. Shows a bar, or if standard error is no terminal, as with nohup, a line now and then.
 
     total_samples: how many samples the run has; None if unknown. Those that are already saved do not count.
+    max_new_tokens: of each sample; None if texts are scored.
     """
 
-    def __init__(self, total_samples: int | None, max_new_tokens: int):
+    def __init__(self, total_samples: int | None, max_new_tokens: int | None):
         self.total_samples, self.max_new_tokens = total_samples, max_new_tokens
+        self.noun = "sample" if max_new_tokens is not None else "text"
         self.unfinished: set[Sample] = set() # the engine may append tokens to them
         self.num_samples = self.num_tokens = 0 # of finished samples
         self.start = self.next_time = time.perf_counter() # next_time: when to show something
@@ -99,14 +123,23 @@ class Progress:
         if self.first_tokens is None:
             self.first_tokens, self.bar = (now, num_tokens), start_progress_bar(num_tokens)
         elif self.bar is not None:
-            if self.total_samples is not None: # samples may stop early
-                self.bar.total = self.num_tokens + (self.total_samples - self.num_samples) * self.max_new_tokens
-            self.bar.set_postfix_str(plural(self.num_samples, "sample"), refresh=False)
+            self.bar.total = self.expect_tokens()
+            self.bar.set_postfix_str(plural(self.num_samples, self.noun), refresh=False)
             self.bar.update(num_tokens - self.bar.n) # less than 0 after a batch that ran out of memory
         elif not is_tty(sys.stderr):
-            self.log_speed(f"{plural(self.num_samples, 'sample')} so far" if self.total_samples is None
-                           else f"{self.num_samples} of {plural(self.total_samples, 'sample')}", num_tokens)
+            self.log_speed(f"{plural(self.num_samples, self.noun)} so far" if self.total_samples is None
+                           else f"{self.num_samples} of {plural(self.total_samples, self.noun)}", num_tokens)
         self.next_time = now + (LOG_INTERVAL if self.bar is None else BAR_INTERVAL)
+
+    def expect_tokens(self) -> int | None:
+        """How many tokens the run will have at its end; None if unknown. Samples may stop early."""
+        if self.total_samples is None:
+            return None
+        num_left = self.total_samples - self.num_samples
+        if self.max_new_tokens is not None:
+            return self.num_tokens + num_left * self.max_new_tokens
+        is_known = num_left == len(self.unfinished) # the engine takes texts when it needs them
+        return self.num_tokens + sum(len(score.ids) - 1 for score in self.unfinished) if is_known else None
 
     def close(self, peak_memory: int | None) -> None:
         """Remove the bar, and log a summary of the run if it generated samples. peak_memory is in bytes."""
@@ -114,7 +147,7 @@ class Progress:
             self.bar.close()
         if self.num_samples: # otherwise, out_file was already complete
             peak = f", peak memory {peak_memory / 2**20:.0f} MB" if peak_memory else ""
-            self.log_speed(plural(self.num_samples, "sample"), self.num_tokens, peak)
+            self.log_speed(plural(self.num_samples, self.noun), self.num_tokens, peak)
 
     def log_speed(self, samples: str, num_tokens: int, more: str = "") -> None:
         """Log the speed since the first tokens, before which the model may compile. If all are first, since start."""

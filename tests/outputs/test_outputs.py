@@ -68,7 +68,7 @@ def num_shown(folder):
 # ---- resuming
 
 @pytest.mark.parametrize("end, message", [
-    (-1, "a.jsonl is complete, with 3 samples: nothing to sample"),
+    (-1, "a.jsonl is complete, with 3 samples: nothing to do"),
     (-2, "a.jsonl holds 2 samples already: resuming after them"), (0, ""), (10, "")],
     ids=["no-newline", "half-a-line", "no-line", "half-the-first"])
 def test_the_files_of_a_killed_run_become_those_of_a_whole_one(run, files, tmp_path, messages, capsys, end, message):

@@ -15,6 +15,7 @@ from project import PROJECT, RULE, SCRIPT
 
 DOCUMENTS = [PROJECT / "README.md", PROJECT / "SECURITY.md", *sorted((PROJECT / "docs").glob("*.md"))]
 DEMO = PROJECT / "demo"
+SETUP = "python3 -m venv" # how the commands that install packages begin
 
 
 def code_blocks(language):
@@ -25,23 +26,26 @@ def code_blocks(language):
 
 
 def commands():
-    """Every command line with sample.py, with continued lines joined: those of one process, and the others."""
-    lines = [line.split("&&")[-1].strip().replace(".venv/bin/python", "python") for block in code_blocks("sh")
-             for line in block.values[0].replace("\\\n", " ").splitlines() if "sample.py" in line]
+    """Every command line with sample.py: those of one process, and the others. Not the first, which has an output."""
+    lines = [line for block in code_blocks("sh") for line in block.values[0].splitlines()
+             if "sample.py" in line and not line.startswith(SETUP)]
     alone = [line for line in lines if line.startswith("python sample.py ")]
     return alone, [line for line in lines if line not in alone]
 
 
 def examples():
-    """Every example with its output. Slow, but for those in README.md."""
-    return [pytest.param(*block.values, id=block.id, marks=() if "README" in block.id else pytest.mark.slow)
-            for block in code_blocks("text")]
+    """Every example with its output. Slow, but for those in README.md. The first has its command in a block above."""
+    first, = (line for block in code_blocks("sh") for line in block.values[0].splitlines()
+              if line.startswith(SETUP) and "sample.py" in line)
+    command = first.split(" && ")[-1].replace(".venv/bin/", "")
+    examples = [pytest.param(*block.values, id=block.id, marks=() if "README" in block.id else pytest.mark.slow)
+                for block in code_blocks("text")]
+    return [pytest.param(f"$ {command}\n{examples[0].values[0]}", id="README.md-first"), *examples[1:]]
 
 
 @pytest.fixture
 def user_folder(tmp_path, gpt2_folder, monkeypatch):
     """A folder with the files that the commands read. The hub's cache has a small model for each name of GPT-2."""
-    (tmp_path / "prompt.txt").write_text("ROMEO:\n")
     (tmp_path / "demo").symlink_to(DEMO)
     for name in "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "distilbert--distilgpt2":
         cached = tmp_path / "hub" / f"models--{name}"
@@ -106,11 +110,12 @@ def test_examples_of_the_help_fit_into_a_terminal_of_80_columns():
     assert len(examples) >= 3 and max(map(len, examples)) <= 80
 
 
-def test_the_table_of_settings_is_complete():
-    documents = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
-    tables = re.findall(r"^\| setting \| default \|.*?\n\n", documents, re.DOTALL | re.MULTILINE)
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", "".join(tables), re.MULTILINE))
-    assert rows == {name: repr(setting.default) for name, setting in find_settings(SCRIPT).items()}
+def test_the_table_of_settings_has_the_defaults_and_comments_of_the_script():
+    table = DOCUMENTS[0].read_text(encoding="utf-8").partition("| setting | default |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \| (.*) \|$", table, re.MULTILINE)
+    settings = find_settings(SCRIPT)
+    assert len(rows) == table.count("\n") - 1 >= 12
+    assert rows == [(name, repr(settings[name].default), settings[name].comment) for name, _, _ in rows]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

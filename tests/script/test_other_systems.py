@@ -50,7 +50,7 @@ def test_samples_and_files_are_the_same(other_system, expected, run_script, char
     assert done.returncode == 0 and (done.stdout, (tmp_path / "a.jsonl").read_bytes()) == expected, done.stderr
     assert ("peak memory" in done.stderr) == (other_system != "Windows")
     resumed = run_script(*run, cwd=tmp_path)
-    assert resumed.returncode == 0 and "nothing to sample" in resumed.stderr
+    assert resumed.returncode == 0 and "nothing to do" in resumed.stderr
 
 
 def test_a_session_answers(other_system, expected, run_script, char_checkpoint):

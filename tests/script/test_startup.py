@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import sampling
 from models import make_gpt, save_checkpoint
 from project import PROJECT, RULE, SCRIPT
 
@@ -62,7 +63,7 @@ def test_an_interpreter_goes_on_after_a_run_and_after_an_error(char_checkpoint, 
     printed, messages = run(sys.executable, "-c", HOST, *arguments, cwd=tmp_path)
     sample, rest = printed.split(f"\n{RULE}\n", 1)
     assert sample.startswith("The") and rest == "status 2\nstatus 1\nTrue True\n"
-    assert messages.endswith("a.jsonl is complete, with 1 sample: nothing to sample\n") # no run has it open
+    assert messages.endswith("a.jsonl is complete, with 1 sample: nothing to do\n") # no run has it open
 
 
 @pytest.mark.slow # pip takes some seconds
@@ -82,6 +83,13 @@ def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_
     arguments = f"--out_dir={char_checkpoint}", *FAST
     printed, _ = run(python.with_name("nanogpt-sample"), *arguments, cwd=tmp_path)
     assert printed == run_script(*arguments).stdout
+    assert run(python.with_name("nanogpt-sample"), "--version", cwd=tmp_path)[0] == f"{sampling.__version__}\n"
+    shown, _ = run(python.with_name("nanogpt-sample"), "--help", cwd=tmp_path)
+    assert "    nanogpt-sample --out_dir=demo" in shown and "sample.py" not in shown
+    for seed in 1, 2:
+        run(python.with_name("nanogpt-sample"), *arguments, f"--seed={seed}", f"--out_file={seed}.jsonl", cwd=tmp_path)
+    _, messages = run(python.with_name("nanogpt-compare"), "1.jsonl", "2.jsonl", "page.html", cwd=tmp_path)
+    assert messages == "page.html: 2 samples\n"
     # In bfloat16, no kernels are compiled.
     code = ("import sys, sampling; generator = sampling.load(sys.argv[1], 'cpu', 'bfloat16'); "
             "print(generator.generate('The', sampling.SamplingParams(5))[0].num_tokens)")

@@ -1,8 +1,10 @@
 """The configurator reads a script's settings from its source, and prints them for --help."""
 import shlex
+import sys
 
 import pytest
 
+import sample
 from configurator import Setting, find_settings, help_text, override, parse, to_argument
 from project import SCRIPT
 
@@ -15,6 +17,19 @@ def test_help_lists_every_setting_with_its_default_and_comment(capsys):
     assert {"init_from", "out_dir", "start", "num_samples", "top_k", "batch_size", "compile"} <= settings.keys()
     for name, setting in settings.items():
         assert setting.comment and setting.group and f"{to_argument(name, setting)} {setting.comment}" in words
+
+
+@pytest.mark.parametrize("name, program, shown", [("__main__", "sample.py", "python sample.py config/story.py"),
+                                                  ("nanogpt_sample.sample", "nanogpt-sample", "nanogpt-sample config")])
+def test_help_and_version_name_the_program_as_the_user_called_it(name, program, shown, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"/bin/{program}"])
+    scope = {"__file__": str(SCRIPT), "__doc__": sample.__doc__, "__name__": name, "__version__": "1.2.3"}
+    for argument in "--help", "--version":
+        with pytest.raises(SystemExit):
+            override(scope, ["--seed=5", argument])
+    printed = capsys.readouterr().out
+    assert shown in printed and printed.endswith("\n1.2.3\n")
+    assert ("python sample.py" in printed) == (name == "__main__")
 
 
 def test_comments_of_all_settings_begin_in_the_same_column():

@@ -53,7 +53,7 @@ def test_a_file_may_be_a_pipe(script):
 def test_the_error_for_an_invalid_value_names_the_file_that_set_it(script, arguments, error):
     write(a="count = 13\n", b="rate = 0.5\n", c="count = 13\nflag = True\n")
 
-    def refuse(settings):
+    def refuse(settings, flags):
         if settings["count"] == 13:
             raise ValueError("count must not be 13")
         if settings["rate"] == 13 and settings["flag"]:

@@ -1,0 +1,123 @@
+"""Scores texts: how likely the model finds each token after the tokens before it.
+
+Axes: B windows, T tokens that the model reads, n tokens that a window scores, V vocabulary, k most likely tokens.
+"""
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from sampling.backends.backend import Backend
+from sampling.generation.batch import NOT_FINITE
+from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.inputs.tokenizer import Tokenizer
+from sampling.params import Piece, SamplingParams, Score, ScoringParams
+from sampling.process import free_memory
+
+if TYPE_CHECKING: # it imports this file
+    from sampling.text_generator import TextGenerator
+
+logger = logging.getLogger(__name__)
+MAX_BATCH_TOKENS = 8192 # of the windows that are computed at once
+
+
+class Window(NamedTuple):
+    """Neighbouring tokens of a text, which the model reads at once."""
+    score: Score
+    ids: list[int] # T
+    next_ids: list[int] # after each of them; at the end of the text, one fewer
+    num_done: int # how many of these the window before has scored
+    is_first: bool
+    is_last: bool
+
+
+def score_texts(gpt: "TextGenerator", scores: Iterable[Score],
+                params: ScoringParams) -> Iterator[tuple[Score, list[Piece]]]:
+    """Score the texts that are not saved already. Yields them in order, each after each of its windows, with its new
+    pieces.
+
+    Raises ValueError if logits were NaN or infinite.
+    """
+    new = (score for score in scores if not score.already_saved)
+    for batch in batches(windows(new, gpt.backend.config.block_size), gpt.backend):
+        with gpt.inference():
+            results = compute(gpt.backend, batch, params.num_logprobs)
+        for window, (logprobs, top, top_ids) in zip(batch, results, strict=True):
+            score = window.score
+            if window.is_first:
+                detokenizer = begin(score, gpt.tokenizer, params.max_tokens)
+            score.num_tokens += len(logprobs)
+            score.cumulative_logprob += sum(logprobs)
+            steps = zip(window.next_ids[window.num_done:], logprobs, top, top_ids, strict=True)
+            for step in islice(steps, max(0, params.max_tokens - len(score.tokens))):
+                detokenizer.append(*step)
+            score.finish_reason = "length" if window.is_last else None
+            yield score, detokenizer.take_pieces()
+
+
+def begin(score: Score, tokenizer: Tokenizer, max_tokens: int) -> IncrementalDetokenizer:
+    """What makes the tokens of a text, at most max_tokens. It has the first one already, which is not scored."""
+    first_text = tokenizer.incremental_decoder()(score.ids[0])
+    score.num_bytes = num_bytes(tokenizer.decode(score.ids)) - num_bytes(first_text)
+    if 0 < max_tokens < len(score.ids):
+        logger.info(f"a text has {len(score.ids)} tokens: all are scored, but only the first {max_tokens} are saved or "
+                    "shown")
+    params = SamplingParams(max_new_tokens=min(len(score.ids), max_tokens))
+    detokenizer = IncrementalDetokenizer(score, tokenizer, params)
+    if max_tokens:
+        detokenizer.append(score.ids[0])
+    return detokenizer
+
+
+def windows(scores: Iterable[Score], block_size: int) -> Iterator[Window]:
+    """The windows of each text. They advance by half a window, so that at least block_size / 2 tokens come before each
+    token that is scored, if there are so many.
+    """
+    half = max(1, block_size // 2)
+    for score in scores:
+        for start in range(0, max(1, len(score.ids) - 1 - block_size + half), half):
+            end = start + block_size
+            yield Window(score, score.ids[start:end], score.ids[start + 1:end + 1], block_size - half if start else 0,
+                         start == 0, end >= len(score.ids) - 1)
+
+
+def batches(all_windows: Iterable[Window], backend: Backend) -> Iterator[list[Window]]:
+    """Divide the windows, in order, into those that are computed at once."""
+    bytes_per_token = 8 * backend.config.vocab_size + 100 * backend.config.n_embd # of logits and activations
+    max_tokens = min(MAX_BATCH_TOKENS, free_memory(backend.device) // 2 // bytes_per_token)
+    batch, longest = [], 0
+    for window in all_windows:
+        longest = max(longest, len(window.ids))
+        if batch and (len(batch) == backend.max_rows or longest * (len(batch) + 1) > max_tokens):
+            yield batch
+            batch, longest = [], len(window.ids)
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def compute(backend: Backend, batch: list[Window], num_top: int) -> list[tuple[list, list, list]]:
+    """For each window: the log-probabilities of the n tokens that it scores, and those and the ids of the k = num_top
+    most likely tokens in their places.
+    """
+    # Shorter windows are padded at their ends: no token sees what follows it.
+    ids = pad_sequence([torch.tensor(window.ids) for window in batch], batch_first=True).to(backend.device) # (B, T)
+    num_done = min(window.num_done for window in batch) # of these positions, no logits are needed
+    logits = backend.logits(ids, None, ids.size(1) - num_done).unflatten(0, (len(batch), -1)) # (B, T - num_done, V)
+    results = []
+    for window, rows in zip(batch, logits, strict=True):
+        next_ids = torch.tensor(window.next_ids[window.num_done:], dtype=torch.long, device=ids.device) # (n,)
+        first = window.num_done - num_done
+        logprobs = rows[first:first + len(next_ids)].float().log_softmax(dim=-1) # (n, V)
+        of_tokens, top = logprobs.gather(1, next_ids[:, None])[:, 0], logprobs.topk(min(num_top, logprobs.size(1)))
+        if not of_tokens.isfinite().all():
+            raise ValueError(NOT_FINITE)
+        results.append((of_tokens.tolist(), top.values.tolist(), top.indices.tolist()))
+    return results
+
+
+def num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))

@@ -1,0 +1,98 @@
+"""Scores are the losses of the plain model, whatever the backend, the windows and the batch."""
+import pytest
+import torch
+
+import sampling
+from engines import Generator
+from models import make_gpt, make_transformers_gpt2
+from sampling.backends.backend import EagerBackend, ExactBackend
+from sampling.generation import scoring
+from sampling.params import Prompt, Score, ScoringParams
+
+BOOK = "And then they all went home. What is it? Thou art a comfort, and look'd profane word. " * 3
+
+
+def score(gpt, text):
+    return gpt.score(text).cumulative_logprob
+
+
+def plain_score(model, ids):
+    """nanoGPT's loss times the tokens, in windows that advance by half."""
+    size, total, done = model.config.block_size, 0.0, 0
+    pairs = torch.tensor([ids[:-1], ids[1:]])
+    for start in range(0, len(ids), max(1, size // 2)):
+        x, y = pairs[:, None, start:start + size]
+        if done < start + x.size(1):
+            y = y.clone()
+            y[0, :done - start] = -1 # scored already
+            num_new = start + x.size(1) - done
+            total, done = total - num_new * model(x, targets=y)[1].item(), done + num_new
+    return total
+
+
+@pytest.mark.parametrize("block_size", [16, 15, 2, 1])
+def test_a_score_is_that_of_the_plain_model(make_backend, tokenizer, block_size):
+    gpt = Generator(tokenizer, make_backend(make_gpt(block_size=block_size)))
+    for text in "The ", BOOK[:16], BOOK[:17], BOOK[:18], BOOK[:25], BOOK: # inside the window, at its end, and past it
+        with torch.no_grad():
+            expected = plain_score(make_gpt(block_size=block_size), tokenizer.encode(text))
+        assert score(gpt, text) == pytest.approx(expected, rel=1e-4)
+
+
+def test_exact_scores_one_window_at_a_time(tokenizer):
+    gpt = Generator(tokenizer, ExactBackend(make_gpt()))
+    assert score(gpt, BOOK) == pytest.approx(score(Generator(tokenizer), BOOK), rel=1e-5)
+
+
+def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
+    gpt, text = sampling.load(gpt2_folder, device="cpu"), "Héllo, I'm a language model 日本"
+    ids = torch.tensor([gpt.tokenizer.encode(text)])
+    loss = make_transformers_gpt2()(ids, labels=ids).loss.item()
+    found = gpt.score(text)
+    assert found.nats_per_token == pytest.approx(loss, rel=1e-4) and found.num_tokens == ids.size(1) - 1
+    assert "".join(token.text for token in found.tokens) == text
+    assert found.num_bytes == len(text.encode()) - len("H")
+
+
+@pytest.mark.parametrize("max_tokens", [16, 40, 8192])
+def test_no_text_changes_the_score_of_another(tokenizer, max_tokens, monkeypatch):
+    monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", max_tokens)
+    gpt, texts = Generator(tokenizer), ["The ", BOOK, "x", "yes", BOOK[5:], "a" * 16]
+    scores = [Score(i, Prompt(text), [], ids=tokenizer.encode(text)) for i, text in enumerate(texts)]
+    scores[3].already_saved = True
+    finished = [found for found, _ in gpt.run(scores, ScoringParams()) if found.finish_reason]
+    assert finished == [scores[i] for i in (0, 1, 2, 4, 5)]
+    for found in finished:
+        assert found.cumulative_logprob == pytest.approx(score(gpt, found.prompt.text), rel=1e-5)
+
+
+def test_tokens_have_their_alternatives(tokenizer):
+    model, text = make_gpt(), "What is it?"
+    found = Generator(tokenizer).score(text, num_logprobs=2)
+    first, *others = found.tokens
+    assert (first.text, first.logprob, first.top_logprobs) == ("W", None, ())
+    with torch.no_grad():
+        logits, _ = model(torch.tensor([tokenizer.encode(text)]), torch.tensor([tokenizer.encode(text)]))
+    for token, row in zip(others, logits[0].log_softmax(dim=-1), strict=False):
+        assert token.logprob == pytest.approx(row[token.id].item(), abs=1e-4)
+        assert [top.id for top in token.top_logprobs] == row.topk(2).indices.tolist()
+    assert sum(token.logprob for token in others) == pytest.approx(found.cumulative_logprob)
+
+
+def test_a_long_text_keeps_its_first_tokens(tokenizer, messages):
+    book = Score(0, Prompt(BOOK), [], ids=tokenizer.encode(BOOK))
+    *_, (found, _) = Generator(tokenizer).run([book], ScoringParams(max_tokens=20))
+    assert found.text == BOOK[:20] and found.num_tokens == len(BOOK) - 1
+    assert messages[-1] == f"a text has {len(BOOK)} tokens: all are scored, but only the first 20 are saved or shown"
+
+
+def test_a_single_token_has_nothing_before_it(tokenizer):
+    found = Generator(tokenizer).score("x")
+    assert (found.num_tokens, found.cumulative_logprob) == (0, 0) and [token.text for token in found.tokens] == ["x"]
+
+
+def test_damaged_weights_are_an_error(tokenizer):
+    model = make_gpt()
+    torch.nn.init.constant_(model.lm_head.weight[3], torch.nan)
+    with pytest.raises(ValueError, match="logits are NaN or infinite"):
+        Generator(tokenizer, EagerBackend(model)).score("The ")

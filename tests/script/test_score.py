@@ -1,0 +1,86 @@
+"""sample.py --score."""
+import json
+import math
+
+import pytest
+
+from models import CHARS, make_gpt, save_checkpoint, save_meta
+
+LINE = r": \d+ tokens?, \d+\.\d{4} nats a token, perplexity \d+\.\d\d, \d+\.\d\d bits a byte"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_checkpoint(tmp_path / "out", make_gpt())
+    (tmp_path / "prompts.txt").write_text("The \nO\nWhat is it?\nThou\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The ", "id": "act 2", "by": "me"}\n{"prompt": "Thou"}\n')
+    (tmp_path / "zeros.txt").write_text("aaaa")
+    return tmp_path
+
+
+def names(stdout):
+    return [line.rsplit(": ", 1)[0] for line in stdout.splitlines()]
+
+
+@pytest.mark.parametrize("start, expected", [
+    ("The ", ["'The '"]), ("FILE:zeros.txt", ["zeros.txt"]), ("FILE:-", ["standard input"]),
+    ("LINES:prompts.txt", [f"prompts.txt, line {i}" for i in (1, 2, 3, 4)] + ["all"]),
+    ("JSONL:prompts.jsonl", ["act 2", "prompts.jsonl, line 2", "all"]),
+    ("LINES:-", ["standard input, line 1"]),
+])
+def test_each_text_is_a_line_with_its_name(run_script, folder, start, expected):
+    done = run_script(f"--start={start}", "--score", stdin=b"yes, ", cwd=folder)
+    assert done.returncode == 0 and names(done.stdout) == expected, done.stderr
+
+
+def test_the_numbers_are_those_of_equal_probabilities(run_script, tmp_path):
+    """A model of zeros finds all 62 characters equally likely. An e with an accent has two bytes."""
+    model = make_gpt(vocab_size=62)
+    weights = {name: weight * 0 for name, weight in model.state_dict().items()}
+    save_checkpoint(tmp_path / "out", model, model=weights)
+    save_meta(tmp_path / "out" / "meta.pkl", CHARS[:61] + "é")
+    done = run_script("--start=The éé", "--score", cwd=tmp_path)
+    nats, bits = math.log(62), 5 * math.log2(62) / 7
+    assert done.stdout == f"'The éé': 5 tokens, {nats:.4f} nats a token, perplexity 62.00, {bits:.2f} bits a byte\n"
+
+
+def test_a_file_of_scores_resumes_with_the_same_sums(run_script, folder):
+    command = "--start=LINES:prompts.txt", "--score", "--out_file=scores.jsonl"
+    whole, lines = run_script(*command, cwd=folder), (folder / "scores.jsonl").read_bytes()
+    assert [json.loads(line)["num_tokens"] for line in lines.splitlines()] == [3, 0, 10, 3]
+    (folder / "scores.jsonl").write_bytes(b"".join(lines.splitlines(keepends=True)[:2]))
+    rest = run_script(*command, cwd=folder)
+    assert (folder / "scores.jsonl").read_bytes() == lines
+    assert rest.stdout.splitlines() == whole.stdout.splitlines()[2:]
+    samples = run_script(*command[::2], "--num_samples=1", cwd=folder)
+    assert samples.returncode == 1 and "is from another run" in samples.stderr
+
+
+def test_lines_and_the_page_have_each_token(run_script, folder):
+    done = run_script("--start=JSONL:prompts.jsonl", "--score", "--out_file=a.jsonl", "--logprobs=2",
+                      "--html_file=page.html", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((folder / "a.jsonl").read_text().splitlines()[0])
+    first, *others = record["logprobs"]["content"]
+    assert "".join(token["token"] for token in [first, *others]) == record["prompt"] == "The "
+    assert first["logprob"] is None and sum(t["logprob"] for t in others) == pytest.approx(record["cumulative_logprob"],
+                                                                                         abs=0.01)
+    assert record["by"] == "me" and "text" not in record and record["settings"].keys() == {
+        "score", "compile", "device", "dtype", "logprobs"}
+    page = (folder / "page.html").read_text()
+    assert '<span>The </span>' in page and "[1,null]" in page and "3 tokens" in page
+
+
+def test_show_probs_colours_the_text(run_script, folder):
+    plain = run_script("--start=The ", "--score", cwd=folder).stdout
+    done = run_script("--start=The ", "--score", "--show_probs", cwd=folder, FORCE_COLOR="1")
+    assert done.stdout.startswith("T\x1b[") and done.stdout.endswith(f"\n{plain}")
+
+
+def test_settings_that_only_sampling_has_are_an_error_on_the_command_line_only(run_script, folder):
+    (folder / "my.py").write_text("temperature = 0.5\ndraft = 'int8'\nexact = True\n")
+    from_file = run_script("my.py", "--start=The ", "--score", cwd=folder)
+    assert from_file.returncode == 0 and names(from_file.stdout) == ["'The '"], from_file.stderr
+    wrong = run_script("--start=The ", "--score", "--temperature=0.8", "--num_samples=3", cwd=folder)
+    assert wrong.returncode == 2 and not wrong.stdout
+    assert wrong.stderr == "error: score=True generates no samples: leave out num_samples, temperature, or score\n"
