@@ -105,3 +105,24 @@ def expected_texts(samples, tokenizer, num_tokens=PARAMS.max_new_tokens, stops=(
 
 def truncate_at_stop(text, stops):
     return text[:min([start for stop in stops if (start := text.find(stop)) >= 0], default=len(text))]
+
+
+def decode(backend, prompts, num_tokens, seed=3, context_shift=False, temperature=1.0, top_k=None,
+           dtype=torch.float32, **settings):
+    """The num_tokens ids with which a run continues each of prompts (lists of ids)."""
+    params = SamplingParams(num_tokens, temperature, top_k, seed=seed, context_shift=context_shift, **settings)
+    samples = [Sample(i, Prompt("a"), ids) for i, ids in enumerate(prompts)]
+    gpt = Generator(IdTokenizer(), backend)
+    gpt.dtype = dtype
+    return [sample.token_ids for sample in run(gpt, samples, params)]
+
+
+class IdTokenizer:
+    """The text of each token is one character."""
+    joins_spaces = False
+
+    def decode(self, ids):
+        return "".join(chr(token_id + 32) for token_id in ids)
+
+    def incremental_decoder(self, prompt_ids=()):
+        return lambda token_id, last=False: chr(token_id + 32)

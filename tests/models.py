@@ -97,3 +97,15 @@ def make_transformers_gpt2(**changes):
     # The initial weights are large enough for the logits to differ visibly.
     config = transformers.GPT2Config(**{**shape, "initializer_range": 0.2, **changes})
     return transformers.GPT2LMHeadModel(config).eval()
+
+
+# ---- numbers
+
+def normal(*shape, seed=0):
+    """Normally distributed numbers."""
+    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
+
+
+def random_prompt(length, rows=1, seed=0):
+    """Token ids (rows, length) of the model that make_gpt makes."""
+    return torch.randint(SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from model import GPTConfig
-from models import SHAPE, make_gpt
+from models import SHAPE, make_gpt, random_prompt
 from oracles import nanogpt_generate
 from project import PROJECT
-from streams import random_prompt
 
 ALONE = """
 import torch

@@ -4,15 +4,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from engines import expected_ids
-from models import as_checkpoint, make_gpt
+from engines import decode, expected_ids
+from models import as_checkpoint, make_gpt, random_prompt
 from oracles import nanogpt_generate, nanogpt_logits
 from recorded_graphs import ON_GPU
 from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.prepare import prepare_backend
 from sampling.params import ModelOptions
-from streams import decode, random_prompt
 
 SHAPE = dict(n_embd=128, n_head=4, block_size=64)
 PROMPTS = random_prompt(5, 2).tolist()

@@ -1,9 +1,13 @@
 """CPUBackend: the logits of GPT.forward, for every shape, and in int8 those of the rounded weights."""
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from subprocess import PIPE, Popen
+from unittest.mock import MagicMock
 
 import numba
 import numpy as np
@@ -12,11 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models import as_checkpoint, make_gpt
+from models import as_checkpoint, make_gpt, random_prompt
 from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import WORK_PER_THREAD, CPUBackend, Linear, compile_kernels, quantize, run
-from streams import random_prompt
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
 SHAPES = {
@@ -153,7 +156,6 @@ import numba, torch
 from concurrent.futures import ThreadPoolExecutor
 from models import make_gpt
 from sampling.backends.cpu import CPUBackend
-from streams import random_prompt
 torch.set_num_threads(2)
 model = make_gpt(n_embd=256, n_head=4)
 backend, ids = CPUBackend(model.config, model.state_dict()), random_prompt(16, 8)
@@ -180,3 +182,51 @@ def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(m
         for call in num_threads, lambda work: pool.submit(num_threads, work).result():
             assert [call(0), call(WORK_PER_THREAD), call(0)] == [1, min(2, most, available), 1]
             assert call(10**12) == min(most, available)
+
+
+# ---- the files of numba's cache
+
+RUN = "import logging; logging.basicConfig(level=20); from sampling.backends import cpu; cpu.compile_kernels('float32')"
+
+
+@pytest.fixture
+def is_compiled(tmp_path, monkeypatch, messages):
+    """is_compiled() prepares a new layer_norm, as a new process does. Returns whether two lines say it was compiled."""
+    def prepare():
+        messages.clear()
+        monkeypatch.setattr(kernels, "layer_norm", kernels.parallel(kernels.layer_norm.py_func))
+        for _ in range(2): # the second call says nothing
+            compile_kernels("float32")
+        found = kernels.layer_norm(torch.ones(3, 40).numpy(), torch.ones(40).numpy(), torch.ones(40).numpy(), 1e-5)
+        assert (found == 1).all() and [line[:12] for line in messages] in ([], ["compiling ke", "compiled in "])
+        return bool(messages)
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    return prepare
+
+
+@pytest.mark.parametrize("pattern, kept", [("*.nbi", 0), ("*.nbc", -1)]) # the index is empty, the code lacks a byte
+def test_a_kernel_is_compiled_once_and_again_if_its_files_are_damaged(is_compiled, tmp_path, pattern, kept):
+    assert [is_compiled(), is_compiled()] == [True, False]
+    path, = tmp_path.rglob(pattern)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert [is_compiled(), is_compiled()] == [True, False]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_neither_a_full_disk_nor_ctrl_c_leaves_an_index_without_its_code(is_compiled, tmp_path, error, monkeypatch):
+    move = MagicMock(side_effect=[os.replace, error]) # the index is put in its place first, then the code
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(os, "replace", lambda *paths: move()(*paths))
+        assert is_compiled() and isinstance(error, OSError), "a full disk costs only time"
+    assert move.call_count == 2 and not [*tmp_path.rglob("*.nbi")] and [is_compiled(), is_compiled()] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home, count", [("home", 3), ("/dev/null", 1)]) # where nothing can be written
+def test_several_processes_may_compile_at_once(home, count, tmp_path):
+    shutil.copytree(PROJECT / "sampling", tmp_path / "sampling", ignore=lambda *_: ["__pycache__"])
+    (tmp_path / "sampling/backends/__pycache__").touch() # a file, which also root cannot use as a folder
+    env = {**os.environ, "XDG_CACHE_HOME": f"{home}/cache", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(PROJECT)}
+    for expected in 2, 2 if home == "/dev/null" else 0:
+        processes = [Popen([sys.executable, "-c", RUN], env=env, cwd=tmp_path, stderr=PIPE) for _ in range(count)]
+        assert [process.communicate()[1].count(b"\n") for process in processes] == count * [expected]

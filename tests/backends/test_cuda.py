@@ -10,8 +10,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from engines import Generator, expected_ids, run
-from models import make_gpt
+from engines import Generator, IdTokenizer, decode, expected_ids, run
+from models import make_gpt, normal, random_prompt
 from recorded_graphs import ON_GPU, Recording, record_graphs
 from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend, StepTable, Support, block_step
@@ -19,7 +19,6 @@ from sampling.backends.prepare import cast_linears
 from sampling.generation import engine
 from sampling.params import Prompt, Sample, SamplingParams
 from sampling.sampler.sampler import Sampler
-from streams import IdTokenizer, decode, normal, random_prompt
 
 PROMPTS = random_prompt(5, 3).tolist()
 STEPS = 30 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it, with another

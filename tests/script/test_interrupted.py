@@ -4,18 +4,21 @@ import re
 import resource
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from models import make_gpt, save_checkpoint
-from script_process import start_script
+from project import RULE
+from script_process import CLOSED, start_script
+from terminal import Terminal
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 RUN = ("--start=LINES:prompts.txt", "--num_samples=50", "--max_new_tokens=30", "--stop=e", "--batch_size=8",
        "--device=cpu", "--out_file=a.jsonl", "--logprobs=5")
-RULE = b"\n---------------\n"
+END = f"\n{RULE}\n".encode()
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def prepared(run_script, tmp_path_factory):
     (folder / "prompts.txt").write_text("The \nO\nWhat is it?\nyes\nAnd so they went. \n")
     done = run_script(*RUN, cwd=folder)
     assert done.returncode == 0, done.stderr
-    samples = [part + RULE for part in done.stdout.encode().split(RULE)[:-1]]
+    samples = [part + END for part in done.stdout.encode().split(END)[:-1]]
     saved = (folder / "a.jsonl").read_bytes()
     (folder / "a.jsonl").unlink()
     return folder, samples, saved
@@ -73,9 +76,9 @@ def test_a_signal_leaves_complete_samples(prepared, folder, finish, number, stat
         found = saved_in(folder)
         assert saved.startswith(found) and b"".join(samples[num_saved:]).startswith(printed)
         # A sample is saved just before it is printed.
-        assert found.count(b"\n") - num_saved - printed.count(RULE) in (0, 1)
+        assert found.count(b"\n") - num_saved - printed.count(END) in (0, 1)
         if number != signal.SIGKILL:
-            assert found.endswith(b"\n") and (printed == b"" or printed.endswith(RULE))
+            assert found.endswith(b"\n") and (printed == b"" or printed.endswith(END))
             assert (folder / "a.html").read_bytes().count(b"</article>") == found.count(b"\n")
         if process.returncode == 130:
             expected = rb"\na.jsonl holds %d samples?: the same command goes on after them\n$" % found.count(b"\n")
@@ -97,7 +100,7 @@ def test_stdout_may_be_closed_after_any_number_of_bytes(prepared, folder, finish
     assert process.wait() in (141, 0) and b"Traceback" not in messages and b"rror" not in messages, messages
     assert b"".join(samples).startswith(read)
     found = saved_in(folder)
-    assert saved.startswith(found) and found.endswith(b"\n") and found.count(b"\n") >= read.count(RULE)
+    assert saved.startswith(found) and found.endswith(b"\n") and found.count(b"\n") >= read.count(END)
     process.stderr.close()
     finish()
 
@@ -127,3 +130,59 @@ def test_stdout_may_be_full_or_closed_from_the_start():
     os.close(writer)
     _, messages = process.communicate()
     assert process.returncode == 141 and b"rror" not in messages, messages
+
+
+# ---- standard streams
+
+FAST = "--num_samples=1", "--max_new_tokens=5"
+
+
+@pytest.mark.parametrize("seconds", [0.3, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.1, 0.6, 0.9))])
+def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint, seconds):
+    process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=100000", "--batch_size=1")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=20)
+    assert process.returncode in (130, -signal.SIGINT, 1) # the second while a file is read: the system ends the process
+    if b"settings: " in messages: # before it, Python was still starting, and exits in its own way
+        assert process.returncode != 1 and b"Traceback" not in messages, messages
+
+
+@pytest.mark.parametrize("streams", [{}, pytest.param({"stdout": False}, marks=pytest.mark.slow),
+                                     pytest.param({"stderr": False}, marks=pytest.mark.slow)], ids=str)
+def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, streams):
+    pytest.importorskip("pty")
+    screen = Terminal([f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=1000000", "--context_shift",
+                       "--device=cpu"], tiktoken_cache, **streams)
+    screen.read_some()
+    time.sleep(2 if streams else 0.5)
+    screen.type("\x03")
+    assert screen.read_to_end().endswith("\n")
+    screen.close()
+    assert screen.process.returncode == 130
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stderr"])
+def test_a_closed_stream_is_ignored(char_checkpoint, stream):
+    """Messages do not go to standard output instead."""
+    process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0",
+                           **{stream: CLOSED})
+    printed, _ = process.communicate()
+    assert process.returncode == 0 and printed.decode() == f"Hi\n{RULE}\n" * 2
+
+
+def test_a_pipe_gets_a_sample_while_others_of_its_batch_go_on(run_script, char_checkpoint):
+    run = (f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=2", "--batch_size=2", "--context_shift",
+           "--device=cpu")
+    first = run_script(*run, "--max_new_tokens=12").stdout.split(f"\n{RULE}\n")[0]
+    # The second sample does not have this text.
+    process = start_script(*run, "--max_new_tokens=1000000", f"--stop={first[-8:]}")
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    expected, printed = f"{first[:-8]}\n{RULE}\n".encode(), b""
+    while len(printed) < len(expected) and (part := process.stdout.read(1000)):
+        printed += part
+    assert printed == expected and process.poll() is None
+    process.kill()
+    assert process.communicate(timeout=20)[0] == b""
+    timer.cancel()
