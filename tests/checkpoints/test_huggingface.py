@@ -174,7 +174,6 @@ def test_a_model_that_the_hub_does_not_have_is_one_line(hub, run_script):
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(message)
 
 
-@pytest.mark.usefixtures("needs_gpt2_encoding")
 def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_path):
     content = json.loads(gpt2_tokenizer_json(tiktoken_cache))
     write_json(tmp_path / "openai-community/gpt2/resolve/main/tokenizer.json", content)

@@ -23,7 +23,6 @@ from models import CHARS, make_gpt, save_meta
 from oracles import reference_generate
 from project import PROJECT
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.prompts import read_prompts
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SamplingParams, check_settings
 
@@ -37,7 +36,7 @@ def scratch(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gpt2(tiktoken_cache, needs_gpt2_encoding):
+def gpt2(tiktoken_cache):
     """GPT-2's encoding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
@@ -118,24 +117,6 @@ def test_any_arguments_give_settings_or_a_one_line_error(arguments):
 def test_any_settings_file_gives_settings_or_a_one_line_error(scratch, content):
     (scratch / "mine.py").write_bytes(content)
     settings_of([str(scratch / "mine.py")])
-
-
-# ---- prompts
-
-@given(st.sampled_from(["FILE", "LINES", "JSONL"]),
-       st.binary(max_size=20) | (literals | literals.map('{{"prompt": {}}}'.format)).map(str.encode))
-@example("JSONL", b"[" * 100_000)
-@example("JSONL", b'{"prompt": null}')
-@example("JSONL", b'{"prompt": "a", "id": NaN}')
-@example("JSONL", b'{"prompt": "a", "id": 1' + b"0" * 5000 + b"}")
-def test_any_prompt_file_gives_prompts_or_a_one_line_error(scratch, kind, content):
-    (scratch / "any").write_bytes(content)
-    try:
-        found = list(read_prompts(f"{kind}:{scratch / 'any'}"))
-    except ValueError as error:
-        assert str(scratch / "any") in str(error) and "cannot read" not in str(error)
-    else:
-        assert found and all(isinstance(prompt.text, str) and prompt.text for prompt in found)
 
 
 # ---- batches

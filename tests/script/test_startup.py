@@ -8,6 +8,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 
 import sampling
 from models import make_gpt, save_checkpoint
@@ -146,19 +147,13 @@ def test_samples_and_files_are_the_same(other_system, expected, run_script, char
     assert resumed.returncode == 0 and "nothing to do" in resumed.stderr
 
 
-def test_a_session_answers(other_system, expected, run_script, char_checkpoint):
+def test_a_session_answers_and_cores_count_as_free(other_system, expected, run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", *RUN[1:2], "--interactive", stdin=b"The\r\n:quit\r\n")
     assert done.returncode == 0 and expected[0].startswith(done.stdout) and done.stdout, done.stderr
-
-
-def test_cores_count_as_free_where_nothing_says_how_many_programs_run(other_system):
-    assert not cores_are_busy()
+    assert not cores_are_busy(), "nothing says how many programs run"
 
 
 def test_peak_memory_is_in_bytes_on_macos_too(monkeypatch):
-    """There, ru_maxrss is in bytes. Linux has kilobytes."""
-    import torch
-    cpu = torch.device("cpu")
-    on_linux = peak_memory(cpu)
+    on_linux = peak_memory(torch.device("cpu")) # where ru_maxrss is in kilobytes
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert on_linux / 2000 < peak_memory(cpu) < on_linux / 500
+    assert on_linux / 2000 < peak_memory(torch.device("cpu")) < on_linux / 500
