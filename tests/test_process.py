@@ -20,8 +20,8 @@ TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8", LOCAL_RANK
 
 
 @pytest.mark.parametrize("variables, expected", [
-    (TORCHRUN, [5, 8, 1, 4]), ({}, [0, 1, 0, 1]), (dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="3"), [0, 1, 0, 1])],
-    ids=["torchrun's", "none", "a cluster's own"])
+    (TORCHRUN, [5, 8, 1, 4]), (dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="3"), [0, 1, 0, 1])],
+    ids=["torchrun's", "a cluster's own"])
 def test_a_process_has_the_numbers_of_torchrun_and_its_share_of_the_memory(variables, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1001))

@@ -154,7 +154,7 @@ def test_several_python_threads_may_use_it_at_once():
     code = """
 import numba, torch
 from concurrent.futures import ThreadPoolExecutor
-from models import make_gpt
+from models import make_gpt, random_prompt
 from sampling.backends.cpu import CPUBackend
 torch.set_num_threads(2)
 model = make_gpt(n_embd=256, n_head=4)

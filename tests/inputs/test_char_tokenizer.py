@@ -124,14 +124,14 @@ def meta_of(symbols, stoi=dict, itos=dict, key=int, value=int, text=str):
             "itos": itos(items) if itos is dict else itos(symbols)}
 
 
-LETTERS, WORDS, FIVE = list("\nabcdefghijklmnopqrstuvwxyz"), ["\n", "e4", "e5", "Nf3", " ", "x"], list("\n abc")
+LETTERS, MOVES, FIVE = list("\nabcdefghijklmnopqrstuvwxyz"), ["\n", "e4", "e5", "Nf3", " ", "x"], list("\n abc")
 
 
 @pytest.mark.parametrize("symbols, vocab_size, start, types, text", [ # the text, if nanoGPT itself was asked
     (LETTERS, 64, "a", {}, "agpxxkrpxgmsrcyrkp\nhpyhhyvbfz\ngy\nfzzcgsum\n"),
-    (WORDS, 6, "x", {}, "xNf3e5 e5Nf3e5e5Nf3 e4Nf3xe5Nf3  xe4e4Nf3  xe4\n e4e5e4    \ne4Nf3e4e4 \n\n"),
+    (MOVES, 6, "x", {}, "xNf3e5 e5Nf3e5e5Nf3 e4Nf3xe5Nf3  xe4e4Nf3  xe4\n e4e5e4    \ne4Nf3e4e4 \n\n"),
     (FIVE, 5, "a", dict(key=np.int64, value=np.int64), "a   cccccccccccccccccccccccccccc ccc  cc \n"),
-    (FIVE, 8, "b", dict(key=np.uint16, value=np.int32, text=np.str_), None), (WORDS, 64, " ", dict(itos=list), None),
+    (FIVE, 8, "b", dict(key=np.uint16, value=np.int32, text=np.str_), None), (MOVES, 64, " ", dict(itos=list), None),
     (FIVE, 50304, "ab", dict(stoi=OrderedDict, itos="".join), None)])
 def test_the_text_is_nanogpts(run_script, tmp_path, symbols, vocab_size, start, types, text):
     model, meta = make_model(len(symbols), vocab_size), meta_of(symbols, **types)

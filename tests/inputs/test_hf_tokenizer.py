@@ -53,8 +53,7 @@ def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
         prompt_ids = ours.encode(text + rng.choice(["", "a" * 100, " world" * 40]) + ".")
         if not theirs.convert_ids_to_tokens(ids[:1])[0].startswith("<0x"): # else it belongs to the prompt's last bytes
             joined = ours.decode(prompt_ids) + "".join(stream(ours, ids, prompt_ids))
-            changes_prompt = kind in ("replace", "pattern")
-            assert changes_prompt or joined == theirs.decode(prompt_ids + ids)
+            assert joined == theirs.decode(prompt_ids + ids) or kind in ("replace", "pattern") # they change the prompt
     known = ours.encode("world")
     for ids in [*known, ours.size, *known], [*known, 10**6, *known]:
         assert "".join(stream(ours, ids)) == ours.decode(ids) and ours.decode(ids).count("\ufffd") == 1
@@ -66,11 +65,10 @@ def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
 def test_bytes_of_a_character_come_with_the_last_of_them(kind, tmp_path):
     save_tokenizer(kind, tmp_path)
     tokenizer = load(tmp_path)
-    for text, longest in ("🦖", 2), ("的" * 500, 30):
-        ids = tokenizer.encode(text)
-        texts = stream(tokenizer, ids)
-        assert "".join(texts).strip() == text and max(map(len, texts)) <= longest and len(ids) > 1
-        assert stream(tokenizer, ids[-1:], ids) == ["\ufffd"], "no token continues a prompt's character"
+    ids = tokenizer.encode("的" * 500)
+    texts = stream(tokenizer, ids)
+    assert "".join(texts).strip() == "的" * 500 and max(map(len, texts)) <= 30
+    assert stream(tokenizer, ids[-1:], ids) == ["\ufffd"], "no token continues a prompt's character"
     never_a_character = stream(tokenizer, ids[-1:] * 1000) # some text must come all the same
     assert "".join(never_a_character[:-1]).count("\ufffd") > 900
     ids = tokenizer.encode("🦖a")

@@ -105,7 +105,7 @@ def test_the_files_of_another_run_are_refused_and_stay_unchanged(run, files, cha
     assert files() == before
 
 
-@pytest.mark.parametrize("content", [b"my notes\n", b"no line end", b'{"version": 1, "index": 0, "pro'])
+@pytest.mark.parametrize("content", [b"my notes\n", b'{"version": 1, "index": 0, "pro'])
 def test_other_files_are_refused_and_stay_unchanged(run, tmp_path, content):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*is not overwritten"):

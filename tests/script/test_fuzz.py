@@ -96,11 +96,8 @@ def settings_of(arguments):
 @given(arguments)
 @example(["--start={{}}"])
 @example(["--top_k=0x" + "f" * 5000])
-@example(["--num_samples=0x" + "f" * 5000])
-@example(["--out_file='a\\0'"])
 @example(["--stop=[0x" + "f" * 5000 + "]"])
 @example(["--stop=[]", "--stop=a", "b"])
-@example(["--repetition_penalty=1e-300"])
 def test_any_arguments_give_settings_or_a_one_line_error(arguments):
     found = settings_of(arguments)
     if found is not None: # the sampler and the output files rely on this
@@ -110,8 +107,6 @@ def test_any_arguments_give_settings_or_a_one_line_error(arguments):
 
 @given(files)
 @example(b"stop = ('a', 'b')")
-@example(b"stop = 5")
-@example(b"top_k = 16**5000")
 @example(b"seed = 16**5000")
 @example(b"raise Exception('a' * 10**6)")
 def test_any_settings_file_gives_settings_or_a_one_line_error(scratch, content):
