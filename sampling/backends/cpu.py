@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend
+from sampling.backends.cpu_kernels import CACHE_BLOCK
 from sampling.checkpoints.build import QuantizedWeight, quantize
 
 logger = logging.getLogger(__name__)
@@ -36,15 +37,18 @@ class CPUCache:
     """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
 
     def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
-        shape = 2, config.n_layer, num_rows, config.n_head, config.n_embd // config.n_head, capacity
-        # Positions are the last axis, (layers, B, H, D, C), so that the inner loops of attention are over them.
+        num_blocks, D = -(-capacity // CACHE_BLOCK), config.n_embd // config.n_head
+        # The inner loops of attention are over positions, so they are the last axis. They are in blocks, so that
+        # attention reads neighbouring memory, whatever the capacity: (layers, B, H, C / 64, D, 64).
+        shape = 2, config.n_layer, num_rows, config.n_head, num_blocks, D, CACHE_BLOCK
         self.keys, self.values = torch.empty(shape, dtype=torch.float32).numpy()
         self.seq_len = 0 # filled positions
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only. They move to the front of the same memory, because a second cache might not fit."""
+        num_blocks = -(-self.seq_len // CACHE_BLOCK) # the rest is unused, and may not be in memory yet
         for array in self.keys, self.values:
-            for layer in array[..., :self.seq_len]: # the rest is unused, and may not be in memory yet
+            for layer in array[:, :, :, :num_blocks]:
                 layer[:len(rows)] = layer[rows]
         self.keys, self.values = self.keys[:, :len(rows)], self.values[:, :len(rows)]
 
@@ -133,10 +137,13 @@ class CPUBackend(Backend):
             return run(kernels.attention, work, qkv, cache.keys[layer], cache.values[layer], start)
         q, k, v = torch.from_numpy(qkv).view(B, T, 3, H, E // H).permute(2, 0, 3, 1, 4) # (B, H, T, D) each
         if cache is not None:
-            keys, values = (torch.from_numpy(array[layer, ..., :start + T]).transpose(2, 3)
-                            for array in (cache.keys, cache.values))
-            keys[:, :, start:], values[:, :, start:] = k, v # if there is one row, all rows of the cache get it
-            k, v = (keys[:B], values[:B]) if start else (k, v) # (B, H, S, D) each
+            keys, values = (torch.from_numpy(array[layer]).transpose(3, 4) for array in (cache.keys, cache.values))
+            for block in range(start // CACHE_BLOCK, -(-(start + T) // CACHE_BLOCK)):
+                first = block * CACHE_BLOCK - start # of its positions, among the new tokens
+                new, at = slice(max(0, first), first + CACHE_BLOCK), slice(max(0, -first), min(CACHE_BLOCK, T - first))
+                keys[:, :, block, at], values[:, :, block, at] = k[:, :, new], v[:, :, new] # one row goes to all rows
+            if start:
+                k, v = (array[:B].flatten(2, 3)[:, :, :start + T] for array in (keys, values)) # (B, H, S, D) each
         q, S = q[:, :, -num_last:], start + T
         mask = torch.ones(num_last, S, dtype=torch.bool).tril(S - num_last) if 1 < num_last < S else None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < num_last == S)
@@ -168,7 +175,7 @@ def compile_kernels(dtype: str) -> None:
     """
     global run_lock
     with compile_lock:
-        x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)
+        x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1, CACHE_BLOCK), np.float32)
         calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
                  kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL)}
         start, is_new, num_threads = time.perf_counter(), False, torch.get_num_threads()

@@ -23,6 +23,7 @@ with suppress(RuntimeError): # the features of this processor are unknown
 FLAGS = {"reassoc", "contract", "arcp", "nsz"}
 Array = np.ndarray
 BLOCK = 16 # neighbouring outputs that a thread computes at once
+CACHE_BLOCK = 64 # neighbouring positions in the cache
 ZERO, ONE = np.float32(0), np.float32(1)
 
 OPTIONS = dict(nogil=True, fastmath=FLAGS, error_model="numpy")
@@ -204,25 +205,29 @@ def softmax(scores: Array) -> None:
 
 @inner
 def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start: int, y: Array) -> None:
-    """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (D, C)."""
+    """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (C / 64, D, 64)."""
     num_tokens, width = q.shape
-    scores = np.empty(start + num_tokens, np.float32)
+    scores, scale = np.empty(start + num_tokens, np.float32), np.float32(1 / math.sqrt(width))
     for t in range(num_tokens):
-        last, scale = start + t, np.float32(1 / math.sqrt(width))
-        scores_t = scores[:last + 1]
+        last, scores_t = start + t, scores[:start + t + 1]
+        k[last // CACHE_BLOCK, :, last % CACHE_BLOCK] = new_k[t]
+        v[last // CACHE_BLOCK, :, last % CACHE_BLOCK] = new_v[t]
         scores_t[:] = ZERO
-        for d in range(width):
-            kd, qd = k[d], q[t, d] * scale
-            kd[last] = new_k[t, d]
-            for s in range(len(scores_t)):
-                scores_t[s] += qd * kd[s]
+        for first in range(0, last + 1, CACHE_BLOCK):
+            block, part = k[first // CACHE_BLOCK], scores_t[first:first + CACHE_BLOCK]
+            for d in range(width):
+                kd, qd = block[d], q[t, d] * scale
+                for s in range(len(part)):
+                    part[s] += qd * kd[s]
         softmax(scores_t)
-        for d in range(width):
-            vd, total = v[d], ZERO
-            vd[last] = new_v[t, d]
-            for s in range(len(scores_t)):
-                total += scores_t[s] * vd[s]
-            y[t, d] = total
+        y[t] = ZERO
+        for first in range(0, last + 1, CACHE_BLOCK):
+            block, part = v[first // CACHE_BLOCK], scores_t[first:first + CACHE_BLOCK]
+            for d in range(width):
+                vd, total = block[d], ZERO
+                for s in range(len(part)):
+                    total += part[s] * vd[s]
+                y[t, d] += total
 
 
 @parallel
@@ -230,9 +235,9 @@ def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
     """T new tokens of each sample attend to the tokens up to themselves -> (B * T, E).
 
     qkv (B * T, 3 * E): their queries, keys and values. The keys and values are stored in the cache, keys and values
-    (B, H, D, C), from position start on.
+    (B, H, C / 64, D, 64), from position start on.
     """
-    num_samples, num_heads, width, _ = keys.shape
+    num_samples, num_heads, _, width, _ = keys.shape
     num_tokens = len(qkv) // num_samples
     y = np.empty((len(qkv), num_heads * width), np.float32)
     for i in prange(num_samples * num_heads):

@@ -81,12 +81,13 @@ def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
 
 @pytest.mark.parametrize("length, num_positions", [(2, 2), (5, 1), (5, 5), (30, 1), (30, 4)])
 def test_several_tokens_may_follow_the_cache_and_seq_len_may_be_set_back(length, num_positions, int8):
-    backend = make_backend(model := make_gpt(**WIDE), int8)
-    ids, cache = random_prompt(50, 3), backend.new_cache(3, 50)
+    """The cache has blocks of 64 positions, and some of the tokens lie in two of them."""
+    backend = make_backend(model := make_gpt(**WIDE | {"block_size": 192}), int8)
+    ids, cache = random_prompt(160, 3), backend.new_cache(3, 160)
     expected = all_logits(model, ids, int8)
-    backend.logits(ids[:, :20], cache)
+    backend.logits(ids[:, :126], cache)
     backend.logits(random_prompt(30, 3, seed=1), cache) # tokens that are undone
-    for start in 20, 7:
+    for start in 126, 64, 50:
         cache.seq_len = start
         found = backend.logits(ids[:, start:start + length], cache, num_positions).view(3, num_positions, -1)
         assert_close(found, expected[:, start + length - num_positions:start + length])
