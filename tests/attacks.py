@@ -12,6 +12,7 @@ import os
 import pickle
 import pickletools
 import re
+import resource
 import signal
 import struct
 import subprocess
@@ -32,12 +33,10 @@ from sampling.outputs.console import report_user_errors, setup_console
 MAX_MB, MAX_SECONDS = 600, 20
 MAX_ADDRESS_SPACE = 2**33 # limits the damage that a failing test can do
 CONTROL_CHARS = re.compile("[\x00-\x1f\x7f-\x9f]") # control characters, which can move the cursor
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs fork, and ru_maxrss in kB")
 
 
 def load(folder, init_from):
     """Load the model that init_from names in this folder, or the checkpoint in out. Standard error is a file there."""
-    import resource
     os.chdir(folder)
     sys.path.insert(0, ".")
     os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)

@@ -1,4 +1,4 @@
-"""Fixtures that all tests share, and the option --slow."""
+"""Fixtures that all tests share, and the option --slow. The tests need Linux."""
 import logging
 import os
 import shutil

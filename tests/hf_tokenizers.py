@@ -94,8 +94,7 @@ def changed_prompts():
 
 MAKE = {
     "ctc": partial(characters, decoders.CTC(pad_token="x", word_delimiter_token="|")),
-    "strip": partial(characters, decoders.Fuse(), decoders.Strip(" ", 0, 1)), # steps that see the whole text
-    "replace": partial(characters, decoders.Fuse(), decoders.Replace("th", "þ")),
+    "replace": partial(characters, decoders.Fuse(), decoders.Replace("th", "þ")), # steps that see the whole text
     "pattern": partial(characters, decoders.Fuse(), decoders.Replace(Regex("[aeiou]{2}"), "x")),
     "changed-prompts": changed_prompts, "byte-level": byte_level, "older-files": byte_level, "wordpiece": wordpiece,
     "vocab-txt": wordpiece, "unigram": unigram, "byte-fallback": byte_fallback, "suffix": suffix, "words": words}

@@ -41,7 +41,6 @@ def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monk
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_loading_does_not_fragment_the_heap(char_checkpoint, tmp_path):
     def peak(folder): # a shell starts it, because a process inherits the peak memory of its parent
         command = '"$0" "$1" --out_dir="$2" --device=cpu --num_samples=1 --max_new_tokens=1; true'
@@ -128,6 +127,5 @@ fork(lambda: sampling.load("demo"))
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_of_a_process_that_loaded_a_model_raises_instead_of_hanging():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], cwd=PROJECT, check=True, timeout=100)

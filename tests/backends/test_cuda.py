@@ -10,9 +10,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from engines import Generator, IdTokenizer, decode, expected_ids, run
+from engines import ON_GPU, Generator, IdTokenizer, Recording, decode, expected_ids, record_graphs, run
 from models import make_gpt, normal, random_prompt
-from recorded_graphs import ON_GPU, Recording, record_graphs
 from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend, StepTable, Support, block_step
 from sampling.backends.prepare import cast_linears

@@ -154,6 +154,5 @@ def test_the_file_is_closed_and_never_mapped(tmp_path):
     state_dict = load_nanogpt(path).state_dict
     path.write_bytes(b"")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in state_dict.items())
-    if sys.platform == "linux":
-        open_files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
-        assert str(path) not in open_files and str(path) not in Path("/proc/self/maps").read_text()
+    open_files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert str(path) not in open_files and str(path) not in Path("/proc/self/maps").read_text()

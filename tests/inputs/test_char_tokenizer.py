@@ -40,8 +40,8 @@ def test_longer_texts_are_joined_but_never_looked_up(tmp_path, messages):
 
 
 @pytest.mark.parametrize("meta", [
-    {"stoi": {i: i for i in range(256)}}, BYTES, {"stoi": {bytes([i]): i for i in range(256)}}],
-    ids=["ints", "named", "bytes"])
+    {"stoi": {i: i for i in range(256)}}, BYTES,
+    {"stoi": {bytes([i]): i for i in range(256)}, "tokenizer": "byte-level"}], ids=["ints", "named", "bytes"])
 def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     tokenizer = load(tmp_path, meta)
     assert (tokenizer.encode("öß🙂"), tokenizer.size, tokenizer.unit) == ([*"öß🙂".encode()], 256, "bytes")
@@ -80,6 +80,7 @@ def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
 
 
 @pytest.mark.parametrize("meta, message", [
+    ({"stoi": {"a": 0}, "itos": {1: "a"}}, "damaged: stoi and itos disagree about 'a'"),
     ({"stoi": {"e4": 0, "e5": 1}, "itos": {0: "e4", 1: "e6"}}, "damaged: stoi and itos disagree about 'e6'"),
     *[({"stoi": stoi}, "must map texts or bytes")
       for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {"a": 2**63}, {}]],

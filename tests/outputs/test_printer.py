@@ -18,7 +18,6 @@ from terminal import Terminal
 
 
 def test_the_first_sample_streams_to_a_terminal(char_checkpoint, tiktoken_cache):
-    pytest.importorskip("pty")
     screen, seen = Terminal([f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=2", "--max_new_tokens=400",
                              "--context_shift"], tiktoken_cache, stderr=False), []
     while screen.read_some():

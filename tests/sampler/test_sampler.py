@@ -4,9 +4,9 @@ import math
 import pytest
 import torch
 
+from engines import NEEDS_GPU, ON_GPU
 from models import normal
 from oracles import nanogpt_token, reference_token
-from recorded_graphs import NEEDS_GPU, ON_GPU
 from sampling.sampler import mt19937, row_streams
 from sampling.sampler.mt19937 import advance_mt19937
 from sampling.sampler.row_streams import RowStreams, RunStream, exponentials

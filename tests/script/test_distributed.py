@@ -12,7 +12,6 @@ import pytest
 from models import make_gpt, save_checkpoint
 from project import PROJECT, SCRIPT
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="torchrun's processes are forked")
 PROMPTS = ("--start=LINES:prompts.txt", "--num_samples=3", "--max_new_tokens=20", "--batch_size=2", "--device=cpu")
 ON_TERMINAL = sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])" # runs the rest of the command
 slow = pytest.mark.slow

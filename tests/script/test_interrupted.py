@@ -6,7 +6,6 @@ import shutil
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from project import RULE
 from script_process import CLOSED, start_script
 from terminal import Terminal
 
-pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 RUN = ("--start=LINES:prompts.txt", "--num_samples=50", "--max_new_tokens=30", "--stop=e", "--batch_size=8",
        "--device=cpu", "--out_file=a.jsonl", "--logprobs=5")
 END = f"\n{RULE}\n".encode()
@@ -151,7 +149,6 @@ def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint, se
 @pytest.mark.parametrize("streams", [{}, pytest.param({"stdout": False}, marks=pytest.mark.slow),
                                      pytest.param({"stderr": False}, marks=pytest.mark.slow)], ids=str)
 def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, streams):
-    pytest.importorskip("pty")
     screen = Terminal([f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=1000000", "--context_shift",
                        "--device=cpu"], tiktoken_cache, **streams)
     screen.read_some()

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from attacks import call, needs_linux, value, write_attack
+from attacks import call, value, write_attack
 from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
 from oracles import nanogpt_samples
 from project import RULE
@@ -184,7 +184,6 @@ def test_bad_input_is_one_error_line(run_script, bad_input_folder, arguments, st
     assert not any("rror" in line for line in others) and (status == 1 or not others)
 
 
-@needs_linux
 def test_the_script_runs_nothing_in_a_hostile_pickle(run_script, valid_checkpoint, tmp_path):
     for place, status in ("x", 0), ("model", 1): # beside the model, and instead of it
         write_attack(place, call("os mkdir", value("ran")), tmp_path, valid_checkpoint)
