@@ -46,6 +46,8 @@ def test_invalid_arguments_raise(generator, arguments, error, message):
 def test_invalid_options_and_names_raise_value_error(settings):
     with pytest.raises(ValueError):
         sampling.load(**{"name": DEMO, **settings})
+    with pytest.raises(ValueError, match="leave out batch_size=2, or exact"):
+        sampling.load(DEMO, device="cpu", exact=True).generate("A", PARAMS, batch_size=2)
 
 
 def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(generator):

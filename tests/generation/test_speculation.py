@@ -62,7 +62,7 @@ def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is(tmp
     with torch.no_grad():
         expected = make_gpt(n_embd=64)(ids)[0][:, -1]
     torch.testing.assert_close(gpt.backend.logits(ids, None), expected, atol=2e-5, rtol=1e-4)
-    assert 0.001 < (gpt.draft.backend.logits(ids, None) - expected).norm() / expected.norm() < 0.05
+    assert 0.001 < (gpt.draft.backend.logits(ids, None) - expected).norm() / expected.norm() < 0.02
 
 
 def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, monkeypatch, messages):
