@@ -3,20 +3,29 @@ import io
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
-from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts, warn_about_stop_texts
+from sampling.inputs.prompts import (
+    EncodedPrompt,
+    encode_prompts,
+    make_samples,
+    parse_start,
+    read_prompts,
+    warn_about_stop_texts,
+)
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty
-from sampling.outputs.printer import Printer
-from sampling.params import Prompt, Sample, SamplingParams, check_exact, choose_seed
+from sampling.outputs.printer import RULE, Printer
+from sampling.params import Prompt, Sample, SamplingParams, ScoringParams, check_exact, choose_seed
 from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
@@ -27,13 +36,15 @@ DEFAULT_START = "\n" # as in sample.py
 HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
 Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
   :continue          continue the last sample
-  :again             generate another sample for the last prompt
+  :again             generate another sample for the last prompt; after :continue, another continuation
+  :score TEXT        say how likely the model finds a text, or FILE:text.txt; without one, the last prompt and sample
   :reload            load the model again, such as a newer ckpt.pt
-  :temperature=0.5   change a setting: {', '.join(TYPES)}
-  :settings          show these settings
+  :temperature       show a setting: {', '.join(TYPES)}
+  :temperature=0.5   change it; a bare :show_probs or :context_shift means =True, as on the command line
+  :settings          show all settings
   :help              show this help
   :quit              end the session; :q, exit and Ctrl-D do the same
-Ctrl-C ends the sample, Ctrl-D ends the session."""
+Tab completes a command, Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
 def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_probs: bool, start: str) -> None:
@@ -50,6 +61,9 @@ def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_pro
         import readline
         if os.environ.get("TERM") != "dumb":
             readline.parse_and_bind("set enable-bracketed-paste on") # several pasted lines are one prompt
+        readline.set_completer(complete)
+        readline.set_completer_delims("") # what Tab completes is all of the line
+        readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
         readline.read_history_file(history)
     session = Session(load, params, show_probs)
     session.reload()
@@ -98,21 +112,39 @@ class Session:
         elif line:
             self.print_samples(parse("start", line, ["str"]))
 
-    def print_samples(self, start: str) -> None:
-        """Print a sample for each prompt that start names."""
+    def check_model(self) -> None:
+        if self.gpt is None:
+            raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
+
+    def encode(self, start: str) -> Iterable[EncodedPrompt]:
+        """The prompts that start names, with their token ids."""
         if not start:
             raise ValueError('the prompt is empty, but a sample needs something to continue, such as a newline: "\\n"')
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
-        encoded = encode_prompts(read_prompts(start), self.printer.tokenizer)
-        for sample in make_samples(encoded, 1, self.next_index):
-            self.print_sample(sample)
+        return encode_prompts(read_prompts(start), self.printer.tokenizer)
 
-    def print_sample(self, sample: Sample, shows_prompt: bool = True) -> None:
-        """Generate a sample, and stream it to the terminal. Raises KeyboardInterrupt after a step at Ctrl-C."""
-        if self.gpt is None:
-            raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
+    def print_samples(self, start: str) -> None:
+        """Print a sample for each prompt that start names."""
+        for sample in make_samples(self.encode(start), 1, self.next_index):
+            if not self.print_sample(sample):
+                break
+
+    def print_scores(self, start: str) -> None:
+        """Print how likely the model finds the texts that start names; if it is empty, the last prompt and sample."""
+        self.check_model()
+        if not start and self.last is None:
+            raise ValueError("there is no sample yet: type a prompt, or :score and a text")
+        encoded = (self.encode(parse("start", start, ["str"])) if start else
+                   encode_prompts([Prompt(self.last.prompt.text + self.last_text)], self.printer.tokenizer))
+        params = ScoringParams(max_tokens=10**9 if self.show_probs else 0)
+        for score, pieces in self.gpt.run(make_samples(encoded, 1, is_score=True), params):
+            self.printer.update(score, pieces)
+
+    def print_sample(self, sample: Sample, shows_prompt: bool = True) -> bool:
+        """Generate a sample, and stream it to the terminal. Ctrl-C ends it after a step; then return False."""
+        self.check_model()
         interrupts = []
         self.last, self.last_text, self.next_index, self.shows_prompt = sample, "", sample.index + 1, shows_prompt
         # Within a step, an exception could leave the model in an inconsistent state.
@@ -120,36 +152,44 @@ class Session:
         try:
             with closing(self.gpt.run([sample], self.params, batch_size=1, stream=True)) as steps:
                 for _, pieces in steps:
+                    if interrupts and sample.finish_reason is None:
+                        self.printer.write(f"\n{RULE}\n")
+                        break
                     self.printer.update(sample, pieces, shows_prompt)
                     self.last_text += "".join(piece.text for piece in pieces)
-                    if interrupts:
-                        raise KeyboardInterrupt
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        return not interrupts
 
     def run_command(self, command: str) -> None:
         """Run the command that was typed after the colon."""
-        word, *rest = command.split() or [""]
-        if word in COMMANDS:
-            if rest:
-                raise ValueError(f":{word} takes no value")
-            if word in ("again", "continue") and self.last is None:
-                raise ValueError("there is no sample yet: type a prompt")
-            COMMANDS[word](self)
-        else:
-            name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
+        name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
+        if name not in COMMANDS:
             self.change_setting(name.replace("-", "_"), text)
+        elif name == "score":
+            self.print_scores(text)
+        elif text:
+            raise ValueError(f":{name} takes no value")
+        elif name in ("again", "continue") and self.last is None:
+            raise ValueError("there is no sample yet: type a prompt")
+        else:
+            COMMANDS[name](self)
 
-    def show_settings(self) -> None:
+    def show_help(self) -> None:
+        for line in HELP.split("\n"):
+            logger.info(textwrap.fill(line, shutil.get_terminal_size().columns, break_on_hyphens=False,
+                                      subsequent_indent=" " * 21 if line.startswith(" ") else ""))
+
+    def show_settings(self, names: Iterable[str] = TYPES) -> None:
         values = {**vars(self.params), "show_probs": self.show_probs}
-        logger.info("\n".join(f"  {name}={values[name]!r}" for name in TYPES))
+        logger.info("\n".join(f"{name}={values[name]!r}" for name in names))
 
     def change_setting(self, name: str, text: str) -> None:
         if name not in TYPES:
             raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, *TYPES])}; :help lists "
                              "all commands; put a prompt that begins with a colon in quotes")
         if not text and TYPES[name] != ["bool"]:
-            raise ValueError(f":{name} needs a value: :{name}=...")
+            return self.show_settings([name])
         is_random = name == "seed" and text == "random"
         value = choose_seed(text, ":seed") if is_random else parse(name, text or "True", TYPES[name])
         change = {"num_logprobs": 0 if value else None} if name == "show_probs" else {name: value}
@@ -163,6 +203,7 @@ class Session:
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
             warn_about_stop_texts(params.stop_texts, self.printer.tokenizer)
+        self.show_settings([name])
 
     def sample_again(self) -> None:
         self.print_sample(Sample(self.next_index, self.last.prompt, self.last.prompt_ids), self.shows_prompt)
@@ -188,9 +229,15 @@ class Session:
         raise EOFError
 
 
-COMMANDS = {**dict.fromkeys(["help", "h", "?"], lambda session: logger.info(HELP)), "settings": Session.show_settings,
-            "again": Session.sample_again, "continue": Session.continue_last, "reload": Session.reload,
-            **dict.fromkeys(["quit", "q", "exit"], Session.quit)}
+COMMANDS = {**dict.fromkeys(["help", "h", "?"], Session.show_help), "settings": Session.show_settings,
+            "again": Session.sample_again, "continue": Session.continue_last, "score": Session.print_scores,
+            "reload": Session.reload, **dict.fromkeys(["quit", "q", "exit"], Session.quit)}
+
+
+def complete(line: str, index: int) -> str | None:
+    """For readline: the command with this index among those that begin with line. In a prompt, Tab is a character."""
+    commands = [f":{name}" for name in [*COMMANDS, *TYPES] if len(name) > 1 and f":{name}".startswith(line)]
+    return [*(commands or [f"{line}\t"]), None][index]
 
 
 def read_line() -> str:

@@ -6,7 +6,7 @@ from sampling.outputs import html
 from sampling.outputs.jsonl import LineFormat
 from sampling.params import Prompt, Sample, Token
 
-CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num": 100}
+CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num": 100, "val_loss": 1.5}
 RUN = {"seed": 1, "temperature": 0.8, "stop": []}
 SETTINGS = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
                 repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, exact=False, score=False,
@@ -45,7 +45,7 @@ class CodePointTokenizer:
 
 def model_of(crc32="00000000", iter_num=100):
     """What Outputs needs of a TextGenerator."""
-    checkpoint = SimpleNamespace(path="out/ckpt.pt", crc32=crc32, iter_num=iter_num)
+    checkpoint = SimpleNamespace(path="out/ckpt.pt", crc32=crc32, iter_num=iter_num, val_loss=1.5)
     return SimpleNamespace(checkpoint=checkpoint, tokenizer=CodePointTokenizer(), device=SimpleNamespace(type="cpu"),
                            dtype_name="float32")
 

@@ -72,7 +72,8 @@ def test_commands_change_the_settings(reply, run):
     assert done.stdout == run("--start=O", "--num_samples=1", "--max_new_tokens=12", "--temperature=0.5", "--top_k=3",
                               "--stop=e")
     for setting in "max_new_tokens=12", "temperature=0.5", "top_k=3", "stop='a = b'", "show_probs=False":
-        assert f"  {setting}\n" in done.stderr
+        assert f"\n{setting}\n" in done.stderr
+    assert done.stderr.count("\ntemperature=0.5\n") == 2 # when it was changed, and by :settings
 
 
 ANSWERS = { # what a user types, and a part of the message
@@ -80,7 +81,8 @@ ANSWERS = { # what a user types, and a part of the message
     ":temperature=cold": "error: temperature takes a number",
     ":temperature=-1": "error: temperature must be 0",
     ":": "error: unknown command ':'; :help lists all commands",
-    ":stop": "error: :stop needs a value: :stop=...",
+    ":stop": "stop=None",
+    ":context_shift": "context_shift=True",
     ":again 3": "error: :again takes no value",
     ":quit now": "error: :quit takes no value",
     ":help": "Ctrl-D ends the session",
@@ -102,15 +104,33 @@ def test_every_line_gets_its_message_and_the_session_continues(reply):
         position = done.stderr.index(message, position) + len(message)
 
 
+def test_help_wraps_at_words_in_the_width_of_the_terminal(start):
+    session = start()
+    session.type(":help\n")
+    session.wait_for(":help\n")
+    session.wait_for("\n  :temperature       show a setting: ")
+    session.wait_for(",\n" + 21 * " ") # the next settings stand below the first one
+    session.wait_for("Ctrl-D ends the session.\n> ")
+
+
+def test_tab_completes_commands_and_is_a_character_in_a_prompt(start):
+    session = start()
+    session.type(":tem\t=0.5\n")
+    session.wait_for("\ntemperature=0.5\n")
+    session.type("The\tO\n")
+    session.wait_for("lacks: '\\t' at 4")
+
+
 def test_ctrl_c_stops_the_sample_but_not_the_session(start, tmp_path):
     session = start("--max_new_tokens=1000000", "--context_shift")
     os.mkfifo(tmp_path / "pipe")
-    for typed in "O\n", "not sent", f"FILE:{tmp_path}/pipe\n": # a sample, a line, a file that nobody writes to
+    # A sample, a line, a file that nobody writes to.
+    for typed, end in ("O\n", "^C" + RULE), ("not sent", "\n"), (f"FILE:{tmp_path}/pipe\n", "^C\n"):
         session.type(typed)
         session.wait_for(typed)
         time.sleep(0.5) # within microseconds after a key, Python's readline delays a signal until the next one
         session.type("\x03")
-        session.wait_for("\n> ")
+        session.wait_for(f"{end}> ")
     session.type(":max_new_tokens=3\nO\n")
     session.wait_for("> O\nO") # a new sample, with its prompt
     session.wait_for(RULE + "> ")
@@ -219,3 +239,13 @@ def test_a_session_needs_both_streams(char_checkpoint):
     process = start_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=DEVNULL, stdout=CLOSED)
     _, messages = process.communicate()
     assert process.returncode == 1 and b"error: interactive=True needs standard input and standard output" in messages
+
+
+def test_a_text_or_the_last_sample_is_scored(reply, run, run_script, char_checkpoint):
+    """The lines are those of sample.py --score."""
+    def score(text):
+        return run_script(f"--out_dir={char_checkpoint}", f"--start={text}", "--score").stdout
+    sample = run("--start=The ", "--num_samples=1")
+    done = reply(":score\n:score What is it?\nThe \n:score\n")
+    assert "error: there is no sample yet: type a prompt, or :score and a text" in done.stderr
+    assert done.stdout == score("What is it?") + sample + score(sample.removesuffix(RULE))

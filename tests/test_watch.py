@@ -46,18 +46,18 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
     with watching(tmp_path) as wait_for:
         wait_for("out/ckpt.pt: iteration 100, validation loss 1.5000\n")
         wait_for("waiting for the next save of out/ckpt.pt\n")
-        newer = save_checkpoint(tmp_path / "newer", make_gpt(seed=2), iter_num=200).read_bytes()
+        newer = save_checkpoint(tmp_path / "newer", make_gpt(seed=2), iter_num=200, best_val_loss=1.25).read_bytes()
         with open(tmp_path / "out" / "ckpt.pt", "wb") as file: # a save takes a while
             file.write(newer[:9999])
             file.flush()
             time.sleep(0.2)
             file.write(newer[9999:])
-        wait_for("waiting for the next save of out/ckpt.pt\nout/ckpt.pt: iteration 200, validation loss 1.5000\n")
+        wait_for("waiting for the next save of out/ckpt.pt\nout/ckpt.pt: iteration 200, validation loss 1.2500\n")
         wait_for("waiting", times=2)
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     rounds = [(line["checkpoint"]["iter_num"], line["index"]) for line in lines]
     assert rounds == [(100, 0), (100, 1), (200, 0), (200, 1)]
-    assert (tmp_path / "a.html").read_text().count(">iteration 200</h3>") == 2
+    assert (tmp_path / "a.html").read_text().count(">iteration 200, validation loss 1.25</h3>") == 2
     alone = run_script(*RUN[:4], cwd=tmp_path).stdout
     assert alone == "".join(f"The {line['text']}\n{RULE}\n" for line in lines[2:])
     with watching(tmp_path) as wait_for: # the same command goes on where the run was

@@ -10,10 +10,11 @@ import hashlib
 import html
 import json
 import logging
+import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -31,15 +32,18 @@ Rows = dict[tuple[str, int], dict[int, tuple[str, int]]] # prompt, index -> numb
 def find_samples(files: list[str]) -> tuple[Rows, list[dict[str, Any]]]:
     """Find the samples in some files. Returns where they are, and what the page shows about each run."""
     rows: Rows = {}
+    names = dict(zip(files, short_names(list(map(os.path.abspath, files))), strict=True))
     runs: dict[str, tuple[int, dict[str, Any]]] = {}
     for file in files:
         for _, start, _, record in read_records(file, OLDER_VERSION):
             checkpoint = record["checkpoint"]
             settings = {name: value for name, value in record["settings"].items() if name != "logprobs"}
-            info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"), **settings}
+            info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"),
+                    "validation loss": checkpoint.get("val_loss"), **settings}
             if len(files) > 1:
-                info = {"file": file, **info}
-            run, _ = runs.setdefault(json.dumps([checkpoint.get("crc32"), info]), (len(runs), info))
+                info = {"file": names[file], **info}
+            key = json.dumps([checkpoint.get("crc32"), {**info, "validation loss": None}]) # not in earlier versions
+            run, _ = runs.setdefault(key, (len(runs), info))
             rows.setdefault((record["prompt"], record["index"]), {})[run] = file, start
     return rows, [info for _, info in runs.values()]
 
@@ -54,10 +58,11 @@ def write_page(path: str | os.PathLike, files: list[str]) -> int:
         raise ValueError(f"{path} is not written, because there is no sample to show")
     values = {name: [info.get(name) for info in infos] for name in dict.fromkeys(chain.from_iterable(infos))}
     differing = [name for name in values if values[name] != values[name][:1] * len(infos)]
-    labels = [", ".join(str(info[name]) if name in ("file", "checkpoint") else f"{name} {info[name]}"
-                        for name in differing if name in info) for info in infos]
+    models = short_names(values["checkpoint"])
+    labels = [", ".join({"file": info.get("file"), "checkpoint": model}.get(name) or f"{name} {info[name]}"
+                        for name in differing if name in info) for model, info in zip(models, infos, strict=True)]
     settings = {name: " · ".join(map(repr, values[name] if name in differing else values[name][:1])) for name in values}
-    models = ", ".join(dict.fromkeys(map(model_name, values["checkpoint"])))
+    kind = "Samples" if len(infos) == 1 else "Comparison of samples"
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, article, tail = template.split("<!-- split here -->\n")
     # The browser applies the style and runs the script with these hashes, and no others.
@@ -67,7 +72,7 @@ def write_page(path: str | os.PathLike, files: list[str]) -> int:
     with name_write_errors(path):
         try:
             with open(temporary, "w", encoding="utf-8", newline="\n") as page:
-                page.write(fill(head, title=escape(f"Samples from {models:.200}"), **hashes,
+                page.write(fill(head, title=escape(f"{kind} from {', '.join(dict.fromkeys(models)):.200}"), **hashes,
                                 settings="\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>"
                                                    for name, text in settings.items()),
                                 layout="side-by-side" if len(infos) > 1 else ""))
@@ -92,14 +97,16 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
             record = json.loads(file.readline())
         index, prompt_id, values = record["index"], record.get("id"), article_values(record)
         id_text = prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)
-        heading = escape(f"Sample {index}" if prompt_id is None else f"Sample {index}, id {id_text}")
-        prompt = f"<b>{escape(record['prompt'])}</b>"
+        is_score = "score" in record["settings"]
+        title = f"{'Text' if is_score else 'Sample'} {index}"
+        heading = escape(title if prompt_id is None else f"{title}, id {id_text}")
+        prompt = "" if is_score else f"<b>{escape(record['prompt'])}</b>"
         if len(labels) == 1:
-            return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=f"sample {index}",
+            return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=title.lower(),
                         **values)
         label = escape(labels[run] or f"run {run}")
         articles.append(fill(template, number=f"{index}-{run}", tag="h3", heading=label, prompt="",
-                             label=f"sample {index}, {label}", **values))
+                             label=f"{title.lower()}, {label}", **values))
     return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
             f'<div class="runs">\n{"".join(articles)}</div></section>\n')
 
@@ -107,9 +114,16 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
 def article_values(record: Mapping[str, Any]) -> dict[str, str]:
     """The values in an article that come from a record. Raises ValueError if a field is missing or of another type."""
     try:
-        tokens, reason = record.get("logprobs", {"content": []})["content"], record["finish_reason"]
-        return {"text": escape(record["text"]), "num_tokens": escape(plural(record["num_tokens"], "token")),
-                "finish_reason": FINISH_REASONS[reason], "data": token_data(tokens) if tokens else ""}
+        tokens = record.get("logprobs", {"content": []})["content"]
+        if "score" in record["settings"]:
+            text, reason = "".join(token["token"] for token in tokens) or record["prompt"], "scored"
+        else:
+            text, reason = record["text"], FINISH_REASONS[record["finish_reason"]]
+        finish = f"{plural(record['num_tokens'], 'token')}, {reason}"
+        if num_tokens := record["num_tokens"]:
+            mean = math.exp(record["cumulative_logprob"] / num_tokens)
+            finish += f", geometric mean probability {100 * mean:.3g}%"
+        return {"text": escape(text), "finish": escape(finish), "data": token_data(tokens) if tokens else ""}
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"sample {record['index']} lacks a field, or has a wrong one ({error!r:.100}): "
                          "sample.py did not write it") from None
@@ -142,10 +156,14 @@ def content_hash(page: str, element: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def model_name(checkpoint: str | None) -> str:
-    """The name of a model in the title: the last part of its path."""
-    path = Path(str(checkpoint or ""))
-    return (path.parent if path.name == "ckpt.pt" else path).name or "a model"
+def short_names(paths: Sequence[str | None]) -> list[str]:
+    """Names for the paths of files or models: the last parts of each, as few as tell them apart, without ckpt.pt."""
+    parts = [[part for part in Path(str(path or "")).parts if part not in ("/", "..", "ckpt.pt")] for path in paths]
+    for count in range(1, 9):
+        names = ["/".join(last[-count:]) or "a model" for last in parts]
+        if len(set(names)) == len(set(map(tuple, parts))):
+            break
+    return names
 
 
 def clean(text: str) -> str:
@@ -157,9 +175,9 @@ def escape(text: str) -> str:
     return html.escape(clean(text)).replace("\r", "&#13;").replace("\n", "&#10;")
 
 
-def neg_millilogprob(logprob: float) -> int:
+def neg_millilogprob(logprob: float | None) -> int | None:
     """A negated log-probability in whole thousandths, which is short and keeps three digits of the probability."""
-    return round(min(99999, -1000 * logprob)) # min in this order also handles NaN
+    return None if logprob is None else round(min(99999, -1000 * logprob)) # min in this order also handles NaN
 
 
 @report_user_errors()

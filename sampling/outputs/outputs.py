@@ -55,6 +55,7 @@ class Outputs:
         settings = self.settings
         if self.lines or self.uses_stdout:
             checkpoint_id = {name: getattr(gpt.checkpoint, name) for name in ("path", "crc32", "iter_num")}
+            checkpoint_id["val_loss"] = gpt.checkpoint.val_loss and round(gpt.checkpoint.val_loss, 4)
             self.format = LineFormat(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
         if self.lines and (self.lines.is_ours or not settings["overwrite"]):
             samples = self.lines.mark_saved(samples, self.format, settings["watch"])

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_a_page_holds_the_samples_and_the_settings_of_a_file(tmp_path):
     assert text.count("<b>a &lt; b</b>") == 2 and "1 token, stopped at the length limit" in text
     assert "<title>Samples from out-letters</title>" in text and "<dt>temperature</dt><dd>0.8</dd>" in text
     assert "<dt>iteration</dt><dd>100</dd>" in text and "<dt>file" not in text
+    assert "<dt>validation loss</dt><dd>1.5</dd>" in text
     assert '<article id="sample-1" aria-labelledby="title-1"><h2 id="title-1">Sample 1, id {&quot;x&quot;: ' in text
     assert text.endswith("</main>\n</body>\n</html>\n") and [len(tokens) for tokens in data_of(page)] == [2, 1]
 
@@ -41,6 +43,14 @@ def test_a_page_holds_the_samples_and_the_settings_of_a_file(tmp_path):
 def test_the_title_names_the_model_without_its_folders(tmp_path, path, title):
     page = write_page(tmp_path / "a.html", [make_tokens(1)], checkpoint={"path": path}).read_text(encoding="utf-8")
     assert f"<title>Samples from {title}</title>" in page and f"<h1>Samples from {title}</h1>" in page
+
+
+def test_a_sample_has_the_geometric_mean_of_the_probabilities_of_its_tokens(tmp_path):
+    samples = [[make_token("a", 0.9), make_token("b", 0.1)], []] # 0.9 * 0.1 = 0.3 * 0.3
+    text = write_page(tmp_path / "a.html", samples, logprobs=None).read_text(encoding="utf-8")
+    assert re.findall('class="finish">(.*?)<', text) == [
+        "2 tokens, stopped at the length limit, geometric mean probability 30%",
+        "0 tokens, stopped at the length limit"]
 
 
 def test_samples_without_log_probabilities_are_plain_text(tmp_path):
@@ -54,22 +64,46 @@ def test_several_runs_stand_side_by_side_with_the_settings_that_differ(tmp_path)
     page = make_page(tmp_path / "a.html", hot, cold)
     text = page.read_text(encoding="utf-8")
     assert [re.findall("<h[23].*?>(.*?)</h", row) for row in text.split("<section>")[1:]] == [
-        ["Sample 0", f"{hot}, temperature 1.5", f"{cold}, temperature 0.8"],
-        ["Sample 1", f"{hot}, temperature 1.5", f"{cold}, temperature 0.8"],
-        ["Sample 2", f"{cold}, temperature 0.8"]]
+        ["Sample 0", "hot.jsonl, temperature 1.5", "cold.jsonl, temperature 0.8"],
+        ["Sample 1", "hot.jsonl, temperature 1.5", "cold.jsonl, temperature 0.8"],
+        ["Sample 2", "cold.jsonl, temperature 0.8"]]
+    assert "<title>Comparison of samples from out-letters</title>" in text
     assert [len(tokens) for tokens in data_of(page)] == [1, 3, 2, 4, 5] and text.count("<b>ROMEO:") == 3
     ids = re.findall(r' id="(.*?)"', text)
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.parametrize("files, checkpoints, labels", [
+    (["../x.jsonl", "../y.jsonl"], [None, None], ["x.jsonl", "y.jsonl"]),
+    (["a/x.jsonl", "../b/x.jsonl"], [None, None], ["a/x.jsonl", "b/x.jsonl"]),
+    (["../here/x.jsonl", "../x.jsonl"], ["../old/ckpt.pt", "old/ckpt.pt"], ["here/x.jsonl, old", None]),
+    (["x.jsonl", "y.jsonl"], ["gpt2", "me/gpt2"], ["x.jsonl, gpt2", "y.jsonl, me/gpt2"])], ids=str)
+def test_headings_name_files_and_models_as_briefly_as_tells_them_apart(tmp_path, monkeypatch, files, checkpoints,
+                                                                        labels):
+    (tmp_path / "here" / "a").mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for file, checkpoint in zip(files, checkpoints, strict=True):
+        write_lines(Path(file), [make_tokens(1)], checkpoint={"path": checkpoint or "out/ckpt.pt"})
+    headings = re.findall("<h3.*?>(.*?)</h", make_page(Path("a.html"), *files).read_text(encoding="utf-8"))
+    assert headings == [labels[0], labels[1] or f"{tmp_path.name}/x.jsonl, old"]
+
+
 def test_other_prompts_stand_below_each_other_and_checkpoints_of_one_file_beside_each_other(tmp_path):
     lines = [write_lines(tmp_path / "part", [make_tokens(1)], **run).read_bytes() for run in (
-        {}, {"checkpoint": {"iter_num": 200, "crc32": "1"}}, {"prompt": "KING:"},
+        {}, {"checkpoint": {"iter_num": 200, "val_loss": 1.25, "crc32": "1"}}, {"prompt": "KING:"},
         {"checkpoint": {"iter_num": 200, "crc32": "2"}})]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     rows = make_page(tmp_path / "a.html", tmp_path / "a.jsonl").read_text(encoding="utf-8").split("<section>")[1:]
     headings = [re.findall("<h3.*?>(.*?)</h", row) for row in rows]
-    assert headings == [["iteration 100", "iteration 200", "iteration 200"], ["iteration 100"]]
+    assert headings == [["iteration 100, validation loss 1.5", "iteration 200, validation loss 1.25",
+                         "iteration 200, validation loss 1.5"], ["iteration 100, validation loss 1.5"]]
+
+
+def test_samples_of_one_run_that_an_earlier_version_began_are_not_compared(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", [make_tokens(1), make_tokens(1)])
+    lines.write_bytes(lines.read_bytes().replace(b', "val_loss": 1.5', b"", 1))
+    assert "<title>Samples from" in make_page(tmp_path / "a.html", lines).read_text(encoding="utf-8")
 
 
 def test_hostile_text_is_escaped(tmp_path):

@@ -1,4 +1,6 @@
 """The page of samples in Chromium: its look, its safety, its size, and its tooltips."""
+from itertools import pairwise
+
 import pytest
 
 from pages import HOSTILE, SHOWN, make_page, make_token, make_tokens, write_lines, write_page
@@ -39,7 +41,9 @@ def test_all_text_has_enough_contrast(view, scheme, tmp_path):
     names = {"H1", "H2", "H3", "SUMMARY", "DD", "p6", "token p6", "BDI", "SPAN", "finish"}
     assert names <= {name for name, *_ in pairs}
     legend = [background for name, _, background in pairs if len(name) == 2 and name[0] == "p"]
-    assert legend == sorted(legend, reverse=scheme == "light") and len(set(legend)) == 7 # likely to unlikely
+    assert legend == sorted(legend, reverse=scheme == "light") and len(legend) == 7 # likely to unlikely
+    steps = [(max(pair) + 0.05) / (min(pair) + 0.05) for pair in pairwise(legend)]
+    assert min(steps) > {"light": 1.08, "dark": 1.15}[scheme] # neighbours differ, more so where all is dark
     assert all((max(a, b) + 0.05) / (min(a, b) + 0.05) >= 4.5 for _, a, b in pairs), pairs
 
 
@@ -162,6 +166,24 @@ def test_hovering_shows_the_alternatives(view):
     assert details.locator("li").all_inner_texts() == ["␣\n90.0%", "⇥⟨202E⟩\n5.0%", "↵\n0.04%"]
     page.locator("h1").hover()
     assert details.count() == 0
+
+
+def test_the_tooltip_covers_two_lines(view):
+    lines = [make_token(f"line {i}\n", 0.01, **{f"other {k}": 0.1 for k in range(5)}) for i in range(6)]
+    page = view([lines])
+    page.locator(".token").nth(5).hover()
+    assert page.get_by_role("tooltip").locator("li").count() == 6
+    bottoms = page.evaluate("[...document.querySelectorAll('.token')].map(e => e.getBoundingClientRect().bottom)")
+    box = page.get_by_role("tooltip").bounding_box()
+    assert bottoms[2] <= box["y"] and box["y"] + box["height"] <= bottoms[5]
+
+
+def test_a_sample_beside_others_begins_no_empty_line(view, tmp_path):
+    files = [write_lines(tmp_path / name, [[make_token("\n", 0.5), *make_tokens(2)]]) for name in "ab"]
+    compared, alone = make_page(tmp_path / "a.html", *files), make_page(tmp_path / "b.html", files[0])
+    for path, is_same_line in (compared, True), (alone, False):
+        tops = view(path).evaluate("[...document.querySelectorAll('.token')].map(e => e.getBoundingClientRect().top)")
+        assert (abs(tops[0] - tops[1]) < 9) == is_same_line
 
 
 @slow
