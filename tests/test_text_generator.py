@@ -8,6 +8,7 @@ import torch
 
 import sampling
 from project import PROJECT
+from sampling.backends.cpu_kernels import LINEAR
 
 DEMO = PROJECT / "demo"
 PARAMS = sampling.SamplingParams(max_new_tokens=12, temperature=0.9, stop="zzz")
@@ -58,6 +59,7 @@ def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(ge
             reloaded = sampling.load(DEMO, device="cpu")
             assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
             assert reloaded.backend.new_cache(1, 1).keys.dtype == np.float32
+            assert len(LINEAR["float32"].signatures) == 1, "it is compiled once"
     finally:
         torch.set_default_dtype(torch.float32)
     assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
