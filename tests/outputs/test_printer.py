@@ -86,11 +86,12 @@ def test_a_terminal_gets_symbols_instead_of_control_characters(monkeypatch, caps
 
 @pytest.fixture
 def start(monkeypatch):
-    """Makes a Progress at second 0, and two samples that it follows: start(total_samples)."""
+    """Makes a Progress at second 0, and two samples that it follows, after a saved one: start(total_samples)."""
     def start(total_samples):
         monkeypatch.setattr(printer, "time", SimpleNamespace(perf_counter=lambda: 0))
         progress = Progress(total_samples, max_new_tokens=100)
-        return progress, *progress.follow([Sample(0, Prompt("a"), []), Sample(1, Prompt("a"), [])])
+        _, first, second = progress.follow(Sample(i, Prompt("a"), [], already_saved=i == 0) for i in range(3))
+        return progress, first, second
     return start
 
 
@@ -103,7 +104,7 @@ def update(progress, second, sample, num_tokens, finish_reason=None):
 
 def test_the_bar_and_the_last_line_count_what_was_sampled(start, messages, monkeypatch):
     monkeypatch.setattr(printer, "start_progress_bar", lambda count: tqdm(initial=count, file=io.StringIO()))
-    progress, first, second = start(10)
+    progress, first, second = start(11) # one is saved already
     for seconds, sample, num_tokens, reason, shown in [
             (60, first, 10, None, (10, None, None)), # the model was compiled first
             (60.5, second, 10, None, (20, 1000, "0 samples")), # the bar moves twice a second
@@ -117,7 +118,7 @@ def test_the_bar_and_the_last_line_count_what_was_sampled(start, messages, monke
 
 
 def test_tokens_that_come_at_once_are_timed_from_the_start_and_no_tokens_not_at_all(start, messages):
-    progress, first, _ = start(1)
+    progress, first, _ = start(2)
     update(progress, 5, first, 10, "length")
     progress.close(None)
     start(0)[0].close(None) # out_file was complete
@@ -125,11 +126,11 @@ def test_tokens_that_come_at_once_are_timed_from_the_start_and_no_tokens_not_at_
 
 
 @pytest.mark.parametrize("total, is_terminal, lines", [
-    (5, False, ["0 of 5 samples, 40 tokens in 30.0 s: 1.0 tokens/s",
+    (6, False, ["0 of 5 samples, 40 tokens in 30.0 s: 1.0 tokens/s",
                 "1 of 5 samples, 130 tokens in 60.0 s: 2.0 tokens/s"]),
     (None, False, ["0 samples so far, 40 tokens in 30.0 s: 1.0 tokens/s",
                    "1 sample so far, 130 tokens in 60.0 s: 2.0 tokens/s"]),
-    (5, True, [])]) # a terminal without a bar shows samples
+    (6, True, [])]) # a terminal without a bar shows samples
 def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(start, messages, monkeypatch, total, is_terminal,
                                                                      lines):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)

@@ -4,7 +4,6 @@ import re
 import resource
 import shutil
 import signal
-import threading
 import time
 
 import pytest
@@ -166,20 +165,3 @@ def test_a_closed_stream_is_ignored(char_checkpoint, stream):
                            **{stream: CLOSED})
     printed, _ = process.communicate()
     assert process.returncode == 0 and printed.decode() == f"Hi\n{RULE}\n" * 2
-
-
-def test_a_pipe_gets_a_sample_while_others_of_its_batch_go_on(run_script, char_checkpoint):
-    run = (f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=2", "--batch_size=2", "--context_shift",
-           "--device=cpu")
-    first = run_script(*run, "--max_new_tokens=12").stdout.split(f"\n{RULE}\n")[0]
-    # The second sample does not have this text.
-    process = start_script(*run, "--max_new_tokens=1000000", f"--stop={first[-8:]}")
-    timer = threading.Timer(60, process.kill)
-    timer.start()
-    expected, printed = f"{first[:-8]}\n{RULE}\n".encode(), b""
-    while len(printed) < len(expected) and (part := process.stdout.read(1000)):
-        printed += part
-    assert printed == expected and process.poll() is None
-    process.kill()
-    assert process.communicate(timeout=20)[0] == b""
-    timer.cancel()

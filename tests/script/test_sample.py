@@ -112,25 +112,6 @@ def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_scri
     assert resumed.returncode == 0, resumed.stderr
 
 
-def test_a_run_may_be_resumed_with_a_draft(run_script, char_checkpoint, tmp_path):
-    run = (f"--out_dir={char_checkpoint}", "--num_samples=2", "--batch_size=1", "--max_new_tokens=14", "--device=cpu",
-           "--out_file=a.jsonl", "--logprobs=1")
-    assert run_script(*run, cwd=tmp_path).returncode == 0
-    whole = (tmp_path / "a.jsonl").read_bytes()
-    (tmp_path / "a.jsonl").write_bytes(whole.splitlines(keepends=True)[0])
-    assert run_script(*run, "--draft=int8", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "a.jsonl").read_bytes() == whole
-
-
-def test_the_progress_of_a_resumed_run_counts_the_samples_that_are_left(run_script, char_checkpoint, tmp_path,
-                                                                        monkeypatch):
-    monkeypatch.setattr("sampling.outputs.printer.LOG_INTERVAL", 0) # seconds
-    for num_samples, count in (1, "of 1 sample,"), (3, "of 2 samples,"):
-        done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--num_samples={num_samples}", "--out_file=a.jsonl",
-                          "--max_new_tokens=40", cwd=tmp_path)
-        assert done.returncode == 0 and count in done.stderr, done.stderr
-
-
 # ---- sessions
 
 def test_an_exact_session_refuses_what_nanogpt_lacks_and_goes_on(run_script, char_checkpoint):
