@@ -17,10 +17,9 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and 
 from configurator import override
 from sampling import __version__ as __version__  # --version prints it
 from sampling.inputs.prompts import count_samples, encode_prompts, make_samples, read_prompts, warn_about_stop_texts
-from sampling.messages import ALIASES, training_settings
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
 from sampling.outputs.outputs import Outputs, num_logprobs, scoring_params
-from sampling.params import ModelOptions, SamplingParams, check_settings, choose_seed
+from sampling.params import ALIASES, ModelOptions, SamplingParams, check_settings, choose_seed, training_settings
 from sampling.process import rank, return_freed_memory, shorten_spinning
 
 # The model
@@ -51,8 +50,7 @@ dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16, or 
                # float32; 'int8', on a CPU: int8 weights, for speed and less memory; changes the text
 compile = False # compile the model with torch.compile first, which takes about a minute: not faster on a CPU, not
                 # measured on a GPU
-cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower, with the
-                   # same text
+cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
 exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on
               # CUDA in any dtype

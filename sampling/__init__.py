@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sampling.params import ModelOptions, Sample, SamplingParams, Token, check_options
+from sampling.params import ModelOptions, Sample, SamplingParams, Score, Token, check_options
 
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator
 
 __version__ = "1.0.0"
-__all__ = ["Sample", "SamplingParams", "Token", "load"]
+__all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
 
 # load imports model.py, which lies beside this package in a checkout, and in nanogpt_sample where pip installed it.
 ABOVE = Path(__file__).resolve().parent.parent

@@ -1,4 +1,7 @@
-"""The rules of the settings, and the types of what is asked for and of what came of it. Imports no torch."""
+"""The rules of the settings, and the types of what is asked for and of what came of it. Imports no torch.
+
+All errors are ValueErrors: a value is not allowed, or two settings exclude each other.
+"""
 import logging
 import math
 import os
@@ -70,8 +73,18 @@ EXACT_RULES = { # what exact=True allows: only what nanoGPT does
 }
 
 
+ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to suggest
+    **dict.fromkeys(["p", "prompt"], "start"), **dict.fromkeys(["m", "model"], "out_dir or init_from"),
+    **dict.fromkeys(["ckpt", "checkpoint"], "out_dir"), "n": "num_samples or max_new_tokens", "s": "seed",
+    "num_return_sequences": "num_samples", **dict.fromkeys(["n_predict", "max_length", "max_tokens"], "max_new_tokens"),
+    **dict.fromkeys(["draft_model", "model_draft", "assistant_model", "speculative_model"], "draft"),
+    "temp": "temperature", "repeat_penalty": "repetition_penalty", "o": "out_file",
+}
+TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "eval_iters"} # only train.py has these
+
+
 def check_values(values: Settings) -> None:
-    """Raise ValueError if a value breaks its rule in RULES. Names without a rule are not checked."""
+    """Check that each value keeps its rule in RULES. Names without a rule are not checked."""
     for name, (is_allowed, rule) in RULES.items():
         if name in values and not is_allowed(values[name]):
             raise ValueError(f"{name} {rule}; got {brief_repr(values[name])}")
@@ -85,7 +98,7 @@ def brief_repr(value: Any) -> str:
 
 
 def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
-    """Raise ValueError if sample.py's settings, by name, break a rule or exclude each other.
+    """Check all settings of sample.py, by name.
 
     flags: those that the command line sets. In a settings file, score ignores what only sampling has.
     """
@@ -110,7 +123,7 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
 
 
 def check_options(options: Settings) -> None:
-    """Raise ValueError if a value breaks its rule, or if two options exclude each other."""
+    """Check the settings of a model and its samples, which Python programs have too."""
     check_values(options)
     for name, other in ("dtype", "compile"), ("dtype", "exact"), ("draft", "compile"):
         if options.get(name) == "int8" and options[other]:
@@ -123,10 +136,15 @@ def check_options(options: Settings) -> None:
 
 
 def check_exact(settings: Settings) -> None:
-    """Raise ValueError if settings, or fields of SamplingParams, ask for what nanoGPT cannot do."""
+    """Check that settings, or fields of SamplingParams, ask for nothing that nanoGPT cannot do."""
     for name, is_allowed in EXACT_RULES.items():
         if name in settings and not is_allowed(settings[name]):
             raise ValueError(f"exact=True does only what nanoGPT does: leave out {name}={settings[name]!r}, or exact")
+
+
+def training_settings(names: Collection[str]) -> dict[str, str]:
+    """The settings that sample.py ignores in a file that assigns these names. Each has the reason as its value."""
+    return {"batch_size": "because this file is for training"} if TRAINING_NAMES & set(names) else {}
 
 
 def as_list(value: Any) -> list:
@@ -143,7 +161,7 @@ def choose_seed(seed: int | str, flag: str = "--seed") -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled: sample.py's settings of the same name. Raises ValueError if a value is not allowed."""
+    """How tokens are sampled: sample.py's settings of the same name."""
     max_new_tokens: int = 500
     temperature: float = 0.8
     top_k: int | None = 200

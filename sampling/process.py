@@ -3,9 +3,11 @@
 sample.py imports this file before torch.
 """
 import ctypes
+import errno
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -24,13 +26,17 @@ CGROUP_FILES = { # with the limit first, in version 2 and in version 1
     "cpu": (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]),
     "memory": (["memory.max", "memory.current", "memory.stat"],
                ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"])}
+OUT_OF_MEMORY = re.compile(
+    "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
+    "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED") # cuBLAS reports the latter if there is no memory for its workspace
 first_pid = 0 # of the process that loaded the first model
 
 
 def torchrun_number(name: str, default: int) -> int:
-    """A number of torchrun's environment, such as RANK; the default if torchrun did not start this process.
+    """A number of torchrun's environment; the default if torchrun did not start this process.
 
-    TORCHELASTIC_RUN_ID shows that it did: a cluster may have a RANK of its own for each process.
+    RANK is the process's number among the WORLD_SIZE of the run, LOCAL_RANK among the LOCAL_WORLD_SIZE of its machine.
+    TORCHELASTIC_RUN_ID shows that torchrun started it: a cluster may have a RANK of its own for each process.
     """
     return int(os.environ[name]) if "TORCHELASTIC_RUN_ID" in os.environ else default
 
@@ -43,24 +49,13 @@ def world_size() -> int:
     return torchrun_number("WORLD_SIZE", 1)
 
 
-def local_rank() -> int:
-    """The number of this process among those of this machine, which selects its GPU."""
-    return torchrun_number("LOCAL_RANK", 0)
-
-
-def local_world_size() -> int:
-    """How many processes of this run share this machine, and its memory."""
-    return torchrun_number("LOCAL_WORLD_SIZE", 1)
-
-
 def shorten_spinning() -> None:
     """Make OpenMP's threads sleep soon while they wait for each other. Call this before torch is imported.
 
-    By default they spin for up to 20 ms. If another program uses one of the cores, the spinning threads occupy the
-    others, while the thread that they wait for has no core: on two cores of an Intel Xeon, GPT-2 in int8 then generates
-    43 tokens/s even if the threads spin for a tenth of a millisecond, but 62 if they sleep at once. While the cores are
-    free, it is the other way round, 101 to 72, because waking a thread takes time. So the threads spin only then.
-    The user's own settings are kept.
+    By default they spin for up to 20 ms, on cores that the thread that they wait for may need. If another program uses
+    one of two cores of an Intel Xeon, GPT-2 in int8 generates 43 tokens/s even if the threads spin for a tenth of a
+    millisecond, but 62 if they sleep at once. While the cores are free, it is 101 to 72, because waking a thread takes
+    time. So the threads spin only then. The user's own settings are kept.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "3000"
@@ -154,7 +149,18 @@ def free_memory(device: "torch.device") -> int:
     for limit, used, *stat in read_cgroups("memory"):
         name = "total_inactive_file" if "total_inactive_file" in stat else "inactive_file" # in version 1, or in 2
         free.append(int(limit) - int(used) + int(stat[stat.index(name) + 1]))
-    return max(0, min(free)) // local_world_size()
+    return max(0, min(free)) // torchrun_number("LOCAL_WORLD_SIZE", 1) # which share this machine
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or its cause, means out of memory. torch and oneDNN have several messages for it. Those of
+    other types may quote a file, which could say anything.
+    """
+    if error is None:
+        return False
+    has_type = isinstance(error, MemoryError | RuntimeError) or getattr(error, "errno", None) == errno.ENOMEM
+    is_named = OUT_OF_MEMORY.search(f"{type(error).__name__} {error}") is not None
+    return (has_type and is_named) or is_out_of_memory(error.__context__)
 
 
 def disable_malloc_trim() -> None:

@@ -43,14 +43,10 @@ class NotingBackend(EagerBackend):
         return logits
 
 
-def static_steps(gpt):
-    """A CUDABackend. If its check finds a wrong step, whose logits it would not use, a warning says so."""
-    return CUDABackend(gpt, cuda_graphs=False)
-
-
 BACKENDS = {
     "eager": EagerBackend, "noting": NotingBackend, "cpu": lambda gpt: CPUBackend(gpt.config, gpt.state_dict()),
-    "static steps": static_steps, "recorded graphs": CUDABackend, "cuda": lambda gpt: CUDABackend(gpt.cuda())}
+    "no graphs": lambda gpt: CUDABackend(gpt, cuda_graphs=False), "recorded graphs": CUDABackend,
+    "cuda": lambda gpt: CUDABackend(gpt.cuda())}
 
 
 class Generator(TextGenerator):

@@ -20,15 +20,15 @@ TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8", LOCAL_RANK
 
 
 @pytest.mark.parametrize("variables, expected", [
-    (TORCHRUN, [5, 8, 1, 4]), (dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="3"), [0, 1, 0, 1])],
+    (TORCHRUN, [5, 8, 4]), (dict(RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4"), [0, 1, 1])],
     ids=["torchrun's", "a cluster's own"])
 def test_a_process_has_the_numbers_of_torchrun_and_its_share_of_the_memory(variables, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1001))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {1: (900, 9999)}[device.index])
-    numbers = process.rank, process.world_size, process.local_rank, process.local_world_size
-    assert [number() for number in numbers] == expected
-    assert process.free_memory(torch.device("cpu")) == 1001 // expected[3]
+    *numbers, num_sharing = expected
+    assert [process.rank(), process.world_size()] == numbers
+    assert process.free_memory(torch.device("cpu")) == 1001 // num_sharing
     assert process.free_memory(torch.device("cuda", 1)) == 900
 
 
@@ -38,6 +38,16 @@ def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monk
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache := MagicMock(side_effect=error))
     process.return_freed_memory()
     empty_cache.assert_called_once()
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", True), ("CUBLAS_STATUS_ALLOC_FAILED when calling", True),
+    ("CUBLAS_STATUS_NOT_INITIALIZED when calling", True), ("DefaultCPUAllocator: can't allocate memory", True),
+    ("CUBLAS_STATUS_EXECUTION_FAILED when calling", False)])
+def test_out_of_memory_errors_are_recognised_also_behind_another_error(text, expected):
+    error = ValueError("cannot load it")
+    error.__context__ = RuntimeError(text)
+    assert process.is_out_of_memory(error) == expected
 
 
 @pytest.mark.slow

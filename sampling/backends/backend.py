@@ -3,23 +3,15 @@ EagerBackend for MPS, compiled CPUs and short runs, and ExactBackend, nanoGPT's 
 """
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model import GPT, GPTConfig, KVCache
-from sampling.messages import is_out_of_memory
+from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
-
-
-class Cache(Protocol):
-    """What a backend keeps of the tokens so far, such as keys and values. The caller owns it. KVCache is one."""
-    seq_len: int # filled positions. The caller may set it back, which undoes the latest tokens
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep these rows only."""
 
 
 class Backend:
@@ -31,25 +23,24 @@ class Backend:
     device: torch.device
     is_exact = False # whether it computes nanoGPT's logits bit for bit
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
-    can_copy_to_int8 = False # see int8_copy
+    can_copy_to_int8 = False # whether int8_copy() gives the same model with int8 weights, for caches of this one
     max_window_tokens: int | None = None # a step past block_size gains nothing from more tokens; None: unknown
-    all_columns = False # whether to sample with nanoGPT's own operations, on all V columns: no GPU waits for these
+    all_columns = False # whether to sample with nanoGPT's own operations: see Sampler
     min_flush_steps = 1 # between two copies of tokens to the host, where text streams or may end early
     cache_itemsize = 4 # bytes of a number in the cache
 
-    def int8_copy(self) -> "Backend":
-        """The same model with int8 weights, which can use the caches of this one. Only if can_copy_to_int8."""
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache | None:
+        """An empty KVCache, or the like, with room for capacity positions in each row; None if each step reads all
+        tokens anew. The caller owns it, and may set its seq_len back, which undoes the latest tokens.
+        """
 
-    def new_cache(self, num_rows: int, capacity: int) -> Cache | None:
-        """An empty cache with room for capacity positions in each row; None if each step reads all tokens anew."""
-
-    def release(self, cache: Cache) -> None:
+    def release(self, cache: KVCache) -> None:
         """Take back a cache that the caller needs no more."""
 
     def free_buffers(self) -> None:
         """Free what is kept for a next batch. The caller has released its cache."""
 
-    def logits(self, ids: Tensor, cache: Cache | None, num_positions: int = 1) -> Tensor:
+    def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
         """Run the model on ids (B, T), which follow the tokens in the cache.
 
         Returns the logits of the last num_positions positions of each row: (B * num_positions, V). The next call may

@@ -3,7 +3,6 @@
 Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B * T.
 """
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -34,7 +33,7 @@ run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python thr
 
 
 class CPUCache:
-    """The keys and values of the tokens so far, with room for capacity positions in each row. float32."""
+    """A KVCache in another layout: room for capacity positions in each row, in float32."""
 
     def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
         num_blocks, D = -(-capacity // CACHE_BLOCK), config.n_embd // config.n_head
@@ -179,7 +178,7 @@ def compile_kernels(dtype: str) -> None:
         x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1, CACHE_BLOCK), np.float32)
         calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
                  kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL)}
-        start, is_new, num_threads = time.perf_counter(), False, torch.get_num_threads()
+        is_new, num_threads = False, torch.get_num_threads()
         for kernel, arguments in calls.items():
             if kernel.signatures: # this process has it already
                 continue
@@ -193,9 +192,7 @@ def compile_kernels(dtype: str) -> None:
                 kernel(*arguments)
             if not is_new and sum(kernel.stats.cache_misses.values()):
                 is_new = True
-                logger.info("compiling kernels for this processor, once ...")
-        if is_new:
-            logger.info(f"compiled in {time.perf_counter() - start:.1f} s")
+                logger.info("compiling kernels for this processor, once, which takes some seconds ...")
         torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
         if numba.threading_layer() == "workqueue": # it aborts the process if two threads are inside at once
             run_lock = Lock()

@@ -1,10 +1,10 @@
-"""The backend for NVIDIA GPUs. Each decode step is one CUDA graph.
+"""The backend for NVIDIA GPUs. Each decode step is one CUDA graph; where graphs do not work, it is the plain model's.
 
 A step of a small model is a hundred kernels of a few microseconds each, and launching them one by one takes longer
 than running them. A CUDA graph launches all of them at once, but needs tensors that stay in place. So a StaticCache
 holds the tensors that a step reads and writes, and attention covers a bucket of positions, of which a mask hides those
-that are not filled. The first step of each kind is checked on the user's own GPU: it must compute what the plain model
-computes.
+that are not filled. Each graph is checked when it is captured, on the user's own GPU: it must compute the logits of the
+plain model.
 """
 import logging
 import threading
@@ -19,25 +19,23 @@ from torch.nn import functional as F
 
 from model import GPT, Block, KVCache, linear_dtype
 from sampling.backends.backend import EagerBackend
-from sampling.messages import is_out_of_memory
+from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
-TOLERANCE_FLOAT32, TOLERANCE_HALF = 0.005, 0.05 # standard deviations of the logits; a wrong key or mask gives more
 Step = Callable[[], Tensor] # computes logits (B, V)
 capture_lock = threading.Lock() # a process may have one capture at a time, which synchronises the GPU
-free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # of StepTables that are gone
+free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # of GraphTables that are gone
 
 
 @dataclass
 class Support:
-    """What works on this GPU. A failure turns it off, and a warning says so."""
+    """Whether CUDA graphs work on this GPU. A failure turns them off, and a warning says so."""
     device: torch.device
-    graphs: bool # CUDA graphs of steps
-    steps: bool # the steps of CUDABackend themselves; without them, the plain model runs
+    graphs: bool
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether the logits (B, V) of a step agree with those of the plain model, as far as rounding allows.
+        """Whether the logits (B, V) of a graph agree with those of the plain model, as far as rounding allows.
 
         The mean of the difference is left out, because a constant added to all logits does not change their
         probabilities. GPT-2's logits lie around -60 to -115, where neighbouring bfloat16 numbers are 0.5 apart: half of
@@ -45,12 +43,12 @@ class Support:
         """
         std, mean = torch.std_mean(expected.float(), dim=-1, correction=0) # (B,) each
         error = (found.float() - expected.float()).std(dim=-1, correction=0)
-        tolerance = TOLERANCE_FLOAT32 if expected.dtype == torch.float32 else TOLERANCE_HALF
+        tolerance = 0.005 if expected.dtype == torch.float32 else 0.05 # a wrong key or mask gives more
         limit = tolerance * std + torch.finfo(expected.dtype).eps / 2 * mean.abs()
         if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
             return True
         worst = (error - limit).argmax()
-        self.steps = False
+        self.graphs = False
         logger.warning(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
                        f"{error[worst] / std[worst]:.3g} standard deviations; {limit[worst] / std[worst]:.3g} is "
                        "allowed): continuing with the plain model, which is slower")
@@ -70,79 +68,76 @@ class Support:
         logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
 
 
-class StepTable:
-    """The graphs of the steps that read and write the same tensors, which stay in place; None for a step without graph.
+class GraphTable:
+    """The graphs of the steps that read and write the same tensors, which stay in place.
 
     It holds no step, which would hold the tensors too: then only Python's garbage collector would free their memory.
     """
 
     def __init__(self, support: Support):
-        self.support, self.device = support, support.device
-        self.replays: dict[Hashable, Step | None] = {} # those that were checked
+        self.support = support
+        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {} # each with its logits
         self.stream = self.pool = None # of the captures. The graphs share the pool: they never run at the same time
 
     def run(self, key: Hashable, step: Step, plain: Step) -> Tensor:
-        """The logits of a step. plain computes them with the plain model, for the check of the first step with a key.
+        """The logits of a step. The first step with a key is captured, and checked: plain runs it with the plain model.
 
         Raises what means out of memory; then the next step with this key is the first one again.
         """
-        if not self.support.steps:
-            return plain()
-        if key in self.replays:
-            return (self.replays[key] or step)()
-        with capture_lock:
-            replay = self.capture(step) if self.support.graphs else None
-        logits, expected = (replay or step)(), plain()
-        if not self.support.check_logits(logits, expected):
-            return expected
-        self.replays[key] = replay
-        return logits
-
-    def capture(self, step: Step) -> Step | None:
-        """A function that replays a graph of the step; None if graphs do not work here."""
-        try:
-            graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-            if self.stream is None: # tables may not share one: cuBLAS keeps a workspace for each stream
-                streams, self.pool = free_streams[self.device], torch.cuda.graph_pool_handle()
-                self.stream = streams.pop() if streams else torch.cuda.Stream(self.device)
-                weakref.finalize(self, streams.append, self.stream)
-            self.stream.wait_stream(caller)
-            # torch.cuda.graph may leave its own stream current when it fails: the outer block returns to the caller's.
-            try:
-                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                    step() # creates what must not be created during a capture, such as the workspace of cuBLAS
-                    # thread_local: what another thread allocates meanwhile does not end the capture.
-                    with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                        logits = step()
-            finally: # also if the capture fails, because the first step has written the cache
-                caller.wait_stream(self.stream)
-            graph.replay()
-            torch.cuda.synchronize(self.device) # raises the errors of the replay
-        except Exception as error: # a driver, an operator or too little memory: each has its own
-            if is_out_of_memory(error):
-                raise
-            self.support.disable_graphs(error)
-            return None
-
-        def replay() -> Tensor:
+        if key in self.graphs:
+            graph, logits = self.graphs[key]
             graph.replay()
             return logits
-        return replay
+        with capture_lock:
+            try:
+                graph, logits = self.capture(step)
+            except Exception as error: # a driver, an operator or too little memory: each has its own
+                if is_out_of_memory(error):
+                    raise
+                self.support.disable_graphs(error)
+                return plain()
+        expected = plain()
+        if not self.support.check_logits(logits, expected):
+            return expected
+        self.graphs[key] = graph, logits
+        return logits
+
+    def capture(self, step: Step) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """A graph of the step, which has run once, and its logits (B, V)."""
+        device, graph = self.support.device, torch.cuda.CUDAGraph()
+        caller = torch.cuda.current_stream(device)
+        if self.stream is None: # tables may not share one: cuBLAS keeps a workspace for each stream
+            streams, self.pool = free_streams[device], torch.cuda.graph_pool_handle()
+            self.stream = streams.pop() if streams else torch.cuda.Stream(device)
+            weakref.finalize(self, streams.append, self.stream)
+        self.stream.wait_stream(caller)
+        try:
+            # torch.cuda.graph may leave its own stream current when it fails: the outer block returns to the caller's.
+            with torch.cuda.device(device), torch.cuda.stream(self.stream):
+                step() # creates what must not be created during a capture, such as the workspace of cuBLAS
+                # thread_local: what another thread allocates meanwhile does not end the capture.
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    logits = step()
+        finally: # also if the capture fails, because the first step has written the cache
+            caller.wait_stream(self.stream)
+        graph.replay()
+        torch.cuda.synchronize(device) # raises the errors of the replay
+        return graph, logits
 
 
 class StaticCache(KVCache):
-    """A KV cache, the inputs of a decode step, and the steps that read and write both in place."""
+    """A KV cache, the inputs of a decode step, and the graphs that read and write both in place."""
 
     def __init__(self, model: GPT, num_rows: int, capacity: int, support: Support):
         super().__init__(model.config, num_rows, capacity, support.device, linear_dtype(model))
         self.capacity = capacity
         self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=support.device) # that the step processes
         self.position = torch.zeros(1, dtype=torch.long, device=support.device) # of this token
-        self.steps = StepTable(support) # by the number of positions that they attend to
+        self.graphs = GraphTable(support) # by the number of positions that they attend to
 
     def select_rows(self, rows: list[int]) -> None:
-        """Keep these rows only. The steps then need new graphs."""
-        self.steps = StepTable(self.steps.support) # first, because the old graphs hold memory
+        """Keep these rows only, which need new graphs."""
+        self.graphs = GraphTable(self.graphs.support) # first, because the old graphs hold memory
         super().select_rows(rows)
         self.token = self.token[:len(rows)] # the next step replaces it
 
@@ -150,21 +145,20 @@ class StaticCache(KVCache):
 class CUDABackend(EagerBackend):
     """Computes the logits of a GPT, whose Linears must be cast already: a graph cannot keep cast copies of weights.
 
-    cuda_graphs=False launches the kernels of a step one by one. compile: torch.compile compiles the plain model, and
-    there are no graphs. Changes the precision of matrix products and the choice of attention kernels for the whole
-    process. Thread-safe: a lock admits one thread at a time.
+    Without cuda_graphs, and with compile, which compiles it, the plain model runs. Changes the precision of matrix
+    products and the choice of attention kernels for the whole process. Thread-safe: a lock admits one thread at a time.
     """
     max_rows = 128 # a guess: the random numbers of each row need a kernel
     all_columns = True
     min_flush_steps = 4 # each copy synchronises the GPU
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True):
-        super().__init__(model, compile) # its forward is the plain model
+        super().__init__(model, compile)
         # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
-        self.support = Support(self.device, graphs=cuda_graphs, steps=not compile)
-        self.window: tuple[Tensor, StepTable] | None = None # ids (B, block_size), and how to compute its logits
+        self.support = Support(self.device, graphs=cuda_graphs and not compile)
+        self.window: tuple[Tensor, GraphTable] | None = None # ids (B, block_size), and how to compute its logits
         self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
         self.lock = threading.Lock()
 
@@ -192,24 +186,25 @@ class CUDABackend(EagerBackend):
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:
         with self.lock: # another thread must not write the inputs of a step before it runs
-            if cache is None and num_positions > 1: # a text is scored
-                return super().logits(ids, None, num_positions)
-            if cache is None:
-                return self.window_logits(ids).clone() # another thread may use the same window
-            if (start := cache.seq_len) == 0 or ids.size(1) > 1:
-                return self.plain_logits(ids, cache, start, num_positions)
+            plain_logits = super().logits
+            is_decode_step = cache is not None and cache.seq_len > 0 and ids.size(1) == 1
+            if not self.support.graphs or num_positions > 1 or not (is_decode_step or cache is None):
+                return plain_logits(ids, cache, num_positions) # a prompt, or a text that is scored
+            if cache is None: # a full window (B, block_size)
+                if self.window is None or self.window[0].shape != ids.shape:
+                    self.window = ids.clone(), GraphTable(self.support)
+                window, graphs = self.window
+                window.copy_(ids)
+                logits = graphs.run("window", lambda: self.model(window)[0][:, -1], lambda: plain_logits(window, None))
+                return logits.clone() # another thread may use the same window
+            start = cache.seq_len
+            num_keys = min(round_up(start + 1, BUCKET), cache.capacity)
             cache.token.copy_(ids)
             cache.position.fill_(start)
-            num_keys = min(round_up(start + 1, BUCKET), cache.capacity)
-            logits = cache.steps.run(num_keys, lambda: self.decode_step(cache, num_keys),
-                                     lambda: self.plain_logits(cache.token, cache, start))
-            cache.seq_len = start + 1
+            logits = cache.graphs.run(num_keys, lambda: self.decode_step(cache, num_keys),
+                                      lambda: plain_logits(cache.token, cache))
+            cache.seq_len = start + 1 # also if only the graph has run
             return logits
-
-    def plain_logits(self, ids: Tensor, cache: StaticCache, start: int, num_positions: int = 1) -> Tensor:
-        """The logits of the plain model for ids (B, T) at the positions from start on."""
-        cache.seq_len = start
-        return self.forward(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
 
     def decode_step(self, cache: StaticCache, num_keys: int) -> Tensor:
         """Process cache.token at cache.position, attending to the S = num_keys first positions -> logits (B, V)."""
@@ -220,14 +215,6 @@ class CUDABackend(EagerBackend):
         for block, layer in zip(transformer.h, cache.layers, strict=True):
             x = block_step(block, x, layer, cache.position, mask, num_keys)
         return self.model.lm_head(transformer.ln_f(x))[:, 0] # (B, 1, E) -> (B, V)
-
-    def window_logits(self, ids: Tensor) -> Tensor:
-        """The logits (B, V) after a full window (B, block_size)."""
-        if self.window is None or self.window[0].shape != ids.shape:
-            self.window = ids.clone(), StepTable(self.support)
-        window, steps = self.window
-        window.copy_(ids)
-        return steps.run("window", lambda: self.model(window)[0][:, -1], lambda: self.forward(window)[0][:, -1])
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:

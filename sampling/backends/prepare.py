@@ -1,4 +1,7 @@
-"""Chooses the device, the dtype and the backend for a checkpoint, and prepares the backend."""
+"""Chooses the device, the dtype and the backend for a checkpoint, and prepares the backend.
+
+Raises ValueError if what the user names is not available here.
+"""
 import logging
 from contextlib import suppress
 
@@ -6,15 +9,13 @@ import torch
 from torch import nn
 
 from model import GPT, GPTConfig
+from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.messages import is_out_of_memory
 from sampling.params import ModelOptions
-from sampling.process import check_fork, disable_malloc_trim, limit_threads, local_rank, world_size
 
 logger = logging.getLogger(__name__)
-DEFAULT_OPTIONS = ModelOptions()
 MIN_EAGER_SECONDS = 1.0 # a shorter run uses no compiled kernels: loading them takes half a second
 # A step of one row with EagerBackend on a CPU, in seconds: for each layer, and for each weight.
 SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
@@ -22,12 +23,12 @@ SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name; 'auto' is CUDA, then MPS, then the CPU. Raises ValueError if it is not available.
+    """The device of this name; 'auto' is CUDA, then MPS, then the CPU.
 
     A GPU whose first kernel fails cannot be used: 'auto' says why, and goes on to the next device.
     If torchrun started several processes, each uses another GPU of its machine for 'cuda'.
     """
-    check_fork() # first of all: also a checkpoint is read with several threads
+    process.check_fork() # first of all, because a checkpoint, too, is read with several threads
     gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
     available = [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
     if name not in ["auto", *available]:
@@ -36,8 +37,8 @@ def choose_device(name: str) -> torch.device:
     names = [each for each in available if each != "cuda:0"] # "cuda" stands for it
     for candidate in names if name == "auto" else [name]:
         device = torch.device(candidate)
-        if candidate == "cuda" and world_size() > 1:
-            device = torch.device("cuda", local_rank() % torch.cuda.device_count())
+        if candidate == "cuda" and process.world_size() > 1:
+            device = torch.device("cuda", process.torchrun_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         reason = why_unusable(device)
         if reason is None: # as always for the CPU, the last one
             return device
@@ -54,7 +55,7 @@ def why_unusable(device: torch.device) -> str | None:
         (torch.zeros(1, device=device) + 1).item()
         return None
     except RuntimeError as error:
-        if is_out_of_memory(error):
+        if process.is_out_of_memory(error):
             raise
         gpu, first_line = str(device), str(error).partition("\n")[0]
         with suppress(RuntimeError): # not even this works
@@ -68,8 +69,6 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
     """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
 
     exact: choose as nanoGPT does, which takes bfloat16 even where the GPU emulates it.
-    Raises ValueError if the device, or this installation, does not support the dtype. name must be allowed by RULES in
-    params.py.
     """
     if name == "int8" and device.type != "cpu":
         raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
@@ -88,16 +87,15 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
         return getattr(torch, name)
 
 
-def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
-                    options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None) -> Backend:
+def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, options: ModelOptions,
+                    num_steps: int | None = None) -> Backend:
     """The fastest backend for a model. Takes the weights out of the checkpoint.
 
     dtype may be torch.int8 on a CPU, without compile and exact. num_steps: see count_steps; None: unknown, or many.
-    Raises ValueError if exact is True and this device has no exact backend, or if int8 is not possible here.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
-    limit_threads()
+    process.limit_threads()
     config = checkpoint.config
     if wants_kernels(config, device, dtype, options, num_steps) and has_numba(is_required=dtype == torch.int8):
         from sampling.backends.cpu import CPUBackend
@@ -113,7 +111,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
         else:
             backend = EagerBackend(gpt, options.compile)
     if device.type == "cpu":
-        disable_malloc_trim() # not earlier, or memory that was freed during loading would stay as holes in the heap
+        process.disable_malloc_trim() # not earlier, or what loading has freed would stay as holes in the heap
     return backend
 
 
@@ -142,7 +140,7 @@ def window_seconds(config: GPTConfig) -> float:
 
 
 def has_numba(is_required: bool) -> bool:
-    """Whether numba can be imported. If not, a warning says so, or if it is required, raises ValueError."""
+    """Whether numba can be imported. If not, a warning says so, or an error if it is required."""
     try:
         import numba  # noqa: F401
         return True

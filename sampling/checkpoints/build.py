@@ -1,9 +1,8 @@
 """From stored tensors to a GPT: reads the tensors, checks that they fit the model, and builds it."""
 import math
-import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from model import GPT, GPTConfig
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.pickles import StoredTensor, describe, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
-from sampling.checkpoints.untrusted_files import require
+from sampling.checkpoints.untrusted_files import RejectedFileError, require
 
 StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
 
@@ -23,29 +22,21 @@ MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold th
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 TRANSFORMER_PARTS = {"wte", "wpe", "h", "ln_f"}
 GPT_PARTS = TRANSFORMER_PARTS | {"transformer", "lm_head"}
-CHUNK = 2**18 # weights that are quantized at once, so that their copies need little memory
-SMALLEST = 2.0**-100 # added to scales: a row of zeros must not be divided by 0
 MAX_LAYERS = 2**12 # far more than any model has; building a layer takes a millisecond
 VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
-INIT_FUNCTIONS = "kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_"
 
 
 def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by nanoGPT's names: without wrappers, such as those of torch.compile and DDP, and without a prefix that
-    all names share, but with the prefix that is missing where only the transformer was saved. Raises RejectedFileError
-    if two names become one.
+    """Tensors by nanoGPT's names: torch.compile, DDP and FSDP add wrappers, and a class around the GPT adds a prefix. A
+    file of the transformer alone lacks one. Raises ValueError if two names become one.
     """
-    parts = {name: [part for part in name.split(".") if part not in WRAPPERS] for name in tensors}
-    first = next(iter(parts.values()), [])
-    depth = next((i for i, part in enumerate(first) if part in GPT_PARTS), 0)
-    if any(found[:depth] != first[:depth] or not GPT_PARTS & {*found[depth:depth + 1]} for found in parts.values()):
-        depth = 0
     renamed = {}
-    for name, found in parts.items():
-        missing = ["transformer"] if TRANSFORMER_PARTS & {*found[depth:depth + 1]} else []
-        new = ".".join(missing + found[depth:])
+    for name, tensor in tensors.items():
+        parts = [part for part in name.split(".") if part not in WRAPPERS]
+        parts = parts[next((i for i, part in enumerate(parts) if part in GPT_PARTS), 0):]
+        new = ".".join(["transformer", *parts] if TRANSFORMER_PARTS & {*parts[:1]} else parts)
         require(new not in renamed, f"two of its tensors are called {new!r:.60} without wrappers, such as {name!r:.60}")
-        renamed[new] = tensors[name]
+        renamed[new] = tensor
     return renamed
 
 
@@ -55,60 +46,45 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
     Views made by expand, one record under many names, or records that overlap can claim far more bytes than the file
     has. Twice its bytes are allowed, because a tied head is stored once and named twice.
     """
-    given, tensors, reason = tensors, unwrap(tensors), "it must hold tensors by name, but holds "
-    require(isinstance(tensors, dict) and tensors, reason + describe(given or None))
-    for name, tensor in tensors.items():
-        is_named = isinstance(name, str) and isinstance(tensor, StoredTensor)
-        require(is_named, f"{reason}{describe(name)}: {describe(tensor)}")
-    stored = {}
-    for name, tensor in nanogpt_names(tensors).items():
+    named, reason, stored = unwrap(tensors), "it must hold tensors by name, but holds ", {}
+    require(isinstance(named, dict) and named, reason + describe(tensors or None))
+    for name, tensor in named.items():
+        require(isinstance(name, str) and isinstance(tensor, StoredTensor),
+                f"{reason}{describe(name)}: {describe(tensor)}")
+    for name, tensor in nanogpt_names(named).items():
         if not MASK_BUFFER.search(name):
             require(tensor.dtype.is_floating_point,
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
             file.check(tensor)
             stored[name] = file, tensor
-    size, claimed = file.file.seek(0, os.SEEK_END), sum(tensor.nbytes for _, tensor in stored.values())
-    require(claimed <= 2 * size, f"it has {size} bytes, but claims tensors of {claimed} bytes")
+    claimed = sum(tensor.nbytes for _, tensor in stored.values())
+    require(claimed <= 2 * file.size, f"it has {file.size} bytes, but claims tensors of {claimed} bytes")
     return stored
 
 
-def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype,
-               adjust: Callable[[str, Tensor], None] | None = None) -> dict:
+def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> dict:
     """Read the tensors. Returns the fields config, state_dict and record_crc32 of a Checkpoint.
 
     dtype: with torch.int8, the weights of Linears and the token embedding are quantized as soon as they are read, so
-    that one such weight is in memory in float32 at a time; all else is float32. adjust: called before, to change a
-    tensor by its name. The head is tied, one object under both names, if it and the embedding hold the same numbers.
-    Raises ValueError unless model_args and the tensors fit, RejectedFileError if a record is damaged.
+    that one such weight is in memory in float32 at a time; all else is float32. The head, which makes logits of the
+    last layer's output, is mostly tied: it has the numbers of the token embedding, and then is the same object.
     """
     def read(name: str) -> Tensor:
         file, tensor = stored[name]
         tensor = file.read(tensor).float().contiguous() # mostly copies nothing
-        if adjust:
-            adjust(name, tensor)
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
     require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
-    state_dict, is_tied = {}, stored[HEAD] == stored[EMBEDDING]
-    for name in sorted(stored): # so the head is before the embedding
-        tensor = None if name == EMBEDDING and is_tied else read(name)
-        if name == EMBEDDING and not is_tied:
-            is_tied = torch.equal(tensor, read(HEAD) if dtype == torch.int8 else state_dict[HEAD])
-        if name == EMBEDDING and is_tied:
-            state_dict[name] = state_dict[HEAD]
-        else:
-            is_quantized = dtype == torch.int8 and tensor.dim() == 2 and name != POSITIONS
-            state_dict[name] = quantize(tensor) if is_quantized else tensor
-    return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}),
-            "state_dict": {name: state_dict[name] for name in stored}, "record_crc32": record_crc32(stored)}
-
-
-def record_crc32(stored: StoredTensors) -> int | None:
-    """A CRC-32 of the tensors, from their names, shapes and the CRCs of their records; None where a record has none."""
-    if not all(tensor.key in file.crcs for file, tensor in stored.values()):
-        return None
-    parts = [f"{name} {tensor[1:]} {file.crcs[tensor.key]}\n" for name, (file, tensor) in sorted(stored.items())]
-    return zlib.crc32("".join(parts).encode())
+    is_tied = stored[HEAD] == stored[EMBEDDING] or torch.equal(read(HEAD), read(EMBEDDING))
+    state_dict, crc32_parts = {}, []
+    for name, (file, tensor) in sorted(stored.items()): # so the head is before the embedding
+        is_quantized = dtype == torch.int8 and len(tensor.shape) == 2 and name != POSITIONS
+        state_dict[name] = (state_dict[HEAD] if name == EMBEDDING and is_tied else
+                            quantize(read(name)) if is_quantized else read(name))
+        crc32_parts.append(f"{name} {tensor[1:]} {file.crcs.get(tensor.key)}\n")
+    has_crcs = all(tensor.key in file.crcs for file, tensor in stored.values())
+    return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}), "state_dict": state_dict,
+            "record_crc32": zlib.crc32("".join(crc32_parts).encode()) if has_crcs else None}
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
@@ -116,7 +92,11 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
     require(model_args.get("n_layer") == num_layers, # a model of 10**9 layers would never be built
             f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
-    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(GPTConfig(**model_args)).state_dict().items()}
+    try:
+        model = empty_gpt(GPTConfig(**model_args))
+    except ValueError as error: # which names the field
+        raise RejectedFileError(str(error)) from None
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tensor.shape for name, tensor in tensors.items()}
     problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
                 for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
@@ -131,19 +111,17 @@ def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
     every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then initialises the weights of both with
     normal_, and every c_proj.weight once more. A tied lm_head counts under both of its names.
     """
-    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
     draws = few = 0
     for name, tensor in tensors.items():
-        if not (name.endswith(".weight") and len(tensor.shape) == 2):
-            continue
-        is_embedding = name.endswith(("wte.weight", "wpe.weight"))
-        if not is_embedding:
-            draws += sizes[name] + sizes.get(name.removesuffix("weight") + "bias", 0)
-        num_normal = 2 if is_embedding or name.endswith("c_proj.weight") else 1
-        if sizes[name] < VECTOR_SIZE:
-            few += num_normal * sizes[name]
-        else: # one draw for each entry, and 16 more to redo a partial last vector
-            draws += num_normal * (sizes[name] + (VECTOR_SIZE if sizes[name] % VECTOR_SIZE else 0))
+        if name.endswith(".weight") and len(tensor.shape) == 2:
+            size, is_embedding = math.prod(tensor.shape), name.endswith(("wte.weight", "wpe.weight"))
+            if not is_embedding:
+                draws += size + tensor.shape[0] * (name.removesuffix("weight") + "bias" in tensors)
+            num_normal = 2 if is_embedding or name.endswith("c_proj.weight") else 1
+            if size < VECTOR_SIZE:
+                few += num_normal * size
+            else: # one draw for each entry, and 16 more to redo a partial last vector
+                draws += num_normal * (size + (VECTOR_SIZE if size % VECTOR_SIZE else 0))
     # For small tensors, normal_ makes two numbers from four draws, and keeps the second number for its next call.
     return draws + 4 * -(-few // 2)
 
@@ -164,10 +142,10 @@ class QuantizedWeight(NamedTuple):
 def quantize(weight: Tensor) -> QuantizedWeight:
     """Round a weight (O, I) to int8, with one scale for each row."""
     values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), dtype=torch.float32)
-    size = max(1, CHUNK // weight.size(1))
+    size = max(1, 2**18 // weight.size(1)) # rows at a time: their copies need little memory
     for rows, row_values, row_scales in zip(weight.split(size), values.split(size), scales.split(size), strict=True):
         rows = rows.float()
-        row_scales.copy_(rows.abs().amax(dim=1) / 127 + SMALLEST)
+        row_scales.copy_(rows.abs().amax(dim=1) / 127 + 2.0**-100) # a row of zeros must not be divided by 0
         row_values.copy_((rows / row_scales[:, None]).round_())
     return QuantizedWeight(values, scales)
 
@@ -197,7 +175,5 @@ class SkipInit(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func.__name__ in INIT_FUNCTIONS:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
+        is_init = func.__name__ in ("kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_")
+        return None if is_init else func(*args, **kwargs or {})

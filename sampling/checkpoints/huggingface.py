@@ -1,13 +1,14 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import logging
 import os
+import re
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from torch import Tensor
 
-from sampling.checkpoints.build import EMBEDDING, HEAD, read_model, tensors_by_name
+from model import GPTConfig
+from sampling.checkpoints.build import EMBEDDING, HEAD, QuantizedWeight, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.finding import find_checkpoint, huggingface_config
 from sampling.checkpoints.other_programs import QKV, SAVE_WITH_SIZES, is_conv1d, read_nanogpt_file
@@ -15,16 +16,11 @@ from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import read_complete, require
 
 logger = logging.getLogger(__name__)
-SAFETENSORS = ["config.json", "model.safetensors", "model-*.safetensors", "adapter_model.safetensors"]
-TOKENIZERS = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
-              "special_tokens_map.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
+FILES = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.json", "*.txt", "*.model"]
 # activation_function in config.json -> approximate in F.gelu
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
-GPT2_FIELDS = [("n_layer", "n_layer", 12), ("n_head", "n_head", 12), ("n_embd", "n_embd", 768),
-               ("vocab_size", "vocab_size", 50257), ("n_inner", "n_inner", None), ("block_size", "n_positions", 1024),
-               ("layer_norm_epsilon", "layer_norm_epsilon", 1e-5)] # GPTConfig's, config.json's, GPT2Config's default
-GPT2_NAMES = "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"
-LOG_IN = "then set HF_TOKEN, or run 'hf auth login'"
+DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None, "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5} # of fields that config.json may lack, as in transformers
 
 
 def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
@@ -48,8 +44,9 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
                 stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
         if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
             stored.setdefault(HEAD, stored[EMBEDDING]) # a head in the file may differ: it is used, as in transformers
-        return read_model(model_args, stored, dtype,
-                          lambda name, tensor: scale_queries(name, tensor, config, model_args))
+        fields = read_model(model_args, stored, dtype)
+        scale_queries(fields["state_dict"], config, fields["config"])
+        return fields
 
     checkpoint = Checkpoint(path=name_or_folder, folder=folder, files=paths, is_huggingface=True, raw_config=config,
                             **read_complete(paths[0] if len(paths) == 1 else folder, paths, read))
@@ -57,17 +54,14 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
     return checkpoint
 
 
-def scale_queries(name: str, tensor: Tensor, config: dict, model_args: dict) -> None:
+def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
     """If config.json sets another attention scale than 1/sqrt(D), multiply the query weights by the ratio."""
-    if ".attn.c_attn." not in name:
-        return
-    factor = 1.0
-    if config.get("scale_attn_by_inverse_layer_idx", False):
-        factor /= int(name.split(".")[2]) + 1
-    if not config.get("scale_attn_weights", True):
-        factor *= (model_args["n_embd"] / model_args["n_head"]) ** 0.5
-    if factor != 1:
-        tensor[:len(tensor) // 3] *= factor # the queries
+    factor = 1.0 if config.get("scale_attn_weights", True) else (sizes.n_embd / sizes.n_head) ** 0.5
+    for name, tensor in state_dict.items():
+        if ".attn.c_attn." in name: # (3E, E) or (3E,): a row of the weight has one scale in int8
+            layer = int(name.split(".")[2]) + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1
+            rows = tensor.scales if isinstance(tensor, QuantizedWeight) else tensor
+            rows[:sizes.n_embd] *= factor / layer
 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
@@ -77,8 +71,8 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
         raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
-    fields = {name: config.get(key, default) for name, key, default in GPT2_FIELDS}
-    return fields | {"gelu": GELU[activation], "bias": True}
+    fields = DEFAULTS | {name: config[name] for name in DEFAULTS.keys() & config.keys()}
+    return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation], "bias": True} | fields
 
 
 # ---- files
@@ -93,10 +87,11 @@ def find_model(name_or_folder: str) -> tuple[Path, dict]:
     except FileNotFoundError:
         if not folder.is_dir() or any(folder.glob("*.pt")):
             raise
-        is_gpt2 = f"pass --init_from=openai-community/{name_or_folder}, or " if name_or_folder in GPT2_NAMES else ""
+        is_gpt2 = re.fullmatch("gpt2(-medium|-large|-xl)?", name_or_folder)
+        advice = f"pass --init_from=openai-community/{name_or_folder}, or " if is_gpt2 else ""
         raise ValueError(f"{name_or_folder} is a folder here, and holds no model; for the model of this name on the "
-                         f"Hugging Face hub, {is_gpt2}run the command in another folder") from None
-    read_complete(path, [path], lambda file: read_nanogpt_file(file, path)) # says what another file is
+                         f"Hugging Face hub, {advice}run the command in another folder") from None
+    read_complete(path, [path], read_nanogpt_file) # says what another file is
     raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
                      f"--out_dir={name_or_folder}")
 
@@ -105,18 +100,17 @@ def download(name: str) -> Path:
     """Download a model, unless it is in the hub's cache, and return its folder. Raises ValueError if that fails."""
     from huggingface_hub import errors, snapshot_download
     try:
-        folder = Path(snapshot_download(name, allow_patterns=SAFETENSORS + TOKENIZERS))
+        folder = Path(snapshot_download(name, allow_patterns=FILES))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=["pytorch_model.bin", "pytorch_model-*.bin"]))
         return folder
     except errors.HFValidationError:
         message = f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or user/model"
-    except errors.GatedRepoError:
-        message = f"access to {name!r} is on request: ask for it at https://huggingface.co/{name}, {LOG_IN}"
     except errors.RepositoryNotFoundError:
         message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
-                   f"access to it: {LOG_IN}")
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as e:
+                   f"access to it: ask for it at https://huggingface.co/{name}, then set HF_TOKEN, or run 'hf auth "
+                   "login'")
+    except OSError as e: # all other errors of the hub are of this type
         first_line = str(e).partition("\n")[0].partition(". ")[0]
         message = (f"could not get {name!r}: it is no folder here and not in Hugging Face's cache, and the hub did not "
                    f"answer ({first_line:.100}); where the hub can be reached, run 'hf download {name} --local-dir "
@@ -131,7 +125,7 @@ def weight_files(folder: Path) -> list[Path]:
             return [folder / f"{stem}.{suffix}"]
         if shards := sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*.{suffix}"))): # -00001-of-00003
             total = shards[-1].stem.rpartition("-")[2]
-            if total != f"{len(shards):05}":
-                raise ValueError(f"{folder} has only {len(shards)} of {total} shards: download the model again")
-            return shards
+            if total == f"{len(shards):05}":
+                return shards
+            raise ValueError(f"{folder} has only {len(shards)} of {total} shards: download the model again")
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor the shards of either")

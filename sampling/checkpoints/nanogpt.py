@@ -39,7 +39,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
     file cannot be opened, ValueError if it is damaged, is not a checkpoint, or needs more than data.
     """
     def read(file: BinaryIO) -> dict:
-        tensor_file = read_nanogpt_file(file, path)
+        tensor_file = read_nanogpt_file(file)
         tensors, model_args = model_entries(tensor_file.content)
         stored = tensors_by_name(tensors, tensor_file)
         for missing, present in (HEAD, EMBEDDING), (EMBEDDING, HEAD): # a tied weight may have one of its names
@@ -61,10 +61,8 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
 
 
 def model_entries(content: object) -> tuple[object, dict]:
-    """The entry with the tensors, and the fields of GPTConfig.
-
-    nanoGPT saves the entries model and model_args; build-nanogpt saves model and config. Raises ValueError if a field
-    may change what the model computes.
+    """The entry with the tensors, and the fields of GPTConfig. nanoGPT saves the entries model and model_args;
+    build-nanogpt saves model and config. Raises ValueError if a field may change what the model computes.
     """
     entries = content if isinstance(content, dict) else {}
     model_key = next((key for key in ("model", "model_state_dict") if key in entries), None)
@@ -83,8 +81,8 @@ def model_entries(content: object) -> tuple[object, dict]:
             f"its {args_key} is an object of {describe(args)} without the fields {', '.join(missing)}")
     known = fields.keys() & KNOWN_FIELDS
     for name in known:
-        is_plain = isinstance(fields[name], str | int | float | None)
-        require(is_plain, f"its {args_key} must hold numbers and text, got {name}: {describe(fields[name])}")
+        require(isinstance(fields[name], str | int | float | None),
+                f"its {args_key} must hold numbers and text, got {name}: {describe(fields[name])}")
     others = [name[:100] if isinstance(name, str) else describe(name) for name in fields.keys() - known if fields[name]]
     active = sorted(name for name in others if not HARMLESS_FIELD.fullmatch(name))
     require(not active,
@@ -94,8 +92,7 @@ def model_entries(content: object) -> tuple[object, dict]:
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
     is_gpt_config = args_key == "config" or (isinstance(args, Note) and args.name.rpartition(".")[2] == "GPTConfig")
     gelu = {"gelu": "tanh"} if is_gpt_config and known == SIZES else {}
-    model_args = {name: fields[name] for name in known if fields[name] is not None}
-    return entries[model_key], gelu | model_args
+    return entries[model_key], gelu | {name: fields[name] for name in known if fields[name] is not None}
 
 
 def read_number(file: TensorFile, *names: str) -> float | None:

@@ -1,6 +1,5 @@
 """Recognises the files of other programs, and says what to do with each."""
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -8,24 +7,21 @@ from sampling.checkpoints.build import nanogpt_names
 from sampling.checkpoints.finding import huggingface_config
 from sampling.checkpoints.pickles import StoredTensor, fields_of
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
-from sampling.checkpoints.untrusted_files import LFS_POINTER, RejectedFileError
+from sampling.checkpoints.untrusted_files import LFS_POINTER, require
 
 SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'
 SAVE_WITH_SIZES = ( # with only these five sizes, "config" selects the tanh form of GELU
     'save it with its sizes: torch.save({"model": state_dict, "model_args": dict(block_size=?, vocab_size=?, '
     'n_layer=?, n_head=?, n_embd=?)}, "ckpt.pt"), with "config" instead of "model_args" for a model of build-nanogpt '
     "or minGPT; then pass --out_dir=ckpt.pt")
-OTHER_MODEL = "it holds a model of {}, whose architecture is not GPT-2's; sample from it with that program: {}"
-START = 2**16 # bytes in which a program is recognised
 QKV = "transformer.h.0.attn.c_attn.weight" # in nanoGPT, build-nanogpt, minGPT and Hugging Face
 
 # A pattern, and what a file is in which it occurs. It is searched in the names of a file's entries and tensors, one a
 # line, and in the first bytes of a file that cannot be read.
 OTHER_PROGRAMS = [
     (r"\A[\xc6-\xc8\x88\x8f][\xd7\xd8]\x34\x01", # llm.c's numbers are dates, from 20240326 to 20240527
-     "it is a file of llm.c; export the model with llm.c's own script, 'python dev/eval/export_hf.py --input MODEL.bin "
-     "--output DIR', then pass --init_from=DIR"),
-    (r"\AGGUF", "it is a GGUF file; sample from it with llama.cpp: 'llama-cli -m {path} -p PROMPT'"),
+     "it is a file of llm.c; export it with llm.c's dev/eval/export_hf.py, then pass --init_from=DIR"),
+    (r"\AGGUF", "it is a GGUF file; sample from it with llama.cpp"),
     (r"pytorch-lightning_version",
      f"it is a Lightning checkpoint; load it with the program that trained it, and save the GPT in it: {SAVE_MODEL}"),
     (r"^_parameters$", # a field of every torch.nn.Module
@@ -34,16 +30,12 @@ OTHER_PROGRAMS = [
     (r"\.lora_[AB](\.|$)",
      "it holds a LoRA adapter, which is no model alone; merge it in the program that trained it, and save the result: "
      "with PEFT, model.merge_and_unload().save_pretrained(DIR), then pass --init_from=DIR"),
-    (r"^code\nmodel$", "it holds a model of modded-nanogpt, whose architecture changes from run to run; its own code "
-     "is in the file, and defines the model: python -c \"import torch; print(torch.load('{path}', "
-     "weights_only=True)['code'])\""),
-    (r"^layers\.\d+\.attention\.wq\.weight$", OTHER_MODEL.format("llama2.c", "'python sample.py --checkpoint={path}'")),
-    (r"^transformer\.h\.\d+\.(norm_1|attn\.(attn|qkv))\.weight$",
-     OTHER_MODEL.format("litgpt", "'litgpt generate {folder}'")),
-    (r"^transformer\.h\.\d+\.attn\.c_[qkv]\.weight$", OTHER_MODEL.format("nanochat",
-     "'python -m scripts.base_eval --eval sample', or for a chat model 'python -m scripts.chat_cli'")),
-    (r"^((tok_emb|blocks\.\d+\.attn\.(key|query|value))\.weight|pos_emb)$",
-     OTHER_MODEL.format("an early minGPT", "'from mingpt.utils import sample'")),
+    *[(pattern, f"it holds a model of {name}, whose architecture is not GPT-2's; sample from it with that program")
+      for name, pattern in [
+          ("modded-nanogpt", r"^code\nmodel\noptimizers$"), ("llama2.c", r"^layers\.\d+\.attention\.wq\.weight$"),
+          ("litgpt", r"^transformer\.h\.\d+\.(norm_1|attn\.(attn|qkv))\.weight$"),
+          ("nanochat", r"^transformer\.h\.\d+\.attn\.c_[qkv]\.weight$"),
+          ("an early minGPT", r"^((tok_emb|blocks\.\d+\.attn\.(key|query|value))\.weight|pos_emb)$")]],
 ]
 NOT_TENSORS = [ # patterns only for the first bytes
     (r"\A\x80[\2-\5](?!\x8a\nl\xfc)", # but not the number with which torch began before torch 1.6
@@ -55,40 +47,36 @@ NOT_TENSORS = [ # patterns only for the first bytes
 ]
 
 
-def read_nanogpt_file(file: BinaryIO, path: Path) -> TensorFile:
-    """read_tensor_file, but for a file of another program the RejectedFileError says what to do with it."""
+def read_nanogpt_file(file: BinaryIO) -> TensorFile:
+    """read_tensor_file, but for a file of another program the error says what to do with it."""
     try:
         tensor_file = read_tensor_file(file)
-        advice = advice_for_content(tensor_file.content, path.parent)
-    except RejectedFileError:
+        advice = advice_for(tensor_file.content, Path(file.name).parent)
+    except Exception:
         file.seek(0)
-        advice = advice_for(file.read(START).decode("latin1"), OTHER_PROGRAMS + NOT_TENSORS)
+        advice = find_pattern(file.read(2**16).decode("latin1"), OTHER_PROGRAMS + NOT_TENSORS)
         if not advice:
             raise
-    if advice:
-        raise RejectedFileError(advice.replace("{path}", str(path)).replace("{folder}", str(path.parent)))
+    require(not advice, advice)
     return tensor_file
 
 
-def advice_for(text: str, patterns: list[tuple[str, str]] = OTHER_PROGRAMS) -> str | None:
-    """What a file of another program is, and what to do with it; None for nanoGPT's and unknown files."""
+def find_pattern(text: str, patterns: list[tuple[str, str]]) -> str | None:
     return next((advice for pattern, advice in patterns if re.search(pattern, text, re.MULTILINE)), None)
 
 
-def advice_for_content(content: object, folder: Path) -> str | None:
+def advice_for(content: object, folder: Path) -> str | None:
+    """What a file with this content is, and what to do with it; None for nanoGPT's and unknown files."""
     entries = fields_of(content) or {}
     is_bare = bool(entries) and all(isinstance(value, StoredTensor) for value in entries.values())
     tensors = entries if is_bare else fields_of(entries.get("model", entries.get("model_state_dict"))) or {}
     tensors = nanogpt_names({name: tensor for name, tensor in tensors.items() if isinstance(name, str)})
-    is_fork = "model_args" in entries # of nanoGPT; it may have entries of any name
-    names = [name for name in entries if isinstance(name, str) and not is_fork]
-    return advice_for("\n".join([*names, *tensors])) or (advice_for_tensors(tensors, folder) if is_bare else None)
-
-
-def advice_for_tensors(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
-    """What to do with a file that holds only tensors, given with nanoGPT's names: it lacks the sizes of the model."""
+    names = [name for name in entries if isinstance(name, str)]
+    advice = find_pattern("\n".join([*names, *tensors]), OTHER_PROGRAMS)
+    if advice or not is_bare:
+        return advice
     if huggingface_config(folder):
-        return "it belongs to a Hugging Face model; pass --init_from={folder}"
+        return f"it belongs to a Hugging Face model; pass --init_from={folder}"
     if QKV not in tensors:
         some = ", ".join(repr(name[:60]) for name in list(tensors)[:3])
         return (f"it holds only tensors, named {some}; the tensor names of a nanoGPT model begin with transformer.wte "

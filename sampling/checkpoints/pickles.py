@@ -148,16 +148,14 @@ class DataUnpickler(pickle.Unpickler):
         return self.classes[full]
 
     def persistent_load(self, saved_id: Any) -> Any:
-        """A whole record, of which tensors are views, for ("storage", dtype, key, device, size). Old files add None,
-        and have ("module", class, ...) for the class of a module.
+        """A whole record, of which tensors are views, for ("storage", dtype, key, device, size). Old files add None.
+        The class Note for anything else, such as the classes of modules in old files.
         """
         parts = saved_id if isinstance(saved_id, tuple) else ()
         require(len(parts) <= 6, "it has a record that torch.save does not write")
-        if parts[:1] == ("module",) and isinstance(parts[1], type):
-            return parts[1]
         is_record = len(parts) > 2 and parts[0] == "storage" and all(part is None for part in parts[5:])
         if not (is_record and isinstance(parts[1], torch.dtype) and isinstance(parts[2], str)):
-            return Note()
+            return Note
         self.dtypes.setdefault(parts[2], parts[1])
         return StoredTensor(parts[2], parts[1], (), (), 0)
 

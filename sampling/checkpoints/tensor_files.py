@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, StoredTensor, stored_tensor
-from sampling.checkpoints.untrusted_files import DamagedFileError, damaged_if_fails, reject_pointer, require
+from sampling.checkpoints.untrusted_files import reject_pointer, require
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
 MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
@@ -36,17 +36,24 @@ class TensorFile:
     crcs: dict[str, int] = field(default_factory=dict) # the CRC-32 of each record, if the file has them
     last_record: dict[tuple, Tensor] = field(default_factory=dict) # if the last tensor was a part of it
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return os.fstat(self.file.fileno()).st_size
+
     def check(self, stored: StoredTensor) -> None:
-        """Raises RejectedFileError if the tensor is not inside its record."""
+        """Raises ValueError unless the tensor is inside its record, and the record inside the file."""
         key, dtype, shape, strides, offset = stored
         require(key in self.places, "one of its tensors has no record")
-        length, rest = divmod(self.places[key][1], dtype.itemsize)
+        position, num_bytes = self.places[key]
+        length, rest = divmod(num_bytes, dtype.itemsize)
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         require(not rest and (0 in shape or last < length), "one of its tensors reaches beyond its record")
+        if position + num_bytes > self.size:
+            raise ValueError("it is cut short")
 
-    @damaged_if_fails()
     def read(self, stored: StoredTensor) -> Tensor:
-        """Read a tensor straight into its memory. Raises RejectedFileError if its record is damaged or cut."""
+        """Read a tensor straight into its memory. Raises ValueError if its record is damaged or cut."""
         self.check(stored)
         record, (position, size) = self.last_record.get(stored[:2]), self.places[stored.key]
         if record is None:
@@ -56,33 +63,28 @@ class TensorFile:
             for start in range(0, size, CHUNK):
                 part = target[start:start + CHUNK]
                 if self.file.readinto(part) != len(part):
-                    raise DamagedFileError("it is cut short")
+                    raise ValueError("it is cut short")
                 crc = zlib.crc32(part, crc) if self.crcs else 0
             if crc != self.crcs.get(stored.key, 0):
-                raise DamagedFileError("a checksum is wrong")
+                raise ValueError("a checksum is wrong")
             record = record.view(stored.dtype)
         self.last_record = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
         return record.as_strided(stored.shape, stored.strides, stored.offset)
 
 
-@damaged_if_fails()
 def read_tensor_file(file: BinaryIO) -> TensorFile:
     """The content of an open file of torch.save or of safetensors. Raises RejectedFileError if it is neither."""
     file.seek(0)
     start = file.read(32)
     reject_pointer(start)
     if start[8:9] == b"{": # the length of a header in JSON comes before it
-        tensor_file = read_safetensors(file)
-    elif start.startswith(b"PK\3\4"):
-        tensor_file = read_zip(file)
-    else: # a file of zeros: its writer has written nothing yet
-        is_old = OLD_MAGIC in start or not start.strip(b"\0")
-        require(is_old, "it is not a checkpoint: neither torch.save nor safetensors wrote it")
-        tensor_file = read_old_file(file)
-    file_size = file.seek(0, os.SEEK_END)
-    if any(position + size > file_size for position, size in tensor_file.places.values()):
-        raise DamagedFileError("one of its records reaches beyond its end")
-    return tensor_file
+        return read_safetensors(file)
+    if start.startswith(b"PK\3\4"):
+        return read_zip(file)
+    # A file of zeros is not refused: its writer has written nothing yet.
+    require(OLD_MAGIC in start or not start.strip(b"\0"),
+            "it is not a checkpoint: neither torch.save nor safetensors wrote it")
+    return read_old_file(file)
 
 
 def read_zip(file: BinaryIO) -> TensorFile:
@@ -122,7 +124,6 @@ def read_old_file(file: BinaryIO) -> TensorFile:
     require(contents[2]["little_endian"] == (sys.byteorder == "little"), "it was saved with another byte order")
     places = {}
     for key in contents[4]:
-        require(isinstance(key, str) and key in dtypes, "it has a record of an unknown type")
         file.seek(position)
         size = int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
         places[key], position = (position + 8, size), position + 8 + size
@@ -142,7 +143,5 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
         tensor = stored_tensor(key, DTYPES[entry["dtype"]], shape, shape, 0) # checks the shape before strides are made
         content[key] = tensor._replace(strides=tuple(math.prod(shape[i + 1:]) for i in range(len(shape))))
         places[key] = 8 + header_bytes + begin, end - begin
-        require(0 <= begin <= end and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
-    if 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0) != file.seek(0, 2):
-        raise DamagedFileError("it is cut short, or longer than its header says")
+        require(begin >= 0 and content[key].nbytes == end - begin, "one of its tensors does not fit its place")
     return TensorFile(file, content, places)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sampling.messages import is_out_of_memory
+from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds
@@ -20,22 +20,7 @@ LFS_POINTER = "version https://git-lfs"
 # ---- errors
 
 class RejectedFileError(ValueError):
-    """Why a file cannot be read, without its name, which named_errors adds. The file may be undamaged."""
-
-
-class DamagedFileError(RejectedFileError):
-    """The file is damaged or incomplete. If it was changed lately, it may still be written."""
-
-    def __init__(self, reason: str):
-        super().__init__(f"it is damaged or incomplete ({reason}); copy it again, or use another one")
-
-
-class NamedFileError(ValueError):
-    """Why a file cannot be read, with its name: named_errors leaves it as it is."""
-
-
-class UnfinishedFileError(Exception):
-    """The file is being written: read it again."""
+    """Why a file cannot be used that is not damaged."""
 
 
 def require(condition: object, reason: str) -> None:
@@ -58,25 +43,20 @@ def first_sentence(error: BaseException) -> str:
 
 @contextmanager
 def named_errors(source: object) -> Iterator[None]:
-    """Turn an exception inside the block into one that names the source. OSError and lack of memory pass."""
+    """Turn an exception inside the block into a RejectedFileError that names the source. An exception of another type
+    means that the file is damaged. Lack of memory passes, and so does an error that names a file already.
+    """
     try:
         yield
-    except Exception as e: # a file that holds no model can make torch raise any exception
-        if isinstance(e, OSError | NamedFileError | UnfinishedFileError) or is_out_of_memory(e):
+    except Exception as e: # for a damaged file, json, zipfile and torch may raise any exception
+        is_rejected = isinstance(e, RejectedFileError)
+        has_name = str(e).startswith("cannot read ") if is_rejected else isinstance(e, OSError) and e.filename
+        if has_name or is_out_of_memory(e):
             raise
-        one_line = " ".join(str(e).splitlines()) # a name in a damaged file may have a newline
-        raise NamedFileError(f"cannot read {source}: {one_line:.1000}") from None
-
-
-@contextmanager
-def damaged_if_fails() -> Iterator[None]:
-    """Inside this block, any exception but lack of memory means a damaged file: raise DamagedFileError instead."""
-    try:
-        yield
-    except Exception as e:
-        if isinstance(e, RejectedFileError) or is_out_of_memory(e):
-            raise
-        raise DamagedFileError(first_sentence(e)) from None
+        reason = str(e) if is_rejected else (
+            f"it is damaged or incomplete ({first_sentence(e)}); copy it again, or use another one")
+        one_line = " ".join(reason.splitlines()) # a name in a file may have a newline
+        raise RejectedFileError(f"cannot read {source}: {one_line:.1000}") from None
 
 
 # ---- text and JSON
@@ -84,7 +64,7 @@ def damaged_if_fails() -> Iterator[None]:
 def read_json(path: Path, max_bytes: float = math.inf) -> dict:
     """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
     text = read_text(path, max_bytes)
-    with named_errors(path), damaged_if_fails():
+    with named_errors(path):
         content = json.loads(text)
         require(isinstance(content, dict), f"it must hold an object, got {type(content).__name__}")
     return content
@@ -92,9 +72,8 @@ def read_json(path: Path, max_bytes: float = math.inf) -> dict:
 
 def read_text(path: Path, max_bytes: float = math.inf) -> str:
     """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
-    if not path.is_file(): # a device or a pipe may never end
-        raise NamedFileError(f"{path} is missing, or not a regular file")
     with named_errors(path):
+        require(path.is_file(), "it is missing, or not a regular file") # a device or a pipe may never end
         require(path.stat().st_size <= max_bytes, f"it has more than {max_bytes} bytes")
         text = path.read_text("utf-8")
         reject_pointer(text)
@@ -112,9 +91,8 @@ def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any
     while True:
         try:
             with named_errors(source):
-                return read_unchanged(paths, read)
-        except UnfinishedFileError:
-            pass
+                if result := read_unchanged(paths, read):
+                    return result
         except OSError: # a writer may remove the file before it writes it again
             if not is_waiting:
                 raise
@@ -127,9 +105,9 @@ def read_complete(source: object, paths: Sequence[Path], read: Callable[..., Any
         time.sleep(POLL)
 
 
-def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
-    """The result of read for the open files at these paths. Raises UnfinishedFileError if one of them changes
-    meanwhile, or if one is damaged and was changed lately.
+def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any | None:
+    """The result of read for the open files at these paths; None if one of them changed meanwhile, or if one is damaged
+    and was changed lately.
 
     Files must never be mapped: a training may truncate them at any time, and a process that then touches a mapped page
     dies. They are open only here: Windows lets nobody write an open file.
@@ -140,14 +118,12 @@ def read_unchanged(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
         try:
             result = read(*files)
         except Exception as e:
+            is_damaged = not (isinstance(e, RejectedFileError) or is_out_of_memory(e))
             is_recent = any(abs(time.time() - changed) < MAX_WAIT for _, changed in before)
-            if file_states(files) != before or (is_recent and isinstance(e, DamagedFileError)):
-                raise UnfinishedFileError from None
-            raise
-        if file_states(files) != before:
-            result = None # its memory must be free before the next attempt
-            raise UnfinishedFileError
-        return result
+            if file_states(files) == before and not (is_damaged and is_recent):
+                raise
+            return None
+        return result if file_states(files) == before else None
 
 
 def file_states(files: Sequence[BinaryIO]) -> list[tuple[int, float]]:

@@ -16,9 +16,8 @@ from sampling.backends.prepare import window_seconds
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.inputs.prompts import log_notices
-from sampling.messages import is_out_of_memory
 from sampling.params import Piece, Sample, SamplingParams, check_exact
-from sampling.process import free_memory, return_freed_memory
+from sampling.process import free_memory, is_out_of_memory, return_freed_memory
 from sampling.sampler.row_streams import RunStream
 from sampling.sampler.sampler import Sampler
 

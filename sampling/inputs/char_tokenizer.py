@@ -4,8 +4,8 @@ import os
 import re
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, DataUnpickler, describe, unwrap
-from sampling.checkpoints.untrusted_files import damaged_if_fails, named_errors, require
-from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, encode_utf8
+from sampling.checkpoints.untrusted_files import named_errors, require
+from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer, encode_utf8
 
 logger = logging.getLogger(__name__)
 
@@ -16,15 +16,16 @@ MAX_TOKENS = 2**20 # of a vocabulary: a long text as itos takes many times its s
 CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
 
 
-class CharTokenizer(ByteDecodingTokenizer):
+class CharTokenizer(Tokenizer):
     """Looks up each character of a text in stoi, or each byte in UTF-8, and joins the texts of itos, as nanoGPT does.
     So texts of several characters, such as words, are never found in a prompt. meta: the content, if it was read.
     """
     joins_spaces = False
 
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
-        self.source = str(path)
-        self.stoi, self.itos = parse_vocabulary(self.source, read_meta(path) if meta is None else meta)
+        self.source, meta = str(path), read_meta(path) if meta is None else meta
+        with named_errors(path):
+            self.stoi, self.itos = parse_vocabulary(meta)
         self.size = 1 + max([*self.stoi.values(), *self.itos])
         self.is_bytes = any(isinstance(symbol, int) for symbol in self.itos.values())
         self.longer = [] if self.is_bytes else [symbol for symbol in self.stoi if len(symbol) > 1]
@@ -48,35 +49,30 @@ class CharTokenizer(ByteDecodingTokenizer):
         return bytes([symbol]) if isinstance(symbol, int) else symbol.encode("utf-8", "replace")
 
 
-def parse_vocabulary(source: str, meta: dict) -> tuple[dict, dict]:
+def parse_vocabulary(meta: dict) -> tuple[dict, dict]:
     """stoi and itos, in which a byte is an int. Raises ValueError unless they map symbols to token ids, and back."""
+    def byte_as_int(symbol):
+        return symbol[0] if isinstance(symbol, bytes) and len(symbol) == 1 else symbol
+
     stoi, itos = unwrap(meta.get("stoi")), unwrap(meta.get("itos", {}))
     if isinstance(itos, list | tuple | str | bytes):
-        if len(itos) > MAX_TOKENS:
-            raise ValueError(f"cannot read {source}: its itos has {len(itos)} tokens; at most {MAX_TOKENS} are allowed")
+        require(len(itos) <= MAX_TOKENS, f"its itos has {len(itos)} tokens; at most {MAX_TOKENS} are allowed")
         itos = dict(enumerate(itos))
     for name, value in ("stoi", stoi), ("itos", itos):
-        if not isinstance(value, dict):
-            raise ValueError(f"cannot read {source}: its {name} is not a dict, but {describe(value)}")
+        require(isinstance(value, dict), f"its {name} is not a dict, but {describe(value)}")
     stoi = {byte_as_int(symbol): i for symbol, i in stoi.items()}
     itos = {i: byte_as_int(symbol) for i, symbol in itos.items()}
     ids, symbols = [*stoi.values(), *itos], [*stoi, *itos.values()]
     are_bytes = all(type(symbol) is int and 0 <= symbol < 256 for symbol in symbols)
     are_ids = all(type(i) is int and 0 <= i < 2**63 for i in ids) # a hash, or a text, of a long number takes long
-    if not (ids and are_ids and (are_bytes or {*map(type, symbols)} == {str})):
-        raise ValueError(f"{source} must map texts or bytes to token ids in stoi, and token ids to them in itos")
+    require(ids and are_ids and (are_bytes or {*map(type, symbols)} == {str}),
+            "it must map texts or bytes to token ids in stoi, and token ids to them in itos")
     # Several characters may share an id, and several ids may share a character. But the two dicts must not conflict.
     known_ids, known_symbols = set(stoi.values()), set(itos.values())
     conflicts = [symbol for symbol, i in stoi.items() if symbol in known_symbols and itos.get(i) != symbol]
     conflicts += [symbol for i, symbol in itos.items() if i in known_ids and stoi.get(symbol) != i]
-    if conflicts:
-        raise ValueError(f"{source} is damaged: stoi and itos disagree about {conflicts[0]!r:.40}")
+    require(not conflicts, f"it is damaged: stoi and itos disagree about {next(iter(conflicts), None)!r:.40}")
     return stoi, itos or {i: symbol for symbol, i in stoi.items()}
-
-
-def byte_as_int(symbol: object) -> object:
-    """A byte as an int; anything else unchanged."""
-    return symbol[0] if isinstance(symbol, bytes) and len(symbol) == 1 else symbol
 
 
 def named_encoding(meta: dict, source: object) -> str | None:
@@ -96,7 +92,7 @@ def named_encoding(meta: dict, source: object) -> str | None:
 
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
-    with open(path, "rb") as file, named_errors(path), damaged_if_fails():
+    with open(path, "rb") as file, named_errors(path):
         meta = DataUnpickler(file.read(MAX_PICKLE_BYTES)).load()
         require(isinstance(meta, dict), f"it holds {describe(meta)}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most

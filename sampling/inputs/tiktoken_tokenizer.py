@@ -8,7 +8,7 @@ from urllib.request import Request, urlopen
 
 from sampling.checkpoints.untrusted_files import first_sentence
 from sampling.inputs.hf_tokenizer import HFTokenizer
-from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, ByteDecodingTokenizer, call_library, encode_utf8
+from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, Tokenizer, call_library, encode_utf8
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ HOST = "https://openaipublic.blob.core.windows.net"
 GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
 
 
-class TiktokenTokenizer(ByteDecodingTokenizer):
+class TiktokenTokenizer(Tokenizer):
     """tiktoken's encoding of this name. <|endoftext|> in a text becomes the special token."""
     unit, joins_spaces = "tokens", True
 
@@ -41,14 +41,14 @@ def encoding_label(name: str) -> str:
     return "GPT-2's encoding" if name == "gpt2" else f"tiktoken's {name}"
 
 
-def load_encoding(name: str) -> TiktokenTokenizer | HFTokenizer:
+def load_encoding(name: str) -> Tokenizer:
     """tiktoken's encoding of this name. Logs why a source of it failed. Raises ValueError if all do."""
-    is_gpt2 = name in ("gpt2", "r50k_base") # two names of one encoding
-    urls = GPT2_URLS if is_gpt2 else [f"{HOST}/encodings/{name}.tiktoken"]
+    name = "gpt2" if name == "r50k_base" else name # two names of one encoding
+    urls = GPT2_URLS if name == "gpt2" else [f"{HOST}/encodings/{name}.tiktoken"]
     files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
-    sources = [("tiktoken's download", lambda: TiktokenTokenizer("gpt2" if is_gpt2 else name))] # or its cache
+    sources = [("tiktoken's download", lambda: TiktokenTokenizer(name))] # or its cache
     cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    if is_gpt2 and not all(os.path.isfile(os.path.join(cache, file)) for file in files): # importing the hub takes 0.1 s
+    if name == "gpt2" and not all(os.path.isfile(os.path.join(cache, file)) for file in files):
         sources = [("tokenizer.json in Hugging Face's cache", from_hub_cache), *sources,
                    ("the download from Hugging Face's hub", from_hub)]
     for source, load in sources:
@@ -59,17 +59,15 @@ def load_encoding(name: str) -> TiktokenTokenizer | HFTokenizer:
             logger.info(f"{encoding_label(name)}: {source} failed ({type(error).__name__}: {first_sentence(error)})")
     raise ValueError(
         f"{encoding_label(name)} is not on this machine, and could not be downloaded: on a machine with internet "
-        f"access, get {' and '.join(urls)}, save {'them' if is_gpt2 else 'it'} as {' and '.join(files)} in a folder "
-        "here, and set TIKTOKEN_CACHE_DIR to that folder")
+        f"access, get {' and '.join(urls)}, save {'them' if len(urls) > 1 else 'it'} as {' and '.join(files)} in a "
+        "folder here, and set TIKTOKEN_CACHE_DIR to that folder")
 
 
 def from_hub_cache() -> HFTokenizer | None:
     """GPT-2's encoding from Hugging Face's cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
-    for repository in "openai-community/gpt2", "gpt2": # its name, and its older one
-        if isinstance(path := try_to_load_from_cache(repository, "tokenizer.json"), str):
-            return HFTokenizer(Path(path), ENCODINGS["gpt2"])
-    return None
+    paths = [try_to_load_from_cache(name, "tokenizer.json") for name in ("openai-community/gpt2", "gpt2")]
+    return next((HFTokenizer(Path(path), ENCODINGS["gpt2"]) for path in paths if isinstance(path, str)), None)
 
 
 def from_hub() -> HFTokenizer:

@@ -1,10 +1,10 @@
-"""Tokenizer and IncrementalDecoder, the protocols of all tokenizers, and what the tokenizers share."""
+"""Tokenizer and IncrementalDecoder, the base classes of all tokenizers, and what the tokenizers share."""
 import codecs
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, Protocol
+from typing import Any
 
-from sampling.checkpoints.untrusted_files import first_sentence
+from sampling.checkpoints.untrusted_files import RejectedFileError, first_sentence
 
 # The encodings of tiktoken, and how many tokens each has.
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
@@ -13,7 +13,7 @@ ADVICE = (f"pass --tokenizer=NAME|FILE: an encoding of tiktoken ({', '.join(ENCO
           "folder, or a meta.pkl")
 
 
-class IncrementalDecoder(Protocol):
+class IncrementalDecoder:
     """Decodes one sequence, token by token. The attributes of a decoder are replaced, never changed.
 
     Without a prompt, the joined texts are what Tokenizer.decode returns. With a prompt, they are what the tokens add to
@@ -28,8 +28,10 @@ class IncrementalDecoder(Protocol):
         return copy(self)(token_id, last)
 
 
-class Tokenizer(Protocol):
-    """Turns text into token ids and back. Unknown ids decode to U+FFFD: a model's vocabulary may be padded."""
+class Tokenizer:
+    """Turns text into token ids and back. Unknown ids decode to U+FFFD: a model's vocabulary may be padded. A subclass
+    has token_bytes, or a decoder of its own.
+    """
     size: int # of the vocabulary
     source: str # where the vocabulary is from, for messages
     unit: str # what its tokens are, for messages: "characters", "bytes" or "tokens"
@@ -38,27 +40,23 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text cannot be encoded."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids: of a list, or of a torch tensor or numpy array of one dimension."""
+    def token_bytes(self, token_id: int) -> bytes:
+        """The text of a token in UTF-8, which may be a part of a character."""
 
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
         """A decoder for the tokens after prompt_ids."""
-
-
-class ByteDecodingTokenizer:
-    """Decodes tokens that are bytes of a text in UTF-8. A subclass has token_bytes(token_id)."""
+        return ByteDecoder(self, prompt_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(map(self.token_bytes, map(int, ids))).decode(errors="replace")
-
-    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
-        return ByteDecoder(self, prompt_ids)
+        """The text of token ids: of a list, or of a torch tensor or numpy array of one dimension."""
+        ids, decoder = [int(i) for i in ids], self.incremental_decoder()
+        return "".join(decoder(token_id, last=i == len(ids)) for i, token_id in enumerate(ids, 1))
 
 
 class ByteDecoder(IncrementalDecoder):
-    """Decodes the tokens of a ByteDecodingTokenizer. It holds the bytes of an incomplete character."""
+    """Joins the bytes of tokens. It holds those of an incomplete character."""
 
-    def __init__(self, tokenizer: ByteDecodingTokenizer, prompt_ids: Sequence[int]):
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
         self.token_bytes, self.held, self.shown = tokenizer.token_bytes, b"", ""
         for token_id in prompt_ids[-4:]: # a character has at most four bytes
             self(token_id)
@@ -88,4 +86,4 @@ def call_library(function: Callable[[], Any], advice: str = "") -> Any:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error: # a Rust panic is no Exception
-        raise ValueError(f"the tokenizer's library failed: {first_sentence(error)}{advice}") from None
+        raise RejectedFileError(f"the tokenizer's library failed: {first_sentence(error)}{advice}") from None

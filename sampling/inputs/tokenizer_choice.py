@@ -7,8 +7,7 @@ from pathlib import Path
 from configurator import suggest
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
-from sampling.inputs.hf_files import find_tokenizer
-from sampling.inputs.hf_tokenizer import HFTokenizer
+from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
 from sampling.inputs.tiktoken_tokenizer import encoding_label, load_encoding
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, Tokenizer
 
@@ -56,9 +55,8 @@ def find(checkpoint: Checkpoint) -> Tokenizer | str:
     """The tokenizer in the first place that has one, or the name of an encoding."""
     own, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # a stranger's, and of any type
     folders, vocab_size = [own], checkpoint.config.vocab_size
-    is_named = not checkpoint.is_huggingface and isinstance(dataset, str) and len(dataset) < 1000
-    is_outside = is_named and (Path(dataset).anchor or ".." in Path(dataset).parts) # a file there could be any
-    if is_named and not is_outside and "\0" not in dataset:
+    is_named = not checkpoint.is_huggingface and isinstance(dataset, str)
+    if is_named and not Path(dataset).anchor and ".." not in Path(dataset).parts: # never outside of data
         folders += [Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
     metas = [] if checkpoint.is_huggingface else [folder / "meta.pkl" for folder in folders]
     for path in chain(filter(os.path.isfile, metas), filter(None, map(find_tokenizer, folders))):
@@ -66,13 +64,10 @@ def find(checkpoint: Checkpoint) -> Tokenizer | str:
             return found
     if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         return encoding
-    if is_outside:
-        logger.warning(f"{checkpoint.path} names {dataset!r:.200} as its data set, which is outside of data/, so no "
-                       "vocabulary was looked for there; if it has a meta.pkl, copy that to the folder of ckpt.pt")
     if vocab_size not in GPT2_SIZES:
         searched = ", ".join(dict.fromkeys(map(os.path.abspath, folders)))
-        raise ValueError(f"no tokenizer is in {searched}, and GPT-2's encoding has 50257 tokens, but the model has "
-                         f"{vocab_size}; {ADVICE}")
+        raise ValueError(f"no tokenizer is in {searched:.1000}, and GPT-2's encoding has 50257 tokens, but the model "
+                         f"has {vocab_size}; {ADVICE}")
     if checkpoint.is_huggingface:
         logger.info(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     return "gpt2"

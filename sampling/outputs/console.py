@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
-from sampling.messages import is_out_of_memory
+from sampling.process import is_out_of_memory
 
 # Symbols for control characters, except tab and newline, and for characters that change the direction of text. A
 # terminal would interpret the characters.
@@ -19,7 +19,6 @@ CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\
                     **dict.fromkeys([*range(0x80, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)], "\ufffd")}
 LOGGERS = "sampling", "configurator"
 END_SIGNALS = signal.SIGINT, signal.SIGTERM # SIGINT: Ctrl-C
-PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
 class ConsoleHandler(logging.Handler):
@@ -32,8 +31,8 @@ class ConsoleHandler(logging.Handler):
             with suppress(OSError, RuntimeError): # the latter if a signal came within a write
                 if self.bar is not None:
                     self.bar.clear()
-                text = PREFIXES.get(record.levelno, "") + record.getMessage()
-                print(sanitize(text), file=sys.stderr, flush=True)
+                prefix = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+                print(prefix + sanitize(record.getMessage()), file=sys.stderr, flush=True)
 
 
 logger = logging.getLogger(__name__)

@@ -84,12 +84,8 @@ def draw(numbers: Tensor, generator: torch.Generator) -> Tensor:
     return numbers.random_(-2**63, None, generator=generator) if is_bits else numbers.exponential_(generator=generator)
 
 
-def exponentials(noise: Tensor, ids: Tensor | None) -> Tensor:
-    """The exponential numbers of the ids (B, K), or of all entries if ids is None. noise (B, V): see draw.
-
-    exponential_ computes the same from the low 53 of each 64 bits. Here, only those of the ids are converted.
-    """
-    noise = noise if ids is None else noise.gather(1, ids) # (B, V) -> (B, K)
+def exponentials(noise: Tensor) -> Tensor:
+    """The exponential numbers of the noise that draw has made. exponential_ makes the same from 53 of each 64 bits."""
     if noise.dtype != torch.int64:
         return noise
     uniform = (noise & 2**53 - 1).double() * 2.0**-53
@@ -100,6 +96,6 @@ def exponentials(noise: Tensor, ids: Tensor | None) -> Tensor:
 def exponential_is_from_bits() -> bool:
     """Whether bits, which are drawn four times as fast, give the numbers of exponential_ here."""
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-    drawn = [exponentials(draw(torch.empty(4096, dtype=dtype), generator), None)
+    drawn = [exponentials(draw(torch.empty(4096, dtype=dtype), generator))
              for dtype, generator in zip((torch.float32, torch.int64), generators, strict=True)]
     return torch.equal(*drawn) and torch.equal(*(generator.get_state() for generator in generators))

@@ -192,14 +192,14 @@ RUN = "import logging; logging.basicConfig(level=20); from sampling.backends imp
 
 @pytest.fixture
 def is_compiled(tmp_path, monkeypatch, messages):
-    """is_compiled() prepares a new layer_norm, as a new process does. Returns whether two lines say it was compiled."""
+    """is_compiled() prepares a new layer_norm, as a new process does. Returns whether a line says it was compiled."""
     def prepare():
         messages.clear()
         monkeypatch.setattr(kernels, "layer_norm", kernels.parallel(kernels.layer_norm.py_func))
         for _ in range(2): # the second call says nothing
             compile_kernels("float32")
         found = kernels.layer_norm(torch.ones(3, 40).numpy(), torch.ones(40).numpy(), torch.ones(40).numpy(), 1e-5)
-        assert (found == 1).all() and [line[:12] for line in messages] in ([], ["compiling ke", "compiled in "])
+        assert (found == 1).all() and [line[:12] for line in messages] in ([], ["compiling ke"])
         return bool(messages)
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
     return prepare
@@ -228,6 +228,6 @@ def test_several_processes_may_compile_at_once(home, count, tmp_path):
     shutil.copytree(PROJECT / "sampling", tmp_path / "sampling", ignore=lambda *_: ["__pycache__"])
     (tmp_path / "sampling/backends/__pycache__").touch() # a file, which also root cannot use as a folder
     env = {**os.environ, "XDG_CACHE_HOME": f"{home}/cache", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(PROJECT)}
-    for expected in 2, 2 if home == "/dev/null" else 0:
+    for expected in 1, 1 if home == "/dev/null" else 0:
         processes = [Popen([sys.executable, "-c", RUN], env=env, cwd=tmp_path, stderr=PIPE) for _ in range(count)]
         assert [process.communicate()[1].count(b"\n") for process in processes] == count * [expected]

@@ -13,7 +13,8 @@ import torch
 from engines import ON_GPU, Generator, IdTokenizer, Recording, decode, expected_ids, record_graphs, run
 from models import make_gpt, normal, random_prompt
 from sampling.backends import cuda
-from sampling.backends.cuda import CUDABackend, StepTable, Support, block_step
+from sampling.backends.backend import EagerBackend
+from sampling.backends.cuda import CUDABackend, GraphTable, Support, block_step
 from sampling.backends.prepare import cast_linears
 from sampling.generation import engine
 from sampling.params import Prompt, Sample, SamplingParams
@@ -42,10 +43,10 @@ def generates_the_right_text(backend, rows=3, **settings):
 # ---- caches
 
 @torch.no_grad()
-def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache():
+def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache(recordings):
     model, ids = make_gpt(tie_word_embeddings=False), random_prompt(6).clamp(max=59)
     model.transformer.wte.weight[60] = torch.nan
-    backend = CUDABackend(model, cuda_graphs=False)
+    backend = CUDABackend(model)
     cache = backend.new_cache(1, 16)
     assert backend.logits(torch.full((1, 16), 60), cache).isnan().all()
     backend.release(cache)
@@ -54,35 +55,35 @@ def test_a_text_with_nan_does_not_affect_the_next_one_in_the_same_cache():
     torch.testing.assert_close(backend.logits(ids[:, 5:], cache), model(ids)[0][:, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_nothing_is_kept_for_a_batch_of_another_size_or_after_out_of_memory(monkeypatch):
-    backend, kept = CUDABackend(make_gpt(), cuda_graphs=False), []
+def test_nothing_is_kept_for_a_batch_of_another_size_or_after_out_of_memory(recordings, monkeypatch):
+    backend, kept = CUDABackend(make_gpt()), []
     for rows in 3, 2:
         cache = backend.new_cache(rows, 16)
         assert backend.window is None, "it was that of three rows"
         backend.logits(random_prompt(16, rows), None)
         backend.release(cache)
     monkeypatch.setattr(engine, "return_freed_memory", lambda: kept.append((backend.idle, backend.window)))
-    monkeypatch.setattr(backend, "plain_logits", MagicMock(side_effect=[MemoryError(), *2 * [torch.zeros(1, 61)]]))
+    monkeypatch.setattr(EagerBackend, "logits", MagicMock(side_effect=[MemoryError(), *2 * [torch.zeros(1, 61)]]))
     decode(backend, PROMPTS[:2], 1)
     assert kept == [(None, None)]
 
 
 # ---- graphs that work
 
-# Each step runs 2 blocks. There are 11 steps of 3 kinds, and the step of a graph runs twice before it is replayed.
-@pytest.mark.parametrize("use_graphs, num_blocks", [(True, [3 * 2 * 2, 0]), (False, [11 * 2, 11 * 2])])
-def test_each_kind_of_step_is_checked_and_captured_once_and_then_replayed(use_graphs, num_blocks, recordings,
+@pytest.mark.parametrize("use_graphs, num_plain", [(True, [1 + 3, 1]), (False, [1 + 11, 1 + 11])])
+def test_each_kind_of_step_is_checked_and_captured_once_and_then_replayed(use_graphs, num_plain, recordings,
                                                                           monkeypatch):
     backend, calls, tokens = CUDABackend(make_gpt(), cuda_graphs=use_graphs), [], random_prompt(16, 3)
-    cache, plain_logits = backend.new_cache(3, 16), backend.plain_logits
-    backend.plain_logits = lambda *arguments: calls.append("plain") or plain_logits(*arguments)
+    cache, plain_logits = backend.new_cache(3, 16), EagerBackend.logits
+    monkeypatch.setattr(EagerBackend, "logits", lambda *arguments: calls.append("plain") or plain_logits(*arguments))
     monkeypatch.setattr(cuda, "block_step", lambda *arguments: calls.append("block") or block_step(*arguments))
-    for num_plain, num in zip([1 + 3, 1], num_blocks, strict=True): # the prompt, and steps with 8, 12 and 16 positions
+    # The prompt, and steps with 8, 12 and 16 positions: each runs its 2 blocks, and once more while it is captured.
+    for num, num_blocks in zip(num_plain, [3 * 2 * 2 * use_graphs, 0], strict=True):
         calls.clear()
         cache.seq_len = 0
         for ids in tokens.split([5, *[1] * 11], dim=1):
             backend.logits(ids, cache)
-        assert calls.count("plain") == num_plain and calls.count("block") == num
+        assert calls.count("plain") == num and calls.count("block") == num_blocks
         assert len(recordings) == 3 * use_graphs
     for _ in range(3):
         backend.logits(tokens, None)
@@ -138,7 +139,7 @@ def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_compute
         assert list(threads.map(generate, range(2))) == expected_ids(PROMPTS[:2], 30)
 
 
-# ---- steps and graphs that compute something else
+# ---- graphs that compute something else
 
 def no_mask(block, x, layer, position, mask, num_keys):
     return block_step(block, x, layer, position, torch.zeros_like(mask), num_keys)
@@ -148,17 +149,17 @@ def other_keys_from_the_twelfth_on(block, x, layer, position, mask, num_keys):
     return block_step(block, x, layer.roll(1, dims=3) if num_keys >= 12 else layer, position, mask, num_keys)
 
 
-def other_window_logits(table, key, step, plain, run=StepTable.run):
+def other_window_logits(table, key, step, plain, run=GraphTable.run):
     return run(table, key, lambda: step().roll(1, dims=1) if key == "window" else step(), plain)
 
 
-@pytest.mark.parametrize("target, name, wrong, uses_graphs", [
-    (cuda, "block_step", no_mask, False), (cuda, "block_step", other_keys_from_the_twelfth_on, True),
-    (StepTable, "run", other_window_logits, False), (Recording, "replay", lambda recording: None, True)])
+@pytest.mark.parametrize("target, name, wrong", [
+    (cuda, "block_step", no_mask), (cuda, "block_step", other_keys_from_the_twelfth_on),
+    (GraphTable, "run", other_window_logits), (Recording, "replay", lambda recording: None)])
 @pytest.mark.parametrize("before", [[], [3, 2]], ids=str) # the rows of batches that were right; then, graphs are new
-def test_what_computes_other_logits_never_reaches_the_text(target, name, wrong, uses_graphs, before, recordings,
-                                                           monkeypatch, messages):
-    backend = CUDABackend(make_gpt(), cuda_graphs=uses_graphs)
+def test_what_computes_other_logits_never_reaches_the_text(target, name, wrong, before, recordings, monkeypatch,
+                                                           messages):
+    backend = CUDABackend(make_gpt())
     assert all(generates_the_right_text(backend, rows) for rows in before)
     monkeypatch.setattr(target, name, wrong)
     assert all(generates_the_right_text(backend, rows) for rows in (3, 3, 2))
@@ -180,7 +181,7 @@ def make_gpt_with_logits_around_minus_100():
 
 @torch.no_grad()
 def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_100_but_for_no_fault():
-    model, ids, support = make_gpt_with_logits_around_minus_100(), random_prompt(15, 3), Support("cpu", True, True)
+    model, ids, support = make_gpt_with_logits_around_minus_100(), random_prompt(15, 3), Support("cpu", True)
     expected = model(ids)[0][:, -1].bfloat16()
     assert -103 < expected.mean() < -97 and 1 < expected.float().std() < 4, "as in GPT-2"
     assert support.check_logits((expected.float() + 0.3 * normal(3, 61)).bfloat16(), expected), "it is rounded twice"
@@ -192,9 +193,11 @@ def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_1
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_checks_pass_in_half_precision(dtype, device, messages):
+def test_the_checks_pass_in_half_precision(dtype, device, messages, monkeypatch):
+    if device == "cpu":
+        record_graphs(monkeypatch)
     model = cast_linears(make_gpt_with_logits_around_minus_100(), dtype).to(device)
-    decode(CUDABackend(model, cuda_graphs=device == "cuda"), PROMPTS, STEPS, dtype=dtype)
+    decode(CUDABackend(model), PROMPTS, STEPS, dtype=dtype)
     assert messages == []
 
 

@@ -12,7 +12,7 @@ from engines import ON_GPU, decode, expected_ids
 from model import GPTConfig
 from models import as_checkpoint, make_gpt, random_prompt
 from oracles import nanogpt_generate, nanogpt_logits
-from sampling.backends import prepare
+from sampling import process
 from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
@@ -33,7 +33,7 @@ PROMPTS = random_prompt(5, 2).tolist()
 @pytest.fixture(autouse=True)
 def disable_malloc_trim(monkeypatch):
     """Leave the heap settings of the test process unchanged."""
-    monkeypatch.setattr(prepare, "disable_malloc_trim", function := MagicMock())
+    monkeypatch.setattr(process, "disable_malloc_trim", function := MagicMock())
     return function
 
 
@@ -71,7 +71,7 @@ def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(config, device
 
 def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_error(monkeypatch, messages):
     monkeypatch.setitem(sys.modules, "numba", None) # then the import raises ImportError
-    backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32)
+    backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32, ModelOptions())
     assert type(backend) is EagerBackend and len(messages) == 1
     assert messages[0].endswith(": pip install numba; continuing without the kernels, which is slower")
     with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba .*: pip install numba$"):
@@ -83,7 +83,7 @@ def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(monke
     monkeypatch.setattr(type(make_gpt()), "to", lambda gpt, device: calls.append(("to", device)) or gpt)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", device)))
     torch.set_float32_matmul_precision("high")
-    backend = prepare_backend(as_checkpoint(make_gpt()), gpu, torch.float32)
+    backend = prepare_backend(as_checkpoint(make_gpt()), gpu, torch.float32, ModelOptions())
     assert type(backend) is CUDABackend and calls == [("set_device", gpu), ("to", gpu)]
     assert torch.get_float32_matmul_precision() == "highest", "with TF32, another batch size could change a token"
     assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measure import FULL, HERE, PROJECT, QUARTER, Case, contender, count, make_models, other, sample_py, timed
+from measure import FULL, HERE, PROJECT, QUARTER, Case, contender, count, make_models, other, sample_py, score_py, timed
 from report import draw_chart, report
 
 
@@ -48,6 +48,10 @@ def all_cases(folder, quick):
         Case(row, "sample.py context_shift", sample_py(f"--out_dir={large}", 60, 10, start=FULL, more=shift), (40, 244),
              60),
     ]
+    for source, model, lengths in ("init_from", gpt2, (1, 4097)), ("out_dir", large, (1, 65537)):
+        row = f"{model.name}, a long text scored"
+        found += [Case(row, "its products in F.linear alone", other("products", model, 1), lengths, 1),
+                  Case(row, "sample.py score", score_py(f"--{source}={model}", folder), lengths, 1)]
     row = "0.8M, the default run of 10 x 500"
     return [
         *found,

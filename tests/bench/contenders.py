@@ -93,6 +93,23 @@ def run_load(folder, samples, length, prompt):
         model(torch.zeros(1, 1, dtype=torch.long))
 
 
+def run_products(folder, samples, length, prompt):
+    """The matrix products of a long text's score, in F.linear alone: windows advance by half, and only the second half
+    of each needs the head.
+    """
+    import torch
+    from torch.nn import functional as F
+    shape = SHAPES[folder.name]
+    E, T = shape["n_embd"], shape["block_size"]
+    layer = [torch.randn(sizes) for sizes in [(3 * E, E), (E, E), (4 * E, E), (E, 4 * E)]]
+    head = torch.randn(shape["vocab_size"], E)
+    num_windows = max(1, 8192 // T) # at once
+    for _ in range(0, length, num_windows * T // 2):
+        for weight in layer * shape["n_layer"]:
+            F.linear(torch.ones(num_windows * T, weight.size(1)), weight)
+        F.linear(torch.ones(num_windows * T // 2, E), head)
+
+
 # ---- models and limits
 
 def make_models(folder, *names):
@@ -166,8 +183,8 @@ def print_limits(folder):
 
 CONTENDERS = {"nanogpt": run_nanogpt, "transformers": run_transformers, "ctranslate2": run_ctranslate2,
               "int8": partial(run_ctranslate2, compute_type="int8"), "llama": run_llama,
-              "llama q8": partial(run_llama, kind="q8_0"), "load": run_load, "models": make_models,
-              "limits": print_limits}
+              "llama q8": partial(run_llama, kind="q8_0"), "load": run_load, "products": run_products,
+              "models": make_models, "limits": print_limits}
 
 if __name__ == "__main__":
     name, folder, *rest = sys.argv[1:]

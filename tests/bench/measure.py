@@ -89,6 +89,15 @@ def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, mo
     return command
 
 
+def score_py(source, folder):
+    """A function length -> command, which runs sample.py to score a text of length + 1 tokens."""
+    def command(length):
+        text = folder / f"text of {length}"
+        text.write_text((" a" if "init_from" in source else "a") * (length + 1)) # GPT-2 has tokens such as aaaa
+        return [sys.executable, SCRIPT, source, f"--start=FILE:{text}", "--score", "--device=cpu"]
+    return command
+
+
 def contender(name, folder, *arguments):
     """The command that runs contenders.py. It is a new process, because a fork starts with its parent's peak memory."""
     return [sys.executable, HERE / "contenders.py", name, folder, *arguments]

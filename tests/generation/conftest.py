@@ -16,7 +16,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(params=[pytest.param(name, marks=NEEDS_GPU if name == "cuda" else []) for name in BACKENDS])
 def make_backend(request, monkeypatch):
-    """make_backend(gpt): each kind of backend. Static steps attend to 4, 8, 12 or 16 positions."""
+    """make_backend(gpt): each kind of backend. Graphs attend to 4, 8, 12 or 16 positions."""
     monkeypatch.setattr(cuda, "BUCKET", 4)
     if request.param == "recorded graphs":
         record_graphs(monkeypatch)

@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_tokenizers import MAKE, random_texts, save_tokenizer
-from sampling.inputs.hf_files import find_tokenizer
-from sampling.inputs.hf_tokenizer import HFTokenizer
+from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
 
 
 def load(folder, vocab_size=10**6):
@@ -140,9 +139,9 @@ def test_a_damaged_vocabulary_and_a_panic_of_the_library_are_one_line(parts, mes
 @pytest.mark.parametrize("name, content, settings, message", [
     ("spiece.model", "", {}, "has spiece.model, but no tokenizer.json; transformers may"),
     ("README.md", "", {"tokenizer_class": "ByT5Tokenizer"}, "has ByT5Tokenizer, but no tokenizer.json"),
-    ("vocab.json", "{}", {}, "merges.txt is missing"),
+    ("vocab.json", "{}", {}, "merges.txt: it is missing"),
     ("vocab.txt", "a", {"tokenizer_class": "BertJapaneseTokenizer"}, "'BertJapaneseTokenizer' needs a tokenizer.json"),
-    ("vocab.txt", "a", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}, "cannot read .*: Exceeds the limit"),
+    ("vocab.txt", "a", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}, "damaged .*Exceeds the limit"),
     ("vocab.txt", "version https://git-lfs.github.com/spec/v1\n", {}, "cannot read .*vocab.txt: .* pointer of Git LFS"),
 ], ids=lambda value: str(value)[:30])
 def test_files_that_cannot_be_read_are_named(name, content, settings, message, tmp_path):

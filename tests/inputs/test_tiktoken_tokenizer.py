@@ -58,7 +58,8 @@ def test_each_failure_is_said_once_and_the_error_says_what_to_get(leave_hub_cach
     with pytest.raises(ValueError, match="set TIKTOKEN_CACHE_DIR to that folder") as error:
         load_encoding("gpt2")
     assert [line.split(": ")[1] for line in messages] == [
-        "tokenizer.json in Hugging Face's cache failed (NamedFileError", "tiktoken's download failed (ConnectionError",
+        "tokenizer.json in Hugging Face's cache failed (RejectedFileError",
+        "tiktoken's download failed (ConnectionError",
         "the download from Hugging Face's hub failed (LocalEntryNotFoundError"]
     assert "it has no model" in messages[0] and messages[1].endswith(": no network)")
     for name, cached_name in GPT2_FILES.items():

@@ -58,14 +58,13 @@ def test_the_first_folder_with_a_tokenizer_has_it(here, messages):
     assert load(len(CHARS), out, dataset="letters").source == str(letters / "meta.pkl")
 
 
-def test_nothing_is_read_outside_of_the_data_folder(here, messages):
+def test_nothing_is_read_outside_of_the_data_folder(here):
     (here / "data" / "a").mkdir(parents=True)
     save_meta(here / "elsewhere" / "meta.pkl")
     (here / "elsewhere" / "tokenizer_config.json").write_text('{"tokenizer_class": "Secret"}')
     for dataset in "../elsewhere", "a/../../elsewhere", str(here / "elsewhere"):
         with pytest.raises(ValueError, match=r"^no tokenizer is in (?!.*elsewhere)"):
             load(len(CHARS), here / "project" / "out", dataset=dataset)
-        assert f"names {dataset!r} as its data set, which is outside of data/" in messages.pop()
 
 
 @pytest.mark.parametrize("meta, error", [

@@ -126,7 +126,7 @@ def each_build(request, monkeypatch):
 
 def draw(streams, num_steps):
     """The exponential numbers (B, num_steps, V) of the next steps."""
-    return torch.stack([exponentials(streams.next().clone(), None) for _ in range(num_steps)], dim=1)
+    return torch.stack([exponentials(streams.next().clone()) for _ in range(num_steps)], dim=1)
 
 
 def make_run(vocab_size=50):
@@ -166,7 +166,7 @@ def test_a_copy_draws_the_numbers_of_later_steps_and_leaves_its_original_as_it_i
 @pytest.mark.parametrize("vocab_size", [65, 50304])
 def test_the_numbers_of_two_samples_are_those_of_two_calls_of_multinomial(each_build, device, vocab_size):
     run, probs = RunStream(1, device, 0, 1, vocab_size), torch.linspace(1, 2, vocab_size, device=device)
-    found = (probs / exponentials(RowStreams(run, [0, 1]).next(), None)).argmax(dim=-1)
+    found = (probs / exponentials(RowStreams(run, [0, 1]).next())).argmax(dim=-1)
     generator = torch.Generator(device).manual_seed(1)
     assert found.tolist() == [int(torch.multinomial(probs, 1, generator=generator)) for _ in range(2)]
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import engines
 from configurator import find_settings, override
+from engines import record_graphs
 from models import CHARS, make_gpt, save_meta
 from oracles import reference_generate
 from project import PROJECT
@@ -134,11 +135,17 @@ def make_backend(name, width):
     return engines.BACKENDS[name](make_gpt(vocab_size=width, n_layer=1))
 
 
+@pytest.fixture
+def recordings(monkeypatch):
+    return record_graphs(monkeypatch)
+
+
+@pytest.mark.usefixtures("recordings")
 @given(st.data())
 def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
     """With any prompts, batch sizes, settings, stop texts and saved samples. The pieces are the text."""
     tokenizer, width = data.draw(st.sampled_from(tokenizers))
-    backend = make_backend(data.draw(st.sampled_from(["eager", "cpu", "static steps"])), width)
+    backend = make_backend(data.draw(st.sampled_from(["eager", "cpu", "recorded graphs"])), width)
     prompt = st.lists(st.integers(0, width - 1), min_size=1, max_size=data.draw(st.sampled_from([3, 40])))
     prompts = data.draw(st.lists(prompt, min_size=1, max_size=5) | prompt.flatmap(
         lambda ids: st.integers(1, 7).map(lambda count: [ids] * count)))

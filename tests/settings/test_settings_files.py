@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from configurator import override
+from configurator import find_settings, override
 from project import SCRIPT
-from sampling.messages import training_settings
+from sampling.params import ALIASES, training_settings
 
 
 def write(**files):
@@ -120,3 +120,17 @@ def test_a_misspelt_setting_causes_a_warning_and_what_a_file_prints_goes_to_stde
 def test_a_settings_file_may_use_torch_as_in_nanogpt(script):
     write(a="def three(): return torch.ones(3).numel()\ncount = three() + int(math.sqrt(4))\n")
     assert script("a.py") == {"count": 5}
+
+
+# ---- names of other programs
+
+def test_aliases_name_settings_but_are_not_settings():
+    settings = find_settings(SCRIPT).keys()
+    assert not ALIASES.keys() & settings
+    for meant in ALIASES.values():
+        assert set(meant.split(" or ")) <= settings
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "gradient_accumulation_steps", "max_iters", "eval_iters"])
+def test_the_batch_size_of_a_training_file_is_ignored(name):
+    assert list(training_settings([name, "os"])) == ["batch_size"] and not training_settings(["os", "block_size"])
