@@ -47,6 +47,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def recordings(monkeypatch):
+    """CUDA graphs work on this machine, as Recordings: the list of them."""
+    from engines import record_graphs
+    return record_graphs(monkeypatch)
+
+
+@pytest.fixture
 def all_threads():
     """Compute with as many threads as sample.py does, for tests of loops that share their work between threads."""
     torch.set_num_threads(ALL_THREADS)

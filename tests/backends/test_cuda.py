@@ -30,11 +30,6 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(cuda, "BUCKET", 4)
 
 
-@pytest.fixture
-def recordings(monkeypatch):
-    return record_graphs(monkeypatch)
-
-
 def generates_the_right_text(backend, rows=3, **settings):
     expected = expected_ids(PROMPTS[:rows], STEPS, device=str(backend.device), **settings)
     return decode(backend, PROMPTS[:rows], STEPS, **settings) == expected

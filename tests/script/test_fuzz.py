@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 import engines
 from configurator import find_settings, override
-from engines import record_graphs
 from models import CHARS, make_gpt, save_meta
 from oracles import reference_generate
 from project import PROJECT
@@ -133,11 +132,6 @@ SAMPLING = [dict(temperature=0.9, top_k=30), dict(temperature=1.0, top_k=None), 
 @cache
 def make_backend(name, width):
     return engines.BACKENDS[name](make_gpt(vocab_size=width, n_layer=1))
-
-
-@pytest.fixture
-def recordings(monkeypatch):
-    return record_graphs(monkeypatch)
 
 
 @pytest.mark.usefixtures("recordings")
