@@ -45,16 +45,6 @@ def as_checkpoint(model):
     return Checkpoint("out/ckpt.pt", config, weights, Path("out"))
 
 
-def add_noise(model, std):
-    """The model with noise added to its weights: an imperfect draft."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.empty_like(parameter).normal_(generator=generator)
-            parameter.add_(noise, alpha=std * float(parameter.std().nan_to_num()))
-    return model
-
-
 def nanogpt_args(config):
     """The model_args that nanoGPT's train.py would save."""
     return {name: getattr(config, name) for name in SHAPE}

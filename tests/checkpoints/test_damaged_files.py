@@ -5,9 +5,6 @@ Files without checksums may load changed values. The tests load in this process:
 import itertools
 import os
 import random
-import subprocess
-import sys
-import time
 from pathlib import Path
 from threading import Timer
 
@@ -75,34 +72,6 @@ def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
 
 
 # ---- files that are being written
-
-WRITER = """
-import itertools, sys, time, torch
-path = sys.argv[1]
-content = torch.load(path, weights_only=True)
-for i in itertools.count(1):
-    for tensor in content["model"].values():
-        tensor.fill_(i)
-    torch.save(content | {"iter_num": i}, path)
-    print(flush=True)
-    time.sleep(0.05)
-"""
-
-
-def test_a_load_beside_a_writer_is_one_whole_save(tmp_path):
-    """The writer saves again and again: every number of save i is i."""
-    path = save_checkpoint(tmp_path, make_gpt(n_embd=64), optimizer={"state": torch.zeros(2 * 10**6)})
-    iterations = set()
-    with subprocess.Popen([sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE) as writer:
-        writer.stdout.readline()
-        for _ in range(10):
-            loaded = load_nanogpt(path)
-            assert all(torch.all(tensor == loaded.iter_num) for tensor in loaded.state_dict.values())
-            iterations.add(loaded.iter_num)
-            time.sleep(0.03)
-        writer.kill()
-    assert len(iterations) > 1
-
 
 @pytest.fixture
 def act(monkeypatch):

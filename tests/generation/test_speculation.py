@@ -6,7 +6,7 @@ import torch
 
 import sampling
 from engines import PARAMS, Generator, NotingBackend, make_samples, run
-from models import add_noise, make_gpt, save_checkpoint
+from models import make_gpt, normal, save_checkpoint
 from sampling import text_generator
 from sampling.backends.backend import EagerBackend
 from sampling.generation.speculation import MAX_PROPOSALS, Draft
@@ -16,7 +16,11 @@ NOISE = {"good": 0.0, "imperfect": 0.5, "bad": 3.0, "broken": torch.nan} # of a 
 
 def generators(tokenizer, draft):
     """A TextGenerator with a draft whose weights have this noise, and one without."""
-    draft = Draft(NotingBackend(add_noise(make_gpt(block_size=32), NOISE[draft])))
+    noisy = make_gpt(block_size=32)
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            weight.add_(NOISE[draft] * weight.std() * normal(*weight.shape, seed=5))
+    draft = Draft(NotingBackend(noisy))
     target = NotingBackend(make_gpt(block_size=32))
     return Generator(tokenizer, target, draft), Generator(tokenizer, EagerBackend(make_gpt(block_size=32)))
 
