@@ -13,17 +13,11 @@ from model import GPTConfig
 from models import as_checkpoint, make_gpt, random_prompt
 from oracles import nanogpt_generate, nanogpt_logits
 from sampling import process
+from sampling.backends import prepare
 from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import (
-    cast_linears,
-    choose_device,
-    choose_dtype,
-    count_steps,
-    prepare_backend,
-    wants_kernels,
-)
+from sampling.backends.prepare import cast_linears, choose_device, choose_dtype, count_steps, prepare_backend
 from sampling.params import ModelOptions
 
 CPU = torch.device("cpu")
@@ -42,9 +36,8 @@ def disable_malloc_trim(monkeypatch):
 def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, options, expected, disable_malloc_trim):
     checkpoint = as_checkpoint(make_gpt())
     backend = prepare_backend(checkpoint, CPU, torch.float32, ModelOptions(**options), num_steps)
-    assert type(backend) is expected and not checkpoint.state_dict
+    assert type(backend) is expected and backend.device == CPU and not checkpoint.state_dict
     assert decode(backend, PROMPTS, 20) == expected_ids(PROMPTS, 20)
-    assert backend.device == CPU
     disable_malloc_trim.assert_called_once()
 
 
@@ -66,7 +59,7 @@ SMALL = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65)
     (DEMO, "cpu", None, "float32", dict(compile=True), False), (DEMO, "mps", None, "float32", {}, False)], ids=str)
 def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(config, device, num_steps, dtype, options, expected):
     device, dtype = torch.device(device), getattr(torch, dtype)
-    assert wants_kernels(config, device, dtype, ModelOptions(**options), num_steps) == expected
+    assert prepare.wants_kernels(config, device, dtype, ModelOptions(**options), num_steps) == expected
 
 
 def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_error(monkeypatch, messages):
@@ -114,10 +107,9 @@ def simulate_devices(monkeypatch):
             if error and device.index in (None, 0):
                 raise error
             return torch.ones(size)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+        for name, value in {"is_available": gpus > 0, "device_count": gpus, "get_device_name": "Tesla V100",
+                            "get_device_capability": (7, 0)}.items():
+            monkeypatch.setattr(torch.cuda, name, MagicMock(return_value=value))
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(torch, "zeros", first_kernel)
     return have
@@ -187,7 +179,6 @@ def test_on_mps_auto_is_float32_and_half_precision_needs_torch_2_11(monkeypatch)
 # ---- the plain backends: EagerBackend, also compiled, and ExactBackend
 
 SHAPE = dict(n_embd=128, n_head=4, block_size=64)
-PROMPTS = random_prompt(5, 2).tolist()
 
 
 def test_bytes_per_row_grow_with_the_cache_and_for_the_window():
@@ -195,8 +186,6 @@ def test_bytes_per_row_grow_with_the_cache_and_for_the_window():
     assert backend.bytes_per_row(16) - backend.bytes_per_row(8) == cache_bytes / 2 # block_size is 16
     assert backend.bytes_per_row(16) < backend.bytes_per_row(17) == backend.bytes_per_row(1000)
 
-
-# ---- compile
 
 @pytest.fixture
 def compiled(monkeypatch):
@@ -237,8 +226,6 @@ def test_a_compiled_model_gives_the_same_text(kind, device):
     assert decode(backend, PROMPTS, 20) == expected_ids(PROMPTS, 20, device=device)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
-
-# ---- exact
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])

@@ -7,18 +7,7 @@ import pytest
 import torch
 
 import engines
-from engines import (
-    PARAMS,
-    PROMPTS,
-    Generator,
-    NotingBackend,
-    decode,
-    expected_ids,
-    expected_texts,
-    make_samples,
-    run,
-    truncate_at_stop,
-)
+from engines import PARAMS, PROMPTS, Generator, NotingBackend, decode, expected_ids, expected_texts, make_samples, run
 from models import CHARS, make_gpt, random_prompt
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cuda import CUDABackend
@@ -231,7 +220,7 @@ def test_no_piece_ends_inside_a_character(gpt2_encoding, stop):
     tokenizer, text = TiktokenTokenizer(), "naïve 🙂 — 日本語 x"
     ids = tokenizer.encode(text)
     sample, taken = append_all(tokenizer, ids, len(ids), stop)
-    assert sample.text == "".join(texts(taken)) == truncate_at_stop(text, stop)
+    assert sample.text == "".join(texts(taken)) == engines.truncate_at_stop(text, stop)
 
 
 @pytest.mark.parametrize("text, stop, expected, num_tokens, reason", [
