@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from configurator import parse, suggest
-from sampling.inputs.prompts import (
-    EncodedPrompt,
-    encode_prompts,
-    make_samples,
-    parse_start,
-    read_prompts,
-    warn_about_stop_texts,
-)
+from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts, warn_about_stop_texts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty
 from sampling.outputs.printer import RULE, Printer
@@ -116,7 +109,7 @@ class Session:
         if self.gpt is None:
             raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
 
-    def encode(self, start: str) -> Iterable[EncodedPrompt]:
+    def encode(self, start: str) -> Iterable[tuple[Prompt, list[int]]]:
         """The prompts that start names, with their token ids."""
         if not start:
             raise ValueError('the prompt is empty, but a sample needs something to continue, such as a newline: "\\n"')

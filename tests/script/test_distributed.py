@@ -49,6 +49,7 @@ def torchrun(folder, tiktoken_cache):
 
 @pytest.mark.parametrize("num_processes, arguments", [
     pytest.param(2, [*PROMPTS, "--stop=e"], id="many-prompts"),
+    pytest.param(2, ["--start=LINES:prompts.txt", "--score", "--device=cpu"], id="score", marks=slow),
     pytest.param(3, ["--start=O", "--num_samples=1", "--max_new_tokens=5"], id="fewer-samples", marks=slow)])
 def test_samples_and_files_are_the_same_as_with_one_process(torchrun, run_script, folder, num_processes, arguments):
     alone = run_script(*arguments, "--out_file=alone.jsonl", cwd=folder)
