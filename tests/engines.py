@@ -1,11 +1,17 @@
 """Backends, the TextGenerator that runs them, the samples that it must generate, and the text of the oracle."""
 from functools import cache
+from itertools import count
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from models import make_gpt
 from oracles import reference_generate
+from sampling.backends import cuda
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
@@ -101,3 +107,75 @@ def expected_texts(samples, tokenizer, num_tokens=PARAMS.max_new_tokens, stops=(
 
 def truncate_at_stop(text, stops):
     return text[:min([start for stop in stops if (start := text.find(stop)) >= 0], default=len(text))]
+
+
+def decode(backend, prompts, num_tokens, seed=3, context_shift=False, temperature=1.0, top_k=None,
+           dtype=torch.float32, **settings):
+    """The num_tokens ids with which a run continues each of prompts (lists of ids)."""
+    params = SamplingParams(num_tokens, temperature, top_k, seed=seed, context_shift=context_shift, **settings)
+    samples = [Sample(i, Prompt("a"), ids) for i, ids in enumerate(prompts)]
+    gpt = Generator(IdTokenizer(), backend)
+    gpt.dtype = dtype
+    return [sample.token_ids for sample in run(gpt, samples, params)]
+
+
+class IdTokenizer:
+    """The text of each token is one character."""
+    joins_spaces = False
+
+    def decode(self, ids):
+        return "".join(chr(token_id + 32) for token_id in ids)
+
+    def incremental_decoder(self, prompt_ids=()):
+        return lambda token_id, last=False: chr(token_id + 32)
+
+
+# ---- CUDA graphs on a machine without a GPU, and the mark of tests that need one
+
+NEEDS_GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
+ON_GPU = pytest.param("cuda", marks=NEEDS_GPU) # a device, for parametrize
+
+
+class Recording(TorchFunctionMode):
+    """Stands in for a CUDA graph, and for the block that captures it: replay runs the operations of the block again, on
+    the same tensors.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls = [] # (operation, its arguments, its result)
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        self.logits = self.calls[-1][-1].fill_(torch.nan) # a capture computes nothing
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        """Run the operations again."""
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            if isinstance(result, Tensor) and again.data_ptr() != result.data_ptr(): # neither a view nor in place
+                result.copy_(again)
+
+
+def record_graphs(monkeypatch, fails_at=None, error=None):
+    """Let CUDA graphs work on a CPU, as Recordings, but let capture fails_at raise error. Returns all Recordings."""
+    recordings, pools = [], count()
+
+    def graph(recording, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local", "another thread's allocations would end the capture"
+        assert cuda.capture_lock.locked(), "torch allows one capture at a time in a process"
+        recording.pool, recording.stream = pool, stream
+        recordings.append(recording)
+        if len(recordings) == fails_at:
+            raise error
+        return recording
+    for name, replacement in {"CUDAGraph": Recording, "graph": graph, "graph_pool_handle": lambda: next(pools)}.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    for name in "Stream", "current_stream", "device", "stream", "synchronize":
+        monkeypatch.setattr(torch.cuda, name, MagicMock(side_effect=lambda *_: MagicMock()))
+    return recordings

@@ -15,8 +15,6 @@ LINES = [
     "日本語の文章 and 🙂 in one line, def f(x):\n    return x + 1\n",
 ] * 3
 SPECIAL, SPACE = ["<|endoftext|>", "[UNK]", "[SEP]", "<unk>", "<s>", "</s>"], "▁"
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def make(model, trainer, special, size=300, **parts):
@@ -25,14 +23,13 @@ def make(model, trainer, special, size=300, **parts):
     for name, part in parts.items():
         setattr(tokenizer, name, part)
     limits = {} if trainer is trainers.WordLevelTrainer else {"vocab_size": size}
-    limits |= {"initial_alphabet": ALPHABET} if "<|endoftext|>" in special else {}
-    limits |= {"unk_token": "<unk>"} if trainer is trainers.UnigramTrainer else {}
     tokenizer.train_from_iterator(LINES, trainer(special_tokens=special.split(), show_progress=False, **limits))
     return tokenizer
 
 
 def byte_level():
-    return make(models.BPE(), trainers.BpeTrainer, "<|endoftext|>", 500, decoder=decoders.ByteLevel(),
+    trainer = partial(trainers.BpeTrainer, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    return make(models.BPE(), trainer, "<|endoftext|>", 500, decoder=decoders.ByteLevel(),
                 pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
@@ -43,16 +40,9 @@ def wordpiece():
 
 
 def unigram():
-    return make(models.Unigram(), trainers.UnigramTrainer, "<unk> <s> </s>", 150, decoder=decoders.Metaspace(),
+    trainer = partial(trainers.UnigramTrainer, unk_token="<unk>")
+    return make(models.Unigram(), trainer, "<unk> <s> </s>", 150, decoder=decoders.Metaspace(),
                 pre_tokenizer=pre_tokenizers.Metaspace())
-
-
-def unigram_bytes():
-    content = json.loads(unigram().to_str())
-    pieces = [piece for piece in content["model"]["vocab"] if piece[0].isascii() or SPACE in piece[0]]
-    content["model"] |= {"vocab": pieces + [[byte, -20.0] for byte in BYTES], "byte_fallback": True}
-    content["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, content["decoder"]]}
-    return Tokenizer.from_str(json.dumps(content))
 
 
 def byte_fallback():
@@ -65,7 +55,7 @@ def byte_fallback():
                                    decoders.Strip(" ", 1, 0)]))
     content = json.loads(tokenizer.to_str())
     vocab = content["model"]["vocab"]
-    vocab |= {byte: len(vocab) + i for i, byte in enumerate(BYTES)}
+    vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
     return Tokenizer.from_str(json.dumps(content))
 
 
@@ -83,36 +73,17 @@ def words():
                 pre_tokenizer=pre_tokenizers.Whitespace())
 
 
-def characters(*splits, decoder, normalizer=None):
-    """A token for each character of the lines, split by these patterns, and [UNK] for others."""
+def characters(*steps):
+    """A token for each character of the lines, [UNK] for others, and these steps of the decoder."""
     vocab = {char: i for i, char in enumerate(sorted({*"".join(LINES)}))}
     tokenizer = Tokenizer(models.WordLevel(vocab | {"[UNK]": len(vocab)}, unk_token="[UNK]"))
-    steps = [pre_tokenizers.Split(pattern, "isolated") for pattern in splits]
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(steps), decoder
-    if normalizer:
-        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Sequence([*steps])
     return tokenizer
 
 
-def prefix():
-    """BPE with a prefix for the parts of a word, split into pieces of three characters."""
-    return make(models.BPE(unk_token="[UNK]", continuing_subword_prefix="##"),
-                partial(trainers.BpeTrainer, continuing_subword_prefix="##"), "[UNK]", decoder=decoders.WordPiece(),
-                normalizer=normalizers.Sequence([normalizers.Nmt(), normalizers.Replace(Regex(r"\s+"), " ")]),
-                pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.FixedLength(3)]))
-
-
-def own_expression():
-    """Byte-level, with an expression of its own and nested steps."""
-    steps = [pre_tokenizers.Split(Regex(r"\p{N}{1,2}|\p{Lu}?\p{Ll}+|\s+(?!\S)|."), "isolated"),
-             pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])]
-    return make(models.BPE(), trainers.BpeTrainer, "<|endoftext|>", 500, normalizer=normalizers.NFC(),
-                pre_tokenizer=pre_tokenizers.Sequence(steps), decoder=decoders.ByteLevel())
-
-
 def changed_prompts():
-    """With what would change a prompt: padding, truncation, a post-processor and dropout. transformers leaves them out
-    where no special tokens are asked for, but for dropout.
+    """With what would change a prompt: padding, truncation and a post-processor. transformers leaves them out where no
+    special tokens are asked for.
     """
     tokenizer = byte_level()
     tokenizer.enable_padding(pad_to_multiple_of=64)
@@ -122,19 +93,11 @@ def changed_prompts():
 
 
 MAKE = {
-    "split-empty": partial(characters, "", decoder=decoders.Fuse()),
-    "split-dot": partial(characters, Regex("."), decoder=decoders.Fuse()),
-    "split-words": partial(characters, Regex(r"\w+|\W"), "", decoder=decoders.Strip(" ", 0, 1)),
-    "ctc": partial(characters, "", decoder=decoders.CTC(pad_token="x", word_delimiter_token="|")),
-    "no-accents": partial(characters, "", decoder=decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
-                          normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
-    "whole-text": partial(characters, "", decoder=decoders.Sequence([
-        decoders.Fuse(), decoders.Replace(Regex("[aeiou]{2}"), "x"), decoders.Replace("th", "þ")])),
-    "prefix": prefix, "own-expression": own_expression, "changed-prompts": changed_prompts,
-    "byte-level": byte_level, "older-files": byte_level, "wordpiece": wordpiece, "vocab-txt": wordpiece,
-        "unigram": unigram, "unigram-bytes": unigram_bytes, "byte-fallback": byte_fallback, "suffix": suffix,
-        "words": words}
-KINDS = list(MAKE)
+    "ctc": partial(characters, decoders.CTC(pad_token="x", word_delimiter_token="|")),
+    "replace": partial(characters, decoders.Fuse(), decoders.Replace("th", "þ")), # steps that see the whole text
+    "pattern": partial(characters, decoders.Fuse(), decoders.Replace(Regex("[aeiou]{2}"), "x")),
+    "changed-prompts": changed_prompts, "byte-level": byte_level, "older-files": byte_level, "wordpiece": wordpiece,
+    "vocab-txt": wordpiece, "unigram": unigram, "byte-fallback": byte_fallback, "suffix": suffix, "words": words}
 
 
 def save_tokenizer(kind, folder):

@@ -1,6 +1,5 @@
 """Small random models, and the files that contain them."""
 import pickle
-import struct
 from pathlib import Path
 
 import torch
@@ -44,16 +43,6 @@ def as_checkpoint(model):
     if config.tie_word_embeddings:
         weights["transformer.wte.weight"] = weights["lm_head.weight"]
     return Checkpoint("out/ckpt.pt", config, weights, Path("out"))
-
-
-def add_noise(model, std):
-    """The model with noise added to its weights: an imperfect draft."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.empty_like(parameter).normal_(generator=generator)
-            parameter.add_(noise, alpha=std * float(parameter.std().nan_to_num()))
-    return model
 
 
 def nanogpt_args(config):
@@ -100,9 +89,13 @@ def make_transformers_gpt2(**changes):
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def add_zip64_end(content):
-    """The content of a zip file, with its end record replaced by the zip64 end records that torch.save writes."""
-    content, end = content[:-22], content[-22:]
-    entries, length, start = struct.unpack("<10xHII2x", end)
-    full = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, length, start)
-    return content + full + struct.pack("<4sIQI", b"PK\6\7", 0, len(content), 1) + end
+# ---- numbers
+
+def normal(*shape, seed=0):
+    """Normally distributed numbers."""
+    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
+
+
+def random_prompt(length, rows=1, seed=0):
+    """Token ids (rows, length) of the model that make_gpt makes."""
+    return torch.randint(SHAPE["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -22,9 +22,13 @@ def reference_generate(model, idx, max_new_tokens, context_shift=False, **settin
     return idx
 
 
-def reference_token(logits, ids, temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0):
-    """Sample after ids (B, S) from logits (B, V), in transformers' order of settings, by torch.multinomial."""
-    logits = logits.float().clone()
+def reference_token(logits, ids, temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0,
+                    in_own_dtype=False):
+    """Sample after ids (B, S) from logits (B, V), in transformers' order of settings, by torch.multinomial.
+
+    in_own_dtype: as in nanoGPT under autocast on CUDA, only the softmax is computed in float32.
+    """
+    logits = logits.clone() if in_own_dtype else logits.float().clone()
     for row, seen in zip(logits, ids.tolist(), strict=True):
         for i in set(seen) if repetition_penalty != 1 else ():
             row[i] = row[i] * repetition_penalty if row[i] < 0 else row[i] / repetition_penalty
@@ -41,7 +45,7 @@ def reference_token(logits, ids, temperature=1.0, top_k=None, top_p=None, min_p=
     if min_p:
         probs = logits.softmax(-1)
         logits[probs < min_p * probs.max(dim=-1, keepdim=True).values] = -torch.inf
-    return torch.multinomial(logits.softmax(-1), 1)
+    return torch.multinomial(logits.float().softmax(-1), 1)
 
 
 def nanogpt_samples(model_args, state_dict, seed, prompt, num_samples, max_new_tokens, **settings):
@@ -76,20 +80,9 @@ def nanogpt_logits(model, window):
     return linear(norm(x, "transformer.ln_f")[:, [-1]], "lm_head")[:, -1]
 
 
-def nanogpt_token(logits, temperature, top_k=None, softmax_dtype=None):
-    """Sample from logits (B, V) as nanoGPT does: in their dtype, with torch's global generator.
-
-    softmax_dtype: under autocast on CUDA, softmax computes in float32.
-    """
-    logits = logits / temperature
-    if top_k is not None:
-        logits[logits < torch.topk(logits, min(top_k, logits.size(-1)))[0][:, [-1]]] = -torch.inf
-    return torch.multinomial(F.softmax(logits, dim=-1, dtype=softmax_dtype), num_samples=1)
-
-
 def nanogpt_generate(model, idx, max_new_tokens, temperature, top_k=None):
     """nanoGPT's loop in any dtype, as on CUDA: use it inside autocast. In float32, reference_generate is the same."""
     for _ in range(max_new_tokens):
         logits = nanogpt_logits(model, idx[:, -model.config.block_size:])
-        idx = torch.cat([idx, nanogpt_token(logits, temperature, top_k, torch.float32)], dim=1)
+        idx = torch.cat([idx, reference_token(logits, idx, temperature, top_k, in_own_dtype=True)], dim=1)
     return idx

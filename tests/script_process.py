@@ -1,4 +1,5 @@
 """Run sample.py as a new process, as users do, or in this process, which is much faster."""
+import fcntl
 import io
 import os
 import re
@@ -6,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import termios
 import warnings
 from contextlib import contextmanager
 from functools import partial
@@ -40,8 +42,6 @@ def enter_session(new_session, closed):
     if new_session:
         os.setsid()
         if os.isatty(0):
-            import fcntl
-            import termios
             fcntl.ioctl(0, termios.TIOCSCTTY, 0) # this terminal sends Ctrl-C
     for fd in closed:
         os.close(fd)

@@ -1,7 +1,10 @@
 """Run sample.py on a pseudo-terminal, as users do, and redirect the streams of this process."""
+import fcntl
 import os
+import pty
 import select
 import struct
+import termios
 import time
 from contextlib import contextmanager
 from subprocess import DEVNULL
@@ -13,9 +16,6 @@ class Terminal:
     """A run of sample.py on a pseudo-terminal. stdout=False or stderr=False discards that stream."""
 
     def __init__(self, arguments, tiktoken_cache, stdout=True, stderr=True, columns=100):
-        import fcntl
-        import pty
-        import termios
         self.screen, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         modes = termios.tcgetattr(end)

@@ -20,8 +20,8 @@ TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8", LOCAL_RANK
 
 
 @pytest.mark.parametrize("variables, expected", [
-    (TORCHRUN, [5, 8, 4]), ({}, [0, 1, 1]), (dict(RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4"), [0, 1, 1])],
-    ids=["torchrun's", "none", "a cluster's own"])
+    (TORCHRUN, [5, 8, 4]), (dict(RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4"), [0, 1, 1])],
+    ids=["torchrun's", "a cluster's own"])
 def test_a_process_has_the_numbers_of_torchrun_and_its_share_of_the_memory(variables, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1001))
@@ -40,25 +40,17 @@ def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monk
     empty_cache.assert_called_once()
 
 
-@pytest.mark.parametrize("text", [
-    "CUDA out of memory. Tried to allocate 2.00 GiB",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-    "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"])
-def test_out_of_memory_errors_are_recognised_also_behind_another_error(text):
+@pytest.mark.parametrize("text, expected", [
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", True), ("CUBLAS_STATUS_ALLOC_FAILED when calling", True),
+    ("CUBLAS_STATUS_NOT_INITIALIZED when calling", True), ("DefaultCPUAllocator: can't allocate memory", True),
+    ("CUBLAS_STATUS_EXECUTION_FAILED when calling", False)])
+def test_out_of_memory_errors_are_recognised_also_behind_another_error(text, expected):
     error = ValueError("cannot load it")
     error.__context__ = RuntimeError(text)
-    assert process.is_out_of_memory(error)
-
-
-@pytest.mark.parametrize("text", ["CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
-                                  "CUDA error: an illegal memory access was encountered"])
-def test_other_errors_of_a_gpu_are_not_out_of_memory(text):
-    assert not process.is_out_of_memory(RuntimeError(text)) and not process.is_out_of_memory(None)
+    assert process.is_out_of_memory(error) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_loading_does_not_fragment_the_heap(char_checkpoint, tmp_path):
     def peak(folder): # a shell starts it, because a process inherits the peak memory of its parent
         command = '"$0" "$1" --out_dir="$2" --device=cpu --num_samples=1 --max_new_tokens=1; true'
@@ -137,15 +129,13 @@ def fork(use):
             os._exit(7 if "load it after the fork" in str(error) else 1)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
-for dtype in "float32", "int8", "bfloat16":
+for dtype in "float32", "bfloat16":
     gpt = sampling.load("demo", "cpu", dtype)
-    for text in "A" * 250, "B":
-        fork(lambda: gpt.generate(text))
-        gpt.generate(text, sampling.SamplingParams(max_new_tokens=2))
+    gpt.generate("A" * 250, sampling.SamplingParams(max_new_tokens=2))
+    fork(lambda: gpt.generate("B"))
 fork(lambda: sampling.load("demo"))
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_of_a_process_that_loaded_a_model_raises_instead_of_hanging():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], cwd=PROJECT, check=True, timeout=100)

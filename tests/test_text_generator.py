@@ -8,13 +8,10 @@ import torch
 
 import sampling
 from project import PROJECT
+from sampling.backends.cpu_kernels import LINEAR
 
 DEMO = PROJECT / "demo"
 PARAMS = sampling.SamplingParams(max_new_tokens=12, temperature=0.9, stop="zzz")
-
-
-def load(**settings):
-    return sampling.load(DEMO, device="cpu", **settings)
 
 
 def texts(generator, *arguments, **settings):
@@ -23,7 +20,7 @@ def texts(generator, *arguments, **settings):
 
 @pytest.fixture(scope="module")
 def generator():
-    return load()
+    return sampling.load(DEMO, device="cpu")
 
 
 def test_samples_are_those_of_the_script(generator, run_script):
@@ -32,23 +29,26 @@ def test_samples_are_those_of_the_script(generator, run_script):
     samples = generator.generate("ROMEO:", PARAMS, num_samples=3)
     assert "".join(f"ROMEO:{sample.text}\n---------------\n" for sample in samples) == done.stdout
     assert "".join(generator.stream("ROMEO:", PARAMS)) == samples[0].text
+    assert texts(generator, iter(["ROMEO:", "A"]), PARAMS, num_samples=2)[:2] == [samples[0].text, samples[1].text]
 
 
-def test_prompts_may_be_any_iterable_of_texts(generator):
-    samples = generator.generate(iter(["A", "B"]), PARAMS, num_samples=2)
-    assert [sample.prompt.text for sample in samples] == ["A", "A", "B", "B"]
-    with pytest.raises(TypeError, match=r"^a prompt must be a str; got \[1, 2\]$"):
-        generator.generate(["A", [1, 2]], PARAMS)
-    for prompts in None, 5, b"A":
-        with pytest.raises(TypeError):
-            generator.generate(prompts, PARAMS)
-    with pytest.raises(TypeError, match=r"^a prompt must be a str; got \['A', 'B'\]$"):
-        next(generator.stream(["A", "B"], PARAMS))
+@pytest.mark.parametrize("arguments, error, message", [
+    (dict(prompts=["A", [1, 2]]), TypeError, r"^a prompt must be a str; got \[1, 2\]$"),
+    (dict(prompts=None), TypeError, "not iterable"), (dict(prompts=["A", ""]), ValueError, "^a prompt is empty"),
+    (dict(params={"seed": 1}), TypeError, r"^params must be a SamplingParams; got \{'seed': 1\}$"),
+    (dict(num_samples=0), ValueError, "^num_samples must"), (dict(batch_size="2"), ValueError, "^batch_size must"),
+], ids=str)
+def test_invalid_arguments_raise(generator, arguments, error, message):
+    with pytest.raises(error, match=message):
+        generator.generate(**{"prompts": "A", "params": PARAMS, **arguments})
 
 
-def test_params_must_be_sampling_params(generator):
-    with pytest.raises(TypeError, match=r"^params must be a SamplingParams; got \{'seed': 1\}$"):
-        generator.generate("A", {"seed": 1})
+@pytest.mark.parametrize("settings", [dict(draft=5), dict(exact=True, compile=True), dict(name="no/such/x")], ids=str)
+def test_invalid_options_and_names_raise_value_error(settings):
+    with pytest.raises(ValueError):
+        sampling.load(**{"name": DEMO, **settings})
+    with pytest.raises(ValueError, match="leave out batch_size=2, or exact"):
+        sampling.load(DEMO, device="cpu", exact=True).generate("A", PARAMS, batch_size=2)
 
 
 def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(generator):
@@ -56,9 +56,10 @@ def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(ge
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode():
-            reloaded = load()
+            reloaded = sampling.load(DEMO, device="cpu")
             assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
             assert reloaded.backend.new_cache(1, 1).keys.dtype == np.float32
+            assert len(LINEAR["float32"].signatures) == 1, "it is compiled once"
     finally:
         torch.set_default_dtype(torch.float32)
     assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
@@ -80,25 +81,3 @@ def test_threads_that_share_a_generator_do_not_disturb_each_other(generator):
     expected = [generate(prompt) for prompt in prompts]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(generate, prompts)) == expected
-
-
-@pytest.mark.parametrize("arguments", [dict(num_samples=0), dict(batch_size="2"), dict(prompts=["A", ""])], ids=str)
-def test_invalid_arguments_raise_value_error(generator, arguments):
-    with pytest.raises(ValueError):
-        generator.generate(**{"prompts": "A", "params": PARAMS, **arguments})
-
-
-@pytest.mark.parametrize("settings", [
-    dict(dtype="int4"), dict(dtype="int8", compile=True), dict(device="tpu"), dict(draft=5), dict(exact="no"),
-    dict(exact=True, compile=True), dict(tokenizer=""), dict(name="no-such-folder/x/y")], ids=str)
-def test_invalid_options_and_names_raise_value_error(settings, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ValueError):
-        sampling.load(**{"name": DEMO, **settings})
-
-
-def test_exact_samples_are_the_same_in_float32_and_need_a_batch_of_one(generator):
-    exact = load(exact=True)
-    assert texts(exact, "ROMEO:", PARAMS, num_samples=2) == texts(generator, "ROMEO:", PARAMS, num_samples=2)
-    with pytest.raises(ValueError, match="leave out batch_size=2, or exact"):
-        exact.generate("ROMEO:", PARAMS, batch_size=2)

@@ -57,8 +57,9 @@ class Linear:
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None):
         values, scales = weight if isinstance(weight, QuantizedWeight) else (weight.float(), torch.ones(len(weight)))
-        bias = torch.zeros(len(values)) if bias is None else bias.float()
-        self.weight, self.scales, self.bias = map(as_array, (values, scales, bias))
+        bias = torch.zeros(len(values)) if bias is None else bias
+        # float(): the caller's default dtype may be float64, for which numba would compile the kernel again.
+        self.weight, self.scales, self.bias = map(as_array, (values, scales.float(), bias.float()))
         self.kernel = kernels.LINEAR[self.weight.dtype.name]
 
     def __call__(self, x: np.ndarray, gelu: str | None = None, residual: np.ndarray = NO_RESIDUAL) -> np.ndarray:

@@ -1,9 +1,13 @@
 """CPUBackend: the logits of GPT.forward, for every shape, and in int8 those of the rounded weights."""
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from subprocess import PIPE, Popen
+from unittest.mock import MagicMock
 
 import numba
 import numpy as np
@@ -12,13 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from models import as_checkpoint, make_gpt
+from models import as_checkpoint, make_gpt, random_prompt
 from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.cpu import WORK_PER_THREAD, CPUBackend, Linear, compile_kernels, quantize, run
-from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.nanogpt import load_nanogpt
-from streams import decode, random_prompt
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
 SHAPES = {
@@ -67,9 +68,9 @@ def one_set_of_types():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
     backend = make_backend(model := make_gpt(**SHAPES[shape]), int8)
-    for num_rows in 1, 2, 3, 5, 12, 33: # with 33, torch multiplies float32
+    for num_rows in 1, 2, 5, 12, 33: # with 33, torch multiplies float32
         expected = all_logits(model, ids := random_prompt(16, num_rows, seed=num_rows), int8)
-        for prompt_length in 1, 4, 15:
+        for prompt_length in 1, 15:
             cache = backend.new_cache(num_rows, 16)
             assert_close(backend.logits(ids[:, :prompt_length], cache), expected[:, prompt_length - 1])
             for i in range(prompt_length, 16):
@@ -115,10 +116,10 @@ def test_weights_of_another_layout_or_dtype_give_the_same_logits(change, int8):
     assert torch.equal(found, make_backend(model, int8).logits(ids, None))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", [ # the last number of c_attn's is of a value: torch drops NaN in queries
     "transformer.wte.weight", "transformer.h.0.attn.c_attn.weight", "transformer.h.0.mlp.c_fc.weight",
-    "transformer.h.1.mlp.c_proj.bias", "transformer.ln_f.weight", "transformer.h.1.ln_1.bias"])
+    "transformer.h.1.mlp.c_proj.bias", "transformer.ln_f.weight"])
 def test_damaged_weights_give_logits_that_are_not_finite(name, value, int8):
     model = make_gpt(gelu="tanh" if value == torch.inf else "none")
     model.state_dict()[name].view(-1)[-1] = value
@@ -147,15 +148,6 @@ def test_attention_may_be_nearly_all_on_one_token():
         torch.testing.assert_close(backend.logits(ids[:, i:i + 1], cache), expected[:, i], atol=2e-3, rtol=1e-3)
 
 
-def test_the_demo_predicts_nearly_as_well_in_int8():
-    """On text that it sampled itself, in nats a character: the Kullback-Leibler divergence of float32 and int8."""
-    gpt = build_gpt(load_nanogpt(PROJECT / "demo"))
-    float32, int8 = make_backend(gpt), make_backend(gpt, int8=True)
-    ids = torch.tensor(decode(float32, 4 * [[0]], 60, seed=0)) # after newlines
-    log_p, log_q = (backend.logits(ids, None, 60).log_softmax(dim=-1) for backend in (float32, int8))
-    assert 0 < (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean() < 0.001
-
-
 # ---- threads
 
 def test_several_python_threads_may_use_it_at_once():
@@ -163,9 +155,8 @@ def test_several_python_threads_may_use_it_at_once():
     code = """
 import numba, torch
 from concurrent.futures import ThreadPoolExecutor
-from models import make_gpt
+from models import make_gpt, random_prompt
 from sampling.backends.cpu import CPUBackend
-from streams import random_prompt
 torch.set_num_threads(2)
 model = make_gpt(n_embd=256, n_head=4)
 backend, ids = CPUBackend(model.config, model.state_dict()), random_prompt(16, 8)
@@ -192,3 +183,51 @@ def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(m
         for call in num_threads, lambda work: pool.submit(num_threads, work).result():
             assert [call(0), call(WORK_PER_THREAD), call(0)] == [1, min(2, most, available), 1]
             assert call(10**12) == min(most, available)
+
+
+# ---- the files of numba's cache
+
+RUN = "import logging; logging.basicConfig(level=20); from sampling.backends import cpu; cpu.compile_kernels('float32')"
+
+
+@pytest.fixture
+def is_compiled(tmp_path, monkeypatch, messages):
+    """is_compiled() prepares a new layer_norm, as a new process does. Returns whether a line says it was compiled."""
+    def prepare():
+        messages.clear()
+        monkeypatch.setattr(kernels, "layer_norm", kernels.parallel(kernels.layer_norm.py_func))
+        for _ in range(2): # the second call says nothing
+            compile_kernels("float32")
+        found = kernels.layer_norm(torch.ones(3, 40).numpy(), torch.ones(40).numpy(), torch.ones(40).numpy(), 1e-5)
+        assert (found == 1).all() and [line[:12] for line in messages] in ([], ["compiling ke"])
+        return bool(messages)
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    return prepare
+
+
+@pytest.mark.parametrize("pattern, kept", [("*.nbi", 0), ("*.nbc", -1)]) # the index is empty, the code lacks a byte
+def test_a_kernel_is_compiled_once_and_again_if_its_files_are_damaged(is_compiled, tmp_path, pattern, kept):
+    assert [is_compiled(), is_compiled()] == [True, False]
+    path, = tmp_path.rglob(pattern)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert [is_compiled(), is_compiled()] == [True, False]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_neither_a_full_disk_nor_ctrl_c_leaves_an_index_without_its_code(is_compiled, tmp_path, error, monkeypatch):
+    move = MagicMock(side_effect=[os.replace, error]) # the index is put in its place first, then the code
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(os, "replace", lambda *paths: move()(*paths))
+        assert is_compiled() and isinstance(error, OSError), "a full disk costs only time"
+    assert move.call_count == 2 and not [*tmp_path.rglob("*.nbi")] and [is_compiled(), is_compiled()] == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home, count", [("home", 3), ("/dev/null", 1)]) # where nothing can be written
+def test_several_processes_may_compile_at_once(home, count, tmp_path):
+    shutil.copytree(PROJECT / "sampling", tmp_path / "sampling", ignore=lambda *_: ["__pycache__"])
+    (tmp_path / "sampling/backends/__pycache__").touch() # a file, which also root cannot use as a folder
+    env = {**os.environ, "XDG_CACHE_HOME": f"{home}/cache", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(PROJECT)}
+    for expected in 1, 1 if home == "/dev/null" else 0:
+        processes = [Popen([sys.executable, "-c", RUN], env=env, cwd=tmp_path, stderr=PIPE) for _ in range(count)]
+        assert [process.communicate()[1].count(b"\n") for process in processes] == count * [expected]

@@ -10,9 +10,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from engines import Generator, expected_ids, run
-from models import make_gpt
-from recorded_graphs import ON_GPU, Recording, record_graphs
+from engines import ON_GPU, Generator, IdTokenizer, Recording, decode, expected_ids, record_graphs, run
+from models import make_gpt, normal, random_prompt
 from sampling.backends import cuda
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cuda import CUDABackend, GraphTable, Support, block_step
@@ -20,7 +19,6 @@ from sampling.backends.prepare import cast_linears
 from sampling.generation import engine
 from sampling.params import Prompt, Sample, SamplingParams
 from sampling.sampler.sampler import Sampler
-from streams import IdTokenizer, decode, normal, random_prompt
 
 PROMPTS = random_prompt(5, 3).tolist()
 STEPS = 30 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it, with another
@@ -30,11 +28,6 @@ OTHER_LOGITS = "the fast path for GPUs computes other logits than the plain mode
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     monkeypatch.setattr(cuda, "BUCKET", 4)
-
-
-@pytest.fixture
-def recordings(monkeypatch):
-    return record_graphs(monkeypatch)
 
 
 def generates_the_right_text(backend, rows=3, **settings):

@@ -1,42 +1,44 @@
 """prepare_backend chooses the backend for a checkpoint."""
+import os
+import re
 import sys
-from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
-from engines import expected_ids
+from engines import ON_GPU, decode, expected_ids
 from model import GPTConfig
-from models import as_checkpoint, make_gpt, save_checkpoint
+from models import as_checkpoint, make_gpt, random_prompt
+from oracles import nanogpt_generate, nanogpt_logits
 from sampling import process
+from sampling.backends import prepare
 from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import cast_linears, choose_dtype, count_steps, prepare_backend, wants_kernels
-from sampling.checkpoints.nanogpt import load_nanogpt
+from sampling.backends.prepare import cast_linears, choose_device, choose_dtype, count_steps, prepare_backend
 from sampling.params import ModelOptions
-from streams import decode, random_prompt
 
 CPU = torch.device("cpu")
 PROMPTS = random_prompt(5, 2).tolist()
 
 
 @pytest.fixture(autouse=True)
-def trim_calls(monkeypatch):
-    """Leave the heap settings of the test process unchanged. Returns the list of calls that would have changed them."""
-    calls = []
-    monkeypatch.setattr(process, "disable_malloc_trim", lambda: calls.append("disable_malloc_trim"))
-    return calls
+def disable_malloc_trim(monkeypatch):
+    """Leave the heap settings of the test process unchanged."""
+    monkeypatch.setattr(process, "disable_malloc_trim", function := MagicMock())
+    return function
 
 
 @pytest.mark.parametrize("num_steps, options, expected", [
     (None, {}, CPUBackend), (20, {}, EagerBackend), (None, dict(exact=True), ExactBackend)], ids=str)
-def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, options, expected, trim_calls):
+def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, options, expected, disable_malloc_trim):
     checkpoint = as_checkpoint(make_gpt())
     backend = prepare_backend(checkpoint, CPU, torch.float32, ModelOptions(**options), num_steps)
-    assert type(backend) is expected and not checkpoint.state_dict
+    assert type(backend) is expected and backend.device == CPU and not checkpoint.state_dict
     assert decode(backend, PROMPTS, 20) == expected_ids(PROMPTS, 20)
-    assert backend.device == CPU and trim_calls == ["disable_malloc_trim"]
+    disable_malloc_trim.assert_called_once()
 
 
 @pytest.mark.parametrize("num_samples, batch_size, expected", [
@@ -57,7 +59,7 @@ SMALL = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=65)
     (DEMO, "cpu", None, "float32", dict(compile=True), False), (DEMO, "mps", None, "float32", {}, False)], ids=str)
 def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(config, device, num_steps, dtype, options, expected):
     device, dtype = torch.device(device), getattr(torch, dtype)
-    assert wants_kernels(config, device, dtype, ModelOptions(**options), num_steps) == expected
+    assert prepare.wants_kernels(config, device, dtype, ModelOptions(**options), num_steps) == expected
 
 
 def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_error(monkeypatch, messages):
@@ -65,18 +67,8 @@ def test_without_numba_a_line_says_that_the_kernels_are_missing_and_int8_is_an_e
     backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32, ModelOptions())
     assert type(backend) is EagerBackend and len(messages) == 1
     assert messages[0].endswith(": pip install numba; continuing without the kernels, which is slower")
-    checkpoint = as_checkpoint(make_gpt())
-    prepare = partial(prepare_backend, checkpoint, CPU, torch.int8, ModelOptions())
-    for refuse in partial(choose_dtype, CPU, "int8"), prepare:
-        with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba .*: pip install numba$"):
-            refuse()
-
-
-def test_weights_may_be_rounded_to_int8_while_they_are_read_or_later(tmp_path):
-    path, ids = save_checkpoint(tmp_path, make_gpt(n_embd=64)), random_prompt(9, 2)
-    backends = [prepare_backend(load_nanogpt(path, dtype), CPU, torch.int8, ModelOptions())
-                for dtype in (torch.int8, torch.float32)]
-    assert torch.equal(*(backend.logits(ids, None) for backend in backends))
+    with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba .*: pip install numba$"):
+        choose_dtype(CPU, "int8")
 
 
 def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(monkeypatch):
@@ -99,3 +91,160 @@ def test_cast_linears_give_the_logits_of_autocast():
     assert model.transformer.wte.weight.dtype == torch.float32
     tied = cast_linears(make_gpt(), torch.float32)
     assert tied.lm_head.weight is tied.transformer.wte.weight, "two parameters would take twice the memory on a GPU"
+
+
+# ---- the choice of device and dtype. GPUs are simulated, because few test machines have every kind
+
+NO_KERNEL = RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore lines")
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def simulate_devices(monkeypatch):
+    """simulate_devices(gpus, mps, error) makes torch find these devices. The first kernel of GPU 0 raises the error."""
+    def have(gpus=0, mps=False, error=None):
+        def first_kernel(size, device):
+            if error and device.index in (None, 0):
+                raise error
+            return torch.ones(size)
+        for name, value in {"is_available": gpus > 0, "device_count": gpus, "get_device_name": "Tesla V100",
+                            "get_device_capability": (7, 0)}.items():
+            monkeypatch.setattr(torch.cuda, name, MagicMock(return_value=value))
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(torch, "zeros", first_kernel)
+    return have
+
+
+@pytest.mark.parametrize("found, name, local_rank, expected", [
+    (dict(), "auto", None, "cpu"), (dict(gpus=2, mps=True), "auto", None, "cuda"),
+    (dict(gpus=2), "cuda:1", "0", "cuda:1"), (dict(gpus=2), "cuda", "5", "cuda:1")]) # each process has its own GPU
+def test_the_named_device_or_the_best_one_is_used_or_refused(found, name, local_rank, expected, simulate_devices,
+                                                             monkeypatch):
+    if local_rank:
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": local_rank, "WORLD_SIZE": "9"}
+        monkeypatch.setattr(os, "environ", environment)
+    simulate_devices(**found)
+    assert choose_device(name) == torch.device(expected)
+    with pytest.raises(ValueError, match=r"^device=cuda:2 is not available here; found: .*cpu; use one of these"):
+        choose_device("cuda:2")
+
+
+def test_a_gpu_whose_first_kernel_fails_is_left_out_with_one_line_or_is_an_error(simulate_devices, messages):
+    expected = (r"^this GPU \(Tesla V100, compute capability 7\.0\) cannot run torch .* \(CUDA error: no kernel image "
+                r"is available for execution on the device\): update its driver, or ")
+    for found, next_device in (dict(gpus=1), "cpu"), (dict(gpus=1, mps=True), "mps"), (dict(gpus=2), "cuda:1"):
+        simulate_devices(**found, error=NO_KERNEL)
+        messages.clear()
+        assert choose_device("auto") == torch.device(next_device)
+        message, = messages
+        assert re.match(expected, message) and message.endswith("; trying the next device")
+        with pytest.raises(ValueError, match=expected):
+            choose_device("cuda")
+    simulate_devices(gpus=1, error=torch.OutOfMemoryError("CUDA out of memory")) # the GPU itself is usable
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_device("auto")
+
+
+@pytest.mark.parametrize("native, emulated, name, exact, expected", [
+    (True, True, "auto", False, torch.bfloat16),
+    (False, True, "auto", False, torch.float16), # a T4 emulates bfloat16, which is slow
+    (False, True, "auto", True, torch.bfloat16), # as nanoGPT does
+    (False, True, "bfloat16", False, torch.bfloat16),
+    (False, False, "bfloat16", False, "bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32"),
+    (True, True, "int8", False, "dtype=int8 runs only on a CPU; got device=cuda:1: use dtype=bfloat16, or device=cpu"),
+])
+def test_choose_dtype_on_a_gpu(native, emulated, name, exact, expected, monkeypatch):
+    asked = MagicMock()
+    monkeypatch.setattr(torch.cuda, "device", asked)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                        lambda including_emulation=True: emulated if including_emulation else native)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=f"^{expected}$"):
+            choose_dtype(GPU, name, exact)
+    else:
+        assert choose_dtype(GPU, name, exact) == expected
+        asked.assert_called_once_with(GPU) # it asks about this GPU, not the current one
+
+
+def test_on_mps_auto_is_float32_and_half_precision_needs_torch_2_11(monkeypatch):
+    mps = torch.device("mps")
+    assert choose_dtype(mps, "auto") == torch.float32
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    assert choose_dtype(mps, "float16") == torch.float16
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.1"))
+    with pytest.raises(ValueError, match=r"^dtype=float16 on MPS needs torch 2\.11 .*; got torch 2\.10\.1: use"):
+        choose_dtype(mps, "float16")
+
+
+# ---- the plain backends: EagerBackend, also compiled, and ExactBackend
+
+SHAPE = dict(n_embd=128, n_head=4, block_size=64)
+
+
+def test_bytes_per_row_grow_with_the_cache_and_for_the_window():
+    backend, cache_bytes = EagerBackend(make_gpt()), sum(layer.nbytes for layer in make_gpt().new_cache(1, 16).layers)
+    assert backend.bytes_per_row(16) - backend.bytes_per_row(8) == cache_bytes / 2 # block_size is 16
+    assert backend.bytes_per_row(16) < backend.bytes_per_row(17) == backend.bytes_per_row(1000)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What torch.compile returns: it runs the model, or raises an error that a test sets as its side_effect."""
+    def compile(model, dynamic):
+        compiled.side_effect = compiled.side_effect or model
+        return compiled
+    compiled = MagicMock()
+    monkeypatch.setattr(torch, "compile", compile)
+    with torch._dynamo.config.patch(recompile_limit=8), torch._inductor.config.patch(freezing=False): # restores them
+        yield compiled
+
+
+@pytest.mark.parametrize("kind", [EagerBackend, CUDABackend])
+def test_a_compiled_model_computes_all_logits_and_a_line_says_how_long_it_takes(kind, compiled, messages):
+    backend = kind(make_gpt(), compile=True)
+    assert decode(backend, PROMPTS, 20) == expected_ids(PROMPTS, 20) and compiled.call_count == 20
+    assert messages == ["the model is compiled at its first tokens, which takes about a minute"]
+
+
+@pytest.mark.parametrize("error, message", [
+    (RuntimeError("no C++ compiler"), "compile=True does not work here (RuntimeError: no C++ compiler): leave it out"),
+    (MemoryError("full"), "full")], ids=repr)
+def test_a_failing_compiler_is_one_line_but_out_of_memory_is_raised(error, message, compiled):
+    compiled.side_effect = error
+    backend = prepare_backend(as_checkpoint(make_gpt()), torch.device("cpu"), torch.float32, ModelOptions(compile=True))
+    with pytest.raises(ValueError if message.startswith("compile") else type(error)) as raised:
+        backend.logits(random_prompt(5), None)
+    assert str(raised.value) == message
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore") # torch's compiler warns about torch
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("kind", [EagerBackend, CUDABackend])
+def test_a_compiled_model_gives_the_same_text(kind, device):
+    backend = kind(make_gpt().to(device), compile=True)
+    assert decode(backend, PROMPTS, 20) == expected_ids(PROMPTS, 20, device=device)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_exact_logits_and_text_are_nanogpts_bit_for_bit_inside_the_window_and_past_it(device, dtype):
+    """Also for a model with another GELU: nanoGPT has only the exact one. nanoGPT's autocast casts at every step."""
+    checkpoint, model = as_checkpoint(make_gpt(**SHAPE, gelu="tanh")), make_gpt(**SHAPE).to(device)
+    backend = prepare_backend(checkpoint, torch.device(device), dtype, ModelOptions(exact=True))
+    assert backend.model.lm_head.weight.dtype == dtype, "it is cast once"
+    prompt = random_prompt(54).to(device)
+    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        for length in 1, 5, 6, 54:
+            found, expected = backend.logits(prompt[:, :length], None), nanogpt_logits(model, prompt[:, :length])
+            assert found.dtype == dtype and torch.equal(found, expected)
+        torch.manual_seed(5)
+        expected = [nanogpt_generate(model, prompt, 20, 0.8, top_k=20)[0, 54:].tolist() for _ in range(3)]
+        found = decode(backend, 3 * prompt.tolist(), 20, dtype=dtype, seed=5, temperature=0.8, top_k=20)
+        assert found == expected
+
+
+def test_exact_on_a_device_with_other_random_numbers_is_refused():
+    with pytest.raises(ValueError, match="exact=True needs CUDA or a CPU; got device=meta"):
+        ExactBackend(make_gpt().to("meta"))

@@ -5,9 +5,6 @@ Files without checksums may load changed values. The tests load in this process:
 import itertools
 import os
 import random
-import subprocess
-import sys
-import time
 from pathlib import Path
 from threading import Timer
 
@@ -16,7 +13,6 @@ import torch
 
 from attacks import write_settled
 from models import make_gpt, make_transformers_gpt2, save_checkpoint
-from project import PROJECT
 from sampling.checkpoints import untrusted_files
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.nanogpt import load_by_name, load_nanogpt
@@ -39,7 +35,7 @@ def path(request, tmp_path):
 
 
 def load(path, content):
-    """The loaded settings and tensors after content was written to path; None if loading raises a short error."""
+    """The loaded settings and numbers after content was written to path; None if loading raises a short error."""
     write_settled(path, content) # nobody has changed it lately, so it is refused without waiting
     try:
         model = build_gpt(load_by_name(path.parent))
@@ -47,11 +43,7 @@ def load(path, content):
         assert str(path.parent) in str(e) and len(str(e)) < 3000 and "\n" not in str(e)
         assert "is being written" not in str(e)
         return None
-    return model.config, {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same(one, other):
-    return one[0] == other[0] and all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+    return model.config, {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
@@ -61,9 +53,9 @@ def test_a_cut_file_is_refused_and_a_changed_byte_detected_if_there_are_checksum
     for _ in range(count): # most positions are near the ends
         at = rng.choice([rng.randrange(size), rng.randrange(60), size - 1 - rng.randrange(60)])
         cut = load(path, content[:at])
-        assert cut is None or (same(cut, good) and path.name == "config.json")
+        assert cut is None or (cut == good and path.name == "config.json")
         changed = load(path, content[:at] + bytes([content[at] ^ (1 + at % 255)]) + content[at + 1:])
-        assert changed is None or not has_checksums or same(changed, good)
+        assert changed is None or not has_checksums or changed == good
 
 
 def test_a_good_file_is_not_called_damaged_if_memory_runs_out(path, monkeypatch):
@@ -80,36 +72,6 @@ def test_a_file_that_cannot_be_opened_is_an_error_at_once(tmp_path):
 
 
 # ---- files that are being written
-
-WRITER = """
-import itertools, sys, time, torch
-path, pause = sys.argv[1], float(sys.argv[2])
-content = torch.load(path, weights_only=True)
-for i in itertools.count(1):
-    for tensor in content["model"].values():
-        tensor.fill_(i)
-    torch.save(content | {"iter_num": i}, path)
-    print(flush=True)
-    time.sleep(pause)
-"""
-
-
-@pytest.mark.parametrize("pause", [0.05, 0.3], ids=["quick", "slow"])
-def test_a_load_beside_a_writer_is_one_whole_save(pause, tmp_path):
-    """The writer saves again and again: every number of save i is i."""
-    path = save_checkpoint(tmp_path, make_gpt(n_embd=64), optimizer={"state": torch.zeros(2 * 10**6)})
-    iterations = set()
-    command = [sys.executable, "-c", WRITER, path, str(pause)]
-    with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE) as writer:
-        writer.stdout.readline()
-        for _ in range(10):
-            loaded = load_nanogpt(path)
-            assert all(torch.all(tensor == loaded.iter_num) for tensor in loaded.state_dict.values())
-            iterations.add(loaded.iter_num)
-            time.sleep(0.03)
-        writer.kill()
-    assert len(iterations) > 1
-
 
 @pytest.fixture
 def act(monkeypatch):
@@ -130,14 +92,11 @@ def test_a_file_that_is_never_complete_is_an_error_that_says_so(act, tmp_path, m
 
 
 @pytest.mark.parametrize("path", ["ckpt.pt", "model.safetensors"], indirect=True)
-@pytest.mark.parametrize("remove", [False, True])
-def test_a_file_that_is_completed_meanwhile_loads(path, remove, messages):
+def test_a_file_that_is_removed_and_completed_meanwhile_loads(path, messages):
     content = path.read_bytes()
     path.write_bytes(content[:-100])
-    timers = [Timer(0.3, path.unlink)] if remove else []
-    timers.append(Timer(0.6, path.write_bytes, [content]))
-    for timer in timers:
-        timer.start()
+    Timer(0.2, path.unlink).start()
+    Timer(0.4, path.write_bytes, [content]).start()
     loaded = load_by_name(path.parent)
     assert messages == [f"{path} is being written: waiting", loaded.describe()]
 
@@ -164,6 +123,5 @@ def test_the_file_is_closed_and_never_mapped(tmp_path):
     state_dict = load_nanogpt(path).state_dict
     path.write_bytes(b"")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in state_dict.items())
-    if sys.platform == "linux":
-        open_files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
-        assert str(path) not in open_files and str(path) not in Path("/proc/self/maps").read_text()
+    open_files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert str(path) not in open_files and str(path) not in Path("/proc/self/maps").read_text()

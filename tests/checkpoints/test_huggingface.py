@@ -20,9 +20,11 @@ from sampling.checkpoints.huggingface import load_huggingface
 
 def same_as_transformers(folder, theirs):
     """Whether the model in this folder gives the same logits as theirs."""
-    ours, idx = GPT.from_pretrained(str(folder)), torch.arange(40)[None]
+    ours, idx = GPT.from_pretrained(str(folder), dict(dropout=0.25)), torch.arange(40)[None]
     with torch.no_grad():
-        return (ours(idx, idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+        expected = theirs(idx).logits
+        return ours.transformer.drop.p == 0.25 and expected.std() > 0.1 and torch.allclose(
+            ours(idx, idx)[0], expected, rtol=0, atol=1e-4)
 
 
 def test_safetensors_in_half_precision_and_in_shards_load(tmp_path):
@@ -41,9 +43,9 @@ def test_pytorch_model_bin_loads_from_one_file_and_from_shards(tmp_path):
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     assert same_as_transformers(tmp_path, theirs)
     (tmp_path / "pytorch_model.bin").unlink()
-    names = sorted(tensors)
     for i in 1, 2:
-        torch.save({name: tensors[name] for name in names[i - 1::2]}, tmp_path / f"pytorch_model-0000{i}-of-00002.bin")
+        torch.save({name: tensors[name] for name in [*tensors][i - 1::2]},
+                   tmp_path / f"pytorch_model-0000{i}-of-00002.bin")
     assert same_as_transformers(tmp_path, theirs)
 
 
@@ -53,43 +55,23 @@ def test_settings_of_the_architecture_are_followed(changes, tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300, **changes)
     theirs.save_pretrained(tmp_path)
     assert same_as_transformers(tmp_path, theirs)
-
-
-def test_a_head_of_its_own_is_used_although_the_config_says_that_it_is_tied(tmp_path):
-    theirs = make_transformers_gpt2(vocab_size=300, tie_word_embeddings=False)
-    theirs.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs.config.tie_word_embeddings = True # which may be wrong: a head of its own is used all the same
+    theirs.config.save_pretrained(tmp_path)
     assert same_as_transformers(tmp_path, theirs)
 
 
-def test_fields_of_a_hugging_face_checkpoint(tmp_path, messages):
-    make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
-    checkpoint = load_huggingface(str(tmp_path))
-    assert messages == [f"{tmp_path}: loaded"] and checkpoint.raw_config["model_type"] == "gpt2"
-    assert (checkpoint.path, checkpoint.folder, checkpoint.is_huggingface) == (str(tmp_path), tmp_path, True)
-    assert checkpoint.num_init_draws == 0, "transformers' users seed after the model is built"
-
-
-OLD_FIELDS = ("initializer_range", "layer_norm_epsilon", "n_ctx", "n_embd", "n_head", "n_layer", "n_positions",
-              "vocab_size")
-
-
-@pytest.mark.parametrize("kept", [
-    lambda name: name not in ("model_type", "architectures"), OLD_FIELDS.__contains__, # of GPT2-Chinese
-    lambda name: name in (*OLD_FIELDS, "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_type"), # of 2019
-    lambda name: name != "model_type"], ids=["no-type", "few-fields", "2019", "architectures"])
-def test_a_config_without_a_model_type_is_that_of_gpt2_if_it_has_its_fields(kept, tmp_path):
+def test_a_config_without_a_model_type_is_that_of_gpt2_if_it_has_its_fields(tmp_path):
+    """As those of 2019 and of GPT2-Chinese."""
     theirs = make_transformers_gpt2(vocab_size=300)
     theirs.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"n_ctx": 48}
-    (tmp_path / "config.json").write_text(json.dumps({name: config[name] for name in config if kept(name)}))
+    fields = "n_embd", "n_head", "n_layer", "n_positions", "vocab_size"
+    (tmp_path / "config.json").write_text(json.dumps({name: getattr(theirs.config, name) for name in fields}))
     assert same_as_transformers(tmp_path, theirs)
 
 
 @pytest.mark.parametrize("name, advice", [
     ("gpt2", "pass --init_from=openai-community/gpt2, or run the command"), ("out", "run the command in another"),
-    ("gpt2-xl", "pass --init_from=openai-community/gpt2-xl, or"), ("user/model", "hub, run the command in another")])
+    ("user/model", "hub, run the command in another")])
 def test_a_folder_here_that_holds_no_model(name, advice, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.makedirs(name)
@@ -104,12 +86,6 @@ def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
     with pytest.raises(ValueError, match=f"{tmp_path}/{name}: it is only a pointer of Git LFS .*'git lfs pull'"):
         load_huggingface(str(tmp_path))
-
-
-def test_the_error_for_a_hub_that_does_not_answer_fits_on_a_screen():
-    with pytest.raises(ValueError, match=r"^could not get 'gpt2-xl': .* 'hf download gpt2-xl --local-dir DIR") as error:
-        load_huggingface("gpt2-xl") # HF_HUB_OFFLINE is set
-    assert len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize("config, message", [
@@ -169,7 +145,7 @@ def hub(tmp_path):
 
 
 def write_json(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True)
     path.write_text(json.dumps(content))
 
 
@@ -184,8 +160,7 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, run
     write_json(api / "tree" / COMMIT, files)
     first = run_script(*ARGUMENTS, **hub.env)
     assert first.returncode == 0 and first.stdout.startswith("Hello"), first.stderr
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.asked_for)
-    assert "tf_model.h5" not in hub.asked_for
+    assert "tokenizer.json" in hub.asked_for and "tf_model.h5" not in hub.asked_for
     hub.asked_for.clear()
     offline = run_script(*ARGUMENTS, **hub.env | {"HF_HUB_OFFLINE": "1"})
     assert (offline.returncode, offline.stdout, hub.asked_for) == (0, first.stdout, []), offline.stderr
@@ -197,7 +172,6 @@ def test_a_model_that_the_hub_does_not_have_is_one_line(hub, run_script):
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(message)
 
 
-@pytest.mark.usefixtures("needs_gpt2_encoding")
 def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_path):
     content = json.loads(gpt2_tokenizer_json(tiktoken_cache))
     write_json(tmp_path / "openai-community/gpt2/resolve/main/tokenizer.json", content)

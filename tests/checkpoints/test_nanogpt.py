@@ -1,7 +1,6 @@
 """Files of nanoGPT, its forks and build-nanogpt: how they are found, which load, and what their Checkpoint holds."""
 import argparse
 import collections
-import dataclasses
 import datetime
 import enum
 import math
@@ -9,7 +8,6 @@ import os
 import pathlib
 import random
 import re
-import types
 import weakref
 from functools import partial
 
@@ -31,7 +29,8 @@ class Config:
     """An object of a trainer's own class, with these fields."""
 
     def __init__(self, fields):
-        vars(self).update(fields)
+        for name, field in fields.items():
+            setattr(self, name, field)
 
 
 class GPTConfig(Config):
@@ -40,18 +39,11 @@ class GPTConfig(Config):
 
 class Slots:
     __slots__ = tuple(SHAPE)
-
-    def __init__(self, fields):
-        for name, field in fields.items():
-            setattr(self, name, field)
+    __init__ = Config.__init__
 
 
 class Mapping(dict):
     """A subclass of dict, such as those that give items as attributes."""
-
-
-class Color(enum.Enum):
-    RED = 1
 
 
 class Odd:
@@ -67,10 +59,6 @@ class Outer: # protocol 2 names nested classes by getattr
 
     class Plain:
         pass
-
-
-Sizes = dataclasses.make_dataclass("Sizes", SHAPE)
-Sizes.__module__ = __name__
 
 
 # ---- finding the file
@@ -90,7 +78,6 @@ def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
 @pytest.mark.parametrize("out_dir, advice", [
     ("out-shakespear", "did you mean --out_dir=out-shakespeare?; found ckpt.pt in out-shakespeare"),
     ("runs", "found ckpt.pt in out-shakespeare, runs/first"), ("x/y/z", "found ckpt.pt in out-shakespeare"),
-    ("runs/frist", "did you mean --out_dir=runs/first?; found ckpt.pt in out-shakespeare, runs/first"),
     ("runs/first/ckpt.pth", "did you mean --out_dir=runs/first?; found ckpt.pt in out-shakespeare, runs/first"),
 ])
 def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_dir, advice, tmp_path, monkeypatch):
@@ -120,30 +107,29 @@ def test_fields_of_a_checkpoint_and_the_line_that_describes_it(changes, describe
     assert (checkpoint.path, checkpoint.folder, checkpoint.raw_config) == (str(path), tmp_path, config)
     assert checkpoint.config == nanogpt.GPTConfig(**SHAPE | {"vocab_size": 70})
     assert messages == [f"{path}: {described}"]
+    for other in argparse.Namespace(**config), Mapping(config):
+        assert load_nanogpt(save_checkpoint(tmp_path, make_gpt(), config=other)).raw_config == config
 
 
-def without_checksums(content, path):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.serialization.get_crc32_options", lambda: False)
-        torch.save(content, path)
-
-
-@pytest.mark.parametrize("save, reads", [
-    (torch.save, False), (without_checksums, True), (partial(torch.save, _use_new_zipfile_serialization=False), True),
-], ids=["zip", "without-checksums", "before-torch-1.6"])
-def test_crc32_is_of_the_weights_and_reads_a_file_only_if_it_has_no_checksums(save, reads, tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_checksums, is_zip", [(True, True), (False, True), (False, False)],
+                         ids=["zip", "without-checksums", "before-torch-1.6"])
+def test_crc32_is_of_the_weights_and_reads_a_file_only_if_it_has_no_checksums(has_checksums, is_zip, tmp_path,
+                                                                              monkeypatch):
     def crc32(weights):
-        save({"model": weights, "model_args": SHAPE}, tmp_path / "ckpt.pt")
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.serialization.get_crc32_options", lambda: has_checksums)
+            torch.save({"model": weights, "model_args": SHAPE}, tmp_path / "ckpt.pt",
+                       _use_new_zipfile_serialization=is_zip)
         checkpoint = load_nanogpt(tmp_path)
         assert all(torch.equal(checkpoint.state_dict[name], weight) for name, weight in weights.items())
-        monkeypatch.setattr("builtins.open", open if reads else None)
-        crc = checkpoint.crc32
-        monkeypatch.undo()
-        return crc
+        with monkeypatch.context() as patch:
+            patch.setattr("builtins.open", None if has_checksums else open)
+            return checkpoint.crc32
     weights, changed = make_gpt().state_dict(), make_gpt().state_dict()
     changed["transformer.ln_f.weight"][5] += 1e-3
     assert crc32(weights) == crc32(weights) != crc32(changed)
-    assert reads or crc32(weights) == crc32(dict(reversed(weights.items()))) == "2f34eed1", "resumed runs compare it"
+    if has_checksums: # lines of earlier runs have it
+        assert crc32(weights) == crc32(dict(reversed(weights.items()))) == "2f34eed1"
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -180,16 +166,13 @@ def test_count_init_draws_equals_the_draws_of_the_initialisation(shape):
 
 # ---- files that load
 
-MASKS = {"transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.uint8),
-         "transformer.h.1.attn.masked_bias": torch.tensor(-1e4)}
+MASKS = {f"transformer.h.0.attn.{name}": torch.ones(1, dtype=torch.uint8) for name in ("bias", "masked_bias")}
 WEIGHTS = { # what a file may have instead of these weights
     "as-they-are": lambda w: w, "untied": lambda w: w, "masks": lambda w: w | MASKS,
     **{wrapped: lambda w, wrapped=wrapped: {wrapped.replace("NAME", name): tensor for name, tensor in w.items()}
-       for wrapped in ["_orig_mod.NAME", "module._orig_mod.NAME", "_orig_mod.module.NAME", "model.NAME",
-                       "_orig_mod.gpt.model.NAME", "_fsdp_wrapped_module.NAME"]},
+       for wrapped in ["_orig_mod.NAME", "model.NAME", "_orig_mod.gpt.model.NAME"]},
     **{inner: lambda w, inner=inner: {re.sub(r"(h\.\d\.)(mlp\.)?", inner, name): tensor for name, tensor in w.items()}
-       for inner in [r"\1_orig_mod.\2", r"module.\1\2module.", r"_fsdp_wrapped_module.\1_fsdp_wrapped_module.\2",
-                     r"\1_checkpoint_wrapped_module.\2_orig_mod."]},
+       for inner in [r"module.\1\2_orig_mod.", r"_fsdp_wrapped_module.\1_checkpoint_wrapped_module.\2"]},
     "without-transformer": lambda w: {name.removeprefix("transformer."): tensor for name, tensor in w.items()},
     "without-transformer-in-a-model": lambda w: {name.replace("transformer", "model", 1) if "lm_head" not in name else
                                                  "model." + name: tensor for name, tensor in w.items()},
@@ -208,16 +191,14 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
         "rope": False, "n_kv_head": None, "flash": True, "device": torch.device("cuda"), "dtype": torch.float16}},
     "numpy-numbers": {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0), "bias": np.bool_(True)}},
     "numpy-and-paths": {"config": {"lr": np.dtype(">f4").type(0.1), "out": pathlib.Path("a/b")}},
-    **{f"model_args-of-{type(args).__name__}": {"model_args": args} for args in [
-        argparse.Namespace(**SHAPE), types.SimpleNamespace(**SHAPE), Sizes(**SHAPE), Slots(SHAPE), Config(SIZES),
-        GPTConfig(SHAPE), Mapping(SHAPE), collections.OrderedDict(SHAPE)]},
-    "config-that-cannot-be-read": {"config": Color.RED},
+    "model_args-with-slots": {"model_args": Slots(SHAPE)}, "model_args-of-a-subclass": {"model_args": Mapping(SHAPE)},
+    "config-that-cannot-be-read": {"config": Outer.Inner.RED},
     "collections": {"losses": collections.deque([1.0, 2.0], maxlen=5), "counts": collections.Counter("aab"),
                     "groups": collections.defaultdict(list, a=[1]), "merges": {(1, 2): 3, (b"a", None): 4},
-                    "names": {"a", ("b", 1)}, "frozen": frozenset([1]), "by class": {Color.RED: 1, Config: 2}},
+                    "names": {"a", ("b", 1)}, "frozen": frozenset([1]), "by class": {Outer.Inner.RED: 1, Config: 2}},
     "states-of-random-generators": {"python": random.getstate(), "numpy": np.random.get_state(),
                                     "generator": np.random.default_rng(1), "torch": torch.get_rng_state()},
-    "values": {"time": datetime.datetime(2025, 1, 1), "color": Color.RED, "complex": 1j,
+    "values": {"time": datetime.datetime(2025, 1, 1), "complex": 1j,
                "long": np.longdouble(1), "range": range(3), "bytes": bytearray(b"ab"), "array": np.ones((2, 3)),
                "objects": np.array([None, "a"], object), "when": np.datetime64("2025-01-01"), "large": 2**100},
     "objects": {"args": Config({"lr": 1}), "function": math.sqrt, "method": Config({}).__init__, "class": Config,
@@ -239,17 +220,11 @@ def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
     assert same_model(save_checkpoint(tmp_path, model, **{"model": weights} | ENTRIES.get(form, {})), model)
 
 
-@pytest.mark.parametrize("config", [{"dataset": "a"}, argparse.Namespace(dataset="a"), Mapping(dataset="a")], ids=str)
-def test_the_data_set_is_read_from_the_settings_of_the_training(config, tmp_path):
-    assert load_nanogpt(save_checkpoint(tmp_path, make_gpt(), config=config)).raw_config["dataset"] == "a"
-
-
 @pytest.mark.parametrize("model_key, config_key, config, gelu", [
-    ("model", "config", GPTConfig(SIZES), "tanh"), ("model_state_dict", "config", SIZES, "tanh"),
-    ("model", "model_args", GPTConfig(SIZES), "tanh"), ("model", "config", SHAPE, "none"), # nanoGPT's fields
-    ("model", "config", GPTConfig(SHAPE), "none"), ("model", "model_args", argparse.Namespace(**SIZES), "none"),
-    ("model", "config", Config(SIZES), "tanh"), ("model", "model_args", SIZES, "none"),
-], ids=["object", "dict", "as-model_args", "nanoGPT", "nanoGPT's-object", "Namespace", "config", "dict-as-model_args"])
+    ("model_state_dict", "config", SIZES, "tanh"), ("model", "model_args", GPTConfig(SIZES), "tanh"),
+    ("model", "config", GPTConfig(SHAPE), "none"), # nanoGPT's fields
+    ("model", "model_args", argparse.Namespace(**SIZES), "none"), ("model", "model_args", SIZES, "none"),
+], ids=["dict", "as-model_args", "nanoGPT", "Namespace", "dict-as-model_args"])
 def test_build_nanogpts_files_load_with_its_form_of_gelu(model_key, config_key, config, gelu, tmp_path):
     model, path = make_gpt(gelu=gelu), tmp_path / "model_19072.pt"
     torch.save({model_key: model.state_dict(), config_key: config, "step": 19072, "val_loss": 3.05}, path)
@@ -274,7 +249,7 @@ def test_a_field_that_is_on_is_named_and_the_advice_works(key, tmp_path):
 
 @pytest.mark.parametrize("content, message", [
     ({"model": {}}, "must hold model and model_args, or model and config, but holds 'model'"),
-    ([1, 2], "but holds list"), ({"model": [], "model_args": {}}, "must hold tensors by name"),
+    ([1, 2], "but holds list"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "'a': torch._utils._rebuild_sparse_tensor"),
     ({"model": {"a": torch.ones(2)}, "model_args": 3}, "must be a dict or an object with fields, got 3"),
@@ -285,7 +260,6 @@ def test_a_field_that_is_on_is_named_and_the_advice_works(key, tmp_path):
     ({"model": {"a": torch.ones(2)}, "model_args": Config({"n_layer": 2, "n_embd": 4})},
      "is an object of test_nanogpt.Config without the fields block_size, vocab_size, n_head"),
     ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": [1, 2]}}, "numbers and text, got n_layer: list"),
-    ({"model": {"a": torch.ones(2)}, "model_args": {"x": [1, 2]}}, "has fields that a GPT does not have: x"),
     ({"model": {"module.h.x": torch.ones(2), "h._orig_mod.x": torch.ones(2)}, "model_args": {}},
      "two of its tensors are called 'transformer.h.x'"),
 ], ids=lambda value: value if isinstance(value, str) else "")

@@ -1,9 +1,8 @@
 """Fixtures for the tests of generation."""
 import pytest
 
-from engines import BACKENDS
+from engines import BACKENDS, NEEDS_GPU, record_graphs
 from models import save_meta
-from recorded_graphs import NEEDS_GPU, record_graphs
 from sampling.backends import cuda
 from sampling.inputs.char_tokenizer import CharTokenizer
 

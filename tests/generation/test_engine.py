@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import engines
-from engines import PARAMS, PROMPTS, Generator, NotingBackend, expected_ids, expected_texts, make_samples, run
-from models import CHARS, make_gpt
+from engines import PARAMS, PROMPTS, Generator, NotingBackend, decode, expected_ids, expected_texts, make_samples, run
+from models import CHARS, make_gpt, random_prompt
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.generation import engine
@@ -16,8 +16,8 @@ from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.generation.engine import group_by_length
 from sampling.generation.workers import Workers
-from sampling.params import Prompt, Sample
-from streams import decode, random_prompt
+from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
+from sampling.params import Prompt, Sample, SamplingParams
 
 WINDOWS = { # block_size is mostly 16
     "equal": 3 * random_prompt(5).tolist(),
@@ -41,7 +41,7 @@ def test_text_inside_and_past_the_window_is_that_of_the_plain_loop(make_backend,
         assert decode(gpt, prompts, 30, **settings) == expected, name
 
 
-@pytest.mark.parametrize("batch_size, max_new_tokens", [(1, 20), (3, 20), (99, 20), (3, 1), (3, 0)])
+@pytest.mark.parametrize("batch_size, max_new_tokens", [(1, 20), (3, 20), (99, 20), (3, 0)])
 def test_samples_are_yielded_in_order_with_the_text_that_each_would_have_alone(tokenizer, batch_size, max_new_tokens):
     samples, taken, found = make_samples(tokenizer, PROMPTS, 2), [], []
     gpt, params = Generator(tokenizer), replace(PARAMS, max_new_tokens=max_new_tokens)
@@ -62,11 +62,6 @@ def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(
     assert [sample.tokens for sample in run(gpt, samples, params, 4)] == [whole[i].tokens for i in (3, 4, 6, 7)]
 
 
-def row_of(tokenizer, index, prompt_length):
-    sample = Sample(index, Prompt("a" * prompt_length), [5] * prompt_length)
-    return IncrementalDetokenizer(sample, tokenizer, PARAMS)
-
-
 @pytest.mark.parametrize("free, sizes", [(16, [8, 1]), (8, [4, 4, 1]), (0, 9 * [1])])
 def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokenizer, free, sizes, monkeypatch):
     backend = NotingBackend(make_gpt())
@@ -78,12 +73,12 @@ def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokeni
 
 
 @pytest.mark.parametrize("lengths, block_size, expected", [
-    ([1, 30, 11, 40, 12], 99, [[0, 2], [1, 3], [4]]), # 12 is too far from 1, and 30 from 12
-    ([30, 1, 2], 99, [[0], [1, 2]]), # in the order of their first samples
+    ([30, 1, 40, 11, 12], 99, [[0, 2], [1, 3], [4]]), # 12 is too far from 1, and 30 from 12
     ([30, 1, 2], 8, [[0, 1, 2]]), # the model sees 8 tokens of the first
 ], ids=str)
 def test_prompt_lengths_in_a_group_differ_by_at_most_max_new_tokens(tokenizer, lengths, block_size, expected):
-    rows = [row_of(tokenizer, i, length) for i, length in enumerate(lengths)]
+    samples = make_samples(tokenizer, ["a" * length for length in lengths])
+    rows = [IncrementalDetokenizer(sample, tokenizer, PARAMS) for sample in samples]
     groups = group_by_length(rows, block_size, 10)
     assert [[row.sample.index for row in group] for group in groups] == expected
 
@@ -119,7 +114,7 @@ def test_rows_leave_a_batch_when_they_are_finished(tokenizer):
     backend, samples, stops = NotingBackend(make_gpt()), make_samples(tokenizer, ["O"], 6), [*"STOP"]
     run(Generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=12, stop=stops), 6)
     lengths = [min(12, len(text) + 1) for text in expected_texts(samples, tokenizer, 12, stops)] # with the stop text
-    left = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    left = [sum(length > step for length in lengths) for step in range(1, max(lengths))] # after each step
     assert len(set(lengths)) > 2 and backend.num_rows == [1, *left], "the prompt is read once"
 
 
@@ -130,13 +125,13 @@ def like_a_gpu(backend):
     return backend
 
 
-@pytest.mark.parametrize("num_rows, stops, num_left", [(32, CHARS[::8], 32), (33, CHARS[::8], 9), (33, "f", 33)])
-def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leave(tokenizer, num_rows, stops, num_left):
+@pytest.mark.parametrize("num_rows, stops, leave", [(32, CHARS[::8], False), (33, CHARS[::8], True), (33, "f", False)])
+def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leave(tokenizer, num_rows, stops, leave):
     backend, samples = like_a_gpu(NotingBackend(make_gpt())), make_samples(tokenizer, ["O"], num_rows)
     params = replace(PARAMS, max_new_tokens=24, stop=[*stops])
     found = run(Generator(tokenizer, backend), samples, params, 36)
     assert [sample.text for sample in found] == expected_texts(samples, tokenizer, 24, stops)
-    assert backend.num_rows[:2] == [1, num_rows] and backend.num_rows[-1] == num_left
+    assert backend.num_rows[:2] == [1, num_rows] and (backend.num_rows[-1] < num_rows) == leave
 
 
 @pytest.mark.parametrize("is_gpu, stream, stop, num_flushes", [
@@ -152,10 +147,11 @@ def test_tokens_are_copied_every_16_steps_or_sooner_for_a_reader_or_a_stop_text(
 
 def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_character_twice(tokenizer, messages):
     samples, backend = make_samples(tokenizer, ["The "], 4), NotingBackend(make_gpt(), fails_at=12)
-    stops = [expected_texts(samples, tokenizer)[2][3:6]] # the third sample is finished in step 6
+    stops = [expected_texts(samples, tokenizer)[2][3:6]] # the third sample is finished after 6 tokens
     found = run(Generator(tokenizer, backend), samples, replace(PARAMS, stop=stops), 4, stream=True)
     assert [sample.text for sample in found] == expected_texts(samples, tokenizer, stops=stops)
-    assert backend.num_rows[:12] == [1, *5 * [4], *6 * [3]] and max(backend.num_rows[12:]) == 2
+    assert backend.num_rows[1] == 4 and backend.num_rows[11] == 3, "without the third sample"
+    assert max(backend.num_rows[12:]) == 2
     assert messages == ["out of memory with 4 samples at once: continuing with 2"]
 
 
@@ -180,7 +176,7 @@ def test_out_of_memory_with_one_sample_and_other_errors_are_raised(tokenizer, er
     assert len(backend.num_rows) == num_tries
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(num_logprobs=2), dict(stop="never"), dict(temperature=0)], ids=str)
+@pytest.mark.parametrize("settings", [dict(), dict(num_logprobs=2), dict(stop="never", temperature=0)], ids=str)
 @pytest.mark.parametrize("backend, stream", [
     (EagerBackend, False), (EagerBackend, True), (engines.BACKENDS["no graphs"], True)])
 def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, stream, settings):
@@ -194,11 +190,75 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
     assert str(error.value) == NOT_FINITE and yielded == {0, 1}
 
 
-# ---- several processes: script/test_distributed.py starts them
-
 def test_output_of_gloo_goes_to_stderr(capfd, monkeypatch):
     monkeypatch.setattr("sampling.generation.workers.world_size", lambda: 8)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **settings: os.write(1, b"a greeting"))
     Workers()
     os.write(1, b"a sample")
     assert capfd.readouterr() == ("a sample", "a greeting")
+
+
+# ---- from tokens to text, and the search for stop texts
+
+def append_all(tokenizer, ids, max_new_tokens, stop=None, logprobs=None):
+    """The sample of these ids, of which none is appended after it has finished, and its new pieces after each."""
+    row = IncrementalDetokenizer(Sample(0, Prompt("a"), [64]), tokenizer, SamplingParams(max_new_tokens, stop=stop))
+    taken = []
+    for i, token_id in enumerate(ids):
+        if not row.is_finished:
+            row.append(token_id, logprobs and logprobs[i])
+            taken.append(row.take_pieces())
+    return row.sample, taken
+
+
+def texts(taken):
+    return ["".join(piece.text for piece in pieces) for pieces in taken]
+
+
+@pytest.mark.parametrize("stop", [[], ["語"], ["\N{REPLACEMENT CHARACTER}"]], ids=ascii)
+def test_no_piece_ends_inside_a_character(gpt2_encoding, stop):
+    tokenizer, text = TiktokenTokenizer(), "naïve 🙂 — 日本語 x"
+    ids = tokenizer.encode(text)
+    sample, taken = append_all(tokenizer, ids, len(ids), stop)
+    assert sample.text == "".join(texts(taken)) == engines.truncate_at_stop(text, stop)
+
+
+@pytest.mark.parametrize("text, stop, expected, num_tokens, reason", [
+    ("abcdef", "cd", "ab", 4, "stop"),
+    ("abcdef", ["ef", "cde"], "ab", 5, "stop"), # "ef" would begin later
+    ("abcdef", ["ef", "def"], "abc", 6, "stop"), # both end with the same token
+    ("abcdef", "f", "abcde", 6, "stop"), # also as the last token
+    ("ababac", "abac", "ab", 6, "stop"), # the first "aba" does not hide the second
+    ("abcdef", "fg", "abcdef", 6, "length"),
+])
+def test_a_stop_text_truncates_the_text_but_keeps_all_token_ids(tokenizer, text, stop, expected, num_tokens, reason):
+    sample, taken = append_all(tokenizer, tokenizer.encode(text), 6, stop)
+    assert (sample.text, sample.finish_reason, "".join(texts(taken))) == (expected, reason, expected)
+    assert sample.token_ids == tokenizer.encode(text)[:num_tokens]
+    assert [token.text for token in sample.tokens] == [*expected, *[""] * (num_tokens - len(expected))]
+
+
+def test_a_possible_start_of_a_stop_text_is_withheld_but_for_that_of_the_last_token(tokenizer):
+    _, taken = append_all(tokenizer, tokenizer.encode("abcabc"), 6, ["bcd", "bb"])
+    assert texts(taken) == ["a", "", "", "bca", "", "bc"]
+
+
+def test_a_piece_has_the_log_probability_of_all_tokens_of_its_character(gpt2_encoding):
+    tokenizer = TiktokenTokenizer()
+    ids = tokenizer.encode("a🙂b")
+    assert len(ids) == 4, "the emoji has two tokens"
+    _, taken = append_all(tokenizer, ids, 4, logprobs=[-1.0, -2.0, -0.5, -4.0])
+    assert [piece for pieces in taken for piece in pieces] == [("a", -1.0), ("🙂", -2.5), ("b", -4.0)]
+
+
+def test_a_row_that_begins_again_does_not_repeat_its_pieces(tokenizer):
+    row = IncrementalDetokenizer(Sample(0, Prompt("a"), [64]), tokenizer, SamplingParams(9))
+    ids = tokenizer.encode("abcd")
+    row.append(ids[0])
+    assert texts([row.take_pieces()]) == ["a"]
+    row.append(ids[1])
+    row.restart()
+    assert row.sample.tokens == []
+    for token_id in ids:
+        row.append(token_id)
+    assert texts([row.take_pieces()]) == ["bcd"] and row.sample.text == "abcd"

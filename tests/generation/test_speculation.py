@@ -6,7 +6,7 @@ import torch
 
 import sampling
 from engines import PARAMS, Generator, NotingBackend, make_samples, run
-from models import add_noise, make_gpt, save_checkpoint
+from models import make_gpt, normal, save_checkpoint
 from sampling import text_generator
 from sampling.backends.backend import EagerBackend
 from sampling.generation.speculation import MAX_PROPOSALS, Draft
@@ -16,15 +16,19 @@ NOISE = {"good": 0.0, "imperfect": 0.5, "bad": 3.0, "broken": torch.nan} # of a 
 
 def generators(tokenizer, draft):
     """A TextGenerator with a draft whose weights have this noise, and one without."""
-    draft = Draft(NotingBackend(add_noise(make_gpt(block_size=32), NOISE[draft])))
+    noisy = make_gpt(block_size=32)
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            weight.add_(NOISE[draft] * weight.std() * normal(*weight.shape, seed=5))
+    draft = Draft(NotingBackend(noisy))
     target = NotingBackend(make_gpt(block_size=32))
     return Generator(tokenizer, target, draft), Generator(tokenizer, EagerBackend(make_gpt(block_size=32)))
 
 
 @pytest.mark.parametrize("settings", [
-    dict(), dict(temperature=0), dict(temperature=1.5, top_k=None), dict(top_k=1), dict(top_p=0.8, min_p=0.1),
-    dict(repetition_penalty=1.4), dict(temperature=0, repetition_penalty=3.0), dict(stop=["dOZ", "never"]),
-    dict(num_logprobs=3), dict(max_new_tokens=1), dict(max_new_tokens=40), dict(max_new_tokens=80, context_shift=True),
+    dict(temperature=1.5, top_k=None), dict(top_k=1), dict(temperature=0, repetition_penalty=3.0), dict(top_p=0.8),
+    dict(stop=["dOZ", "never"]), dict(num_logprobs=3), dict(max_new_tokens=1), dict(max_new_tokens=40),
+    dict(max_new_tokens=80, context_shift=True), # block_size is 32
 ], ids=str)
 @pytest.mark.parametrize("draft", NOISE)
 def test_text_is_that_of_a_run_without_a_draft(tokenizer, draft, settings):
@@ -38,19 +42,14 @@ def test_text_is_that_of_a_run_without_a_draft(tokenizer, draft, settings):
             assert top == pytest.approx(same_top, abs=1e-4)
 
 
-def test_a_good_draft_saves_passes_of_the_model(tokenizer, monkeypatch):
-    monkeypatch.setattr("sampling.generation.speculation.MIN_LEAD", 0.0) # it is never unsure
+@pytest.mark.parametrize("min_lead, num_passes, num_proposals", [
+    (0.0, 1 + 2, 2 * MAX_PROPOSALS), # it is never unsure: the prefill gives one token, and then each pass 13
+    (1e9, 1 + 13, 13)]) # it is always unsure, and proposes one token: each pass gives two
+def test_a_good_draft_saves_passes_of_the_model(tokenizer, monkeypatch, min_lead, num_passes, num_proposals):
+    monkeypatch.setattr("sampling.generation.speculation.MIN_LEAD", min_lead)
     gpt, _ = generators(tokenizer, "good")
-    run(gpt, make_samples(tokenizer, ["The "]), replace(PARAMS, max_new_tokens=28), batch_size=1)
-    assert len(gpt.backend.num_rows) == 4, "28 tokens: 1 by the prefill, and then twice 13 and 1 by the rest"
-    assert len(gpt.draft.backend.num_rows) == 2 * MAX_PROPOSALS
-
-
-def test_a_draft_that_is_unsure_proposes_one_token(tokenizer, monkeypatch):
-    monkeypatch.setattr("sampling.generation.speculation.MIN_LEAD", 1e9)
-    gpt, _ = generators(tokenizer, "good")
-    run(gpt, make_samples(tokenizer, ["The "]), replace(PARAMS, max_new_tokens=11), batch_size=1)
-    assert len(gpt.backend.num_rows) == 1 + 5 and len(gpt.draft.backend.num_rows) == 5
+    run(gpt, make_samples(tokenizer, ["The "]), replace(PARAMS, max_new_tokens=27), batch_size=1)
+    assert (len(gpt.backend.num_rows), len(gpt.draft.backend.num_rows)) == (num_passes, num_proposals)
 
 
 def test_a_draft_is_not_used_for_several_samples_at_once_and_past_the_window(tokenizer):
@@ -67,7 +66,7 @@ def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is(tmp
     with torch.no_grad():
         expected = make_gpt(n_embd=64)(ids)[0][:, -1]
     torch.testing.assert_close(gpt.backend.logits(ids, None), expected, atol=2e-5, rtol=1e-4)
-    assert 0.001 < (gpt.draft.backend.logits(ids, None) - expected).norm() / expected.norm() < 0.05
+    assert 0.001 < (gpt.draft.backend.logits(ids, None) - expected).norm() / expected.norm() < 0.02
 
 
 def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, monkeypatch, messages):

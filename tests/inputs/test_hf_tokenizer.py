@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
-from hf_tokenizers import KINDS, MAKE, random_texts, save_tokenizer
+from hf_tokenizers import MAKE, random_texts, save_tokenizer
 from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
 
 
@@ -35,8 +35,8 @@ def assert_same_as_transformers(folder):
         assert ours.encode("a" + text) == theirs("a" + text, add_special_tokens=False).input_ids, text
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(5_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [300, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", MAKE)
 def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
     save_tokenizer(kind, tmp_path)
     theirs, ours, rng = AutoTokenizer.from_pretrained(tmp_path), load(tmp_path), random.Random(count)
@@ -52,7 +52,7 @@ def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
         prompt_ids = ours.encode(text + rng.choice(["", "a" * 100, " world" * 40]) + ".")
         if not theirs.convert_ids_to_tokens(ids[:1])[0].startswith("<0x"): # else it belongs to the prompt's last bytes
             joined = ours.decode(prompt_ids) + "".join(stream(ours, ids, prompt_ids))
-            assert kind == "whole-text" or joined == theirs.decode(prompt_ids + ids)
+            assert joined == theirs.decode(prompt_ids + ids) or kind in ("replace", "pattern") # they change the prompt
     known = ours.encode("world")
     for ids in [*known, ours.size, *known], [*known, 10**6, *known]:
         assert "".join(stream(ours, ids)) == ours.decode(ids) and ours.decode(ids).count("\ufffd") == 1
@@ -64,13 +64,13 @@ def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
 def test_bytes_of_a_character_come_with_the_last_of_them(kind, tmp_path):
     save_tokenizer(kind, tmp_path)
     tokenizer = load(tmp_path)
-    for text, longest in ("🦖", 2), ("的" * 500, 30):
-        ids = tokenizer.encode(text)
-        texts = stream(tokenizer, ids)
-        assert "".join(texts).strip() == text and max(map(len, texts)) <= longest and len(ids) > 1
-        assert stream(tokenizer, ids[-1:], ids) == ["\ufffd"], "no token continues a prompt's character"
+    ids = tokenizer.encode("的" * 500)
+    texts = stream(tokenizer, ids)
+    assert "".join(texts).strip() == "的" * 500 and max(map(len, texts)) <= 30
     never_a_character = stream(tokenizer, ids[-1:] * 1000) # some text must come all the same
     assert "".join(never_a_character[:-1]).count("\ufffd") > 900
+    ids = tokenizer.encode("🦖")
+    assert stream(tokenizer, ids[-1:], ids) == ["\ufffd"], "no token continues a prompt's character"
     ids = tokenizer.encode("🦖a")
     assert "".join(stream(tokenizer, ids[2:], ids[:2])).endswith("🦖a"), "it began in the prompt"
     assert stream(tokenizer, ids[-1:], tokenizer.encode("\ufffd") * 30) == ["a"]
@@ -120,13 +120,11 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"
 
 @pytest.mark.parametrize("parts, message", [
     ({"model": {"merges": [["a", "b"], ["ab", "a"]]}}, "cannot read .*range end index"),
-    ({"model": {"type": "Other"}}, "cannot read .*the tokenizer's library failed: .*"),
     ({"model": {"vocab": {}, "merges": []}}, "cannot read .*its vocabulary is empty, or gives two tokens the same id"),
     ({"model": {"vocab": {"a": 0, "b": 0, "ab": 1}}}, "cannot read .*its vocabulary .* gives two tokens the same id"),
     ({"added_tokens": [ADDED | {"id": 1}]}, "cannot read .*the id 1 of its added token '<a>' is another"),
     ({"added_tokens": [ADDED | {"id": 9}]}, "cannot read .*the id 9 of its added token '<a>' .*not follow"),
     ({"added_tokens": [ADDED, ADDED | {"id": 5}]}, "cannot read .*the id 5 of its added token '<a>' is another"),
-    ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "the tokenizer's library failed: chunk size"),
     ({"pre_tokenizer": SPLIT}, "the tokenizer's library failed: .*retry-limit"),
     ({"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}}, "the tokenizer's library failed: "),
 ], ids=str)

@@ -31,13 +31,13 @@ def here(tmp_path, monkeypatch, gpt2_encoding):
     return tmp_path
 
 
-@pytest.mark.parametrize("dataset", [None, 5, "x" * 100_000, "x" * 300, "a\0b"], ids=lambda dataset: repr(dataset)[:20])
+@pytest.mark.parametrize("dataset", [None, 5, "x" * 100_000, "a\0b"], ids=lambda dataset: repr(dataset)[:20])
 def test_gpt2s_encoding_is_used_unnamed_for_gpt2s_vocabulary_alone(dataset, here, messages):
     for is_huggingface in False, True:
         for vocab_size in 50257, 50258, 50304, 51200:
             found = load(vocab_size, dataset=dataset, is_huggingface=is_huggingface)
             assert found.encode("Hello") == [15496] and messages.pop() == "GPT-2's encoding: 50257 tokens"
-        for vocab_size in 61, 50256, 50305, 65536, 100352:
+        for vocab_size in 61, 50256, 50305, 65536:
             with pytest.raises(ValueError, match=f"^no tokenizer is in {here}/out.* model has {vocab_size}; pass"):
                 load(vocab_size, dataset=dataset, is_huggingface=is_huggingface)
     assert messages == ["ckpt.pt has no tokenizer of its own: using GPT-2's encoding"] * 4
@@ -101,7 +101,6 @@ def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
     (None, 60, f"out/meta.pkl has {len(CHARS)} tokens, but the model has 60, so it is not the tokenizer of this model"),
     ("cl100k_base", 100276, "cl100k_base has 100277 tokens, but the model has 100276"), ("gpt2", 50256, "50257 tokens"),
     ("GPT2", 50257, "there is no tokenizer 'GPT2'; did you mean gpt2.; pass --tokenizer=NAME"),
-    ("cl100k", 50257, "there is no tokenizer 'cl100k'; did you mean cl100k_base"),
     ("empty", 50257, "there is no tokenizer 'empty'"), ("a.md", 61, "there is no tokenizer 'a.md'"),
     ("config.json", 61, "cannot read config.json: it has no model, so it is not a tokenizer.json"),
     ("bare.pkl", 50257, "bare.pkl has no stoi, and names no tokenizer"),
@@ -117,9 +116,6 @@ def test_what_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, messag
         Path(file).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load(vocab_size, name=name)
-    if name == "damaged": # nor is it replaced by GPT-2's encoding
-        with pytest.raises(ValueError, match=message):
-            load(vocab_size, name)
 
 
 @pytest.mark.parametrize("name, vocab_size, warning", [

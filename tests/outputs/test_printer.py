@@ -2,9 +2,7 @@
 import io
 import math
 import re
-import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,36 +14,29 @@ from project import RULE
 from sampling.outputs import html, printer
 from sampling.outputs.printer import TINTS, Printer, Progress
 from sampling.params import Piece, Prompt, Sample, Token
+from terminal import Terminal
 
 
-def test_the_first_sample_streams_to_a_terminal(terminal):
-    screen = terminal("--start=The ", "--num_samples=2", "--max_new_tokens=400", "--context_shift", stderr=False)
-    seen = []
+def test_the_first_sample_streams_to_a_terminal(char_checkpoint, tiktoken_cache):
+    screen, seen = Terminal([f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=2", "--max_new_tokens=400",
+                             "--context_shift"], tiktoken_cache, stderr=False), []
     while screen.read_some():
         seen.append(screen.text)
     first = [text for text in seen if RULE not in text]
     assert len(first) > 20 and all(text.startswith("The ") for text in first[1:])
-
-
-def test_show_probs_only_adds_colours_and_only_where_they_are_shown(run_script, char_checkpoint):
-    run = f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=3", "--max_new_tokens=30"
-    plain = run_script(*run).stdout
-    coloured = run_script(*run, "--show_probs", FORCE_COLOR="1").stdout
-    assert plain and re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain and coloured.startswith("The ")
-    assert len(set(re.findall(r"\x1b\[38;5;16;48;5;(\d+)m", coloured))) >= 3
-    done = run_script(*run, "--show_probs")
-    assert done.stdout == plain and "show_probs has no effect: standard output is not a terminal" in done.stderr
+    screen.close()
 
 
 @pytest.mark.parametrize("environment, on_terminal, in_file", [
     ({}, True, False), ({"NO_COLOR": "1"}, False, False), ({"FORCE_COLOR": "1"}, True, True),
     ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False)], ids=str)
-def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, environment, on_terminal, in_file):
+def test_colours_are_for_terminals_and_can_be_switched_off(monkeypatch, messages, environment, on_terminal, in_file):
     for name in "NO_COLOR", "FORCE_COLOR":
         monkeypatch.setenv(name, environment.get(name, "")) # empty: as if it was not set
     for is_terminal, is_shown in (True, on_terminal), (False, in_file):
+        messages.clear()
         monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        assert Printer(CodePointTokenizer(), show_probs=True).show_probs == is_shown
+        assert Printer(CodePointTokenizer(), show_probs=True).show_probs == is_shown != bool(messages)
 
 
 def test_the_backgrounds_have_the_limits_of_the_page():
@@ -65,12 +56,12 @@ def test_a_full_disk_is_an_error_that_names_the_file(monkeypatch):
 @pytest.mark.parametrize("streams, printed", [(True, ["<a", "bc", "", f"d\n{RULE}\n"]),
                                               (False, ["", "", "", f"<abcd\n{RULE}\n"])])
 def test_pieces_are_printed_at_once_or_with_the_whole_sample(streams, printed, capsys):
-    sample, printer = Sample(0, Prompt("<"), [60]), Printer(CodePointTokenizer(), streams=streams)
+    sample, printer = Sample(0, Prompt("<"), [ord("<")]), Printer(CodePointTokenizer(), streams=streams)
     for texts, expected in zip([["a"], ["b", "c"], [], ["d"]], printed, strict=True):
         sample.finish_reason = "length" if texts == ["d"] else None
         printer.update(sample, map(Piece, texts))
         assert capsys.readouterr().out == expected
-    printer.update(Sample(1, Prompt("<"), [62], finish_reason="stop"), [])
+    printer.update(Sample(1, Prompt(">"), [ord(">")], finish_reason="stop"), [])
     assert capsys.readouterr().out == f">\n{RULE}\n"
 
 
@@ -93,21 +84,14 @@ def test_a_terminal_gets_symbols_instead_of_control_characters(monkeypatch, caps
 
 # ---- progress
 
-def test_a_bar_is_shown_if_stderr_is_a_terminal_and_stdout_is_not(terminal):
-    screen = terminal("--num_samples=2000", "--max_new_tokens=100", "--batch_size=4", "--device=cpu", stdout=False)
-    deadline = time.monotonic() + 60
-    while not re.search(r"\d%.*/200k \[.*tokens/s, \d+ samples\]", screen.text):
-        assert time.monotonic() < deadline and screen.read_some()
-    screen.process.send_signal(signal.SIGINT)
-
-
 @pytest.fixture
 def start(monkeypatch):
-    """Makes a Progress at second 0, and two samples that it follows: start(total_samples)."""
+    """Makes a Progress at second 0, and two samples that it follows, after a saved one: start(total_samples)."""
     def start(total_samples):
         monkeypatch.setattr(printer, "time", SimpleNamespace(perf_counter=lambda: 0))
         progress = Progress(total_samples, max_new_tokens=100)
-        return progress, *progress.follow([Sample(0, Prompt("a"), []), Sample(1, Prompt("a"), [])])
+        _, first, second = progress.follow(Sample(i, Prompt("a"), [], already_saved=i == 0) for i in range(3))
+        return progress, first, second
     return start
 
 
@@ -120,7 +104,7 @@ def update(progress, second, sample, num_tokens, finish_reason=None):
 
 def test_the_bar_and_the_last_line_count_what_was_sampled(start, messages, monkeypatch):
     monkeypatch.setattr(printer, "start_progress_bar", lambda count: tqdm(initial=count, file=io.StringIO()))
-    progress, first, second = start(10)
+    progress, first, second = start(11) # one is saved already
     for seconds, sample, num_tokens, reason, shown in [
             (60, first, 10, None, (10, None, None)), # the model was compiled first
             (60.5, second, 10, None, (20, 1000, "0 samples")), # the bar moves twice a second
@@ -134,7 +118,7 @@ def test_the_bar_and_the_last_line_count_what_was_sampled(start, messages, monke
 
 
 def test_tokens_that_come_at_once_are_timed_from_the_start_and_no_tokens_not_at_all(start, messages):
-    progress, first, _ = start(1)
+    progress, first, _ = start(2)
     update(progress, 5, first, 10, "length")
     progress.close(None)
     start(0)[0].close(None) # out_file was complete
@@ -142,11 +126,11 @@ def test_tokens_that_come_at_once_are_timed_from_the_start_and_no_tokens_not_at_
 
 
 @pytest.mark.parametrize("total, is_terminal, lines", [
-    (5, False, ["0 of 5 samples, 40 tokens in 30.0 s: 1.0 tokens/s",
+    (6, False, ["0 of 5 samples, 40 tokens in 30.0 s: 1.0 tokens/s",
                 "1 of 5 samples, 130 tokens in 60.0 s: 2.0 tokens/s"]),
     (None, False, ["0 samples so far, 40 tokens in 30.0 s: 1.0 tokens/s",
                    "1 sample so far, 130 tokens in 60.0 s: 2.0 tokens/s"]),
-    (5, True, [])]) # a terminal without a bar shows samples
+    (6, True, [])]) # a terminal without a bar shows samples
 def test_without_a_terminal_on_stderr_a_line_comes_every_half_minute(start, messages, monkeypatch, total, is_terminal,
                                                                      lines):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)

@@ -1,21 +1,21 @@
 """Runs that end early: printed and saved samples are complete, and the same command resumes the run."""
 import os
+import re
 import resource
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from models import make_gpt, save_checkpoint
-from script_process import start_script
+from project import RULE
+from script_process import CLOSED, start_script
+from terminal import Terminal
 
-pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 RUN = ("--start=LINES:prompts.txt", "--num_samples=50", "--max_new_tokens=30", "--stop=e", "--batch_size=8",
-       "--device=cpu")
-RESUMABLE = (*RUN, "--out_file=a.jsonl")
-RULE = b"\n---------------\n"
+       "--device=cpu", "--out_file=a.jsonl", "--logprobs=5")
+END = f"\n{RULE}\n".encode()
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,9 @@ def prepared(run_script, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     save_checkpoint(folder / "out", make_gpt())
     (folder / "prompts.txt").write_text("The \nO\nWhat is it?\nyes\nAnd so they went. \n")
-    done = run_script(*RESUMABLE, cwd=folder)
+    done = run_script(*RUN, cwd=folder)
     assert done.returncode == 0, done.stderr
-    samples = [part + RULE for part in done.stdout.encode().split(RULE)[:-1]]
+    samples = [part + END for part in done.stdout.encode().split(END)[:-1]]
     saved = (folder / "a.jsonl").read_bytes()
     (folder / "a.jsonl").unlink()
     return folder, samples, saved
@@ -42,17 +42,11 @@ def saved_in(folder):
     return path.read_bytes() if path.exists() else b""
 
 
-def wait_for_samples(process, folder, num_saved):
-    """Wait until the run has saved a sample more than num_saved."""
-    while process.poll() is None and saved_in(folder).count(b"\n") <= num_saved:
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def finish(run_script, prepared, folder):
     """finish() runs the same command without an interruption."""
     def run():
-        done = run_script(*RESUMABLE, cwd=folder)
+        done = run_script(*RUN, cwd=folder)
         assert done.returncode == 0 and saved_in(folder) == prepared[2], done.stderr
     return run
 
@@ -69,8 +63,9 @@ def test_a_signal_leaves_complete_samples(prepared, folder, finish, number, stat
     _, samples, saved = prepared
     for moment in moments:
         num_saved = saved_in(folder).count(b"\n")
-        process = start_script(*RESUMABLE, cwd=folder)
-        wait_for_samples(process, folder, num_saved)
+        process = start_script(*RUN, "--html_file=a.html", cwd=folder)
+        while process.poll() is None and saved_in(folder).count(b"\n") <= num_saved:
+            time.sleep(0.005)
         time.sleep(moment)
         process.send_signal(number)
         printed, messages = process.communicate()
@@ -78,20 +73,23 @@ def test_a_signal_leaves_complete_samples(prepared, folder, finish, number, stat
         found = saved_in(folder)
         assert saved.startswith(found) and b"".join(samples[num_saved:]).startswith(printed)
         # A sample is saved just before it is printed.
-        assert found.count(b"\n") - num_saved - printed.count(RULE) in (0, 1)
+        assert found.count(b"\n") - num_saved - printed.count(END) in (0, 1)
         if number != signal.SIGKILL:
-            assert found.endswith(b"\n") and (printed == b"" or printed.endswith(RULE))
+            assert found.endswith(b"\n") and (printed == b"" or printed.endswith(END))
+            assert (folder / "a.html").read_bytes().count(b"</article>") == found.count(b"\n")
+        if process.returncode == 130:
+            expected = rb"\na.jsonl holds %d samples?: the same command goes on after them\n$" % found.count(b"\n")
+            assert re.search(expected, messages), messages
         if process.returncode == 0:
             (folder / "a.jsonl").unlink()
     finish()
 
 
-@pytest.mark.parametrize("share", [0.1, pytest.param(0.3, marks=pytest.mark.slow)])
-def test_stdout_may_be_closed_after_any_number_of_bytes(prepared, folder, finish, share):
+def test_stdout_may_be_closed_after_any_number_of_bytes(prepared, folder, finish):
     """head closes it like this."""
     _, samples, saved = prepared
-    wanted, read = int(share * len(b"".join(samples))), b""
-    process = start_script(*RESUMABLE, cwd=folder)
+    wanted, read = len(b"".join(samples)) // 10, b""
+    process = start_script(*RUN, cwd=folder)
     while len(read) < wanted and (more := process.stdout.read(wanted - len(read))):
         read += more
     process.stdout.close()
@@ -99,43 +97,71 @@ def test_stdout_may_be_closed_after_any_number_of_bytes(prepared, folder, finish
     assert process.wait() in (141, 0) and b"Traceback" not in messages and b"rror" not in messages, messages
     assert b"".join(samples).startswith(read)
     found = saved_in(folder)
-    assert saved.startswith(found) and found.endswith(b"\n") and found.count(b"\n") >= read.count(RULE)
+    assert saved.startswith(found) and found.endswith(b"\n") and found.count(b"\n") >= read.count(END)
     process.stderr.close()
     finish()
 
 
-@pytest.mark.parametrize("arguments, blocks", [
-    (RESUMABLE, 3), pytest.param(RESUMABLE, 0, marks=pytest.mark.slow), pytest.param(RUN, 3, marks=pytest.mark.slow),
-], ids=["out_file", "out_file-at-once", "stdout"])
-def test_a_full_disk_is_one_error_line(prepared, folder, finish, arguments, blocks):
-    """The disk is full after some kilobytes of out_file, or of the file that receives standard output."""
+def test_a_full_disk_is_one_error_line(prepared, folder, finish):
+    """The disk is full after three kilobytes of out_file, and of the file that receives standard output."""
     _, samples, saved = prepared
     with open(folder / "printed", "wb") as file:
-        process = start_script(*arguments, cwd=folder, stdout=file)
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (blocks * 1024, -1)) # long before the process writes
+        process = start_script(*RUN, cwd=folder, stdout=file)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (3 * 1024, -1)) # long before the process writes
         _, messages = process.communicate()
     error = messages.splitlines()[-1]
     assert process.returncode == 1 and error.startswith(b"error: ") and b"File too large" in error, messages
     assert b"Traceback" not in messages and b"Exception ignored" not in messages
-    printed = (folder / "printed").read_bytes()
-    assert b"".join(samples).startswith(printed) and saved.startswith(saved_in(folder))
-    if arguments == RESUMABLE:
-        finish()
-    else:
-        assert len(printed) == blocks * 1024
+    assert b"".join(samples).startswith((folder / "printed").read_bytes()) and saved.startswith(saved_in(folder))
+    finish()
 
 
-@pytest.mark.parametrize("arguments, statuses", [
-    (["--help"], (1, 2)), pytest.param(RUN, (1,), marks=pytest.mark.slow)], ids=["help", "samples"])
-def test_stdout_may_be_full_or_closed_from_the_start(folder, arguments, statuses):
+def test_stdout_may_be_full_or_closed_from_the_start():
     with open("/dev/full", "wb") as full:
-        process = start_script(*arguments, cwd=folder, stdout=full)
+        process = start_script("--help", stdout=full)
         _, messages = process.communicate()
-    error = messages.splitlines()[-1]
-    assert process.returncode in statuses and error.startswith(b"error: ") and b"No space left" in error, messages
+    assert process.returncode in (1, 2) and messages.startswith(b"error: ") and b"No space left" in messages, messages
     reader, writer = os.pipe()
     os.close(reader)
-    process = start_script(*arguments, cwd=folder, stdout=writer)
+    process = start_script("--help", stdout=writer)
     os.close(writer)
     _, messages = process.communicate()
     assert process.returncode == 141 and b"rror" not in messages, messages
+
+
+# ---- standard streams
+
+FAST = "--num_samples=1", "--max_new_tokens=5"
+
+
+@pytest.mark.parametrize("seconds", [0.3, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.1, 0.6, 0.9))])
+def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint, seconds):
+    process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=100000", "--batch_size=1")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=20)
+    assert process.returncode in (130, -signal.SIGINT, 1) # the second while a file is read: the system ends the process
+    if b"settings: " in messages: # before it, Python was still starting, and exits in its own way
+        assert process.returncode != 1 and b"Traceback" not in messages, messages
+
+
+@pytest.mark.parametrize("streams", [{}, pytest.param({"stdout": False}, marks=pytest.mark.slow),
+                                     pytest.param({"stderr": False}, marks=pytest.mark.slow)], ids=str)
+def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, streams):
+    screen = Terminal([f"--out_dir={char_checkpoint}", "--num_samples=1", "--max_new_tokens=1000000", "--context_shift",
+                       "--device=cpu"], tiktoken_cache, **streams)
+    screen.read_some()
+    time.sleep(2 if streams else 0.5)
+    screen.type("\x03")
+    assert screen.read_to_end().endswith("\n")
+    screen.close()
+    assert screen.process.returncode == 130
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stderr"])
+def test_a_closed_stream_is_ignored(char_checkpoint, stream):
+    """Messages do not go to standard output instead."""
+    process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0",
+                           **{stream: CLOSED})
+    printed, _ = process.communicate()
+    assert process.returncode == 0 and printed.decode() == f"Hi\n{RULE}\n" * 2

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from hf_tokenizers import KINDS, save_tokenizer
+from attacks import call, value, write_attack
 from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
 from oracles import nanogpt_samples
 from project import RULE
@@ -56,21 +56,6 @@ def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoin
     assert outputs[0].stdout.count(RULE) == 10 and "on cpu in int8\n" in outputs[0].stderr
 
 
-def test_a_draft_changes_no_sample(run_script, char_checkpoint):
-    run = f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=14", "--batch_size=1", "--device=cpu"
-    plain, done = run_script(*run), run_script(*run, "--draft=int8")
-    assert done.returncode == 0 and done.stdout == plain.stdout and plain.stdout.count(RULE) == 3, done.stderr
-
-
-@slow
-def test_a_compiled_model_prints_the_same_samples(run_script, tmp_path):
-    save_checkpoint(tmp_path, make_gpt(n_layer=1))
-    run = f"--out_dir={tmp_path}", "--num_samples=3", "--batch_size=2", "--max_new_tokens=20", "--device=cpu"
-    done = run_script(*run, "--compile")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == run_script(*run).stdout
-
-
 # ---- transformers' text
 
 @pytest.mark.parametrize("sampling", [
@@ -87,42 +72,18 @@ def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_fol
     assert f"{gpt2_folder} has no tokenizer of its own: using GPT-2's encoding" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram", *(pytest.param(kind, marks=slow) for kind in KINDS[4:])])
-def test_a_model_with_its_own_tokenizer_prints_the_text_of_transformers(kind, run_script, tmp_path):
-    from transformers import AutoTokenizer
-    model = make_transformers_gpt2(vocab_size=save_tokenizer(kind, tmp_path), n_positions=64)
-    model.save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    prompt = tokenizer("The world is", add_special_tokens=False, return_token_type_ids=False, return_tensors="pt")
-    torch.manual_seed(3)
-    ids = [model.generate(**prompt, do_sample=True, max_new_tokens=25, temperature=0.8, top_k=50, eos_token_id=None,
-                          pad_token_id=0)[0] for _ in range(3)]
-    done = run_script(f"--init_from={tmp_path}", "--start=The world is", "--num_samples=3", "--max_new_tokens=25",
-                      "--seed=3", "--top_k=50", "--device=cpu", TIKTOKEN_CACHE_DIR=str(tmp_path / "nothing"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed(tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids)
-
-
 # ---- settings, prompts and messages
 
 @pytest.mark.parametrize("arguments, prompt", [
-    (["--start=a=b"], "a=b"),
-    (["--start", "two words"], "two words"),
-    (["--start=FILE:prompt.txt"], "Zürich\nis"),
-    (["--start=FILE:-"], "piped"),
-    (["--temperature=0"], "\n"),
-    (["--top-k", "5", "--seed=-1"], "\n"),
-    (["--context_shift", "--max_new_tokens=20", "--top_k=None"], "\n"),
-    (["--dtype=bfloat16"], "\n"),
-    (["one.py", "two.py"], "two"),
-    (["one.py", "--num_samples=1", "--start=three"], "three"),
+    (["--start=FILE:prompt.txt"], "Zürich\nis"), (["--start=FILE:-"], "piped"), (["--temperature=0"], "\n"),
+    (["--top-k", "5", "--seed=-1"], "\n"), (["--context_shift", "--max_new_tokens=20", "--top_k=None"], "\n"),
+    (["--dtype=bfloat16"], "\n"), (["one.py", "--num_samples=1", "--start=two"], "two"),
 ], ids=str)
 def test_valid_settings_run(run_script, tmp_path, arguments, prompt):
     save_checkpoint(tmp_path / "out", make_gpt(vocab_size=80))
     save_meta(tmp_path / "out" / "meta.pkl", CHARS + "=ü0123456789")
     (tmp_path / "prompt.txt").write_bytes("Zürich\r\nis".encode())
     (tmp_path / "one.py").write_text("num_samples = 2\nstart = 'one'\n")
-    (tmp_path / "two.py").write_text("num_samples = 1\nstart = 'two'\n")
     done = run_script(*FAST, *arguments, cwd=tmp_path, stdin=b"piped")
     num_tokens = 20 if "--max_new_tokens=20" in arguments else 5
     assert done.returncode == 0, done.stderr
@@ -138,16 +99,6 @@ def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint
     assert "standard input, line 1: the prompt has 39 tokens, but the model sees only the last 16" in done.stderr
 
 
-def test_a_sample_ends_where_the_first_of_several_stop_texts_begins(run_script, char_checkpoint, tmp_path):
-    (tmp_path / "stops.py").write_text("stop = ['a', 'e']\n")
-    run = f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=40", "--start=O", "--device=cpu"
-    plain = run_script(*run).stdout.split(f"\n{RULE}\n")[:-1]
-    expected = printed(re.split("[ae]", text)[0] for text in plain)
-    assert expected != printed(plain)
-    for arguments in ["--stop=e", "--stop=a"], ['--stop=["e", "a"]'], ["stops.py"]:
-        assert run_script(*run, *arguments, cwd=tmp_path).stdout == expected
-
-
 # ---- files
 
 def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_script, char_checkpoint, tmp_path):
@@ -161,32 +112,6 @@ def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_scri
     assert resumed.returncode == 0, resumed.stderr
 
 
-def test_a_run_may_be_resumed_with_a_draft(run_script, char_checkpoint, tmp_path):
-    run = (f"--out_dir={char_checkpoint}", "--num_samples=2", "--batch_size=1", "--max_new_tokens=14", "--device=cpu",
-           "--out_file=a.jsonl", "--logprobs=1")
-    assert run_script(*run, cwd=tmp_path).returncode == 0
-    whole = (tmp_path / "a.jsonl").read_bytes()
-    (tmp_path / "a.jsonl").write_bytes(whole.splitlines(keepends=True)[0])
-    assert run_script(*run, "--draft=int8", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "a.jsonl").read_bytes() == whole
-
-
-def test_the_progress_of_a_resumed_run_counts_the_samples_that_are_left(run_script, char_checkpoint, tmp_path,
-                                                                        monkeypatch):
-    monkeypatch.setattr("sampling.outputs.printer.LOG_INTERVAL", 0) # seconds
-    for num_samples, count in (1, "of 1 sample,"), (3, "of 2 samples,"):
-        done = run_script(f"--out_dir={char_checkpoint}", *FAST, f"--num_samples={num_samples}", "--out_file=a.jsonl",
-                          "--max_new_tokens=40", cwd=tmp_path)
-        assert done.returncode == 0 and count in done.stderr, done.stderr
-
-
-def test_lines_of_json_replace_the_samples_on_standard_output(run_script, char_checkpoint, tmp_path):
-    run = f"--out_dir={char_checkpoint}", "--start=O", *FAST, "--logprobs=1"
-    assert run_script(*run, "--out_file=a.jsonl", cwd=tmp_path).returncode == 0
-    done = run_script(*run, "--out_file=-", cwd=tmp_path)
-    assert done.stdout == (tmp_path / "a.jsonl").read_text() and not (tmp_path / "-").exists()
-
-
 # ---- sessions
 
 def test_an_exact_session_refuses_what_nanogpt_lacks_and_goes_on(run_script, char_checkpoint):
@@ -194,3 +119,55 @@ def test_an_exact_session_refuses_what_nanogpt_lacks_and_goes_on(run_script, cha
     done = run_script(*run, "--interactive", stdin=b":top_p=0.9\n:temperature=0\nO\n")
     assert done.stdout == run_script(*run, "--start=O").stdout
     assert done.stderr.count("error: exact=True does only what nanoGPT does") == 2
+
+
+# ---- user errors of every kind: each ends the script with one line; other tests have more cases without the script
+
+pytest_plugins = ["attacks"]
+WRONG_SETTINGS = [ # an argument, a part of the error line: exit status 2
+    ("-p", "unknown setting -p; did you mean start?"),
+    ("bad.py", "error: bad.py: top_k must be from 1 to 10**9, or None or 0 for every token; got -5"),
+]
+UNUSABLE = [ # arguments, a part of the error line: exit status 1
+    ("--device=cuda", "device=cuda is not available here; found: cpu"),
+    ("--start=FILE:-", "is empty"),
+    ("--start=LINES:lines.txt", "lines.txt, line 3: the prompt has characters"),
+    ("--out_dir=bare", "GPT-2's encoding has 50257 tokens"),
+    ("--out_dir=nan --temperature=0", "NaN or infinite"),
+    ("--init_from=no/such/model", "error: 'no/such/model' is neither a folder here nor a Hugging Face id"),
+    ("--init_from=gpt2", "could not get 'gpt2'"),
+    ("--init_from=out", "for a ckpt.pt pass --out_dir=out"),
+    ("--out_file=no/such/a.jsonl", "cannot write 'no/such/a.jsonl': there is no folder /"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_input_folder(tmp_path_factory):
+    """A folder with a valid checkpoint in out/ and all files that the tables name."""
+    folder, model = tmp_path_factory.mktemp("bad"), make_gpt()
+    save_checkpoint(folder / "out", model)
+    (folder / "bad.py").write_text("top_k = -5\n")
+    (folder / "lines.txt").write_text("good\n\nso \N{EURO SIGN}\n", encoding="utf-8")
+    save_checkpoint(folder / "bare", model, meta=False)
+    is_nan = {"transformer.ln_f.bias": torch.full((24,), torch.nan)}
+    save_checkpoint(folder / "nan", model, model=model.state_dict() | is_nan)
+    return folder
+
+
+@pytest.mark.parametrize("arguments, status, message", [
+    *((arguments, 2, message) for arguments, message in WRONG_SETTINGS),
+    *((arguments, 1, message) for arguments, message in UNUSABLE)])
+def test_bad_input_is_one_error_line(run_script, bad_input_folder, arguments, status, message):
+    done = run_script("--out_dir=out", "--device=cpu", "--num_samples=1", *arguments.split(), cwd=bad_input_folder)
+    *others, error = done.stderr.splitlines()
+    assert done.returncode == status and done.stdout == ""
+    assert error.startswith("error: ") and message in error
+    assert not any("rror" in line for line in others) and (status == 1 or not others)
+
+
+def test_the_script_runs_nothing_in_a_hostile_pickle(run_script, valid_checkpoint, tmp_path):
+    for place, status in ("x", 0), ("model", 1): # beside the model, and instead of it
+        write_attack(place, call("os mkdir", value("ran")), tmp_path, valid_checkpoint)
+        done = run_script("--out_dir=out", "--num_samples=1", cwd=tmp_path)
+        assert done.returncode == status and not (tmp_path / "ran").exists()
+    assert done.stdout == "" and "error: cannot read out/ckpt.pt: " in done.stderr and "os.mkdir" in done.stderr

@@ -1,4 +1,5 @@
 """The start of the script: what it imports, and from where it runs: any folder, pip's command, a notebook."""
+import ctypes
 import os
 import subprocess
 import sys
@@ -7,10 +8,12 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 
 import sampling
 from models import make_gpt, save_checkpoint
 from project import PROJECT, RULE, SCRIPT
+from sampling.process import cores_are_busy, peak_memory
 
 FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
 HEAVY = {"torch", "numpy", "numba", "tiktoken", "transformers", "safetensors", "huggingface_hub", "tqdm", "psutil"}
@@ -36,7 +39,7 @@ def run(*command, cwd=PROJECT, status=0):
     return done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("argument, status", [("--help", 0), ("--temprature=1", 2), ("--top_k=-1", 2)])
+@pytest.mark.parametrize("argument, status", [("--help", 0), ("--top_k=-1", 2)])
 def test_help_and_invalid_settings_do_not_import_torch(argument, status):
     printed, messages = run(sys.executable, "-X", "importtime", SCRIPT, argument, status=status)
     imported = {line.split("|")[-1].strip() for line in messages.splitlines() if line.startswith("import time:")}
@@ -94,3 +97,63 @@ def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_
     code = ("import sys, sampling; generator = sampling.load(sys.argv[1], 'cpu', 'bfloat16'); "
             "print(generator.generate('The', sampling.SamplingParams(5))[0].num_tokens)")
     assert run(python, "-c", code, char_checkpoint, cwd=tmp_path)[0] == "5\n"
+
+
+# ---- what macOS and Windows lack: a run without it gives the same samples and files
+
+RUN = "--num_samples=2", "--max_new_tokens=20", "--start=The", "--device=cpu"
+MISSING = { # modules, and the error at glibc's functions; neither has /proc
+    "macOS": ([], AttributeError),
+    "Windows": (["fcntl", "resource", "readline", "termios", "pty"], TypeError),
+}
+
+
+@pytest.fixture(params=MISSING)
+def other_system(request, monkeypatch):
+    """Take away what this system lacks. Returns its name."""
+    modules, error = MISSING[request.param]
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, None) # then an import raises ImportError
+    read_text, load_library = Path.read_text, ctypes.CDLL
+
+    def read_outside_proc(path, *arguments, **settings):
+        if path.parts[:2] == ("/", "proc"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return read_text(path, *arguments, **settings)
+
+    def load_no_glibc(name, *arguments, **settings):
+        if name is None:
+            raise error("this is not glibc")
+        return load_library(name, *arguments, **settings)
+    monkeypatch.setattr(Path, "read_text", read_outside_proc)
+    monkeypatch.setattr(ctypes, "CDLL", load_no_glibc)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(run_script, char_checkpoint, tmp_path_factory):
+    """The samples as printed and as saved on this system."""
+    folder = tmp_path_factory.mktemp("expected")
+    done = run_script(f"--out_dir={char_checkpoint}", *RUN, "--out_file=a.jsonl", "--logprobs=5", cwd=folder)
+    return done.stdout, (folder / "a.jsonl").read_bytes()
+
+
+def test_samples_and_files_are_the_same(other_system, expected, run_script, char_checkpoint, tmp_path):
+    run = f"--out_dir={char_checkpoint}", *RUN, "--out_file=a.jsonl", "--html_file=a.html"
+    done = run_script(*run, cwd=tmp_path)
+    assert done.returncode == 0 and (done.stdout, (tmp_path / "a.jsonl").read_bytes()) == expected, done.stderr
+    assert ("peak memory" in done.stderr) == (other_system != "Windows")
+    resumed = run_script(*run, cwd=tmp_path)
+    assert resumed.returncode == 0 and "nothing to do" in resumed.stderr
+
+
+def test_a_session_answers_and_cores_count_as_free(other_system, expected, run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", *RUN[1:2], "--interactive", stdin=b"The\r\n:quit\r\n")
+    assert done.returncode == 0 and expected[0].startswith(done.stdout) and done.stdout, done.stderr
+    assert not cores_are_busy(), "nothing says how many programs run"
+
+
+def test_peak_memory_is_in_bytes_on_macos_too(monkeypatch):
+    on_linux = peak_memory(torch.device("cpu")) # where ru_maxrss is in kilobytes
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert on_linux / 2000 < peak_memory(torch.device("cpu")) < on_linux / 500
