@@ -12,7 +12,8 @@ def report(cases, processes, limits, rounds):
     modules = {"torch": "torch", "transformers": "transformers", "ctranslate2": "ctranslate2",
                "llama-cpp-python": "llama_cpp"}
     packages = ", ".join(f"{name} {version(name)}" for name, module in modules.items() if find_spec(module))
-    lines = [f"{machine()}; {packages}; medians of {rounds} rounds. Memory reads at {limits[0] / 1e9:,.0f} GB/s; "
+    measured = "one round" if rounds == 1 else f"medians of {rounds} rounds"
+    lines = [f"{machine()}; {packages}; {measured}. Memory reads at {limits[0] / 1e9:,.0f} GB/s; "
              f"matrix products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32.", "",
              "| | | tokens/s | x nanoGPT's loop |", "|---|---|---:|---:|"]
     nanogpt = {case.row: case.rate() for case in cases if case.name == "nanoGPT's loop"}

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import sampling
-from engines import Generator
+from engines import Generator, NotingBackend
 from models import make_gpt, make_transformers_gpt2
 from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.generation import scoring
@@ -52,18 +52,34 @@ def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
     assert found.nats_per_token == pytest.approx(loss, rel=1e-4) and found.num_tokens == ids.size(1) - 1
     assert "".join(token.text for token in found.tokens) == text
     assert found.num_bytes == len(text.encode()) - len("H")
+    cut = Score(0, Prompt("日"), [], ids=gpt.tokenizer.encode("日")[:-1]) # ends inside a character
+    *_, (found, _) = gpt.run([cut], ScoringParams())
+    assert found.text == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("max_tokens", [16, 40, 8192])
 def test_no_text_changes_the_score_of_another(tokenizer, max_tokens, monkeypatch):
     monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", max_tokens)
-    gpt, texts = Generator(tokenizer), ["The ", BOOK, "x", "yes", BOOK[5:], "a" * 16]
+    gpt = Generator(tokenizer, NotingBackend(make_gpt()))
+    texts = ["The ", BOOK, "x", "yes", BOOK[5:], "a" * 16, BOOK[:17], BOOK[:25]] # the last two fill their windows
     scores = [Score(i, Prompt(text), [], ids=tokenizer.encode(text)) for i, text in enumerate(texts)]
     scores[3].already_saved = True
     finished = [found for found, _ in gpt.run(scores, ScoringParams()) if found.finish_reason]
-    assert finished == [scores[i] for i in (0, 1, 2, 4, 5)]
+    assert finished == [scores[i] for i in (0, 1, 2, 4, 5, 6, 7)] # each once
+    assert max(gpt.backend.num_rows) == {16: 1, 40: 2, 8192: 64}[max_tokens] # windows of 16 tokens
     for found in finished:
         assert found.cumulative_logprob == pytest.approx(score(gpt, found.prompt.text), rel=1e-5)
+
+
+def test_half_precision_is_that_of_the_logits_only(tokenizer):
+    class HalfBackend(EagerBackend):
+        def logits(self, *arguments):
+            return super().logits(*arguments).bfloat16()
+    ids = torch.tensor([tokenizer.encode("What is it?")])
+    with torch.no_grad():
+        logits = make_gpt()(ids, targets=ids)[0][0, :-1].bfloat16().float()
+    expected = logits.log_softmax(dim=-1).gather(1, ids[0, 1:, None]).sum().item()
+    assert score(Generator(tokenizer, HalfBackend(make_gpt())), "What is it?") == pytest.approx(expected, rel=1e-5)
 
 
 def test_tokens_have_their_alternatives(tokenizer):

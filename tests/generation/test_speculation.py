@@ -80,8 +80,9 @@ def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, monkey
     gpt.generate("The ", replace(PARAMS, max_new_tokens=9))
     gpt.generate("The King ", PARAMS) # 7 tokens are left in the window of 16
     assert gpt.draft is None and not any("draft" in line for line in messages)
-    gpt.generate("The ", PARAMS)
-    assert messages[-1] == "draft: a copy of the model in int8"
+    for _ in range(2):
+        gpt.generate("The ", PARAMS)
+    assert [line for line in messages if "draft" in line] == ["draft: a copy of the model in int8"] # made once
 
 
 @pytest.mark.parametrize("settings, message", [

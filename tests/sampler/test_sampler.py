@@ -58,6 +58,11 @@ def test_unlikely_tokens_are_left_out(settings, expected):
     assert sample(FOUR.expand(2000, -1), **settings).unique().tolist() == expected
 
 
+def test_top_p_keeps_no_token_that_the_sum_does_not_need():
+    """Of four equally likely tokens, the sums are exactly 0.25, 0.5, 0.75 and 1."""
+    assert len(sample(torch.zeros(2000, 4), top_p=0.5).unique()) == 2
+
+
 @pytest.mark.parametrize("device", [ON_GPU])
 def test_top_p_gives_one_row_the_same_token_every_time(device): # in float32, sums of a single row vary there
     logits, noise = (normal(1, 50304, seed=seed).to(device) for seed in range(2))

@@ -5,6 +5,9 @@ import math
 import pytest
 
 from models import CHARS, make_gpt, save_checkpoint, save_meta
+from sampling.outputs import html
+from sampling.outputs.printer import Progress, score_line
+from sampling.params import Prompt, Score
 
 LINE = r": \d+ tokens?, \d+\.\d{4} nats a token, perplexity \d+\.\d\d, \d+\.\d\d bits a byte"
 
@@ -71,6 +74,20 @@ def test_lines_and_the_page_have_each_token(run_script, folder):
     assert '<span>The </span>' in page and "[1,null]" in page and "3 tokens" in page
 
 
+def test_without_alternatives_lines_have_the_tokens_and_a_page_the_text(run_script, folder):
+    run_script("--start=The ", "--score", "--out_file=a.jsonl", "--logprobs=0", cwd=folder)
+    content = json.loads((folder / "a.jsonl").read_text())["logprobs"]["content"]
+    assert [token["token"] for token in content] == list("The ")
+    run_script("--start=The ", "--score", "--out_file=b.jsonl", cwd=folder)
+    assert html.write_page(folder / "b.html", [str(folder / "b.jsonl")]) == 1
+    assert "<span>The </span>" in (folder / "b.html").read_text()
+
+
+def test_a_very_unlikely_text_has_a_score():
+    line = score_line("a", Score(0, Prompt("a"), [], num_tokens=1, num_bytes=1, cumulative_logprob=-1e6))
+    assert line.startswith("a: 1 token, 1000000.0000 nats a token, perplexity ")
+
+
 def test_show_probs_colours_the_text(run_script, folder):
     plain = run_script("--start=The ", "--score", cwd=folder).stdout
     done = run_script("--start=The ", "--score", "--show_probs", cwd=folder, FORCE_COLOR="1")
@@ -84,3 +101,12 @@ def test_settings_that_only_sampling_has_are_an_error_on_the_command_line_only(r
     wrong = run_script("--start=The ", "--score", "--temperature=0.8", "--num_samples=3", cwd=folder)
     assert wrong.returncode == 2 and not wrong.stdout
     assert wrong.stderr == "error: score=True generates no samples: leave out num_samples, temperature, or score\n"
+
+
+def test_the_bar_ends_at_the_number_of_scored_tokens():
+    progress = Progress(2, None)
+    texts = progress.follow(Score(i, Prompt("a"), [], ids=[1] * 5) for i in range(2))
+    next(texts)
+    assert progress.expect_tokens() is None # the second text was not read yet
+    next(texts)
+    assert progress.expect_tokens() == 8
