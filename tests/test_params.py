@@ -42,6 +42,7 @@ EXCLUDED = [ # settings that do not work together, and what the error says
     (dict(dtype="int8", compile=True), "dtype=int8 does not work with compile=True: leave out one of them"),
     (dict(dtype="int8", exact=True), "dtype=int8 does not work with exact=True: leave out one of them"),
     (dict(dtype="int8", draft="int8"), "draft=int8 has no use with dtype=int8"),
+    (dict(score=True, interactive=True), "score=True does not work with interactive=True: in a session, type :score"),
     (dict(draft="int8", compile=True), "draft=int8 does not work with compile=True: leave out one of them"),
     (dict(logprobs=0), "logprobs are saved in out_file: give out_file too"),
     (dict(out_file="a", html_file="b/../a"), "out_file and html_file must be two files"),
