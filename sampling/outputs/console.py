@@ -29,8 +29,7 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None:
             with suppress(OSError, RuntimeError): # the latter if a signal came within a write
-                if self.bar is not None:
-                    self.bar.clear()
+                clear_bar()
                 prefix = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
                 print(prefix + sanitize(record.getMessage()), file=sys.stderr, flush=True)
 
@@ -62,18 +61,26 @@ def setup_console(rank: int = 0, owns_process: bool = True) -> None:
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
 
 
-def start_progress_bar(num_tokens: int) -> Any:
-    """Return a tqdm of tokens, if standard error goes to a terminal and the samples do not; otherwise return None.
+def start_progress_bar(num_tokens: int, shows_text: bool = True) -> Any:
+    """Return a tqdm of tokens, if standard error goes to a terminal that shows no text of samples; otherwise None.
+
+    shows_text: whether such text is printed. Whole lines on standard output do not disturb the bar.
 
     num_tokens: how many there are already. They do not count for the bar's speed.
     """
     is_pipe = sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode) # tee, for example, shows them there
-    if is_pipe or is_tty(sys.stdout) or not is_tty(sys.stderr):
+    if (shows_text and (is_pipe or is_tty(sys.stdout))) or not is_tty(sys.stderr):
         return None
     from tqdm import tqdm
     _console.bar = tqdm(initial=num_tokens, unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1,
                         leave=False)
     return _console.bar
+
+
+def clear_bar() -> None:
+    """Make room for a line: the bar comes again with its next update."""
+    if _console.bar is not None:
+        _console.bar.clear()
 
 
 @contextmanager

@@ -61,7 +61,9 @@ class Outputs:
             samples = self.lines.mark_saved(samples, self.format, settings["watch"])
         self.device = gpt.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
-        self.progress = Progress(num_total, None if settings["score"] else settings["max_new_tokens"])
+        is_score = settings["score"]
+        self.progress = Progress(num_total, None if is_score else settings["max_new_tokens"],
+                                 shows_text=not is_score or settings["show_probs"])
         self.total, self.num_scores = Score(0, Prompt("all"), []), 0
         return map(self.add_saved, self.progress.follow(samples))
 

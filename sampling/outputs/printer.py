@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from sampling.inputs.tokenizer import Tokenizer
-from sampling.outputs.console import is_tty, name_write_errors, plural, sanitize, start_progress_bar
+from sampling.outputs.console import clear_bar, is_tty, name_write_errors, plural, sanitize, start_progress_bar
 from sampling.params import Piece, Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Printer:
             self.unprinted = []
 
     def write(self, text: str) -> None:
+        clear_bar()
         with name_write_errors("standard output"):
             print(text, end="", flush=True)
 
@@ -90,11 +91,11 @@ class Progress:
     """Counts samples and tokens. Shows a bar, or if standard error is no terminal, as with nohup, a line now and then.
 
     total_samples: how many samples the run has; None if unknown. Those that are already saved do not count.
-    max_new_tokens: of each sample; None if texts are scored.
+    max_new_tokens: of each sample; None if texts are scored. shows_text: whether text is printed as it comes.
     """
 
-    def __init__(self, total_samples: int | None, max_new_tokens: int | None):
-        self.total_samples, self.max_new_tokens = total_samples, max_new_tokens
+    def __init__(self, total_samples: int | None, max_new_tokens: int | None, shows_text: bool = True):
+        self.total_samples, self.max_new_tokens, self.shows_text = total_samples, max_new_tokens, shows_text
         self.noun = "sample" if max_new_tokens is not None else "text"
         self.unfinished: set[Sample] = set() # the engine may append tokens to them
         self.num_samples = self.num_tokens = 0 # of finished samples
@@ -121,7 +122,7 @@ class Progress:
             return
         num_tokens = self.num_tokens + sum(sample.num_tokens for sample in self.unfinished)
         if self.first_tokens is None:
-            self.first_tokens, self.bar = (now, num_tokens), start_progress_bar(num_tokens)
+            self.first_tokens, self.bar = (now, num_tokens), start_progress_bar(num_tokens, self.shows_text)
         elif self.bar is not None:
             self.bar.total = self.expect_tokens()
             self.bar.set_postfix_str(plural(self.num_samples, self.noun), refresh=False)

@@ -67,7 +67,7 @@ def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokeni
     backend = NotingBackend(make_gpt())
     monkeypatch.setattr(engine, "free_memory", lambda device: free)
     monkeypatch.setattr(backend, "max_rows", 8)
-    monkeypatch.setattr(backend, "bytes_per_row", lambda length: 1)
+    monkeypatch.setattr(backend, "bytes_per_row", {4 + 2: 1}.get) # of the prompt, and of the new tokens
     run(Generator(tokenizer, backend), make_samples(tokenizer, ["The "], 9), replace(PARAMS, max_new_tokens=2))
     assert [size for i, size in enumerate(backend.num_rows) if i % 2] == sizes, "every other call is a prefill"
 
@@ -147,12 +147,13 @@ def test_tokens_are_copied_every_16_steps_or_sooner_for_a_reader_or_a_stop_text(
 
 def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_character_twice(tokenizer, messages):
     samples, backend = make_samples(tokenizer, ["The "], 4), NotingBackend(make_gpt(), fails_at=12)
+    backend.free_buffers = lambda: messages.append("free")
     stops = [expected_texts(samples, tokenizer)[2][3:6]] # the third sample is finished after 6 tokens
     found = run(Generator(tokenizer, backend), samples, replace(PARAMS, stop=stops), 4, stream=True)
     assert [sample.text for sample in found] == expected_texts(samples, tokenizer, stops=stops)
     assert backend.num_rows[1] == 4 and backend.num_rows[11] == 3, "without the third sample"
     assert max(backend.num_rows[12:]) == 2
-    assert messages == ["out of memory with 4 samples at once: continuing with 2"]
+    assert messages == ["out of memory with 4 samples at once: continuing with 2", "free"]
 
 
 def test_past_the_window_a_batch_goes_on_in_parts_that_finish_one_after_another(tokenizer, monkeypatch, messages):

@@ -83,16 +83,16 @@ def test_in_a_program_warnings_reach_stderr_and_the_rest_is_as_it_configures(pro
 
 # ---- the progress bar, and the standard streams
 
-@pytest.mark.parametrize("stdout, stderr_is_tty, is_shown", [
-    ("terminal", True, False), ("file", True, True), ("file", False, False),
-    ("pipe", True, False)]) # the reader of a pipe may show the samples there
-def test_a_progress_bar_is_shown_beside_samples_in_a_file(read_stderr, monkeypatch, stdout, stderr_is_tty, is_shown):
+@pytest.mark.parametrize("stdout, stderr_is_tty, shows_text, is_shown", [
+    ("terminal", True, True, False), ("terminal", True, False, True), ("file", True, True, True),
+    ("file", False, False, False), ("pipe", True, True, False)]) # the reader of a pipe may show the samples there
+def test_a_progress_bar_does_not_disturb_text(read_stderr, monkeypatch, stdout, stderr_is_tty, shows_text, is_shown):
     reader, writer = os.pipe()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: stderr_is_tty, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: stdout == "terminal", raising=False)
     with (open(reader), open(writer, "w") as pipe, open(os.devnull, "w") as file,
           redirected(1, pipe if stdout == "pipe" else file)):
-        bar = console.start_progress_bar(10)
+        bar = console.start_progress_bar(10, shows_text)
     assert (bar is not None) == is_shown
     if is_shown:
         bar.close()

@@ -103,7 +103,7 @@ def update(progress, second, sample, num_tokens, finish_reason=None):
 
 
 def test_the_bar_and_the_last_line_count_what_was_sampled(start, messages, monkeypatch):
-    monkeypatch.setattr(printer, "start_progress_bar", lambda count: tqdm(initial=count, file=io.StringIO()))
+    monkeypatch.setattr(printer, "start_progress_bar", lambda count, _: tqdm(initial=count, file=io.StringIO()))
     progress, first, second = start(11) # one is saved already
     for seconds, sample, num_tokens, reason, shown in [
             (60, first, 10, None, (10, None, None)), # the model was compiled first

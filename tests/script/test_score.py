@@ -110,3 +110,14 @@ def test_the_bar_ends_at_the_number_of_scored_tokens():
     assert progress.expect_tokens() is None # the second text was not read yet
     next(texts)
     assert progress.expect_tokens() == 8
+
+
+@pytest.mark.slow
+def test_a_terminal_has_a_bar_while_a_long_text_is_scored(folder, tiktoken_cache):
+    terminal = pytest.importorskip("terminal")
+    (folder / "book.txt").write_text("What is it? " * 30_000)
+    screen = terminal.Terminal([f"--out_dir={folder / 'out'}", f"--start=FILE:{folder / 'book.txt'}", "--score",
+                                "--device=cpu"], tiktoken_cache)
+    shown = screen.read_to_end()
+    screen.close()
+    assert "/360k [" in shown and f"\r{folder / 'book.txt'}: 359,999 tokens, " in shown # the line replaces the bar
