@@ -62,7 +62,8 @@ def write_page(path: str | os.PathLike, files: list[str]) -> int:
     labels = [", ".join({"file": info.get("file"), "checkpoint": model}.get(name) or f"{name} {info[name]}"
                         for name in differing if name in info) for model, info in zip(models, infos, strict=True)]
     settings = {name: " · ".join(map(repr, values[name] if name in differing else values[name][:1])) for name in values}
-    kind = "Samples" if len(infos) == 1 else "Comparison of samples"
+    noun = "scores" if "score" in infos[0] else "samples"
+    kind = noun.capitalize() if len(infos) == 1 else f"Comparison of {noun}"
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, article, tail = template.split("<!-- split here -->\n")
     # The browser applies the style and runs the script with these hashes, and no others.

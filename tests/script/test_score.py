@@ -71,7 +71,8 @@ def test_lines_and_the_page_have_each_token(run_script, folder):
     assert record["by"] == "me" and "text" not in record and record["settings"].keys() == {
         "score", "compile", "device", "dtype", "logprobs"}
     page = (folder / "page.html").read_text()
-    assert '<span>The </span>' in page and "[1,null]" in page and "3 tokens" in page
+    assert '<span>The </span>' in page and "[1,null]" in page and "3 tokens, scored" in page
+    assert "<h1>Scores from out</h1>" in page
 
 
 def test_without_alternatives_lines_have_the_tokens_and_a_page_the_text(run_script, folder):
