@@ -194,7 +194,7 @@ class ScoringParams:
 
 
 # What only sampling has, not scoring.
-SAMPLING_SETTINGS = ("num_samples", "batch_size", "draft",
+SAMPLING_SETTINGS = ("num_samples", "draft",
                      *(f.name for f in fields(SamplingParams) if f.name != "num_logprobs"))
 
 
@@ -274,4 +274,4 @@ class Score(Sample):
     @property
     def nats_per_token(self) -> float:
         """The loss of a training on this text; NaN for a text of a single token."""
-        return -self.cumulative_logprob / self.num_tokens if self.num_tokens else math.nan
+        return abs(self.cumulative_logprob) / self.num_tokens if self.num_tokens else math.nan

@@ -125,7 +125,7 @@ class TextGenerator:
         """
         if isinstance(params, ScoringParams):
             check_fork()
-            return score_texts(self, samples, params)
+            return score_texts(self, samples, params, batch_size)
         params = DEFAULT_PARAMS if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")

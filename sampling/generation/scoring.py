@@ -34,15 +34,16 @@ class Window(NamedTuple):
     is_last: bool
 
 
-def score_texts(gpt: "TextGenerator", scores: Iterable[Score],
-                params: ScoringParams) -> Iterator[tuple[Score, list[Piece]]]:
+def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringParams,
+                batch_size: int | None = None) -> Iterator[tuple[Score, list[Piece]]]:
     """Score the texts that are not saved already. Yields them in order, each after each of its windows, with its new
-    pieces.
+    pieces. batch_size: how many windows to compute at once, at most.
 
     Raises ValueError if logits were NaN or infinite.
     """
     new = (score for score in scores if not score.already_saved)
-    for batch in batches(windows(new, gpt.backend.config.block_size), gpt.backend):
+    most = batch_size or gpt.backend.max_rows
+    for batch in batches(windows(new, gpt.backend.config.block_size), gpt.backend, most):
         with gpt.inference():
             results = compute(gpt.backend, batch, params.num_logprobs)
         for window, (logprobs, top, top_ids) in zip(batch, results, strict=True):
@@ -84,17 +85,20 @@ def windows(scores: Iterable[Score], block_size: int) -> Iterator[Window]:
                          start == 0, end >= len(score.ids) - 1)
 
 
-def batches(all_windows: Iterable[Window], backend: Backend) -> Iterator[list[Window]]:
-    """Divide the windows, in order, into those that are computed at once."""
+def batches(all_windows: Iterable[Window], backend: Backend, most: int) -> Iterator[list[Window]]:
+    """Divide the windows, in order, into those that are computed at once, at most so many."""
     bytes_per_token = 8 * backend.config.vocab_size + 100 * backend.config.n_embd # of logits and activations
     max_tokens = min(MAX_BATCH_TOKENS, free_memory(backend.device) // 2 // bytes_per_token)
     batch, longest = [], 0
     for window in all_windows:
         longest = max(longest, len(window.ids))
-        if batch and (len(batch) == backend.max_rows or longest * (len(batch) + 1) > max_tokens):
+        if batch and longest * (len(batch) + 1) > max_tokens:
             yield batch
             batch, longest = [], len(window.ids)
         batch.append(window)
+        if len(batch) == most: # at once: the next text of a pipe may come late
+            yield batch
+            batch, longest = [], 0
     if batch:
         yield batch
 

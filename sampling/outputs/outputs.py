@@ -116,7 +116,7 @@ class Outputs:
             os.unlink(self.lines.path)
         elif status in (130, 143) and self.lines.is_ours: # Ctrl-C, SIGTERM
             with open(self.lines.path, "rb") as lines:
-                saved = plural(sum(1 for _ in lines), "sample")
+                saved = plural(sum(1 for _ in lines), "text" if self.settings["score"] else "sample")
             without = " without --overwrite" if self.settings["overwrite"] else ""
             logger.info(f"{self.lines.path} holds {saved}: the same command{without} goes on after them")
 

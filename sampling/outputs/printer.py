@@ -1,6 +1,7 @@
 """Shows a run: prints its samples on standard output, as nanoGPT does, or a line for each text that it scores, and its
 progress on standard error.
 """
+import json
 import logging
 import math
 import os
@@ -67,15 +68,19 @@ def score_line(name: str, score: Score) -> str:
     """What is known of a text: how many tokens were scored, and how likely they are."""
     if not score.num_tokens:
         return f"{name}: a single token, and no token comes before it"
-    nats, bits = score.nats_per_token, -score.cumulative_logprob / math.log(2) / max(1, score.num_bytes)
-    perplexity = math.exp(min(nats, 700)) # of larger numbers, there is no float
+    nats = score.nats_per_token
+    bits = nats * score.num_tokens / math.log(2) / max(1, score.num_bytes)
+    perplexity = math.exp(nats) if nats < 700 else math.inf # there is no larger float
     return (f"{name}: {score.num_tokens:,} token{'' if score.num_tokens == 1 else 's'}, {nats:.4f} nats a token, "
             f"perplexity {perplexity:.2f}, {bits:.2f} bits a byte")
 
 
 def name_of(prompt: Prompt) -> str:
     """What names a text: its id, its place in a file, or its first characters."""
-    return str(prompt.id) if prompt.id is not None else prompt.location or f"{prompt.text[:40]!r}"
+    if prompt.id is None:
+        return prompt.location or repr(prompt.text[:40])
+    name = prompt.id if isinstance(prompt.id, str) else json.dumps(prompt.id)
+    return name if name and name.isprintable() else repr(name)
 
 
 def colorize(text: str, logprob: float) -> str:
@@ -151,8 +156,11 @@ class Progress:
             self.log_speed(plural(self.num_samples, self.noun), self.num_tokens, peak)
 
     def log_speed(self, samples: str, num_tokens: int, more: str = "") -> None:
-        """Log the speed since the first tokens, before which the model may compile. If all are first, since start."""
-        start, num_before = self.first_tokens if num_tokens > self.first_tokens[1] else (self.start, 0)
+        """Log the speed since the first tokens, before which the model may compile. If all are first, or for scores,
+        whose first tokens are many, since start.
+        """
+        is_later = self.max_new_tokens is not None and num_tokens > self.first_tokens[1]
+        start, num_before = self.first_tokens if is_later else (self.start, 0)
         seconds = time.perf_counter() - start
         logger.info(f"{samples}, {plural(num_tokens, 'token')} in {seconds:.1f} s: "
                     f"{(num_tokens - num_before) / seconds:.1f} tokens/s{more}")

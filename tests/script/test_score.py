@@ -6,8 +6,9 @@ import pytest
 
 from models import CHARS, make_gpt, save_checkpoint, save_meta
 from sampling.outputs import html
-from sampling.outputs.printer import Progress, score_line
+from sampling.outputs.printer import Progress, name_of, score_line
 from sampling.params import Prompt, Score
+from script_process import PIPE, start_script
 
 LINE = r": \d+ tokens?, \d+\.\d{4} nats a token, perplexity \d+\.\d\d, \d+\.\d\d bits a byte"
 
@@ -84,9 +85,19 @@ def test_without_alternatives_lines_have_the_tokens_and_a_page_the_text(run_scri
     assert "<span>The </span>" in (folder / "b.html").read_text()
 
 
+def test_with_a_batch_size_of_one_a_pipe_gets_each_score_at_once(folder):
+    process = start_script(f"--out_dir={folder / 'out'}", "--start=LINES:-", "--score", "--batch_size=1", stdin=PIPE)
+    for text, expected in (b"The \n", b"line 1: 3 tokens"), (b"yes\n", b"line 2: 2 tokens"):
+        process.stdin.write(text)
+        process.stdin.flush()
+        assert process.stdout.readline().startswith(b"standard input, " + expected)
+    process.communicate()
+
+
 def test_a_very_unlikely_text_has_a_score():
     line = score_line("a", Score(0, Prompt("a"), [], num_tokens=1, num_bytes=1, cumulative_logprob=-1e6))
-    assert line.startswith("a: 1 token, 1000000.0000 nats a token, perplexity ")
+    assert line.startswith("a: 1 token, 1000000.0000 nats a token, perplexity inf, ")
+    assert [name_of(Prompt("a", name)) for name in ("act 2", "a\nb", "", 7)] == ["act 2", r"'a\nb'", "''", "7"]
 
 
 def test_show_probs_colours_the_text(run_script, folder):
@@ -96,7 +107,7 @@ def test_show_probs_colours_the_text(run_script, folder):
 
 
 def test_settings_that_only_sampling_has_are_an_error_on_the_command_line_only(run_script, folder):
-    (folder / "my.py").write_text("temperature = 0.5\ndraft = 'int8'\nexact = True\n")
+    (folder / "my.py").write_text("batch_size = 1\ntemperature = 0.5\ndraft = 'int8'\nexact = True\n")
     from_file = run_script("my.py", "--start=The ", "--score", cwd=folder)
     assert from_file.returncode == 0 and names(from_file.stdout) == ["'The '"], from_file.stderr
     wrong = run_script("--start=The ", "--score", "--temperature=0.8", "--num_samples=3", cwd=folder)
