@@ -63,58 +63,69 @@ def read_pickle(pickled: bytes) -> tuple[Any, int, dict[str, torch.dtype]]:
         STOP
     """
     reject_pointer(pickled)
-    stream, stack, memo, names, dtypes = io.BytesIO(pickled), [], {}, {}, {}
+    stream, stack, memo, notes, dtypes = io.BytesIO(pickled), [], {}, {}, {}
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
         require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
-        # What the opcode takes from the stack: values, and with a MARK all that lie above it.
-        taken, fixed = [], opcode.stack_before
-        if pickletools.markobject in fixed:
-            while (value := stack.pop()) is not MARK:
-                taken.append(value)
-            fixed = fixed[:fixed.index(pickletools.markobject)]
-        taken += [stack.pop() for _ in fixed]
-        taken.reverse()
-        first, *rest = taken or [argument]
-        made = first # a number or a text, or the value that the opcode changes
+        taken = pop(stack, opcode.stack_before)
         match opcode.name:
             case "STOP":
-                return unwrap(first), stream.tell(), dtypes
-            case "MARK":
-                made = MARK
-            case "NEWTRUE" | "NEWFALSE":
-                made = opcode.name == "NEWTRUE"
+                return unwrap(taken[0]), stream.tell(), dtypes
             case "PUT" | "BINPUT" | "LONG_BINPUT":
-                memo[argument] = stack[-1]
+                made = memo[argument] = stack[-1]
             case "MEMOIZE":
-                memo[len(memo)] = first
+                made = memo[len(memo)] = taken[0]
             case "GET" | "BINGET" | "LONG_BINGET":
                 made = memo[argument]
-            case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
-                made = tuple(taken)
-            case "EMPTY_LIST" | "LIST" | "EMPTY_SET" | "FROZENSET": # no model needs a set
-                made = taken
-            case "EMPTY_DICT" | "DICT":
-                made = dict(zip(keys(taken[::2]), taken[1::2], strict=True))
-            case "APPEND" | "APPENDS" | "ADDITEMS":
-                items_of(first, list).extend(rest)
-            case "SETITEM" | "SETITEMS":
-                items_of(first, dict).update(zip(keys(rest[::2]), rest[1::2], strict=True))
-            case "BUILD":
-                first.state = rest[0] # only a Note has a state
             case "GLOBAL" | "STACK_GLOBAL":
                 name = ".".join(part[:80] for part in taken) if taken else argument.replace(" ", ".", 1)
-                made = MEANINGS.get(name) or names.setdefault(name[:80], Note(name[:80]))
-            case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
-                made = call(first, rest[0])
-            case "OBJ":
-                made = call(first, rest)
-            case "INST":
-                made = call(Note(argument.replace(" ", ".", 1)[:80]), taken)
+                made = MEANINGS.get(name) or notes.setdefault(name[:80], Note(name[:80]))
             case "PERSID" | "BINPERSID":
-                made = record(first, dtypes)
-            case "EXT1" | "EXT2" | "EXT4" | "NEXT_BUFFER" | "READONLY_BUFFER":
-                raise ValueError(f"its pickle has the opcode {opcode.name}")
+                made = record(taken[0] if taken else argument, dtypes)
+            case _:
+                made = execute(opcode.name, argument, taken)
         stack += [made] * len(opcode.stack_after)
+
+
+def pop(stack: list, kinds: list) -> list:
+    """What an opcode takes from the stack: a value for each kind, but with a MARK all values above it."""
+    taken = []
+    if pickletools.markobject in kinds:
+        while (value := stack.pop()) is not MARK:
+            taken.append(value)
+        kinds = kinds[:kinds.index(pickletools.markobject)]
+    taken += [stack.pop() for _ in kinds]
+    return taken[::-1]
+
+
+def execute(name: str, argument: Any, taken: list) -> Any:
+    """The result of an opcode that changes only what it takes from the stack."""
+    first, *rest = taken or [argument]
+    match name:
+        case "MARK":
+            return MARK
+        case "NEWTRUE" | "NEWFALSE":
+            return name == "NEWTRUE"
+        case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+            return tuple(taken)
+        case "EMPTY_LIST" | "LIST" | "EMPTY_SET" | "FROZENSET": # no model needs a set
+            return taken
+        case "EMPTY_DICT" | "DICT":
+            return dict(zip(keys(taken[::2]), taken[1::2], strict=True))
+        case "APPEND" | "APPENDS" | "ADDITEMS":
+            items_of(first, list).extend(rest)
+        case "SETITEM" | "SETITEMS":
+            items_of(first, dict).update(zip(keys(rest[::2]), rest[1::2], strict=True))
+        case "BUILD":
+            first.state = rest[0] # only a Note has a state
+        case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
+            return call(first, rest[0])
+        case "OBJ":
+            return call(first, rest)
+        case "INST":
+            return call(Note(argument.replace(" ", ".", 1)[:80]), taken)
+        case "EXT1" | "EXT2" | "EXT4" | "NEXT_BUFFER" | "READONLY_BUFFER":
+            raise ValueError(f"its pickle has the opcode {name}")
+    return first # a number or a text, or the value that was changed
 
 
 def keys(values: list) -> list:
