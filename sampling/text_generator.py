@@ -105,7 +105,7 @@ class TextGenerator:
         Raises ValueError if the text is empty, or if the tokenizer cannot encode it; TypeError if it is not a str.
         """
         check_values({"num_logprobs": num_logprobs})
-        *_, (score, _) = self.run(make_samples(self.encode([text]), 1, is_score=True), ScoringParams(num_logprobs))
+        *_, (score, _) = self.run(make_samples(self.encode([text]), 1, is_score=True), ScoringParams(num_logprobs or 0))
         return score
 
     def encode(self, prompts: Iterable[str]) -> list[EncodedPrompt]:

@@ -241,11 +241,12 @@ def test_a_session_needs_both_streams(char_checkpoint):
     assert process.returncode == 1 and b"error: interactive=True needs standard input and standard output" in messages
 
 
-def test_a_text_or_the_last_sample_is_scored(reply, run, run_script, char_checkpoint):
+def test_a_text_or_the_last_sample_is_scored(reply, run, run_script, char_checkpoint, tmp_path):
     """The lines are those of sample.py --score."""
     def score(text):
         return run_script(f"--out_dir={char_checkpoint}", f"--start={text}", "--score").stdout
-    sample = run("--start=The ", "--num_samples=1")
-    done = reply(":score\n:score What is it?\nThe \n:score\n")
+    sample, lines = run("--start=The ", "--num_samples=1"), f"LINES:{tmp_path}/two.txt"
+    (tmp_path / "two.txt").write_text("The \nThou\n")
+    done = reply(f":score\n:score What is it?\nThe \n:score\n:score {lines}\n")
     assert "error: there is no sample yet: type a prompt, or :score and a text" in done.stderr
-    assert done.stdout == score("What is it?") + sample + score(sample.removesuffix(RULE))
+    assert done.stdout == score("What is it?") + sample + score(sample.removesuffix(RULE)) + score(lines)

@@ -27,14 +27,14 @@ def find_checkpoint(out_dir: str | Path) -> Path:
         raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
     if weights := newest_first([*folder.glob("*.safetensors"), folder / "adapter_model.bin"]):
         return weights[0]
-    found = [*folder.parent.glob("ckpt.pt"), *folder.parent.glob("*/ckpt.pt"), *folder.glob("*/ckpt.pt"),
+    paths = [*folder.parent.glob("ckpt.pt"), *folder.parent.glob("*/ckpt.pt"), *folder.glob("*/ckpt.pt"),
              *Path().glob("*/ckpt.pt")]
-    near = list(dict.fromkeys(str(place.parent) for place in newest_first(found)))
+    near = list(dict.fromkeys(str(path.parent) for path in newest_first(paths)))
     similar = difflib.get_close_matches(str(folder), near, n=1)
-    advice = f"; did you mean --out_dir={similar[0]}?" if similar else ""
-    advice += f"; found ckpt.pt in {first_names(near)}" if near else ""
-    raise FileNotFoundError(f"there is no checkpoint at {path if folder.is_dir() else folder}{advice}; pass "
-                            "--out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2")
+    found = f"found ckpt.pt in {first_names(near)}; " if near else ""
+    advice = (f"did you mean --out_dir={similar[0]}?" if similar else
+              f"{found}pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2")
+    raise FileNotFoundError(f"there is no checkpoint at {path if folder.is_dir() else folder}; {advice}")
 
 
 def checkpoint_path(out_dir: str | Path) -> Path:

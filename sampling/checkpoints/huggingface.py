@@ -106,7 +106,7 @@ def download(name: str) -> Path:
     except OSError as e: # all other errors of the hub are of this type
         first_line = str(e).partition("\n")[0].partition(". ")[0]
         message = (f"could not get {name!r}: it is no folder here and not in Hugging Face's cache, and the hub did not "
-                   f"answer ({first_line:.100}); where the hub can be reached, run 'hf download {name} --local-dir "
+                   f"answer ({first_line:.200}); where the hub can be reached, run 'hf download {name} --local-dir "
                    "DIR', and give DIR instead of the name, or set HF_ENDPOINT to a mirror")
     raise ValueError(message)
 

@@ -116,6 +116,7 @@ class Engine:
         # 1) The first step is the prefill: it reads the prompts.
         with self.gpt.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
+            self.log_long(batch)
             room = math.inf if self.params.context_shift else self.backend.config.block_size - batch.window.size(1)
             draft = self.gpt.draft_for(min(room, self.params.max_new_tokens)) if len(rows) == 1 else None
         batches = deque([batch])
@@ -152,17 +153,23 @@ class Engine:
 
         Then the first samples are finished, shown and saved while the others wait, and it takes no longer.
         """
-        config, max_tokens = self.backend.config, self.backend.max_window_tokens
+        block_size, max_tokens = self.backend.config.block_size, self.backend.max_window_tokens
         if batch.cache is not None or not batch.rows or max_tokens is None:
             return [batch] if batch.rows else []
-        num_tokens = len(batch.rows) * batch.num_steps_left
-        seconds = num_tokens * window_seconds(config)
-        if seconds > LONG_SECONDS and not self.said_long:
+        return batch.split(max(1, max_tokens // block_size))
+
+    def log_long(self, batch: Batch) -> None:
+        """Say once, before a batch, that it takes long past block_size."""
+        block_size, max_new_tokens = self.backend.config.block_size, self.params.max_new_tokens
+        ends = [batch.window.size(1) + first_step + max_new_tokens for first_step in batch.first_steps]
+        num_tokens = sum(max(0, end - block_size) for end in ends)
+        seconds = num_tokens * window_seconds(self.backend.config)
+        is_slow = self.backend.max_window_tokens is not None and not self.params.context_shift
+        if is_slow and seconds > LONG_SECONDS and not self.said_long:
             self.said_long = True
-            logger.info(f"past {config.block_size} tokens, each token recomputes the whole window, as in nanoGPT: the "
-                        f"next {num_tokens} tokens take about {seconds:.0f} s; --context_shift drops "
-                        "half of a full window instead, which is much faster, but gives other text")
-        return batch.split(max(1, max_tokens // config.block_size))
+            logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT: here up to "
+                        f"{num_tokens} tokens, which take about {seconds:.0f} s; --context_shift drops half of a full "
+                        "window instead, which is much faster, but gives other text")
 
     def sample(self, logits: Tensor, batch: Batch) -> Step:
         """Sample the next tokens from logits (B, V), or take those of longer prompts."""

@@ -22,10 +22,13 @@ from typing import Any
 
 from sampling.outputs.console import name_write_errors, plural, report_user_errors, setup_console
 from sampling.outputs.jsonl import OLDER_VERSION, PAGE, read_records
+from sampling.outputs.printer import summary
+from sampling.params import Prompt, Score
 
 logger = logging.getLogger("sampling.outputs.html") # not __name__: this file is also run as a script
 NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
+SCORE_FIELDS = "num_tokens", "num_bytes", "cumulative_logprob"
 Rows = dict[tuple[str, int], dict[int, tuple[str, int]]] # prompt, index -> number of a run -> file, position in it
 
 
@@ -117,13 +120,14 @@ def article_values(record: Mapping[str, Any]) -> dict[str, str]:
     try:
         tokens = record.get("logprobs", {"content": []})["content"]
         if "score" in record["settings"]:
-            text, reason = "".join(token["token"] for token in tokens) or record["prompt"], "scored"
+            text = "".join(token["token"] for token in tokens) or record["prompt"]
+            finish = summary(Score(0, Prompt(text), [], **{name: record[name] for name in SCORE_FIELDS}))
         else:
             text, reason = record["text"], FINISH_REASONS[record["finish_reason"]]
-        finish = f"{plural(record['num_tokens'], 'token')}, {reason}"
-        if num_tokens := record["num_tokens"]:
-            mean = math.exp(record["cumulative_logprob"] / num_tokens)
-            finish += f", geometric mean probability {100 * mean:.3g}%"
+            finish = f"{plural(record['num_tokens'], 'token')}, {reason}"
+            if num_tokens := record["num_tokens"]:
+                mean = math.exp(record["cumulative_logprob"] / num_tokens)
+                finish += f", geometric mean probability {100 * mean:.3g}%"
         return {"text": escape(text), "finish": escape(finish), "data": token_data(tokens) if tokens else ""}
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"sample {record['index']} lacks a field, or has a wrong one ({error!r:.100}): "

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from sampling.outputs import html
 from sampling.outputs.console import before_exit, is_tty, plural
-from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, open_output, round_logprob, run_settings
-from sampling.outputs.printer import Printer, Progress, score_line
-from sampling.params import Piece, Prompt, Sample, Score, ScoringParams
+from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, open_output, run_settings
+from sampling.outputs.printer import Printer, Progress
+from sampling.params import Piece, Sample, ScoringParams
 from sampling.process import peak_memory
 
 if TYPE_CHECKING: # the import would load torch
@@ -64,26 +64,14 @@ class Outputs:
         is_score = settings["score"]
         self.progress = Progress(num_total, None if is_score else settings["max_new_tokens"],
                                  shows_text=not is_score or settings["show_probs"])
-        self.total, self.num_scores = Score(0, Prompt("all"), []), 0
-        return map(self.add_saved, self.progress.follow(samples))
-
-    def add_saved(self, sample: Sample) -> Sample:
-        """Add the score of a text that is saved already to the total."""
-        if sample.already_saved:
-            self.add(sample)
-        return sample
-
-    def add(self, sample: Sample) -> None:
-        if isinstance(sample, Score):
-            self.num_scores += 1
-            self.total.num_tokens += sample.num_tokens
-            self.total.num_bytes += sample.num_bytes
-            self.total.cumulative_logprob += round_logprob(sample.cumulative_logprob) # as in a resumed run
+        for sample in self.progress.follow(samples):
+            if sample.already_saved:
+                self.printer.add(sample)
+            yield sample
 
     def update(self, sample: Sample, pieces: list[Piece]) -> None:
         """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not show it again."""
         if sample.finish_reason is not None:
-            self.add(sample)
             if self.lines:
                 self.lines.write(self.format.line(sample))
             if self.uses_stdout:
@@ -95,8 +83,8 @@ class Outputs:
     def finish(self) -> None:
         """Write the page, and say how many samples the model has generated, or what the sums of all scores are."""
         self.write_page()
-        if self.num_scores > 1 and not self.uses_stdout:
-            self.printer.write(score_line("all", self.total) + "\n")
+        if not self.uses_stdout:
+            self.printer.print_total()
         self.progress.close(peak_memory(self.device))
 
     def write_page(self) -> None:

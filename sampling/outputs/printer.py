@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.outputs.console import clear_bar, is_tty, name_write_errors, plural, sanitize, start_progress_bar
+from sampling.outputs.jsonl import round_logprob
 from sampling.params import Piece, Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Printer:
             logger.warning("show_probs has no effect: standard output is not a terminal, or NO_COLOR is set")
         self.sample: Sample | None = None # the latest one
         self.unprinted: list[str] = [] # parts of it
+        self.total, self.num_scores = Score(0, Prompt("all"), []), 0 # of all texts that are scored
 
     def update(self, sample: Sample, pieces: Iterable[Piece], shows_prompt: bool = True) -> None:
         """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when it is finished.
@@ -52,11 +54,25 @@ class Printer:
             is_colored = self.show_probs and logprob is not None
             self.unprinted.append(colorize(self.make_safe(text), logprob) if is_colored else self.make_safe(text))
         if sample.finish_reason is not None:
-            line = self.make_safe(score_line(name_of(sample.prompt), sample)) if is_score else RULE
+            line = f"{self.make_safe(name_of(sample.prompt))}: {summary(sample)}" if is_score else RULE
             self.unprinted.append(f"{line}\n" if is_score and not self.show_probs else f"\n{line}\n")
+            self.add(sample)
         if self.streams or sample.finish_reason is not None:
             self.write("".join(self.unprinted))
             self.unprinted = []
+
+    def add(self, sample: Sample) -> None:
+        """Add the score of a text, if it is one, to the total."""
+        if isinstance(sample, Score):
+            self.num_scores += 1
+            self.total.num_tokens += sample.num_tokens
+            self.total.num_bytes += sample.num_bytes
+            self.total.cumulative_logprob += round_logprob(sample.cumulative_logprob) # as in a resumed run
+
+    def print_total(self) -> None:
+        """Print the score of all texts together, if there were several."""
+        if self.num_scores > 1:
+            self.write(f"all: {summary(self.total)}\n")
 
     def write(self, text: str) -> None:
         clear_bar()
@@ -64,15 +80,15 @@ class Printer:
             print(text, end="", flush=True)
 
 
-def score_line(name: str, score: Score) -> str:
-    """What is known of a text: how many tokens were scored, and how likely they are."""
+def summary(score: Score) -> str:
+    """How many tokens of a text were scored, and how likely they are."""
     if not score.num_tokens:
-        return f"{name}: a single token, and no token comes before it"
+        return "a single token, and no token comes before it"
     nats = score.nats_per_token
     bits = nats * score.num_tokens / math.log(2) / max(1, score.num_bytes)
     perplexity = math.exp(nats) if nats < 700 else math.inf # there is no larger float
-    return (f"{name}: {score.num_tokens:,} token{'' if score.num_tokens == 1 else 's'}, {nats:.4f} nats a token, "
-            f"perplexity {perplexity:.2f}, {bits:.2f} bits a byte")
+    return (f"{score.num_tokens:,} token{'' if score.num_tokens == 1 else 's'}, {nats:.4f} nats a token, perplexity "
+            f"{perplexity:.2f}, {bits:.2f} bits a byte")
 
 
 def name_of(prompt: Prompt) -> str:

@@ -1,12 +1,13 @@
 """sample.py --score."""
 import json
 import math
+import re
 
 import pytest
 
 from models import CHARS, make_gpt, save_checkpoint, save_meta
 from sampling.outputs import html
-from sampling.outputs.printer import Progress, name_of, score_line
+from sampling.outputs.printer import Progress, name_of, summary
 from sampling.params import Prompt, Score
 from script_process import PIPE, start_script
 
@@ -72,7 +73,7 @@ def test_lines_and_the_page_have_each_token(run_script, folder):
     assert record["by"] == "me" and "text" not in record and record["settings"].keys() == {
         "score", "compile", "device", "dtype", "logprobs"}
     page = (folder / "page.html").read_text()
-    assert '<span>The </span>' in page and "[1,null]" in page and "3 tokens, scored" in page
+    assert '<span>The </span>' in page and "[1,null]" in page and re.search("finish\">" + LINE[2:], page)
     assert "<h1>Scores from out</h1>" in page
 
 
@@ -95,8 +96,8 @@ def test_with_a_batch_size_of_one_a_pipe_gets_each_score_at_once(folder):
 
 
 def test_a_very_unlikely_text_has_a_score():
-    line = score_line("a", Score(0, Prompt("a"), [], num_tokens=1, num_bytes=1, cumulative_logprob=-1e6))
-    assert line.startswith("a: 1 token, 1000000.0000 nats a token, perplexity inf, ")
+    line = summary(Score(0, Prompt("a"), [], num_tokens=1, num_bytes=1, cumulative_logprob=-1e6))
+    assert line.startswith("1 token, 1000000.0000 nats a token, perplexity inf, ")
     assert [name_of(Prompt("a", name)) for name in ("act 2", "a\nb", "", 7)] == ["act 2", r"'a\nb'", "''", "7"]
 
 
