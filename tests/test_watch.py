@@ -90,10 +90,13 @@ def test_prompts_of_a_pipe_are_refused(run_script, char_checkpoint):
 
 def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, messages):
     path, sizes, state = tmp_path / "out" / "ckpt.pt", [], None
-    writes = iter([None, b"1", None, None, b"12", b"123", None, b"", b"1", None, None, None, None])
+    writes = iter([None, b"1", None, None, b"12", b"123", None, "removed", None, b"", b"1", None, None, None, None])
 
     def sleep(seconds):
-        if (content := next(writes)) is not None:
+        content = next(writes)
+        if content == "removed":
+            path.unlink()
+        elif content is not None:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
             os.utime(path, ns=(len(sizes), time.time_ns()))
