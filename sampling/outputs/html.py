@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sampling.outputs.console import name_write_errors, plural, report_user_errors, setup_console
-from sampling.outputs.jsonl import OLDER_VERSION, PAGE, read_records
+from sampling.outputs.jsonl import PAGE, read_records
 from sampling.outputs.printer import summary
 from sampling.params import Prompt, Score
 
@@ -38,14 +38,14 @@ def find_samples(files: list[str]) -> tuple[Rows, list[dict[str, Any]]]:
     names = dict(zip(files, short_names(list(map(os.path.abspath, files))), strict=True))
     runs: dict[str, tuple[int, dict[str, Any]]] = {}
     for file in files:
-        for _, start, _, record in read_records(file, OLDER_VERSION):
+        for _, start, _, record in read_records(file):
             checkpoint = record["checkpoint"]
             settings = {name: value for name, value in record["settings"].items() if name != "logprobs"}
             info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"),
                     "validation loss": checkpoint.get("val_loss"), **settings}
             if len(files) > 1:
                 info = {"file": names[file], **info}
-            key = json.dumps([checkpoint.get("crc32"), {**info, "validation loss": None}]) # not in earlier versions
+            key = json.dumps([checkpoint.get("crc32"), info])
             run, _ = runs.setdefault(key, (len(runs), info))
             rows.setdefault((record["prompt"], record["index"]), {})[run] = file, start
     return rows, [info for _, info in runs.values()]

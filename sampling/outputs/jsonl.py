@@ -14,7 +14,6 @@ from sampling.params import SAMPLING_SETTINGS, Sample, Score, Token, as_list
 
 logger = logging.getLogger(__name__)
 VERSION = 3 # of the fields of a line
-OLDER_VERSION = 2 # of which a page can be made: its alternatives have no ids
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"} # some readers take them for the end of a line
 
 # How the files begin that sample.py writes.
@@ -151,10 +150,10 @@ def round_logprob(logprob: float | None) -> float | None:
     return None if logprob is None else round(logprob, 3) + 0.0 # never -0.0
 
 
-def read_records(path: str, *versions: int) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
+def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
     """Yield the place of each line for messages, its position, the line and its record, but no truncated last line.
 
-    Raises ValueError if sample.py did not write a line, in VERSION or one of versions.
+    Raises ValueError if sample.py did not write a line, or if another version did.
     """
     types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
     start = 0
@@ -167,7 +166,7 @@ def read_records(path: str, *versions: int) -> Iterator[tuple[str, int, bytes, d
                 logger.info(f"{where} is truncated, so it is left out")
                 return
             if not (isinstance(record, dict) and all(type(record.get(name)) is kind for name, kind in types.items())
-                    and record["version"] in (VERSION, *versions)):
+                    and record["version"] == VERSION):
                 raise ValueError(f"{where}: not written by this version of sample.py, so it cannot be used, and is not "
                                  "overwritten: give another file, or replace one of an earlier version with "
                                  "--overwrite")

@@ -100,12 +100,6 @@ def test_other_prompts_stand_below_each_other_and_checkpoints_of_one_file_beside
                          "iteration 200, validation loss 1.5"], ["iteration 100, validation loss 1.5"]]
 
 
-def test_samples_of_one_run_that_an_earlier_version_began_are_not_compared(tmp_path):
-    lines = write_lines(tmp_path / "a.jsonl", [make_tokens(1), make_tokens(1)])
-    lines.write_bytes(lines.read_bytes().replace(b', "val_loss": 1.5', b"", 1))
-    assert "<title>Samples from" in make_page(tmp_path / "a.html", lines).read_text(encoding="utf-8")
-
-
 def test_hostile_text_is_escaped(tmp_path):
     token = make_token(HOSTILE, 0.5, **{HOSTILE: 0.2})
     hostile = dict(prompt=HOSTILE, id=HOSTILE, checkpoint={"path": HOSTILE, "iter_num": HOSTILE}, stop=[HOSTILE])
@@ -122,15 +116,6 @@ def test_numbers_of_tokens_are_short_and_lengths_those_of_javascript(tmp_path):
     improbable = Token(0, "a", -math.inf, (Token(1, "b", math.nan), Token(2, "c", 1e-7), Token(3, "d", -0.0)))
     page = write_page(tmp_path / "a.html", [[improbable], [make_token("😀é", 1.0), make_token("", 1.0)]])
     assert data_of(page) == [[[1, 99999, "b", 99999, "c", 0, "d", 0]], [[3, 0], [0, 0]]]
-
-
-def test_a_page_is_made_of_lines_of_version_2_whose_alternatives_have_no_ids(tmp_path):
-    lines = write_lines(tmp_path / "a.jsonl", [make_tokens(2)])
-    expected = make_page(tmp_path / "a.html", lines).read_bytes()
-    lines.write_bytes(re.sub(rb'\{"id": \d+, ("token": "[^"]*", "logprob": [-.\d]+\})', rb"{\1", lines.read_bytes())
-                      .replace(b'"version": 3', b'"version": 2'))
-    assert b'"id"' in lines.read_bytes() and b'[{"token"' in lines.read_bytes()
-    assert make_page(tmp_path / "a.html", lines).read_bytes() == expected
 
 
 def test_a_page_is_made_later_from_files(tmp_path):
