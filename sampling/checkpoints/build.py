@@ -34,7 +34,7 @@ def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         parts = [part for part in name.split(".") if part not in WRAPPERS]
         parts = parts[next((i for i, part in enumerate(parts) if part in GPT_PARTS), 0):]
-        new = ".".join(["transformer", *parts] if TRANSFORMER_PARTS & {*parts[:1]} else parts)
+        new = ".".join(["transformer", *parts] if parts and parts[0] in TRANSFORMER_PARTS else parts)
         require(new not in renamed, f"two of its tensors are called {new!r:.60} without wrappers, such as {name!r:.60}")
         renamed[new] = tensor
     return renamed
@@ -63,7 +63,7 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
 
 
 def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> dict:
-    """Read the tensors. Returns the fields config, state_dict and record_crc32 of a Checkpoint.
+    """Read the tensors. Returns the fields config, state_dict and crc32 of a Checkpoint.
 
     dtype: with torch.int8, the weights of Linears and the token embedding are quantized as soon as they are read, so
     that one such weight is in memory in float32 at a time; all else is float32. The head, which makes logits of the
@@ -76,26 +76,26 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
 
     require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
     is_tied = stored[HEAD] == stored[EMBEDDING] or torch.equal(read(HEAD), read(EMBEDDING))
-    state_dict, crcs = {}, [file.records[tensor.key][2] for _, (file, tensor) in sorted(stored.items())]
-    for name, (_, tensor) in sorted(stored.items()): # so the head is before the embedding
+    state_dict, lines = {}, []
+    for name, (file, tensor) in sorted(stored.items()): # so the head is before the embedding
         is_quantized = dtype == torch.int8 and len(tensor.shape) == 2 and name != POSITIONS
         state_dict[name] = (state_dict[HEAD] if name == EMBEDDING and is_tied else
                             quantize(read(name)) if is_quantized else read(name))
-    lines = [f"{name} {stored[name][1][1:]} {crc}\n" for name, crc in zip(state_dict, crcs, strict=True)]
+        lines.append(f"{name} {tensor[1:]} {file.records[tensor.key][2]}\n")
     return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}), "state_dict": state_dict,
-            "record_crc32": None if None in crcs else zlib.crc32("".join(lines).encode())}
+            "crc32": f"{zlib.crc32(''.join(lines).encode()):08x}"}
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
     require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
-    require(model_args.get("n_layer") == num_layers, # a model of 10**9 layers would never be built
-            f"it says n_layer={model_args.get('n_layer')!r:.40} but holds tensors of {num_layers} layers")
     try:
-        model = empty_gpt(GPTConfig(**model_args))
+        config = GPTConfig(**model_args)
     except ValueError as error: # which names the field
         raise RejectedFileError(str(error)) from None
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    require(config.n_layer == num_layers, # a model of 10**9 layers would never be built
+            f"it says n_layer={config.n_layer} but holds tensors of {num_layers} layers")
+    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(config).state_dict().items()}
     found = {name: tensor.shape for name, tensor in tensors.items()}
     problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
                 for name in {**shapes, **found} if found.get(name) != shapes.get(name)]

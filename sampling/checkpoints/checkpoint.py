@@ -1,7 +1,5 @@
 """Checkpoint: a model as data, whatever file it comes from."""
-import zlib
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,25 +17,12 @@ class Checkpoint:
     config: "GPTConfig"
     state_dict: dict
     folder: Path # of the file or the model; it may hold the tokenizer
-    files: list[Path] = field(default_factory=list) # that hold the tensors
-    record_crc32: int | None = None # made from the checksums in the files; None: they have none
+    crc32: str = "" # a checksum of the tensors, 8 hexadecimal digits
     is_huggingface: bool = False # otherwise it is a ckpt.pt
     num_init_draws: int = 0 # how many 32-bit random numbers nanoGPT draws to initialise such a model
     iter_num: int | None = None # how many steps the model was trained
     val_loss: float | None = None
     raw_config: dict = field(default_factory=dict) # the settings of train.py, or config.json: plain data of any type
-
-    @cached_property
-    def crc32(self) -> str:
-        """A checksum of the tensors, 8 hexadecimal digits. Reads the files once more if they have no checksums."""
-        crc = self.record_crc32
-        if crc is None:
-            crc = 0
-            for path in self.files:
-                with open(path, "rb") as file:
-                    while part := file.read(2**20):
-                        crc = zlib.crc32(part, crc)
-        return f"{crc:08x}"
 
     def describe(self) -> str:
         """One line for the user: what was loaded."""

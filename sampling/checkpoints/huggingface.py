@@ -1,7 +1,7 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import logging
 import os
-import re
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,7 +45,7 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
         scale_queries(fields["state_dict"], config, fields["config"])
         return fields
 
-    checkpoint = Checkpoint(path=name_or_folder, folder=folder, files=paths, is_huggingface=True, raw_config=config,
+    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, raw_config=config,
                             **read_complete(paths, read))
     logger.info(checkpoint.describe())
     return checkpoint
@@ -56,9 +56,9 @@ def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
     factor = 1.0 if config.get("scale_attn_weights", True) else (sizes.n_embd / sizes.n_head) ** 0.5
     for name, tensor in state_dict.items():
         if ".attn.c_attn." in name: # (3E, E) or (3E,): a row of the weight has one scale in int8
-            layer = int(name.split(".")[2]) + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1
+            divisor = int(name.split(".")[2]) + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1
             rows = tensor.scales if isinstance(tensor, QuantizedWeight) else tensor
-            rows[:sizes.n_embd] *= factor / layer
+            rows[:sizes.n_embd] *= factor / divisor
 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
@@ -75,18 +75,14 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 # ---- files
 
 def find_model(name_or_folder: str) -> tuple[Path, dict]:
-    """The folder with the files of the model, and its config.json. The error says what else the name stands for."""
+    """The folder with the files of the model, and its config.json."""
     folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
     if config := huggingface_config(folder):
         return folder, config
-    if folder.is_dir() and not any(path.suffix in (".pt", ".safetensors", ".bin") for path in folder.iterdir()):
-        is_gpt2 = re.fullmatch("gpt2(-medium|-large|-xl)?", name_or_folder)
-        advice = f"pass --init_from=openai-community/{name_or_folder}, or " if is_gpt2 else ""
-        raise ValueError(f"{name_or_folder} is a folder here, and holds no model; for the model of this name on the "
-                         f"Hugging Face hub, {advice}run the command in another folder")
-    read_complete([find_checkpoint(folder)], read_nanogpt_file) # says what another file is
-    raise ValueError(f"{name_or_folder} is not the folder of a Hugging Face model; for a ckpt.pt pass "
-                     f"--out_dir={name_or_folder}")
+    with suppress(FileNotFoundError):
+        read_complete([find_checkpoint(folder)], read_nanogpt_file) # says what another file is
+    raise ValueError(f"{name_or_folder} is here, but is not the folder of a Hugging Face model; for a ckpt.pt pass "
+                     f"--out_dir={name_or_folder}; for the hub's model of this name, run the command in another folder")
 
 
 def download(name: str) -> Path:

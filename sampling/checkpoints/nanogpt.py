@@ -11,7 +11,7 @@ import torch
 from model import GPTConfig
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.checkpoints.finding import find_checkpoint
+from sampling.checkpoints.finding import find_checkpoint, huggingface_config
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.other_programs import SAVE_MODEL, read_nanogpt_file
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
@@ -27,9 +27,10 @@ HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|dtype|compi
 
 
 def load_by_name(name: str | os.PathLike, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """load_nanogpt if this is a file, or a folder with a ckpt.pt, otherwise load_huggingface."""
-    is_nanogpt = os.path.isfile(name) or os.path.isfile(os.path.join(name, "ckpt.pt"))
-    return (load_nanogpt if is_nanogpt else load_huggingface)(os.fspath(name), dtype)
+    """load_huggingface if this is no path here, or the folder of such a model without a ckpt.pt; else load_nanogpt."""
+    path = Path(name)
+    is_huggingface = not path.exists() or (not (path / "ckpt.pt").is_file() and huggingface_config(path))
+    return (load_huggingface if is_huggingface else load_nanogpt)(os.fspath(name), dtype)
 
 
 def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Checkpoint:
@@ -54,7 +55,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
             **read_model(model_args, stored, dtype))
 
     path = find_checkpoint(out_dir)
-    checkpoint = Checkpoint(path=str(path), folder=path.parent, files=[path], **read_complete([path], read))
+    checkpoint = Checkpoint(path=str(path), folder=path.parent, **read_complete([path], read))
     logger.info(checkpoint.describe())
     return checkpoint
 

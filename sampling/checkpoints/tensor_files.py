@@ -32,7 +32,7 @@ class TensorFile:
     """An open file. It must stay open while tensors are read."""
     file: BinaryIO
     content: Any # what was saved, with a StoredTensor in place of each tensor
-    records: dict[str, tuple[int, int, int | None]] # by key: position, size in bytes, CRC-32 if the file has them
+    records: dict[str, tuple[int, int, int | None]] # by key: position, size in bytes, CRC-32 if known
     last_read: dict[tuple, Tensor] = field(default_factory=dict) # the last record, if the last tensor was a part of it
 
     @property
@@ -44,7 +44,7 @@ class TensorFile:
         key, dtype, shape, strides, offset = stored
         require(key in self.records, "one of its tensors has no record")
         position, size, _ = self.records[key]
-        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         fits = size % dtype.itemsize == 0 and (0 in shape or last < size // dtype.itemsize)
         require(fits, "one of its tensors reaches beyond its record")
         if position + size > self.size:
@@ -62,9 +62,10 @@ class TensorFile:
                 part = target[start:start + CHUNK]
                 if self.file.readinto(part) != len(part):
                     raise ValueError("it is cut short")
-                crc = 0 if expected is None else zlib.crc32(part, crc)
+                crc = zlib.crc32(part, crc)
             if expected not in (None, crc):
                 raise ValueError("a checksum is wrong")
+            self.records[stored.key] = position, size, crc
             record = record.view(stored.dtype)
         self.last_read = {stored[:2]: record} if record.nbytes > stored.nbytes else {}
         return record.as_strided(stored.shape, stored.strides, stored.offset)
@@ -111,19 +112,21 @@ def read_zip(file: BinaryIO) -> TensorFile:
 def read_old_file(file: BinaryIO) -> TensorFile:
     """A file of torch before 1.6: five pickles, and then each record after its number of elements."""
     position, contents, dtypes = 0, [], {}
-    # The magic number, the version, the machine, the content, the keys of the records in order. All stay in memory.
+    # The magic number, the version, the machine, the content, the keys of the records in order. All stay in memory, so
+    # each has a limit.
     for max_bytes in 2**12, 2**12, 2**12, MAX_PICKLE_BYTES, 2**18:
         file.seek(position)
         content, length, found = read_pickle(file.read(max_bytes))
         contents.append(content)
         position, dtypes = position + length, dtypes | found
-    require(contents[2]["little_endian"] == (sys.byteorder == "little"), "it was saved with another byte order")
+    _, _, machine, saved, keys = contents
+    require(machine["little_endian"] == (sys.byteorder == "little"), "it was saved with another byte order")
     records = {}
-    for key in contents[4]:
+    for key in keys:
         file.seek(position)
         size = int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
         records[key], position = (position + 8, size, None), position + 8 + size
-    return TensorFile(file, contents[3], records)
+    return TensorFile(file, saved, records)
 
 
 def read_safetensors(file: BinaryIO) -> TensorFile:
@@ -135,6 +138,7 @@ def read_safetensors(file: BinaryIO) -> TensorFile:
     header, content, records = json.loads(file.read(header_bytes)), {}, {}
     header.pop("__metadata__", None)
     for key, entry in header.items():
+        require(entry["dtype"] in DTYPES, f"it has a tensor of the type {entry['dtype']!r:.20}, which is not supported")
         shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         tensor = stored_tensor(key, DTYPES[entry["dtype"]], shape, shape, 0) # checks the shape before strides are made
         content[key] = tensor._replace(strides=tuple(math.prod(shape[i + 1:]) for i in range(len(shape))))

@@ -20,7 +20,7 @@ LFS_POINTER = "version https://git-lfs"
 # ---- errors
 
 class RejectedFileError(ValueError):
-    """Why a file cannot be used."""
+    """Says why a file, or a text, cannot be used: for good, so it is not read again."""
 
 
 def require(condition: object, reason: str) -> None:
@@ -91,7 +91,7 @@ def read_complete(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
     while True:
         try:
             with named_errors(source):
-                if result := read_unchanged(paths, read):
+                if (result := read_unchanged(paths, read)) is not None:
                     return result
         except OSError: # a writer may remove the file before it writes it again
             if not is_waiting:

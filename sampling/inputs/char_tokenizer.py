@@ -1,13 +1,10 @@
 """The meta.pkl of a nanoGPT data set: a vocabulary of characters, bytes or longer texts, or a tokenizer's name."""
-import logging
 import os
 import re
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle, unwrap
 from sampling.checkpoints.untrusted_files import named_errors, require
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer, encode_utf8
-
-logger = logging.getLogger(__name__)
 
 # The fields in which prepare scripts name or extend a tokenizer, and names for what stoi and itos describe.
 NAME_FIELDS = ("has_additional_tokens", "tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type",
@@ -30,8 +27,6 @@ class CharTokenizer(Tokenizer):
         self.is_bytes = any(isinstance(symbol, int) for symbol in self.itos.values())
         self.longer = [] if self.is_bytes else [symbol for symbol in self.stoi if len(symbol) > 1]
         self.unit = "bytes" if self.is_bytes else "tokens" if self.longer else "characters"
-        if not self.is_bytes and any("▁" in symbol for symbol in self.itos.values()):
-            logger.info(f"{self.source} has pieces with ▁, which are shown as they are, as in nanoGPT")
 
     def encode(self, text: str) -> list[int]:
         symbols = encode_utf8(text) if self.is_bytes else text
@@ -82,11 +77,11 @@ def named_encoding(meta: dict, source: object) -> str | None:
     """
     for field in NAME_FIELDS:
         value = meta.get(field)
-        name = value.lower().replace("gpt-2", "gpt2") if isinstance(value, str) else f"a {type(value).__name__}"
+        name = value.lower().replace("gpt-2", "gpt2") if isinstance(value, str) else None
         if name in ENCODINGS:
             return name
-        if value and name != "tiktoken" and not CHAR_NAMES.fullmatch(name):
-            raise ValueError(f"{source} names a tokenizer that cannot be read, {name!r:.60} in {field}; {ADVICE}")
+        if value and name != "tiktoken" and not CHAR_NAMES.fullmatch(name or ""):
+            raise ValueError(f"{source} needs a tokenizer that cannot be read: {field} is {describe(value)}; {ADVICE}")
     return None
 
 

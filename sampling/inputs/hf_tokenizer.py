@@ -81,12 +81,12 @@ class HFDecoder(IncrementalDecoder):
 
     def __call__(self, token_id: int, last: bool = False) -> str:
         tokenizer, is_known = self.tokenizer, self.tokenizer.is_known(token_id)
-        held, may_wait = self.held + [token_id] * is_known, is_known and not last
+        held, may_wait = [*self.held, token_id] if is_known else self.held, is_known and not last
         if may_wait and (tokenizer.decodes_whole or (token_id in tokenizer.byte_ids and len(held) < MAX_HELD)):
             self.held = held
             return ""
         before, after = tokenizer.text_of(self.context), tokenizer.text_of(self.context + held)
-        if may_wait and after.endswith(REPLACEMENT) and len(held) < MAX_HELD + 4: # more bytes than a character has
+        if may_wait and after.endswith(REPLACEMENT) and len(held) < MAX_HELD + 4: # a character has at most 4 bytes
             self.held = held
             return ""
         while not after.startswith(before): # a character of the prompt was incomplete

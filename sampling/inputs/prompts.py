@@ -33,11 +33,10 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     """The prompts that start names: a list, or for a pipe, which may stay open, an iterator. watch: it is no pipe."""
     kind, path = parse_start(start)
     if kind == "TEXT":
-        for path in start, start.partition(":")[2]:
-            if os.path.isfile(path):
-                logger.info(f"the prompt is the text {start!r:.100}; to read the file, pass --start=FILE:{path}")
+        if os.path.isfile(start):
+            logger.info(f"the prompt is the text {start!r:.100}; to read the file, pass --start=FILE:{start}")
         return [Prompt(start)]
-    is_pipe = kind in MULTI_KINDS and not os.path.isfile(path)
+    is_pipe = kind in MULTI_KINDS and (path == "-" or (os.path.exists(path) and not os.path.isfile(path)))
     if watch and is_pipe:
         raise ValueError("watch=True uses the prompts again for each checkpoint: save them in a file")
     prompts = read_file(kind, path)
@@ -123,24 +122,24 @@ def can_produce(tokenizer: Tokenizer, text: str) -> bool:
     """Whether sampled tokens can produce this text. False only if some character of the text is in no token."""
     word = text.strip(" ") # some tokenizers drop the spaces around a text, but put spaces between words
     with suppress(ValueError):
-        if word in tokenizer.decode(tokenizer.encode(word)): # a character may take several tokens
+        if word and word in tokenizer.decode(tokenizer.encode(word)): # a character may take several tokens
             return True
     return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
 
 
 def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int) -> Iterator[Sample]:
     """Yield the samples. Logs what a user should know about new prompts, each thing once."""
-    said_cropped, said_space = False, not tokenizer.joins_spaces
+    may_say_cropped, may_say_space = True, tokenizer.joins_spaces
     for sample in samples:
         prompt, ids = sample.prompt, sample.prompt_ids
         at = f"{prompt.location}: " if prompt.location else ""
-        if len(ids) > block_size and not (sample.already_saved or said_cropped):
-            said_cropped = True
+        if len(ids) > block_size and may_say_cropped and not sample.already_saved:
+            may_say_cropped = False
             logger.info(f"{at}the prompt has {len(ids)} tokens, but the model sees only the last {block_size} of any "
                         f"prompt, here from {tokenizer.decode(ids[-block_size:])[:40]!r} on")
         # In the training text, this space was part of the token of the next word, so the model rarely saw it alone.
-        if prompt.text.endswith(" ") and not (sample.already_saved or said_space):
-            said_space = True
+        if prompt.text.endswith(" ") and may_say_space and not sample.already_saved:
+            may_say_space = False
             logger.info(f"{at}the prompt ends in a space: a trailing space mostly gives worse text, because in "
                         f"{tokenizer.source} a word begins with its space")
         yield sample

@@ -80,5 +80,5 @@ def read_file(path: Path, vocab_size: int) -> Tokenizer | str | None:
     if encoding := named_encoding(meta, path):
         return encoding
     size = meta.get("vocab_size")
-    is_large = isinstance(size, int) and size >= min(ENCODINGS.values()) # then it may say no more
+    is_large = isinstance(size, int) and size >= min(ENCODINGS.values()) # its whole content may be this
     return None if is_large and not {"stoi", "itos"} & meta.keys() else CharTokenizer(path, meta)
