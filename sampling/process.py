@@ -4,7 +4,6 @@ sample.py imports this file before torch.
 """
 import ctypes
 import errno
-import logging
 import math
 import os
 import re
@@ -12,20 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING: # it takes a second
     import torch
 
-logger = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.h numbers them
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-CGROUP_FILES = { # with the limit first, in version 2 and in version 1
-    "cpu": (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]),
-    "memory": (["memory.max", "memory.current", "memory.stat"],
-               ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"])}
 OUT_OF_MEMORY = re.compile(
     "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
     "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED") # cuBLAS reports the latter if there is no memory for its workspace
@@ -52,10 +45,9 @@ def world_size() -> int:
 def shorten_spinning() -> None:
     """Make OpenMP's threads sleep soon while they wait for each other. Call this before torch is imported.
 
-    By default they spin for up to 20 ms, on cores that the thread that they wait for may need. If another program uses
-    one of two cores of an Intel Xeon, GPT-2 in int8 generates 43 tokens/s even if the threads spin for a tenth of a
-    millisecond, but 62 if they sleep at once. While the cores are free, it is 101 to 72, because waking a thread takes
-    time. So the threads spin only then. The user's own settings are kept.
+    By default they spin for up to 20 ms, on cores that the thread that they wait for may need. On two cores of an Intel
+    Xeon, GPT-2 in int8 generates 101 tokens/s if they spin for a tenth of a millisecond, and 72 if they sleep at once;
+    if another program uses one core, 43 and 62. The user's own settings are kept.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "3000"
@@ -85,43 +77,31 @@ def check_fork() -> None:
                            'multiprocessing.get_context("spawn")')
 
 
-def read_cgroups(controller: str) -> Iterator[list[str]]:
-    """The words in the CGROUP_FILES of this process's control groups that have a limit, from its own up to the root.
-
-    A container is such a group. controller: "cpu" or "memory".
+def read_cgroups(*files: str) -> Iterator[list[str]]:
+    """The words in these files of each control group (version 2) of this process, from its own up to the root, in which
+    the first word is a limit. A container is such a group.
     """
     with suppress(OSError): # not Linux
-        for line in OWN_CGROUPS.read_text().splitlines(): # "4:memory:/docker/1f" in version 1, "0::/docker/1f" in 2
-            _, controllers, name = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            group = CGROUPS / (controller if controllers else "") / name.strip("/")
-            for folder in group, *group.parents:
-                with suppress(OSError): # inside a container, only the folder of its root may be there
-                    files = CGROUP_FILES[controller][bool(controllers)]
-                    words = " ".join((folder / file).read_text() for file in files).split()
-                    if words[0] not in ("max", "-1"):
-                        yield words
+        own = OWN_CGROUPS.read_text().partition("0::")[2] # such as "0::/docker/1f"
+        group = CGROUPS / own.strip("/\n")
+        for folder in group, *group.parents:
+            with suppress(OSError): # inside a container, only the folder of its root may be there
+                words = " ".join((folder / file).read_text() for file in files).split()
+                if words[0] != "max":
+                    yield words
 
 
-def count_cores() -> tuple[int, int]:
-    """How many cores may run this process, and how many it may keep busy: a container may have less time than that."""
+def count_cores() -> int:
+    """How many cores this process may keep busy: a container may have less time than its cores."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [math.ceil(int(quota) / int(period)) for quota, period in read_cgroups("cpu")]
-    return num_cores, min([num_cores, *quotas])
+    return min([num_cores, *(math.ceil(int(quota) / int(period)) for quota, period in read_cgroups("cpu.max"))])
 
 
-@cache # it warns once
 def limit_threads() -> None:
-    """Let torch, and so the kernels, use no more threads than cores. If the user chose more, it only warns."""
+    """Let torch, and so the kernels, use no more threads than cores, unless the user has chosen a number."""
     import torch
-    (num_cores, num_usable), num_threads = count_cores(), torch.get_num_threads()
-    is_default = num_threads in (num_cores, num_cores // 2) # of torch: a thread for each core, or for each pair
-    if num_threads > num_usable and is_default and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(num_usable)
-    elif num_threads > num_usable:
-        logger.warning(f"{num_threads} threads are slow on the {num_usable} cores that this process may use: set "
-                       f"OMP_NUM_THREADS={num_usable}, or call torch.set_num_threads({num_usable})")
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), count_cores()))
 
 
 def peak_memory(device: "torch.device") -> int | None:
@@ -146,9 +126,8 @@ def free_memory(device: "torch.device") -> int:
         return torch.cuda.mem_get_info(device)[0]
     import psutil
     free = [psutil.virtual_memory().available]
-    for limit, used, *stat in read_cgroups("memory"):
-        name = "total_inactive_file" if "total_inactive_file" in stat else "inactive_file" # in version 1, or in 2
-        free.append(int(limit) - int(used) + int(stat[stat.index(name) + 1]))
+    for limit, used, *stat in read_cgroups("memory.max", "memory.current", "memory.stat"):
+        free.append(int(limit) - int(used) + int(stat[stat.index("inactive_file") + 1]))
     return max(0, min(free)) // torchrun_number("LOCAL_WORLD_SIZE", 1) # which share this machine
 
 
