@@ -4,7 +4,6 @@ Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V v
 """
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from threading import Lock, local
 from typing import Any
@@ -28,8 +27,7 @@ MAX_KERNEL_ROWS = 32 # with more rows, F.linear is as fast in float32, or faster
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
 
-compile_lock, this_thread = Lock(), local()
-run_lock = nullcontext() # a Lock if numba's threads cannot serve two Python threads at once
+run_lock, this_thread = Lock(), local() # the lock, because one of numba's threading layers serves one thread at a time
 
 
 class CPUCache:
@@ -170,11 +168,9 @@ def run(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
 def compile_kernels(dtype: str) -> None:
     """Load the kernels for weights of this dtype ("float32" or "int8") from numba's cache, or compile and save them.
 
-    If that fails, as with a damaged file or a full disk, it removes the index of a kernel's files and tries once more.
-    After Ctrl-C, too, the index may name code that is not there.
+    If that fails, as with a damaged file or a full disk, it removes the indexes of the cache and tries once more.
     """
-    global run_lock
-    with compile_lock:
+    with run_lock:
         x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1, CACHE_BLOCK), np.float32)
         calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
                  kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL)}
@@ -184,15 +180,11 @@ def compile_kernels(dtype: str) -> None:
                 continue
             try:
                 kernel(*arguments)
-            except BaseException as error:
-                for path in Path(kernel.stats.cache_path or "/nowhere").glob(f"*.{kernel.py_func.__qualname__}-*.nbi"):
+            except Exception:
+                for path in Path(kernel.stats.cache_path or "/nowhere").glob("*.nbi"):
                     path.unlink(missing_ok=True)
-                if not isinstance(error, Exception):
-                    raise
                 kernel(*arguments)
             if not is_new and sum(kernel.stats.cache_misses.values()):
                 is_new = True
                 logger.info("compiling kernels for this processor, once, which takes some seconds ...")
         torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
-        if numba.threading_layer() == "workqueue": # it aborts the process if two threads are inside at once
-            run_lock = Lock()

@@ -190,14 +190,11 @@ def group_by_length(rows: Sequence[IncrementalDetokenizer], block_size: int,
 
     The rows of a batch decode in lockstep from the end of the shortest prompt, so a longer prompt needs extra steps.
     """
-    def length(row):
-        return min(len(row.sample.prompt_ids), block_size)
-
-    def index(row):
-        return row.sample.index
-    groups, shortest = {}, -math.inf
-    for row in sorted(rows, key=length):
-        if length(row) > shortest + max_new_tokens:
-            shortest = length(row)
-        groups.setdefault(shortest, []).append(row)
-    return sorted((sorted(group, key=index) for group in groups.values()), key=lambda group: index(group[0]))
+    lengths = [min(len(row.sample.prompt_ids), block_size) for row in rows]
+    shortest, group_of, groups = -math.inf, {}, {} # a group has the name of its shortest length
+    for length in sorted(set(lengths)):
+        shortest = length if length > shortest + max_new_tokens else shortest
+        group_of[length] = shortest
+    for row, length in zip(rows, lengths, strict=True):
+        groups.setdefault(group_of[length], []).append(row)
+    return list(groups.values())
