@@ -202,12 +202,15 @@ def test_output_of_gloo_goes_to_stderr(capfd, monkeypatch):
 # ---- from tokens to text, and the search for stop texts
 
 def append_all(tokenizer, ids, max_new_tokens, stop=None, logprobs=None):
-    """The sample of these ids, of which none is appended after it has finished, and its new pieces after each."""
+    """The sample of these ids, of which none is appended after it has finished, and its new pieces after each.
+
+    Each token is also its own alternative.
+    """
     row = IncrementalDetokenizer(Sample(0, Prompt("a"), [64]), tokenizer, SamplingParams(max_new_tokens, stop=stop))
     taken = []
     for i, token_id in enumerate(ids):
         if not row.is_finished:
-            row.append(token_id, logprobs and logprobs[i])
+            row.append(token_id, logprobs and logprobs[i], [-1.0], [token_id])
             taken.append(row.take_pieces())
     return row.sample, taken
 
@@ -222,6 +225,8 @@ def test_no_piece_ends_inside_a_character(gpt2_encoding, stop):
     ids = tokenizer.encode(text)
     sample, taken = append_all(tokenizer, ids, len(ids), stop)
     assert sample.text == "".join(texts(taken)) == engines.truncate_at_stop(text, stop)
+    if not stop: # which truncates only the tokens
+        assert [token.text for token in sample.tokens] == [token.top_logprobs[0].text for token in sample.tokens]
 
 
 @pytest.mark.parametrize("text, stop, expected, num_tokens, reason", [
