@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import pickle
-import pickletools
 import re
 import resource
 import signal
@@ -20,9 +19,9 @@ import sys
 import zipfile
 
 import pytest
-import torch
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
-from models import make_gpt, save_checkpoint, save_meta
+from models import SHAPE, make_gpt, save_checkpoint, save_meta
 from project import PROJECT
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.huggingface import load_huggingface
@@ -115,16 +114,11 @@ def poison(valid_checkpoint, key, piece):
     return out.getvalue()
 
 
-def poison_old(valid_checkpoint, key, piece):
-    """The same as poison, in the format of torch before 1.6."""
-    out, ends = io.BytesIO(), []
-    torch.save(torch.load(io.BytesIO(valid_checkpoint)), out, _use_new_zipfile_serialization=False)
-    out.seek(0)
-    for _ in range(4): # the fourth pickle is the content
-        list(pickletools.genops(out))
-        ends.append(out.tell())
-    content = out.getvalue()
-    return content[:ends[2]] + with_entry(content[ends[2]:ends[3]], key, piece) + content[ends[3]:]
+def old_file(key, piece):
+    """A file in the format of torch before 1.6, with this piece of pickle as the value of key."""
+    parts = MAGIC_NUMBER, PROTOCOL_VERSION, {"little_endian": True}, {"model_args": SHAPE}, []
+    *start, content, keys = (pickle.dumps(part, 2) for part in parts)
+    return b"".join([*start, with_entry(content, key, piece), keys])
 
 
 def write_attack(place, piece, folder, valid_checkpoint):
@@ -145,7 +139,8 @@ def write_attack(place, piece, folder, valid_checkpoint):
         write_settled(out / "meta.pkl", with_entry((out / "meta.pkl").read_bytes(), key, piece))
         write_settled(out / "ckpt.pt", valid_checkpoint)
     else:
-        write_settled(out / "ckpt.pt", (poison_old if kind == "old" else poison)(valid_checkpoint, key, piece))
+        content = old_file(key, piece) if kind == "old" else poison(valid_checkpoint, key, piece)
+        write_settled(out / "ckpt.pt", content)
     return "resume"
 
 

@@ -26,24 +26,28 @@ DAMAGED = "is damaged or incomplete"
 # ---- pickles that would run code
 
 RAN = value("ran") # the folder that attacks make
-CODE = { # with pickle.loads, all but the last six make it
+CODE = { # with pickle.loads, all but the last four make it
     "GLOBAL-REDUCE": b"cos\nmkdir\n(" + RAN + b"tR",
     "STACK_GLOBAL": value("os") + value("mkdir") + b"\x93" + RAN + b"\x85R",
-    "STACK_GLOBAL-dotted": value("shutil") + value("os.mkdir") + b"\x93" + RAN + b"\x85R",
     "INST": b"(" + RAN + b"ios\nmkdir\n",
     "OBJ": b"(cos\nmkdir\n" + RAN + b"o",
     "NEWOBJ": b"cbuiltins\nbytes\ncbuiltins\nmap\ncos\nmkdir\n](" + RAN + b"e\x86\x81\x85\x81",
     "BUILD": b"ctypes\nSimpleNamespace\n)R}" + value("__setstate__") + b"cos\nmkdir\nsb" + RAN + b"b",
     "APPEND": b"ctypes\nSimpleNamespace\n)R}" + value("append") + b"cos\nmkdir\nsb" + RAN + b"a",
-    "ADDITEMS": b"ctypes\nSimpleNamespace\n)R}" + value("add") + b"cos\nmkdir\nsb(" + RAN + b"\x90",
     "EXT1": b"\x82\x12" + RAN + b"\x85R", # attacks.py gives this code to os.mkdir
-    "PERSID": b"Pran\n",
     "BINPERSID": b"(" + value("module") + b"cos\nmkdir\n" + RAN + RAN + b"tQ",
-    "NEXT_BUFFER": b"\x97",
     "escape-codes": b"cx\x1b[31mred\x07\nmk\x1b]0;title\x07dir\n(" + RAN + b"tR",
     "a-long-name": b"c" + b"x" * 10**6 + b"\nmkdir\n(" + RAN + b"tR",
     "an-import": b"cimported\nname\n",
 }
+
+
+@pytest.mark.parametrize("name, place", [
+    *((name, "model") for name in CODE),
+    ("GLOBAL-REDUCE", "meta.pkl stoi"), ("GLOBAL-REDUCE", "old model"), ("GLOBAL-REDUCE", "hf model")])
+def test_a_pickle_runs_nothing(name, place, attack, valid_checkpoint, tmp_path):
+    attack(tmp_path, "", write_attack(place, CODE[name], tmp_path, valid_checkpoint))
+
 
 # ---- pickles that would crash the process, hang it, or fill its memory
 
@@ -51,23 +55,12 @@ LARGE = struct.pack("<Q", 2**40)
 NOTE = b"csome\nthing\n"
 DEEP = b")" + b"\x85" * 10**5 # its hash would overflow the stack of C
 NESTED = b")q\1" + b"h\1\x86q\1" * 40 # each tuple holds the one before twice: its hash would take hours
-WAYS = { # through which a nested value could become a key, or a part of one
-    "itself": NESTED, "a-part-of-a-tuple": NESTED + b"\x85", "a-part-of-a-long-tuple": b"(N" + NESTED + b"t",
-    "DUP": NESTED + b"20", "GET": NESTED + b"q\2" + b"0h\2", "POP_MARK": NESTED + b"(N1",
-    "FROZENSET": b"(" + NESTED + b"\x91", "a-set-by-a-call": call("builtins frozenset", b"](" + NESTED + b"e"),
-    "BUILD-with-None": NESTED + b"Nb", "BUILD-of-a-note": NOTE + b")R" + NESTED + b"b",
-    "slots-of-a-note": NOTE + b")RN}" + value("first") + NESTED + b"s\x86b",
-    "APPEND-to-a-note": NOTE + b")R" + NESTED + b"a", "a-value-of-a-note": NOTE + b")RN" + NESTED + b"s",
-    "a-key-of-a-note": NOTE + b")R" + NESTED + b"Ns", "ADDITEMS-of-a-note": NOTE + b")R(" + NESTED + b"\x90",
-    "REDUCE": call("some thing", NESTED), "NEWOBJ": NOTE + NESTED + b"\x81", "OBJ": b"(" + NOTE + NESTED + b"o",
-    "NEWOBJ_EX": NOTE + b")}" + value("cls") + NESTED + b"s\x92", "INST": b"(" + NESTED + b"isome\nthing\n",
-    "bytes": call("_codecs encode", NESTED, value("latin1")), "dtype": call("numpy dtype", NESTED),
-    "scalar": call("numpy.core.multiarray scalar", call("numpy dtype", NESTED), value("x")),
-    "scalar-of-a-dtype": call("numpy.core.multiarray scalar", call("numpy dtype", value("i8")) + NESTED + b"b",
-                              call("_codecs encode", value("x" * 8), value("latin1"))),
-    "Size": call("torch Size", NESTED), "OrderedDict": call("collections OrderedDict", NESTED),
-    "shape": tensor(NESTED, b"h\1"), "offset": tensor((1,), offset=NESTED), "key": tensor((1,), key=NESTED),
-    "parameter": call("torch._utils _rebuild_parameter", NESTED), "storage": b"(" + NESTED + b"tQ",
+NESTED_KEYS = { # through which a nested value could become a key, or a part of one
+    "itself": NESTED, "a-part-of-a-tuple": NESTED + b"\x85", "of-a-note": call("some thing", NESTED),
+    "as-bytes": call("_codecs encode", NESTED, value("latin1")),
+    "as-a-scalar": call("numpy.core.multiarray scalar", call("numpy dtype", NESTED), value("x")),
+    "as-a-shape": tensor(NESTED, b"h\1"), "as-an-offset": tensor((1,), offset=NESTED),
+    "as-a-record": tensor((1,), key=NESTED),
 }
 
 
@@ -78,77 +71,37 @@ def copies(function, argument, rest):
 
 NUMBERS, NO_TENSORS, KEYS = range(300_000), "must hold tensors by name", "keys must be text"
 BOMBS = { # the piece of pickle, a part of the error line
-    "memo": (b"]r\x00\x00\x00\x10", NO_TENSORS), "memo-as-text": (b"]p400000000\n", NO_TENSORS),
-    "bytes": (b"\x8e" + LARGE, DAMAGED), "bytearray": (b"\x96" + LARGE, DAMAGED),
+    "memo": (b"]r\x00\x00\x00\x10", NO_TENSORS), "bytes": (b"\x8e" + LARGE, DAMAGED),
     "bytearray-by-a-call": (call("builtins bytearray", value(3 * 10**9)), NO_TENSORS),
     "key": (b"}" + DEEP + b"Ns", KEYS), "key-of-DICT": (b"(" + NESTED + b"Nd", KEYS),
-    "in-a-set": (b"\x8f(" + NESTED + b"\x90", NO_TENSORS), "in-a-frozenset": (b"(" + NESTED + b"\x91", NO_TENSORS),
+    "in-a-set": (b"\x8f(" + NESTED + b"\x90", NO_TENSORS),
     "long-number": (b"}" + value(2**65) + b"Ns", KEYS), "wide-key": (b"}(" + b"N" * 65 + b"tNs", KEYS),
     "deep-lists": (b"]" * 200_000 + b"a" * 199_999, NO_TENSORS),
     "deep-notes": (NOTE + b"q\1)R" + b"q\2h\1h\2\x85R" * 200_000, NO_TENSORS),
-    "copies-of-a-set": (copies(b"__builtin__\nset\n", [*NUMBERS], b"h\1\x85R"), NO_TENSORS),
     "copies-of-a-dict": (copies(b"collections\nCounter\n", dict.fromkeys(NUMBERS), b"h\1\x85R"), NO_TENSORS),
     "copies-of-arguments": (copies(b"numpy\ndtype\n", (*NUMBERS,), b"h\1R"), NO_TENSORS),
-    "copies-of-keywords": (copies(b"a\nb\n", {f"a{i}": i for i in NUMBERS}, b")h\1\x92"), NO_TENSORS),
-    "copies-for-a-function": (copies(b"torch._utils\n_rebuild_parameter\n", (*NUMBERS,), b"h\1R"), DAMAGED),
     "copies-as-bytes": (copies(b"_codecs\nencode\n", "x" * 2**21, b"h\1" + value("latin1") + b"\x86R"), NO_TENSORS),
-    "names": (b"](" + b"".join(b"ca\n%x\n" % i for i in range(100_000)) + b"e", NO_TENSORS),
-    "one-name": (b"](" + b"ca\nb\n" * 800_000 + b"e", NO_TENSORS),
     "behind-a-frame": (straddle(b"}" + NESTED + b"Ns"), NO_TENSORS),
     "text-about-memory": (tensor((1,)) + b"N}" + value("out of memory\x1b[31m") + b"Ns\x86b", DAMAGED),
     "many-values": (b"N" * 2**22 + b"]", "opcodes"),
 }
-
-# ---- the settings of a model as an object
-
-CONFIG = b"ctrain_gpt2\nGPTConfig\n"
-CONFIGS = {
-    "state-of-text": (CONFIG + b")\x81" + value("abc") + b"b", "must be a dict or an object with fields"),
-    "attributes-of-the-class": (CONFIG + b"N" + value({"__new__": 1}) + b"\x86b", "without the fields"),
-    "attributes-of-a-function": (b"c_codecs\nencode\nN" + value({"__new__": 1}) + b"\x86b", "without the fields"),
-    "methods-of-a-dict": (b"ccollections\nOrderedDict\n)R" + value({"items": 1}) + b"b", "without the fields"),
-    "attributes-of-a-dtype": (b"ctorch\nfloat32\nN" + value({"itemsize": 1}) + b"\x86b", DAMAGED),
+BEYOND, IMPOSSIBLE = "reaches beyond its record", "has an impossible shape"
+TENSORS = { # with no place in the file: the piece of pickle, a part of the error line
+    "beyond-by-one": (tensor((61 * 24 + 1,)), BEYOND), "beyond-by-an-offset": (tensor((1,), (1,), 61 * 24), BEYOND),
+    "beyond-by-a-stride": (tensor((2,), (2**40,)), BEYOND), "expanded": (tensor((2**25, 24), (0, 0)), "claims tensors"),
+    "negative-offset": (tensor((1,), (1,), -1), IMPOSSIBLE), "negative-stride": (tensor((2,), (-1,), 1), IMPOSSIBLE),
+    "overflowing-size": (tensor((2**62, 4), (0, 0)), IMPOSSIBLE), "no-strides": (tensor((1, 1), (1,)), IMPOSSIBLE),
+    "floats-as-size": (tensor(value((1.0,)), (1,)), IMPOSSIBLE), "many-dimensions": (tensor((1,) * 65), IMPOSSIBLE),
+    "a-record-outside": (tensor((1,), key="../../../etc/passwd"), "has no record"),
+    "a-list-in-itself": (b"]q\0(h\0e", "but holds 'transformer.wpe.weight': list"),
 }
-
-# ---- tensors that have no place in the file
-
-TENSORS = {
-    "beyond-by-one": tensor((61 * 24 + 1,)), "beyond-by-an-offset": tensor((1,), (1,), 61 * 24),
-    "beyond-by-a-stride": tensor((2,), (2**40,)), "negative-offset": tensor((1,), (1,), -1),
-    "negative-stride": tensor((2,), (-1,), 1), "negative-size": tensor((-1,)),
-    "overflowing-size": tensor((2**62, 4), (0, 0)), "overflowing-offset": tensor((1,), (1,), 2**64),
-    "expanded": tensor((2**25, 24), (0, 0)), "empty-of-terabytes": tensor((0, 2**62, 2**62), (1, 1, 1)),
-    "no-strides": tensor((1, 1), (1,)), "many-dimensions": tensor((1,) * 10**5),
-    "text-as-size": tensor(value("abc"), (1,)), "floats-as-size": tensor(value((1.0,)), (1,)),
-    "a-record-outside": tensor((1,), key="../../../etc/passwd"), "the-pickle": tensor((9,), key="../data.pkl"),
-    "a-number-as-record": tensor((1,), key=0), "no-storage-type": tensor((1,), kind="torch Size"),
-    "called": tensor((7,) * 12, (0,) * 12) + b")R", "itself": b"]q\0(h\0e",
-    "made-longer": tensor((1,)) + b"(" + value("0") + b"ctorch\nfloat32\n" + value((2**30,)) + b"tb",
-}
-FITTING_ARGS = value("model_args") + value(SHAPE | {"block_size": 2**25})
 PICKLES = { # name: (the piece of pickle, the entry that it replaces, a part of the error line)
+    **{name: (b"}" + key + b"Ns", "x", None) for name, key in NESTED_KEYS.items()}, # None: it may load
+    "two-numbers-a-byte": (tensor((), kind="torch quint4x2"), "iter_num", None),
     **{name: (piece, "model", message) for name, (piece, message) in BOMBS.items()},
-    "two-numbers-a-byte": (tensor((), kind="torch quint4x2"), "iter_num", None), # None: it may load
-    **{name: (piece, "model_args", message) for name, (piece, message) in CONFIGS.items()},
-    **{name: (b"}" + value("transformer.wpe.weight") + piece + b"s" + FITTING_ARGS, "model",
-              {"beyond-by-one": "beyond its record", "expanded": "claims tensors of"}.get(name, ""))
-       for name, piece in TENSORS.items()},
+    **{name: (b"}" + value("transformer.wpe.weight") + piece + b"s", "model", message)
+       for name, (piece, message) in TENSORS.items()},
 }
-
-
-@pytest.mark.parametrize("name, place", [
-    *itertools.product(CODE, ["model", "x"]), # what is needed, and what lies beside it
-    *itertools.product(["GLOBAL-REDUCE", "EXT1"], ["meta.pkl stoi", "meta.pkl x", "old model", "old x", "hf model"])])
-def test_a_pickle_runs_nothing(name, place, attack, valid_checkpoint, tmp_path):
-    message = None if place.endswith("x") else ""
-    status = attack(tmp_path, message, write_attack(place, CODE[name], tmp_path, valid_checkpoint))
-    assert status == 1 or place.endswith("x"), "what is needed is refused"
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_a_nested_value_is_never_hashed(name, attack, valid_checkpoint, tmp_path):
-    piece = b"}" + WAYS[name] + b"Ns"
-    attack(tmp_path, None, write_attack("x", piece, tmp_path, valid_checkpoint))
 
 
 @pytest.mark.parametrize("name", PICKLES)
@@ -186,33 +139,15 @@ def test_ctrl_c_ends_a_process_whose_file_asks_for_minutes_of_work(valid_checkpo
 
 # ---- zip files
 
-@pytest.mark.parametrize("name, offset, changed", [ # in the entry of this record in the zip's directory
-    ("data/0", 16, bytes(4)), # another checksum
-    ("data/0", 20, b"\0\0\0\x80"), # a length of 2 GiB in the file
-    ("data/0", 24, b"\0\0\0\x80"), # a length of 2 GiB
-    ("data/0", 42, bytes(4)), # the place of another record
-    ("data.pkl", 24, b"\0\0\0\x80"),
-    ("data/0", 28, b"\xff\xff"), # a long name
+@pytest.mark.parametrize("name, compression, message", [
+    ("ckpt/data.pkl", zipfile.ZIP_DEFLATED, "one of its records is compressed"),
+    ("ckpt/data", zipfile.ZIP_STORED, "it is a zip file without a data.pkl"),
+    ("ckpt/data.pkl", zipfile.ZIP_STORED, "its pickle has more than"),
 ])
-def test_a_wrong_zip_directory_is_refused(name, offset, changed, attack, valid_checkpoint, tmp_path):
-    content = bytearray(valid_checkpoint)
-    at = content.rindex(b"ckpt/" + name.encode() + b"PK") - 46 + offset # the name follows the 46 bytes of its entry
-    content[at:at + len(changed)] = changed
-    write_settled(tmp_path / "out" / "ckpt.pt", content)
-    attack(tmp_path)
-
-
-@pytest.mark.parametrize("name, compression, flags, message", [
-    ("ckpt/data.pkl", zipfile.ZIP_DEFLATED, 0, "one of its records is compressed"),
-    ("out of memory/data.pkl", 0, 1, "or encrypted"), # zipfile quotes the name in a RuntimeError
-    ("ckpt/data", 0, 0, "it is a zip file without a data.pkl"), ("ckpt/data.pkl", 0, 0, "its pickle has more than"),
-])
-def test_other_zip_files_are_refused(name, compression, flags, message, attack, tmp_path):
-    with zipfile.ZipFile(tmp_path / "zip", "w", compression) as archive:
+def test_other_zip_files_are_refused(name, compression, message, attack, tmp_path):
+    (tmp_path / "out").mkdir()
+    with zipfile.ZipFile(tmp_path / "out" / "ckpt.pt", "w", compression) as archive:
         archive.writestr(name, b"N" * 2**24)
-    content = bytearray((tmp_path / "zip").read_bytes())
-    content[content.index(b"PK\1\2") + 8] |= flags
-    write_settled(tmp_path / "out" / "ckpt.pt", content)
     attack(tmp_path, message)
 
 
@@ -250,24 +185,28 @@ def safetensors_file(length=None, data=bytes(4), count=1, **changes):
     return struct.pack("<Q", len(header) if length is None else length) + header.encode() + data
 
 
-SAFETENSORS = {
-    "header-of-all": safetensors_file(2**63), "overflowing": safetensors_file(shape=[2**62, 4]),
-    "terabytes": safetensors_file(shape=[2**40], data_offsets=[0, 2**42]), "longer": safetensors_file(data=bytes(5)),
-    "backwards": safetensors_file(data_offsets=[4, 0]), "before": safetensors_file(data_offsets=[-4, 0]),
-    "negative-size": safetensors_file(shape=[-1]), "text-as-shape": safetensors_file(shape="1"),
-    "many-dimensions": safetensors_file(shape=[1] * 2_700_000),
-    "overlapping-tensors": safetensors_file(data=bytes(4000), count=3, shape=[1000], data_offsets=[0, 4000]),
-    "deep": struct.pack("<Q", 10**6) + b"{" * 10**6,
+NO_PLACE = "does not fit its place"
+SAFETENSORS = { # the file, a part of the error line
+    "header-of-all": (safetensors_file(2**63), "claims a header of"),
+    "overflowing": (safetensors_file(shape=[2**62, 4]), IMPOSSIBLE),
+    "negative-size": (safetensors_file(shape=[-1]), IMPOSSIBLE),
+    "many-dimensions": (safetensors_file(shape=[1] * 2_700_000), IMPOSSIBLE),
+    "terabytes": (safetensors_file(shape=[2**40], data_offsets=[0, 2**42]), "it is cut short"),
+    "before": (safetensors_file(data_offsets=[-4, 0]), NO_PLACE),
+    "longer": (safetensors_file(data_offsets=[0, 8]), NO_PLACE),
+    "overlapping": (safetensors_file(data=bytes(4000), count=3, shape=[1000], data_offsets=[0, 4000]),
+                    "claims tensors"),
+    "deep": (struct.pack("<Q", 10**6) + b"{" * 10**6, DAMAGED),
 }
 JSON = {"deep-json": b'{"a":' * 10**6, "digits": b'{"n_layer": ' + b"9" * 10**6 + b"}", "long": b" " * 2**25 + b"{}"}
 
 
 @pytest.mark.parametrize("name", [*SAFETENSORS, *JSON])
 def test_hostile_files_of_hugging_face_are_refused(name, attack, tmp_path):
+    weights, message = SAFETENSORS.get(name, (safetensors_file(), "out/config.json"))
     write_settled(tmp_path / "out" / "config.json", JSON.get(name, b'{"model_type": "gpt2"}'))
-    write_settled(tmp_path / "out" / "model.safetensors", SAFETENSORS.get(name, safetensors_file()))
-    reasons = {"overlapping-tensors": "claims tensors of", "many-dimensions": "an impossible shape"}
-    attack(tmp_path, reasons.get(name, "out/config.json" if name in JSON else "out/model.safetensors"), "out")
+    write_settled(tmp_path / "out" / "model.safetensors", weights)
+    attack(tmp_path, message, "out")
 
 
 @pytest.mark.parametrize("name, target", [
