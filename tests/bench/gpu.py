@@ -9,14 +9,13 @@ fails does not stop the others.
 import argparse
 import json
 import platform
-import subprocess
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
-from contenders import SHAPES, TEMPERATURE, TOP_K, nanogpt_loop
+from contenders import SHAPES, TEMPERATURE, TOP_K, nanogpt_loop, random_transformers_gpt2, transformers_generate
 from measure import count
 
 # measure.py and contenders.py have added the folders of the tests and of the project to the path.
@@ -37,7 +36,7 @@ class Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.shapes = {"tiny": TINY} if smoke else {name: SHAPES[name] for name in ("124M", "XL")}
         self.num_samples, self.new_tokens = ((1, 3), 8) if smoke else ((1, 10, 64), 256)
-        self.matrix, self.read = (64, 2**20) if smoke else (8192, 2**32) # rows, and bytes
+        self.params = sampling.SamplingParams(self.new_tokens, TEMPERATURE, TOP_K, seed=SEED)
         self.folder, self.models = folder, {}
         for name, shape in self.shapes.items():
             torch.manual_seed(SEED)
@@ -52,7 +51,6 @@ class Bench:
         """Yield (name, function) for each cell."""
         small, *_ = self.shapes
         yield "machine", self.describe
-        yield "limits", self.measure_limits
         for dtype in DTYPES:
             for where, length in ("inside", 3), ("past", self.shapes[small]["block_size"] - self.new_tokens // 2):
                 for exact in False, True:
@@ -71,27 +69,14 @@ class Bench:
 
     def describe(self):
         """Versions, and the GPU."""
-        found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        if self.device.type == "cuda":
-            command = "nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.mem --format=csv,noheader"
-            found |= {"gpu": str(torch.cuda.get_device_properties(self.device)),
-                      "driver_and_clocks": subprocess.getoutput(command)}
-        return found
-
-    def measure_limits(self):
-        """How fast the device reads memory and multiplies matrices."""
-        found = {"read_gb_s": self.best(self.read / 1e9, torch.ones(self.read // 4, device=self.device).sum)}
-        for name, dtype in DTYPES.items():
-            a, b = (torch.randn(self.matrix, self.matrix, device=self.device).to(dtype) for _ in range(2))
-            found[f"{name}_tflop_s"] = self.best(2 * self.matrix**3 / 1e12, partial(torch.mm, a, b))
-        return found
+        gpu = str(torch.cuda.get_device_properties(self.device)) if self.device.type == "cuda" else None
+        return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "gpu": gpu}
 
     def check_text(self, name, dtype, length, exact):
         """Four samples beside nanoGPT's operations. They must be equal in float32, and with exact in any dtype."""
-        generator = self.load(name, dtype, exact=exact)
+        generator = sampling.load(self.folder / name, str(self.device), dtype, exact=exact)
         prompt = ("abcdefghijklmnopqrstuvwxyz" * 40)[:length]
-        params = sampling.SamplingParams(self.new_tokens, TEMPERATURE, TOP_K, seed=SEED)
-        found = [sample.token_ids for sample in generator.generate(prompt, params, num_samples=4)]
+        found = [sample.token_ids for sample in generator.generate(prompt, self.params, num_samples=4)]
         idx = torch.tensor([generator.tokenizer.encode(prompt)], device=self.device)
         torch.manual_seed(SEED)
         model = GPT(GPTConfig(**self.shapes[name])) # nanoGPT initialises a model before it samples
@@ -105,15 +90,10 @@ class Bench:
     def autocast(self, dtype):
         return torch.autocast(self.device.type, DTYPES[dtype], enabled=dtype != "float32")
 
-    def load(self, name, dtype, **options):
-        """The generator that Python users get."""
-        return sampling.load(self.folder / name, str(self.device), dtype, **options)
-
     def time_ours(self, name, dtype, samples, **options):
         """All samples in one batch. The first run captures the graphs."""
-        generator = self.load(name, dtype, **options)
-        params = sampling.SamplingParams(self.new_tokens, TEMPERATURE, TOP_K, seed=SEED)
-        return self.time(samples, lambda: generator.generate("a", params, num_samples=samples, batch_size=samples))
+        generator = sampling.load(self.folder / name, str(self.device), dtype, **options)
+        return self.time(samples, lambda: generator.generate("a", self.params, samples, batch_size=samples))
 
     def time_loop(self, name, dtype):
         """nanoGPT's loop, one sample."""
@@ -123,33 +103,21 @@ class Bench:
 
     def time_transformers(self, name, dtype, samples):
         """Hugging Face's generate with its KV cache, all samples in one batch."""
-        import transformers
-        shape = self.shapes[name]
-        sizes = {size: shape[size] for size in ("n_layer", "n_head", "n_embd", "vocab_size")}
-        config = transformers.GPT2Config(**sizes, n_positions=shape["block_size"], bos_token_id=None, eos_token_id=None)
-        model = transformers.GPT2LMHeadModel(config).to(self.device, DTYPES[dtype]).eval()
-        idx = torch.ones(samples, 1, dtype=torch.long, device=self.device)
-        return self.time(samples, lambda: model.generate(
-            idx, attention_mask=torch.ones_like(idx), do_sample=True, temperature=TEMPERATURE, top_k=TOP_K,
-            eos_token_id=None, pad_token_id=0, max_new_tokens=self.new_tokens))
+        model = random_transformers_gpt2(self.shapes[name]).to(self.device, DTYPES[dtype]).eval()
+        idx = torch.tensor([[1]], device=self.device)
+        return self.time(samples, lambda: transformers_generate(model, idx, self.new_tokens, samples))
 
     def time(self, samples, run):
         """The rate at which run generates these samples, after a run that warms up."""
-        first, took = self.seconds(run), self.seconds(run)
+        seconds = []
+        for _ in range(2):
+            start = time.perf_counter()
+            run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        first, took = seconds
         return {"tokens_per_s": round(samples * self.new_tokens / took, 1), "first_run_s": round(first, 2)}
-
-    def best(self, work, function):
-        """The highest rate of six calls. work: the amount of work of one call."""
-        return round(work / min(self.seconds(function) for _ in range(6)), 1)
-
-    def seconds(self, function):
-        """How long one call takes."""
-        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
-        wait()
-        start = time.perf_counter()
-        function()
-        wait()
-        return time.perf_counter() - start
 
 
 def main():
