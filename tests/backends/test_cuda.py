@@ -163,27 +163,11 @@ def test_what_computes_other_logits_never_reaches_the_text(target, name, wrong, 
     assert message.startswith(OTHER_LOGITS) and message.endswith("continuing with the plain model, which is slower")
 
 
-def make_gpt_with_logits_around_minus_100():
-    """As in GPT-2, the rows of the head share a component, and the last LayerNorm's bias lies along it."""
-    model, shared = make_gpt(tie_word_embeddings=False), normal(24)
-    shared /= shared.norm()
-    with torch.no_grad():
-        head = model.lm_head.weight
-        head.copy_(6 * (head - (head @ shared)[:, None] * shared) + shared)
-        model.transformer.ln_f.bias -= 100 * shared
-    return model
-
-
-@torch.no_grad()
 def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_100_but_for_no_fault():
-    model, ids, support = make_gpt_with_logits_around_minus_100(), random_prompt(15, 3), Support("cpu", True)
-    expected = model(ids)[0][:, -1].bfloat16()
-    assert -103 < expected.mean() < -97 and 1 < expected.float().std() < 4, "as in GPT-2"
-    assert support.check_logits((expected.float() + 0.3 * normal(3, 61)).bfloat16(), expected), "it is rounded twice"
-    with_wrong_positions, with_an_unmasked_key = ids[:, 1:], torch.cat([random_prompt(1, 3), ids], dim=1)
-    for wrong in with_wrong_positions, with_an_unmasked_key:
-        for found, row in zip(model(wrong)[0][:, -1:].bfloat16(), expected, strict=True):
-            assert not support.check_logits(found, row[None])
+    """GPT-2's logits lie there. Neighbouring bfloat16 numbers are 0.5 apart."""
+    logits, noise, support = 2.5 * normal(3, 61) - 100, normal(3, 61, seed=1), Support("cpu", True)
+    assert support.check_logits((logits + 0.2 * noise).bfloat16(), logits.bfloat16())
+    assert not support.check_logits((logits + 0.8 * noise).bfloat16(), logits.bfloat16())
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
@@ -191,8 +175,7 @@ def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_1
 def test_the_checks_pass_in_half_precision(dtype, device, messages, monkeypatch):
     if device == "cpu":
         record_graphs(monkeypatch)
-    model = cast_linears(make_gpt_with_logits_around_minus_100(), dtype).to(device)
-    decode(CUDABackend(model), PROMPTS, STEPS, dtype=dtype)
+    decode(CUDABackend(cast_linears(make_gpt(), dtype).to(device)), PROMPTS, STEPS, dtype=dtype)
     assert messages == []
 
 

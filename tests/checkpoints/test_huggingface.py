@@ -79,15 +79,6 @@ def test_a_folder_here_that_holds_no_model(file, tmp_path, monkeypatch):
         load_huggingface("gpt2")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin",
-                                  "model-00001-of-00001.safetensors"])
-def test_a_pointer_of_git_lfs_is_named(name, tmp_path):
-    make_transformers_gpt2(vocab_size=300).config.save_pretrained(tmp_path)
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
-    with pytest.raises(ValueError, match=f"{tmp_path}/{name}: it is only a pointer of Git LFS .*'git lfs pull'"):
-        load_huggingface(str(tmp_path))
-
-
 @pytest.mark.parametrize("config, message", [
     ("{", "cannot read"), ("[1]", "must hold an object"),
     ('{"model_type": "llama"}', "model_type 'llama'; only gpt2"),

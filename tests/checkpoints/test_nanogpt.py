@@ -2,7 +2,6 @@
 import argparse
 import collections
 import datetime
-import enum
 import math
 import os
 import pathlib
@@ -44,21 +43,6 @@ class Slots:
 
 class Mapping(dict):
     """A subclass of dict, such as those that give items as attributes."""
-
-
-class Odd:
-    """What makes it again is the result of a function. It gets both kinds of items."""
-
-    def __reduce__(self):
-        return partial(Config, 1), (), None, iter([1]), iter([("a", 1)])
-
-
-class Outer: # protocol 2 names nested classes by getattr
-    class Inner(enum.Enum):
-        RED = 1
-
-    class Plain:
-        pass
 
 
 # ---- finding the file
@@ -190,10 +174,10 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
     "numpy-numbers": {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0), "bias": np.bool_(True)}},
     "numpy-and-paths": {"config": {"lr": np.dtype(">f4").type(0.1), "out": pathlib.Path("a/b")}},
     "model_args-with-slots": {"model_args": Slots(SHAPE)}, "model_args-of-a-subclass": {"model_args": Mapping(SHAPE)},
-    "config-that-cannot-be-read": {"config": Outer.Inner.RED},
+    "config-that-cannot-be-read": {"config": Config},
     "collections": {"losses": collections.deque([1.0, 2.0], maxlen=5), "counts": collections.Counter("aab"),
                     "groups": collections.defaultdict(list, a=[1]), "merges": {(1, 2): 3, (b"a", None): 4},
-                    "names": {"a", ("b", 1)}, "frozen": frozenset([1]), "by class": {Outer.Inner.RED: 1, Config: 2}},
+                    "names": {"a", ("b", 1)}, "frozen": frozenset([1]), "by class": {Config: 2}},
     "states-of-random-generators": {"python": random.getstate(), "numpy": np.random.get_state(),
                                     "generator": np.random.default_rng(1), "torch": torch.get_rng_state()},
     "values": {"time": datetime.datetime(2025, 1, 1), "complex": 1j,
@@ -202,7 +186,6 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
     "objects": {"args": Config({"lr": 1}), "function": math.sqrt, "method": Config({}).__init__, "class": Config,
                 "optimizer": torch.optim.SGD, "dtype": torch.float8_e5m2, "size": torch.Size([2]), "type": int,
                 "partial": partial(print, 1), "sparse": torch.eye(2).to_sparse(), "layer": torch.nn.Linear(1, 1)},
-    "nested": {"enum": Outer.Inner.RED, "object": Outer.Plain(), "items": Odd()},
     "many": {"losses": [i / 7 for i in range(100_000)], "x": {1, 2}, "y": torch.ones(1, dtype=torch.uint16)},
 }
 

@@ -102,11 +102,6 @@ def test_a_long_text_keeps_its_first_tokens(tokenizer, messages):
     assert messages[-1] == f"a text has {len(BOOK)} tokens: all are scored, but only the first 20 are saved or shown"
 
 
-def test_a_single_token_has_nothing_before_it(tokenizer):
-    found = Generator(tokenizer).score("x")
-    assert (found.num_tokens, found.cumulative_logprob) == (0, 0) and [token.text for token in found.tokens] == ["x"]
-
-
 def test_damaged_weights_are_an_error(tokenizer):
     model = make_gpt()
     torch.nn.init.constant_(model.lm_head.weight[3], torch.nan)

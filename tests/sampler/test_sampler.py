@@ -160,13 +160,6 @@ def test_rows_that_leave_or_begin_later_do_not_change_the_others(each_build):
     assert torch.equal(draw(streams, 1)[0], alone[0][5:6])
 
 
-def test_a_copy_draws_the_numbers_of_later_steps_and_leaves_its_original_as_it_is(each_build):
-    expected, streams = draw(RowStreams(make_run(), [1, 2]), STEPS), RowStreams(make_run(), [1, 2])
-    for step in range(0, STEPS, 2):
-        assert torch.equal(draw(streams.copy(), STEPS - step), expected[:, step:])
-        assert torch.equal(draw(streams, 2), expected[:, step:step + 2])
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("vocab_size", [65, 50304])
 def test_the_numbers_of_two_samples_are_those_of_two_calls_of_multinomial(each_build, device, vocab_size):
