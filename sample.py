@@ -97,12 +97,12 @@ def run(prompts, params, workers, outputs):
     """Load the model, then generate the samples of all prompts, or score these; print and save what comes of it."""
     num_each = 1 if score else num_samples
     num_total = count_samples(prompts, num_each)
-    gpt = load_gpt(num_total)
+    gpt = load_gpt(num_total if workers.world_size == 1 else None) # all processes choose the same kernels
     if not score:
-        warn_about_stop_texts(params.stop_texts, gpt.tokenizer)
+        warn_about_stop_texts(params.stop_texts)
     samples = make_samples(encode_prompts(prompts, gpt.tokenizer), num_each, is_score=score)
     samples = outputs.resume(samples, gpt, num_total) # those that out_file holds already are not sampled again
-    for sample, pieces in workers.run(gpt, samples, params, batch_size, is_tty(sys.stdout)): # no gradients, autocast
+    for sample, pieces in workers.run(gpt, samples, params, batch_size, is_tty(sys.stdout)):
         outputs.update(sample, pieces)
     outputs.finish()
 

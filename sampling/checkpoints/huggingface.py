@@ -13,7 +13,7 @@ from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.finding import find_checkpoint, huggingface_config
 from sampling.checkpoints.other_programs import read_nanogpt_file
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import read_complete
+from sampling.checkpoints.untrusted_files import first_sentence, read_complete
 
 logger = logging.getLogger(__name__)
 FILES = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.json", "*.txt", "*.model"]
@@ -97,13 +97,11 @@ def download(name: str) -> Path:
         message = f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or user/model"
     except errors.RepositoryNotFoundError:
         message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
-                   f"access to it: ask for it at https://huggingface.co/{name}, then set HF_TOKEN, or run 'hf auth "
-                   "login'")
-    except OSError as e: # all other errors of the hub are of this type
-        first_line = str(e).partition("\n")[0].partition(". ")[0]
+                   f"access to it: ask for it at https://huggingface.co/{name}, then set HF_TOKEN")
+    except OSError as error: # all other errors of the hub are of this type
         message = (f"could not get {name!r}: it is no folder here and not in Hugging Face's cache, and the hub did not "
-                   f"answer ({first_line:.200}); where the hub can be reached, run 'hf download {name} --local-dir "
-                   "DIR', and give DIR instead of the name, or set HF_ENDPOINT to a mirror")
+                   f"answer ({first_sentence(error)}); where the hub can be reached, run 'hf download {name} "
+                   "--local-dir DIR', and give DIR instead of the name, or set HF_ENDPOINT to a mirror")
     raise ValueError(message)
 
 

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
@@ -107,39 +106,21 @@ def parse_json_line(line: str, location: str) -> Prompt:
 
 # ---- notices
 
-def warn_about_stop_texts(stop_texts: list[str], tokenizer: Tokenizer) -> None:
-    """Log a warning for each stop text that cannot end a sample, or probably will not."""
+def warn_about_stop_texts(stop_texts: list[str]) -> None:
     for text in stop_texts:
         if "\\n" in text:
             logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, "
                            "write the text in quotes, as Python does: --stop='\"\\n\"'")
-        elif not can_produce(tokenizer, text):
-            logger.warning(f"the stop text {text!r:.100} cannot end a sample: "
-                           f"{tokenizer.source} never produces this text")
-
-
-def can_produce(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether sampled tokens can produce this text. False only if some character of the text is in no token."""
-    word = text.strip(" ") # some tokenizers drop the spaces around a text, but put spaces between words
-    with suppress(ValueError):
-        if word and word in tokenizer.decode(tokenizer.encode(word)): # a character may take several tokens
-            return True
-    return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
 
 
 def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int) -> Iterator[Sample]:
-    """Yield the samples. Logs what a user should know about new prompts, each thing once."""
-    may_say_cropped, may_say_space = True, tokenizer.joins_spaces
+    """Yield the samples. Says once if the model does not see the whole of a new prompt."""
+    is_said = False
     for sample in samples:
         prompt, ids = sample.prompt, sample.prompt_ids
-        at = f"{prompt.location}: " if prompt.location else ""
-        if len(ids) > block_size and may_say_cropped and not sample.already_saved:
-            may_say_cropped = False
+        if len(ids) > block_size and not (is_said or sample.already_saved):
+            is_said = True
+            at = f"{prompt.location}: " if prompt.location else ""
             logger.info(f"{at}the prompt has {len(ids)} tokens, but the model sees only the last {block_size} of any "
                         f"prompt, here from {tokenizer.decode(ids[-block_size:])[:40]!r} on")
-        # In the training text, this space was part of the token of the next word, so the model rarely saw it alone.
-        if prompt.text.endswith(" ") and may_say_space and not sample.already_saved:
-            may_say_space = False
-            logger.info(f"{at}the prompt ends in a space: a trailing space mostly gives worse text, because in "
-                        f"{tokenizer.source} a word begins with its space")
         yield sample
