@@ -105,8 +105,9 @@ class Outputs:
         elif status in (130, 143) and self.lines.is_ours: # Ctrl-C, SIGTERM
             with open(self.lines.path, "rb") as lines:
                 saved = plural(sum(1 for _ in lines), "text" if self.settings["score"] else "sample")
-            without = " without --overwrite" if self.settings["overwrite"] else ""
-            logger.info(f"{self.lines.path} holds {saved}: the same command{without} goes on after them")
+            without = " and without --overwrite" if self.settings["overwrite"] else ""
+            logger.info(f"{self.lines.path} holds {saved}: the same command with the same seed{without} goes on after "
+                        "them")
 
 
 def saved_logprobs(settings: Mapping[str, Any]) -> int | None:

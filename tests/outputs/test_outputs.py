@@ -157,7 +157,8 @@ def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, st
     assert files() == whole and "goes on" not in messages[-1]
     generate(start(seed=5, overwrite=True), 4)
     console.end_run(130)
-    assert messages[-1].endswith("a.jsonl holds 4 samples: the same command without --overwrite goes on after them")
+    assert messages[-1].endswith("a.jsonl holds 4 samples: the same command with the same seed and without --overwrite "
+                                 "goes on after them")
     run(2, overwrite=True)
     assert files() == whole
 
