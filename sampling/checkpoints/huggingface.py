@@ -1,7 +1,6 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,13 +9,12 @@ import torch
 from model import GPTConfig
 from sampling.checkpoints.build import EMBEDDING, HEAD, QuantizedWeight, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.checkpoints.finding import find_checkpoint, huggingface_config
-from sampling.checkpoints.other_programs import read_nanogpt_file
+from sampling.checkpoints.finding import huggingface_config
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import first_sentence, read_complete
 
 logger = logging.getLogger(__name__)
-FILES = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.json", "*.txt", "*.model"]
+FILES = ["model.safetensors", "model-*.safetensors", "*.json", "*.txt", "*.model"]
 # activation_function in config.json -> approximate in F.gelu
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None, "n_positions": 1024,
@@ -79,8 +77,6 @@ def find_model(name_or_folder: str) -> tuple[Path, dict]:
     folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
     if config := huggingface_config(folder):
         return folder, config
-    with suppress(FileNotFoundError):
-        read_complete([find_checkpoint(folder)], read_nanogpt_file) # says what another file is
     raise ValueError(f"{name_or_folder} is here, but is not the folder of a Hugging Face model; for a ckpt.pt pass "
                      f"--out_dir={name_or_folder}; for the hub's model of this name, run the command in another folder")
 
