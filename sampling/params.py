@@ -87,7 +87,14 @@ def check_values(values: Settings) -> None:
     """Check that each value keeps its rule in RULES. Names without a rule are not checked."""
     for name, (is_allowed, rule) in RULES.items():
         if name in values and not is_allowed(values[name]):
-            raise ValueError(f"{name} {rule}; got {values[name]!r:.100}")
+            raise ValueError(f"{name} {rule}; got {brief_repr(values[name])}")
+
+
+def brief_repr(value: Any) -> str:
+    try:
+        return f"{value!r:.100}"
+    except ValueError: # Python prints no int of more than 4300 digits
+        return f"a very long {type(value).__name__}"
 
 
 def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_args
 
-from configurator import parse, suggest
+from sampling.configurator import parse, suggest
 from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts, warn_about_stop_texts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty

@@ -10,10 +10,10 @@ from subprocess import DEVNULL
 import pytest
 
 import terminal
-from configurator import find_settings
 from models import make_gpt, save_checkpoint, save_meta, save_repeating
 from project import SCRIPT
 from sampling import repl
+from sampling.configurator import find_settings
 from script_process import CLOSED, start_script
 from terminal import Terminal
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model import GPT, GPTConfig, KVCache
+from sampling.model import GPT, GPTConfig, KVCache
 from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)

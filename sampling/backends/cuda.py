@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model import GPT, Block, KVCache, linear_dtype
 from sampling.backends.backend import EagerBackend
+from sampling.model import GPT, Block, KVCache, linear_dtype
 from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)

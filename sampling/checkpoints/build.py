@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from model import GPT, GPTConfig
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.pickles import StoredTensor, describe, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
 from sampling.checkpoints.untrusted_files import RejectedFileError, require
+from sampling.model import GPT, GPTConfig
 
 StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
 

@@ -8,7 +8,6 @@ from typing import BinaryIO
 
 import torch
 
-from model import GPTConfig
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.finding import find_checkpoint, huggingface_config
@@ -16,6 +15,7 @@ from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
 from sampling.checkpoints.untrusted_files import RejectedFileError, read_complete, require
+from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
 SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'

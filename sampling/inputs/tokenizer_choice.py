@@ -4,8 +4,8 @@ import os
 from itertools import chain
 from pathlib import Path
 
-from configurator import suggest
 from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.configurator import suggest
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
 from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
 from sampling.inputs.tiktoken_tokenizer import encoding_label, load_encoding

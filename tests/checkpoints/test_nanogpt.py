@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import model as nanogpt
 from attacks import write_settled
 from models import SHAPE, make_gpt, make_transformers_gpt2, same_model, save_checkpoint
+from sampling import model as nanogpt
 from sampling.checkpoints import build
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, quantize
 from sampling.checkpoints.nanogpt import load_by_name, load_nanogpt

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from model import GPT, GPTConfig
 from models import CHARS, nanogpt_args, save_checkpoint, save_repeating
 from oracles import nanogpt_samples
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
+from sampling.model import GPT, GPTConfig
 
 WORDS = {"\n": 0, "e4": 1, "Nf3": 2, " ": 3, "x": 4}
 BYTES = {"tokenizer": "byte", "vocab_size": 256, "itos": {i: bytes([i]) for i in range(256)}}
