@@ -15,6 +15,7 @@ from torch import Tensor
 from sampling.backends.prepare import window_seconds
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.speculation import propose
 from sampling.inputs.prompts import log_notices
 from sampling.params import Piece, Sample, SamplingParams, check_exact
 from sampling.process import free_memory, is_out_of_memory, return_freed_memory
@@ -127,7 +128,7 @@ class Engine:
                     while not batch.is_due(self.flush_steps):
                         # 2) Logits, of a single row also after each of k proposals of the draft: (B * (k + 1), V).
                         ids = batch.unread # (B, T)
-                        proposals = draft.propose(batch, self.sampler) if draft else ids[:1, :0] # (1, k)
+                        proposals = propose(draft, batch, self.sampler) if draft else ids[:1, :0] # (1, k)
                         ids = torch.cat([ids, proposals], dim=1) if proposals.size(1) else ids
                         logits = self.backend.logits(ids, batch.cache, 1 + proposals.size(1))
                         for i, position in enumerate(logits.split(len(ids))):

@@ -42,11 +42,6 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     return chain([next(prompts)], prompts) if is_pipe else list(prompts)
 
 
-def count_samples(prompts: Iterable[Prompt], num_samples: int) -> int | None:
-    """How many samples the prompts get in all; None if the prompts come from a pipe."""
-    return len(prompts) * num_samples if isinstance(prompts, list) else None
-
-
 def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[EncodedPrompt] | Iterator[EncodedPrompt]:
     """The prompts with their token ids: a list or an iterator, as the prompts are."""
     def encode(prompt):
