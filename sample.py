@@ -101,7 +101,8 @@ def run(prompts, params, workers, outputs):
     if not score:
         warn_about_stop_texts(params.stop_texts)
     samples = make_samples(encode_prompts(prompts, gpt.tokenizer), num_each, is_score=score)
-    samples = outputs.resume(samples, gpt, num_total) # those that out_file holds already are not sampled again
+    outputs.begin(gpt, num_total)
+    samples = outputs.resume(samples) # those that out_file holds already are not sampled again
     for sample, pieces in workers.run(gpt, samples, params, batch_size, is_tty(sys.stdout)):
         outputs.update(sample, pieces)
     outputs.finish()

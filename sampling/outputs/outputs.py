@@ -47,23 +47,22 @@ class Outputs:
             if not os.path.getsize(self.html_file): # open_output has created it
                 os.unlink(os.path.realpath(self.html_file))
 
-    def resume(self, samples: Iterator[Sample], gpt: "TextGenerator", num_total: int | None) -> Iterator[Sample]:
-        """Yield the samples for gpt to generate. Those that the file already holds are marked as already saved.
-
-        num_total: how many there are; None if unknown. With watch, another model may follow.
-        """
-        settings = self.settings
-        if self.lines or self.uses_stdout:
-            checkpoint_id = {name: getattr(gpt.checkpoint, name) for name in ("path", "crc32", "iter_num")}
-            checkpoint_id["val_loss"] = gpt.checkpoint.val_loss and round(gpt.checkpoint.val_loss, 4)
-            self.format = LineFormat(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
-        if self.lines and (self.lines.is_ours or not settings["overwrite"]):
-            samples = self.lines.mark_saved(samples, self.format, settings["watch"])
+    def begin(self, gpt: "TextGenerator", num_total: int | None) -> None:
+        """Prepare for the samples of a model; with watch, another model may follow. num_total: None if unknown."""
+        settings, checkpoint = self.settings, gpt.checkpoint
+        checkpoint_id = {name: getattr(checkpoint, name) for name in ("path", "crc32", "iter_num")}
+        checkpoint_id["val_loss"] = checkpoint.val_loss and round(checkpoint.val_loss, 4)
+        self.format = LineFormat(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
         self.device = gpt.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
         is_score = settings["score"]
         self.progress = Progress(num_total, None if is_score else settings["max_new_tokens"],
                                  shows_text=not is_score or settings["show_probs"])
+
+    def resume(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        """Yield the samples for the model to generate. Those that the file already holds are marked as saved."""
+        if self.lines and (self.lines.is_ours or not self.settings["overwrite"]):
+            samples = self.lines.mark_saved(samples, self.format, self.settings["watch"])
         for sample in self.progress.follow(samples):
             if sample.already_saved:
                 self.printer.add(sample)

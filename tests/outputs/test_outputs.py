@@ -26,7 +26,8 @@ def start(tmp_path):
 def generate(outputs, count, gpt=None, num_finished=99):
     """Finish samples of a model, as the engine does. Sample i has i + 1 tokens."""
     samples = (Sample(index, Prompt("O"), [79]) for index in range(count))
-    for sample in outputs.resume(samples, gpt or model_of(), count):
+    outputs.begin(gpt or model_of(), count)
+    for sample in outputs.resume(samples):
         if not sample.already_saved and sample.index < num_finished:
             sample.tokens, sample.finish_reason = make_tokens(sample.index + 1), "length"
             outputs.update(sample, [Piece(sample.text)])
