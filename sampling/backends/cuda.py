@@ -71,7 +71,7 @@ class Support:
 class GraphTable:
     """The graphs of the steps that read and write the same tensors, which stay in place.
 
-    It holds no step, which would hold the tensors too: then only Python's garbage collector would free their memory.
+    It keeps no step, which refers to these tensors: in such a cycle, they would take memory until a garbage collection.
     """
 
     def __init__(self, support: Support):

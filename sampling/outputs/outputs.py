@@ -65,7 +65,7 @@ class Outputs:
             samples = self.lines.mark_saved(samples, self.format, self.settings["watch"])
         for sample in self.progress.follow(samples):
             if sample.already_saved:
-                self.printer.add(sample)
+                self.printer.add_to_total(sample)
             yield sample
 
     def update(self, sample: Sample, pieces: list[Piece]) -> None:
