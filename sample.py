@@ -18,7 +18,7 @@ from configurator import override
 from sampling import __version__ as __version__  # --version prints it
 from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts, warn_about_stop_texts
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
-from sampling.outputs.outputs import Outputs, num_logprobs, scoring_params
+from sampling.outputs.outputs import Outputs, needed_logprobs, scoring_params
 from sampling.params import ALIASES, ModelOptions, SamplingParams, check_settings, choose_seed, training_settings
 from sampling.process import rank, return_freed_memory, shorten_spinning
 
@@ -78,7 +78,7 @@ def main(settings):
         params = scoring_params(settings)
     else:
         settings["seed"] = choose_seed(seed)
-        params = SamplingParams.from_settings(settings, num_logprobs(settings))
+        params = SamplingParams.from_settings(settings, needed_logprobs(settings))
     workers = Workers(interactive or watch) # the processes that torchrun started; mostly one
     if interactive:
         from sampling.repl import run_repl

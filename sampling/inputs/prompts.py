@@ -38,7 +38,7 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     is_pipe = kind in MULTI_KINDS and (path == "-" or (os.path.exists(path) and not os.path.isfile(path)))
     if watch and is_pipe:
         raise ValueError("watch=True uses the prompts again for each checkpoint: save them in a file")
-    prompts = read_file(kind, path)
+    prompts = read_prompt_file(kind, path)
     return chain([next(prompts)], prompts) if is_pipe else list(prompts)
 
 
@@ -61,7 +61,7 @@ def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index
         yield Score(index, prompt, [], ids=prompt_ids) if is_score else Sample(index, prompt, prompt_ids)
 
 
-def read_file(kind: str, path: str) -> Iterator[Prompt]:
+def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
     """Yield the prompts in a file, which is read line by line."""
     source, number, is_empty = "standard input" if path == "-" else path, 0, True
     try: # utf-8-sig skips a byte-order mark

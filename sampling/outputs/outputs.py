@@ -121,7 +121,7 @@ def scoring_params(settings: Mapping[str, Any]) -> ScoringParams:
     return ScoringParams(num_saved or 0, MAX_SCORED_TOKENS if needs_tokens else 0)
 
 
-def num_logprobs(settings: Mapping[str, Any]) -> int | None:
+def needed_logprobs(settings: Mapping[str, Any]) -> int | None:
     """How many top log-probabilities the outputs need: out_file, the page or the terminal. None if none needs any."""
     num_saved = saved_logprobs(settings)
     return 0 if num_saved is None and (settings["out_file"] or settings["show_probs"]) else num_saved
