@@ -4,7 +4,7 @@ Axes: B batch, T tokens of this call, S all positions so far (those in the cache
 D = E / H head width, V vocabulary.
 """
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -210,11 +210,11 @@ class GPT(nn.Module):
 
         override_args replaces fields of GPTConfig that no tensor depends on, such as dropout.
         """
-        from sampling.checkpoints.build import build_gpt  # imported here, so that this file can be used alone
-        from sampling.checkpoints.huggingface import load_huggingface
+        from sampling.checkpoints.huggingface import load_huggingface  # here, so that this file can be used alone
         checkpoint = load_huggingface(model_type)
-        checkpoint.config = replace(checkpoint.config, **override_args or {})
-        return build_gpt(checkpoint)
+        model = cls(GPTConfig(**vars(checkpoint.config) | (override_args or {})))
+        model.load_state_dict(checkpoint.state_dict)
+        return model.eval()
 
 
 def linear_dtype(model: GPT) -> torch.dtype:

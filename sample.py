@@ -12,13 +12,13 @@ import inspect
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and for pip's command: Python does it itself
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # as Python does only for: python sample.py
 
 from configurator import override
 from sampling import __version__ as __version__  # --version prints it
-from sampling.inputs.prompts import count_samples, encode_prompts, make_samples, read_prompts, warn_about_stop_texts
+from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts, warn_about_stop_texts
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
-from sampling.outputs.outputs import Outputs, num_logprobs, scoring_params
+from sampling.outputs.outputs import Outputs, needed_logprobs, scoring_params
 from sampling.params import ALIASES, ModelOptions, SamplingParams, check_settings, choose_seed, training_settings
 from sampling.process import rank, return_freed_memory, shorten_spinning
 
@@ -78,7 +78,7 @@ def main(settings):
         params = scoring_params(settings)
     else:
         settings["seed"] = choose_seed(seed)
-        params = SamplingParams.from_settings(settings, num_logprobs(settings))
+        params = SamplingParams.from_settings(settings, needed_logprobs(settings))
     workers = Workers(interactive or watch) # the processes that torchrun started; mostly one
     if interactive:
         from sampling.repl import run_repl
@@ -96,13 +96,14 @@ def main(settings):
 def run(prompts, params, workers, outputs):
     """Load the model, then generate the samples of all prompts, or score these; print and save what comes of it."""
     num_each = 1 if score else num_samples
-    num_total = count_samples(prompts, num_each)
-    gpt = load_gpt(num_total)
+    num_total = len(prompts) * num_each if isinstance(prompts, list) else None # None: they come from a pipe
+    gpt = load_gpt(num_total if workers.world_size == 1 else None) # all processes choose the same kernels
     if not score:
-        warn_about_stop_texts(params.stop_texts, gpt.tokenizer)
+        warn_about_stop_texts(params.stop_texts)
     samples = make_samples(encode_prompts(prompts, gpt.tokenizer), num_each, is_score=score)
-    samples = outputs.resume(samples, gpt, num_total) # those that out_file holds already are not sampled again
-    for sample, pieces in workers.run(gpt, samples, params, batch_size, is_tty(sys.stdout)): # no gradients, autocast
+    outputs.begin(gpt, num_total)
+    samples = outputs.resume(samples) # those that out_file holds already are not sampled again
+    for sample, pieces in workers.run(gpt, samples, params, batch_size, is_tty(sys.stdout)):
         outputs.update(sample, pieces)
     outputs.finish()
 

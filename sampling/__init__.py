@@ -9,7 +9,6 @@
 The samples are those of sample.py with the same settings. Importing this package does not import torch; load does.
 """
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +20,11 @@ if TYPE_CHECKING:
 __version__ = "1.0.0"
 __all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
 
-# load imports model.py, which lies beside this package in a checkout, and in nanogpt_sample where pip installed it.
+# model.py and configurator.py lie beside this package in a checkout, and in nanogpt_sample where pip installed it. They
+# are sampling.model and sampling.configurator, because a program, such as nanoGPT, may have a model.py of its own.
 ABOVE = Path(__file__).resolve().parent.parent
 INSTALLED = ABOVE / "nanogpt_sample"
-sys.path.insert(0, str(INSTALLED if INSTALLED.is_dir() else ABOVE))
+__path__.append(str(INSTALLED if INSTALLED.is_dir() else ABOVE))
 
 
 def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", compile: bool = False,

@@ -13,12 +13,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_args
 
-from configurator import parse, suggest
+from sampling.configurator import parse, suggest
 from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts, warn_about_stop_texts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty
 from sampling.outputs.printer import RULE, Printer
 from sampling.params import Prompt, Sample, SamplingParams, ScoringParams, check_exact, choose_seed
+from sampling.process import is_out_of_memory
 from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
@@ -90,13 +91,17 @@ class Session:
     shows_prompt: bool = True # whether it was printed with its prompt
 
     def attempt(self, action: Callable[[], None]) -> None:
-        """Call action. Log an error of the user, and end it at Ctrl-C."""
+        """Call action. Log an error of the user, or a lack of memory, and end it at Ctrl-C."""
         try:
             action()
         except KeyboardInterrupt:
             end_line()
         except (ValueError, OSError) as error:
             logger.error(error)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.error(f"out of memory ({error!s:.200}): use a shorter prompt, or fewer max_new_tokens")
 
     def respond(self, line: str) -> None:
         """Run a command, or print a sample for a prompt."""
@@ -197,7 +202,7 @@ class Session:
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_about_stop_texts(params.stop_texts, self.printer.tokenizer)
+            warn_about_stop_texts(params.stop_texts)
         self.show_settings([name])
 
     def sample_again(self) -> None:
@@ -239,9 +244,9 @@ def read_line() -> str:
     """Read a line, or several that were pasted. A user at a terminal sees "> " first. Raises EOFError at Ctrl-D."""
     try:
         line = input("> " if is_tty(sys.stdin) and is_tty(sys.stdout) else "")
-    except EOFError:
+    except (EOFError, OSError): # the latter from a closed terminal
         if is_tty(sys.stdin):
             end_line()
-        raise
+        raise EOFError from None
     line = line.removeprefix("\ufeff").removesuffix("\r") # a file may come from Windows
     return line.removesuffix("\n") if line.count("\n") == 1 else line # a single line, pasted with its newline

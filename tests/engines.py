@@ -121,7 +121,6 @@ def decode(backend, prompts, num_tokens, seed=3, context_shift=False, temperatur
 
 class IdTokenizer:
     """The text of each token is one character."""
-    joins_spaces = False
 
     def decode(self, ids):
         return "".join(chr(token_id + 32) for token_id in ids)

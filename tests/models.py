@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from model import GPT, GPTConfig
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.nanogpt import load_nanogpt
+from sampling.model import GPT, GPTConfig
 
 CHARS = "\n !',-.:?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=len(CHARS), dropout=0.0, bias=True)

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from model import GPT, GPTConfig
+from sampling.model import GPT, GPTConfig
 
 
 @torch.no_grad()

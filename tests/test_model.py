@@ -5,10 +5,10 @@ import sys
 import pytest
 import torch
 
-from model import GPTConfig
 from models import SHAPE, make_gpt, random_prompt
 from oracles import nanogpt_generate
 from project import PROJECT
+from sampling.model import GPTConfig
 
 ALONE = """
 import torch

@@ -4,8 +4,8 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from configurator import find_settings
 from project import SCRIPT
+from sampling.configurator import find_settings
 from sampling.params import Prompt, Sample, SamplingParams, Token, check_settings, choose_seed
 
 DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}

@@ -10,10 +10,10 @@ from subprocess import DEVNULL
 import pytest
 
 import terminal
-from configurator import find_settings
 from models import make_gpt, save_checkpoint, save_meta, save_repeating
 from project import SCRIPT
 from sampling import repl
+from sampling.configurator import find_settings
 from script_process import CLOSED, start_script
 from terminal import Terminal
 
@@ -87,7 +87,6 @@ ANSWERS = { # what a user types, and a part of the message
     ":quit now": "error: :quit takes no value",
     ":help": "Ctrl-D ends the session",
     ":seed=random": "drawn at random; :seed=",
-    ":stop=¡": "warning: the stop text '¡' cannot end a sample",
     '""': "error: the prompt is empty, but a sample needs something to continue, such as a newline",
     "¡": "error: the prompt has characters",
     "FILE:-": "error: this session reads standard input itself",
@@ -233,6 +232,22 @@ def test_a_session_reads_lines_from_a_pipe(reply):
 def test_a_line_that_is_not_utf8_is_an_error_of_its_own(reply):
     done = reply("The \nb\udcffd\nO\n", PYTHONIOENCODING="utf-8:strict") # as in most locales
     assert done.returncode == 0 and done.stdout.count(RULE) == 2 and "lacks: '\\udcff' at 2" in done.stderr
+
+
+def test_a_session_ends_if_its_input_cannot_be_read(char_checkpoint):
+    with open(os.devnull, "w") as stdin:
+        process = start_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=stdin)
+        _, messages = process.communicate(timeout=60)
+    assert process.returncode == 0 and b"error" not in messages
+
+
+def test_a_lack_of_memory_does_not_end_the_session(reply, monkeypatch):
+    def score(*arguments):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    monkeypatch.setattr(repl.Session, "print_scores", score)
+    done = reply(":score a\nThe \n")
+    assert done.returncode == 0 and "error: out of memory (CUDA out of memory." in done.stderr
+    assert done.stdout.count(RULE) == 1
 
 
 def test_a_session_needs_both_streams(char_checkpoint):

@@ -1,5 +1,5 @@
 """Backend: a GPT that was prepared for a device. It computes logits, and nothing else. And the two plain backends:
-EagerBackend for MPS, compiled CPUs and short runs, and ExactBackend, nanoGPT's own operations, for exact=True.
+EagerBackend, for where there is no faster one, and ExactBackend, nanoGPT's own operations, for exact=True.
 """
 import logging
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model import GPT, GPTConfig, KVCache
+from sampling.model import GPT, GPTConfig, KVCache
 from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Backend:
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
     can_copy_to_int8 = False # whether int8_copy() gives the same model with int8 weights, for caches of this one
     max_window_tokens: int | None = None # a step past block_size gains nothing from more tokens; None: unknown
-    all_columns = False # whether to sample with nanoGPT's own operations: see Sampler
+    all_columns = False # whether top_k masks all logits, as in nanoGPT: see Sampler
     min_flush_steps = 1 # between two copies of tokens to the host, where text streams or may end early
     cache_itemsize = 4 # bytes of a number in the cache
 

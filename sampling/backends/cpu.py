@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model import GPTConfig
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend
 from sampling.backends.cpu_kernels import CACHE_BLOCK
 from sampling.checkpoints.build import QuantizedWeight, quantize
+from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)

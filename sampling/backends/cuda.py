@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model import GPT, Block, KVCache, linear_dtype
 from sampling.backends.backend import EagerBackend
+from sampling.model import GPT, Block, KVCache, linear_dtype
 from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Support:
 class GraphTable:
     """The graphs of the steps that read and write the same tensors, which stay in place.
 
-    It holds no step, which would hold the tensors too: then only Python's garbage collector would free their memory.
+    It keeps no step, which refers to these tensors: in such a cycle, they would take memory until a garbage collection.
     """
 
     def __init__(self, support: Support):

@@ -8,11 +8,11 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from model import GPT, GPTConfig
 from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.model import GPT, GPTConfig
 from sampling.params import ModelOptions
 
 logger = logging.getLogger(__name__)

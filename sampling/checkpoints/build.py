@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from model import GPT, GPTConfig
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.pickles import StoredTensor, describe, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
 from sampling.checkpoints.untrusted_files import RejectedFileError, require
+from sampling.model import GPT, GPTConfig
 
 StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
 
@@ -110,7 +110,7 @@ def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
     every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then initialises the weights of both with
     normal_, and every c_proj.weight once more. A tied lm_head counts under both of its names.
     """
-    draws = few = 0
+    draws = num_small = 0
     for name, tensor in tensors.items():
         if name.endswith(".weight") and len(tensor.shape) == 2:
             size, is_embedding = math.prod(tensor.shape), name.endswith(("wte.weight", "wpe.weight"))
@@ -118,11 +118,11 @@ def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
                 draws += size + tensor.shape[0] * (name.removesuffix("weight") + "bias" in tensors)
             num_normal = 2 if is_embedding or name.endswith("c_proj.weight") else 1
             if size < VECTOR_SIZE:
-                few += num_normal * size
+                num_small += num_normal * size
             else: # one draw for each entry, and 16 more to redo a partial last vector
                 draws += num_normal * (size + (VECTOR_SIZE if size % VECTOR_SIZE else 0))
     # For small tensors, normal_ makes two numbers from four draws, and keeps the second number for its next call.
-    return draws + 4 * -(-few // 2)
+    return draws + 4 * -(-num_small // 2)
 
 
 # ---- int8

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING: # it imports torch, which takes a second
-    from model import GPTConfig
+    from sampling.model import GPTConfig
 
 
 @dataclass

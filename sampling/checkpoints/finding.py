@@ -14,8 +14,8 @@ State = tuple[int, int, int] # what changes when a file is written
 
 
 def find_checkpoint(out_dir: str | Path) -> Path:
-    """The path of ckpt.pt in out_dir, or out_dir if it is a file, or other weights in out_dir: read_nanogpt_file says
-    what they are. Raises FileNotFoundError, which names what is near, if there is none.
+    """The path of ckpt.pt in out_dir, or out_dir if it is a file, or a safetensors file in it, of which load_nanogpt
+    says what is missing. Raises FileNotFoundError, which names what is near, if there is none.
     """
     folder, path = Path(out_dir), checkpoint_path(out_dir)
     if path.is_file():
@@ -25,7 +25,7 @@ def find_checkpoint(out_dir: str | Path) -> Path:
     if snapshots := newest_first(folder.glob("*.pt")): # ckpt-2000-1.2-1.4.pt, best_model.pt or 2000_ckpt.pt of forks
         names = first_names([snapshot.name for snapshot in snapshots])
         raise FileNotFoundError(f"{folder} holds {names}, but no ckpt.pt; pass --out_dir={snapshots[0]}")
-    if weights := newest_first([*folder.glob("*.safetensors"), folder / "adapter_model.bin"]):
+    if weights := newest_first(folder.glob("*.safetensors")):
         return weights[0]
     paths = [*folder.parent.glob("ckpt.pt"), *folder.parent.glob("*/ckpt.pt"), *folder.glob("*/ckpt.pt"),
              *Path().glob("*/ckpt.pt")]

@@ -1,22 +1,20 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
-from model import GPTConfig
 from sampling.checkpoints.build import EMBEDDING, HEAD, QuantizedWeight, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint
-from sampling.checkpoints.finding import find_checkpoint, huggingface_config
-from sampling.checkpoints.other_programs import read_nanogpt_file
+from sampling.checkpoints.finding import huggingface_config
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import read_complete
+from sampling.checkpoints.untrusted_files import first_sentence, read_complete
+from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
-FILES = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.json", "*.txt", "*.model"]
+FILES = ["model.safetensors", "model-*.safetensors", "*.json", "*.txt", "*.model"]
 # activation_function in config.json -> approximate in F.gelu
 GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None, "n_positions": 1024,
@@ -79,8 +77,6 @@ def find_model(name_or_folder: str) -> tuple[Path, dict]:
     folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
     if config := huggingface_config(folder):
         return folder, config
-    with suppress(FileNotFoundError):
-        read_complete([find_checkpoint(folder)], read_nanogpt_file) # says what another file is
     raise ValueError(f"{name_or_folder} is here, but is not the folder of a Hugging Face model; for a ckpt.pt pass "
                      f"--out_dir={name_or_folder}; for the hub's model of this name, run the command in another folder")
 
@@ -97,13 +93,11 @@ def download(name: str) -> Path:
         message = f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or user/model"
     except errors.RepositoryNotFoundError:
         message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
-                   f"access to it: ask for it at https://huggingface.co/{name}, then set HF_TOKEN, or run 'hf auth "
-                   "login'")
-    except OSError as e: # all other errors of the hub are of this type
-        first_line = str(e).partition("\n")[0].partition(". ")[0]
+                   f"access to it: ask for it at https://huggingface.co/{name}, then set HF_TOKEN")
+    except OSError as error: # all other errors of the hub are of this type
         message = (f"could not get {name!r}: it is no folder here and not in Hugging Face's cache, and the hub did not "
-                   f"answer ({first_line:.200}); where the hub can be reached, run 'hf download {name} --local-dir "
-                   "DIR', and give DIR instead of the name, or set HF_ENDPOINT to a mirror")
+                   f"answer ({first_sentence(error)}); where the hub can be reached, run 'hf download {name} "
+                   "--local-dir DIR', and give DIR instead of the name, or set HF_ENDPOINT to a mirror")
     raise ValueError(message)
 
 

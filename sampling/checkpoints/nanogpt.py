@@ -8,17 +8,21 @@ from typing import BinaryIO
 
 import torch
 
-from model import GPTConfig
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, tensors_by_name
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.checkpoints.finding import find_checkpoint, huggingface_config
 from sampling.checkpoints.huggingface import load_huggingface
-from sampling.checkpoints.other_programs import SAVE_MODEL, read_nanogpt_file
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
-from sampling.checkpoints.tensor_files import TensorFile
-from sampling.checkpoints.untrusted_files import read_complete, require
+from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
+from sampling.checkpoints.untrusted_files import RejectedFileError, read_complete, require
+from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
+SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'
+SAVE_WITH_SIZES = ( # with only these five sizes, "config" selects the tanh form of GELU
+    'save it with its sizes: torch.save({"model": state_dict, "model_args": dict(block_size=?, vocab_size=?, '
+    'n_layer=?, n_head=?, n_embd=?)}, "ckpt.pt"), with "config" instead of "model_args" for a model of build-nanogpt '
+    "or minGPT; then pass --out_dir=ckpt.pt")
 SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # all fields of build-nanogpt's GPTConfig
 KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
 # Fields of forks that may be on and change nothing when a trained model samples.
@@ -40,7 +44,8 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
     file cannot be opened, ValueError if it is damaged or holds no GPT.
     """
     def read(file: BinaryIO) -> dict:
-        tensor_file = read_nanogpt_file(file)
+        tensor_file = read_tensor_file(file)
+        reject_bare_tensors(tensor_file.content, Path(file.name).parent)
         tensors, model_args = model_entries(tensor_file.content)
         stored = tensors_by_name(tensors, tensor_file)
         if tied := stored.get(HEAD, stored.get(EMBEDDING)): # a tied weight may have one of its names
@@ -58,6 +63,18 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
     checkpoint = Checkpoint(path=str(path), folder=path.parent, **read_complete([path], read))
     logger.info(checkpoint.describe())
     return checkpoint
+
+
+def reject_bare_tensors(content: object, folder: Path) -> None:
+    """Raises RejectedFileError for tensors alone, and says where the sizes may be."""
+    tensors = fields_of(content) or {}
+    if tensors and all(isinstance(tensor, StoredTensor) for tensor in tensors.values()):
+        require(not any(isinstance(name, str) and ".lora_A" in name for name in tensors),
+                "it holds a LoRA adapter, which is no model alone; merge it with PEFT: "
+                "model.merge_and_unload().save_pretrained(DIR), then pass --init_from=DIR")
+        require(not huggingface_config(folder), f"it belongs to a Hugging Face model; pass --init_from={folder}")
+        raise RejectedFileError(f"it holds only a state_dict, and n_head cannot be inferred from its tensors; "
+                                f"{SAVE_WITH_SIZES}")
 
 
 def model_entries(content: object) -> tuple[object, dict]:

@@ -82,7 +82,7 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
         return read_zip(file)
     # A file of zeros is not refused: its writer has written nothing yet.
     require(OLD_MAGIC in start or not start.strip(b"\0"),
-            "it is not a checkpoint: neither torch.save nor safetensors wrote it")
+            "it is not a checkpoint: neither torch.save nor safetensors wrote it; pass the ckpt.pt of a training")
     return read_old_file(file)
 
 

@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds
 POLL = 0.01 # seconds between two attempts: a quick writer leaves little time between two saves
 MAX_CONFIG_BYTES = 2**20 # of a config.json: parsing it takes many times its size in memory
-LFS_POINTER = "version https://git-lfs"
 
 # ---- errors
 
@@ -31,7 +30,7 @@ def require(condition: object, reason: str) -> None:
 
 def reject_pointer(start: bytes) -> None:
     """Raises RejectedFileError if a file that starts with these bytes is a pointer of Git LFS."""
-    require(not start.startswith(LFS_POINTER.encode()),
+    require(not start.startswith(b"version https://git-lfs"),
             "it is only a pointer of Git LFS to the file; get the file itself: run 'git lfs install' and then "
             "'git lfs pull' in its folder")
 

@@ -39,7 +39,7 @@ class Batch:
     the other rows are sampled. Each row gets the tokens that it would get alone.
 
     window (B, S): the tokens that the model sees. cache: the keys and values of the first cache.seq_len of them; None
-    once the window moves. rows: the texts of the samples. Whoever makes a Batch must release it.
+    once the window moves. rows: the texts of the samples. The maker of a Batch must call release.
     """
 
     def __init__(self, rows: list[IncrementalDetokenizer], backend: Backend, run_stream: RunStream,

@@ -15,6 +15,7 @@ from torch import Tensor
 from sampling.backends.prepare import window_seconds
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.speculation import propose
 from sampling.inputs.prompts import log_notices
 from sampling.params import Piece, Sample, SamplingParams, check_exact
 from sampling.process import free_memory, is_out_of_memory, return_freed_memory
@@ -126,16 +127,17 @@ class Engine:
                 with self.gpt.inference():
                     while not batch.is_due(self.flush_steps):
                         # 2) Logits, of a single row also after each of k proposals of the draft: (B * (k + 1), V).
-                        ids = batch.unread # (B, T)
-                        proposals = draft.propose(batch, self.sampler) if draft else ids[:1, :0] # (1, k)
-                        ids = torch.cat([ids, proposals], dim=1) if proposals.size(1) else ids
-                        logits = self.backend.logits(ids, batch.cache, 1 + proposals.size(1))
+                        ids, num_proposals = batch.unread, 0 # (B, T)
+                        if draft:
+                            proposals = propose(draft, batch, self.sampler) # (1, k)
+                            ids, num_proposals = torch.cat([ids, proposals], dim=1), proposals.size(1)
+                        logits = self.backend.logits(ids, batch.cache, 1 + num_proposals)
                         for i, position in enumerate(logits.split(len(ids))):
                             # 3) Tokens: each row has its own random numbers.
                             step = self.sample(position.expand(len(batch.rows), -1), batch)
                             # 4) Append, and crop to block_size.
                             batch.append(step)
-                            if i < proposals.size(1) and step.token != proposals[:, i]:
+                            if i < num_proposals and step.token != proposals[:, i]:
                                 break # the other logits follow a wrong token
                     # 5) Flush: copy the tokens to the host, and leave out the rows that are finished.
                     batch.flush()

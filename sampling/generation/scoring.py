@@ -62,7 +62,7 @@ def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringPa
 def begin(score: Score, tokenizer: Tokenizer, max_tokens: int) -> IncrementalDetokenizer:
     """What makes the tokens of a text, at most max_tokens. It has the first one already, which is not scored."""
     first_text = tokenizer.incremental_decoder()(score.ids[0])
-    score.num_bytes = num_bytes(tokenizer.decode(score.ids)) - num_bytes(first_text)
+    score.num_bytes = num_bytes(score.prompt.text) - num_bytes(first_text)
     if 0 < max_tokens < len(score.ids):
         logger.info(f"a text has {len(score.ids)} tokens: all are scored, but only the first {max_tokens} are saved or "
                     "shown")

@@ -15,28 +15,23 @@ MAX_PROPOSALS = 12 # in a row
 MIN_LEAD = 0.05 # of a proposal's score over the next one, as a logarithm: below it, the draft is unsure
 
 
-class Draft:
-    """Proposes tokens for a single row. backend: the copy, which reads and writes the cache of the model itself."""
+def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
+    """The tokens (1, k) that the draft samples after the window of a single row, up to the first of which it is unsure.
 
-    def __init__(self, backend: Backend):
-        self.backend = backend
-
-    def propose(self, batch: Batch, sampler: Sampler) -> Tensor:
-        """The tokens (1, k) that the copy samples after the window, up to the first of which it is unsure.
-
-        The keys and values that it writes are replaced by the model's own when the model reads the proposals.
-        """
-        ids = batch.window # (1, S)
-        cache, streams, seq_len = batch.cache, batch.streams.copy(), batch.cache.seq_len if batch.cache else 0
-        # None before the prefill and past the window.
-        room = batch.backend.config.block_size - ids.size(1) if seq_len else 0
-        for _ in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
-            logits = self.backend.logits(ids[:, cache.seq_len:], cache)
-            scores, candidates = sampler.scores(logits, ids, None if sampler.is_greedy else streams.next())
-            token = sampler.pick(scores, candidates)
-            ids = torch.cat([ids, token], dim=1)
-            if sampler.lead(scores) < MIN_LEAD:
-                break
-        if cache:
-            cache.seq_len = seq_len
-        return ids[:, batch.window.size(1):]
+    draft: the copy, which reads and writes the cache of the model itself. The keys and values that it writes are
+    replaced by the model's own when the model reads the proposals.
+    """
+    ids = batch.window # (1, S)
+    cache, streams, seq_len = batch.cache, batch.streams.copy(), batch.cache.seq_len if batch.cache else 0
+    # There is no room for proposals before the prefill and past the window.
+    room = batch.backend.config.block_size - ids.size(1) if seq_len else 0
+    for _ in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
+        logits = draft.logits(ids[:, cache.seq_len:], cache)
+        scores, candidates = sampler.scores(logits, ids, None if sampler.is_greedy else streams.next())
+        token = sampler.pick(scores, candidates)
+        ids = torch.cat([ids, token], dim=1)
+        if sampler.lead(scores) < MIN_LEAD:
+            break
+    if cache:
+        cache.seq_len = seq_len
+    return ids[:, batch.window.size(1):]

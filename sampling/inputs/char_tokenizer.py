@@ -17,8 +17,6 @@ class CharTokenizer(Tokenizer):
     """Looks up each character of a text in stoi, or each byte in UTF-8, and joins the texts of itos, as nanoGPT does.
     So texts of several characters, such as words, are never found in a prompt. meta: the content, if it was read.
     """
-    joins_spaces = False
-
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
         self.source, meta = str(path), read_meta(path) if meta is None else meta
         with named_errors(path):

@@ -41,7 +41,6 @@ class HFTokenizer(Tokenizer):
         self.tokenizer, content = load_library_tokenizer(path, vocab_size)
         vocab = self.tokenizer.get_vocab()
         self.size = 1 + max(vocab.values())
-        self.joins_spaces = "'ByteLevel'" in str(content.get("pre_tokenizer"))
         # Where ByteFallback joins bytes, <0xE2> and the like are no text before their run ends.
         self.byte_ids = {i for token, i in vocab.items() if token.startswith("<0x") and len(token) == 6}
         self.decodes_whole = decodes_whole_text(content.get("decoder"))

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
@@ -39,13 +38,8 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     is_pipe = kind in MULTI_KINDS and (path == "-" or (os.path.exists(path) and not os.path.isfile(path)))
     if watch and is_pipe:
         raise ValueError("watch=True uses the prompts again for each checkpoint: save them in a file")
-    prompts = read_file(kind, path)
+    prompts = read_prompt_file(kind, path)
     return chain([next(prompts)], prompts) if is_pipe else list(prompts)
-
-
-def count_samples(prompts: Iterable[Prompt], num_samples: int) -> int | None:
-    """How many samples the prompts get in all; None if the prompts come from a pipe."""
-    return len(prompts) * num_samples if isinstance(prompts, list) else None
 
 
 def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[EncodedPrompt] | Iterator[EncodedPrompt]:
@@ -67,7 +61,7 @@ def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index
         yield Score(index, prompt, [], ids=prompt_ids) if is_score else Sample(index, prompt, prompt_ids)
 
 
-def read_file(kind: str, path: str) -> Iterator[Prompt]:
+def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
     """Yield the prompts in a file, which is read line by line."""
     source, number, is_empty = "standard input" if path == "-" else path, 0, True
     try: # utf-8-sig skips a byte-order mark
@@ -107,39 +101,21 @@ def parse_json_line(line: str, location: str) -> Prompt:
 
 # ---- notices
 
-def warn_about_stop_texts(stop_texts: list[str], tokenizer: Tokenizer) -> None:
-    """Log a warning for each stop text that cannot end a sample, or probably will not."""
+def warn_about_stop_texts(stop_texts: list[str]) -> None:
     for text in stop_texts:
         if "\\n" in text:
             logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, "
                            "write the text in quotes, as Python does: --stop='\"\\n\"'")
-        elif not can_produce(tokenizer, text):
-            logger.warning(f"the stop text {text!r:.100} cannot end a sample: "
-                           f"{tokenizer.source} never produces this text")
-
-
-def can_produce(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether sampled tokens can produce this text. False only if some character of the text is in no token."""
-    word = text.strip(" ") # some tokenizers drop the spaces around a text, but put spaces between words
-    with suppress(ValueError):
-        if word and word in tokenizer.decode(tokenizer.encode(word)): # a character may take several tokens
-            return True
-    return set(text) <= set(tokenizer.decode(list(range(tokenizer.size))))
 
 
 def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int) -> Iterator[Sample]:
-    """Yield the samples. Logs what a user should know about new prompts, each thing once."""
-    may_say_cropped, may_say_space = True, tokenizer.joins_spaces
+    """Yield the samples. Says once if the model does not see the whole of a new prompt."""
+    is_said = False
     for sample in samples:
         prompt, ids = sample.prompt, sample.prompt_ids
-        at = f"{prompt.location}: " if prompt.location else ""
-        if len(ids) > block_size and may_say_cropped and not sample.already_saved:
-            may_say_cropped = False
+        if len(ids) > block_size and not (is_said or sample.already_saved):
+            is_said = True
+            at = f"{prompt.location}: " if prompt.location else ""
             logger.info(f"{at}the prompt has {len(ids)} tokens, but the model sees only the last {block_size} of any "
                         f"prompt, here from {tokenizer.decode(ids[-block_size:])[:40]!r} on")
-        # In the training text, this space was part of the token of the next word, so the model rarely saw it alone.
-        if prompt.text.endswith(" ") and may_say_space and not sample.already_saved:
-            may_say_space = False
-            logger.info(f"{at}the prompt ends in a space: a trailing space mostly gives worse text, because in "
-                        f"{tokenizer.source} a word begins with its space")
         yield sample

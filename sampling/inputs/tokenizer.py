@@ -35,7 +35,6 @@ class Tokenizer:
     size: int # of the vocabulary
     source: str # where the vocabulary is from, for messages
     unit: str # what its tokens are, for messages: "characters", "bytes" or "tokens"
-    joins_spaces: bool # whether a space belongs to the token of the word after it, as in GPT-2's encoding
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text cannot be encoded."""

@@ -4,8 +4,8 @@ import os
 from itertools import chain
 from pathlib import Path
 
-from configurator import suggest
 from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.configurator import suggest
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
 from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
 from sampling.inputs.tiktoken_tokenizer import encoding_label, load_encoding
@@ -23,7 +23,7 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Toke
     out_dir; the encoding that the training's settings name; GPT-2's, if the vocabulary has its size.
     """
     vocab_size = checkpoint.config.vocab_size
-    found = find(checkpoint) if tokenizer is None else resolve(tokenizer, vocab_size)
+    found = tokenizer_of(checkpoint) if tokenizer is None else tokenizer_named(tokenizer, vocab_size)
     is_name = isinstance(found, str) # of an encoding, whose size is checked first, because loading may download it
     source, size = (encoding_label(found), ENCODINGS[found]) if is_name else (found.source, found.size)
     if size > vocab_size:
@@ -37,7 +37,7 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Toke
     return found
 
 
-def resolve(name: str, vocab_size: int) -> Tokenizer | str:
+def tokenizer_named(name: str, vocab_size: int) -> Tokenizer | str:
     """The tokenizer in the file that the setting names, or the name of an encoding."""
     if name in ENCODINGS:
         return name
@@ -45,12 +45,12 @@ def resolve(name: str, vocab_size: int) -> Tokenizer | str:
     path = find_tokenizer(given) or given / "meta.pkl" if given.is_dir() else given
     if not (path.is_file() and (path.suffix in (".json", ".pkl") or path.name == "vocab.txt")):
         raise ValueError(f"there is no tokenizer {name!r:.200}{suggest(name, ENCODINGS)}; {ADVICE}")
-    if found := read_file(path, vocab_size):
+    if found := tokenizer_in(path, vocab_size):
         return found
     raise ValueError(f"{name} has no stoi, and names no tokenizer")
 
 
-def find(checkpoint: Checkpoint) -> Tokenizer | str:
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
     """The tokenizer in the first place that has one, or the name of an encoding."""
     own, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # a stranger's, and of any type
     folders, vocab_size = [own], checkpoint.config.vocab_size
@@ -59,7 +59,7 @@ def find(checkpoint: Checkpoint) -> Tokenizer | str:
         folders += [Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
     metas = [] if checkpoint.is_huggingface else [folder / "meta.pkl" for folder in folders]
     for path in chain(filter(os.path.isfile, metas), filter(None, map(find_tokenizer, folders))):
-        if found := read_file(path, vocab_size):
+        if found := tokenizer_in(path, vocab_size):
             return found
     if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         return encoding
@@ -72,7 +72,7 @@ def find(checkpoint: Checkpoint) -> Tokenizer | str:
     return "gpt2"
 
 
-def read_file(path: Path, vocab_size: int) -> Tokenizer | str | None:
+def tokenizer_in(path: Path, vocab_size: int) -> Tokenizer | str | None:
     """The tokenizer in a file, or the encoding that the file names; None for a meta.pkl without a vocabulary."""
     if path.suffix != ".pkl":
         return HFTokenizer(path, vocab_size)

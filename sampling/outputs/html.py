@@ -94,23 +94,25 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
 
     labels: what distinguishes each run from the others.
     """
-    articles = []
+    records = {}
     for run, (path, start) in sorted(places.items()):
         with open(path, "rb") as file:
             file.seek(start)
-            record = json.loads(file.readline())
-        index, prompt_id, values = record["index"], record.get("id"), article_values(record)
-        id_text = prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)
-        is_score = "score" in record["settings"]
-        title = f"{'Text' if is_score else 'Sample'} {index}"
-        heading = escape(title if prompt_id is None else f"{title}, id {id_text}")
-        prompt = "" if is_score else f"<b>{escape(record['prompt'])}</b>"
-        if len(labels) == 1:
-            return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=title.lower(),
-                        **values)
+            records[run] = json.loads(file.readline())
+    record = next(iter(records.values())) # all have the same index, id and prompt
+    index, prompt_id, is_score = record["index"], record.get("id"), "score" in record["settings"]
+    id_text = prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)
+    title = f"{'Text' if is_score else 'Sample'} {index}"
+    heading = escape(title if prompt_id is None else f"{title}, id {id_text}")
+    prompt = "" if is_score else f"<b>{escape(record['prompt'])}</b>" # a text that is scored contains it
+    if len(labels) == 1:
+        return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=title.lower(),
+                    **article_values(record))
+    articles = []
+    for run, record in records.items():
         label = escape(labels[run] or f"run {run}")
         articles.append(fill(template, number=f"{index}-{run}", tag="h3", heading=label, prompt="",
-                             label=f"{title.lower()}, {label}", **values))
+                             label=f"{title.lower()}, {label}", **article_values(record)))
     return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
             f'<div class="runs">\n{"".join(articles)}</div></section>\n')
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from sampling.inputs.prompts import FILE_KINDS, MULTI_KINDS, RESULT_FIELDS, parse_start
+from sampling.inputs.prompts import MULTI_KINDS, RESULT_FIELDS, parse_start
 from sampling.outputs.console import name_write_errors, plural
 from sampling.params import SAMPLING_SETTINGS, Sample, Score, Token, as_list
 
@@ -180,12 +180,10 @@ def open_output(path: str | os.PathLike, settings: Mapping[str, Any]) -> BinaryI
     """Open a file for reading and appending, and lock it for this run. Its content stays.
 
     Raises ValueError or OSError, which names the file, if it cannot be used, if another run has locked it, or if it is
-    to be overwritten, but holds the prompts, or was not written by sample.py.
+    to be overwritten, but was not written by sample.py.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path")
-    if is_same_file(path, 1):
-        raise ValueError(f"standard output goes to {path}: give the file another name")
     with name_write_errors(path):
         file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
     with suppress(ImportError, OSError): # Windows, and file systems without locks
@@ -197,16 +195,9 @@ def open_output(path: str | os.PathLike, settings: Mapping[str, Any]) -> BinaryI
             raise ValueError(f"another run writes to {path}: give the file another name") from None
     file.seek(0)
     if settings["overwrite"]:
-        (kind, prompts), begin = parse_start(settings["start"]), file.read(200)
-        if kind in FILE_KINDS and is_same_file(path, 0 if prompts == "-" else prompts):
-            raise ValueError(f"{path} is also the file of prompts: give the file of samples another name")
+        begin = file.read(200)
         if begin and not (LINES.match(begin) or PAGE.match(begin)):
             raise ValueError(f"{path} was not written by sample.py, so --overwrite does not replace it: move it, or "
                              "give the file another name")
     return file
 
-
-def is_same_file(path: str | os.PathLike, other: str | int) -> bool: # other: a path or a file descriptor
-    with suppress(OSError): # there may be no such file, and the descriptor may be closed
-        return os.path.samefile(path, other)
-    return False

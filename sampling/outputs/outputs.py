@@ -47,26 +47,25 @@ class Outputs:
             if not os.path.getsize(self.html_file): # open_output has created it
                 os.unlink(os.path.realpath(self.html_file))
 
-    def resume(self, samples: Iterator[Sample], gpt: "TextGenerator", num_total: int | None) -> Iterator[Sample]:
-        """Yield the samples for gpt to generate. Those that the file already holds are marked as already saved.
-
-        num_total: how many there are; None if unknown. With watch, another model may follow.
-        """
-        settings = self.settings
-        if self.lines or self.uses_stdout:
-            checkpoint_id = {name: getattr(gpt.checkpoint, name) for name in ("path", "crc32", "iter_num")}
-            checkpoint_id["val_loss"] = gpt.checkpoint.val_loss and round(gpt.checkpoint.val_loss, 4)
-            self.format = LineFormat(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
-        if self.lines and (self.lines.is_ours or not settings["overwrite"]):
-            samples = self.lines.mark_saved(samples, self.format, settings["watch"])
+    def begin(self, gpt: "TextGenerator", num_total: int | None) -> None:
+        """Prepare for the samples of a model; with watch, another model may follow. num_total: None if unknown."""
+        settings, checkpoint = self.settings, gpt.checkpoint
+        checkpoint_id = {name: getattr(checkpoint, name) for name in ("path", "crc32", "iter_num")}
+        checkpoint_id["val_loss"] = checkpoint.val_loss and round(checkpoint.val_loss, 4)
+        self.format = LineFormat(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
         self.device = gpt.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
         is_score = settings["score"]
         self.progress = Progress(num_total, None if is_score else settings["max_new_tokens"],
                                  shows_text=not is_score or settings["show_probs"])
+
+    def resume(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        """Yield the samples for the model to generate. Those that the file already holds are marked as saved."""
+        if self.lines and (self.lines.is_ours or not self.settings["overwrite"]):
+            samples = self.lines.mark_saved(samples, self.format, self.settings["watch"])
         for sample in self.progress.follow(samples):
             if sample.already_saved:
-                self.printer.add(sample)
+                self.printer.add_to_total(sample)
             yield sample
 
     def update(self, sample: Sample, pieces: list[Piece]) -> None:
@@ -105,8 +104,9 @@ class Outputs:
         elif status in (130, 143) and self.lines.is_ours: # Ctrl-C, SIGTERM
             with open(self.lines.path, "rb") as lines:
                 saved = plural(sum(1 for _ in lines), "text" if self.settings["score"] else "sample")
-            without = " without --overwrite" if self.settings["overwrite"] else ""
-            logger.info(f"{self.lines.path} holds {saved}: the same command{without} goes on after them")
+            without = " and without --overwrite" if self.settings["overwrite"] else ""
+            logger.info(f"{self.lines.path} holds {saved}: the same command with the same seed{without} goes on after "
+                        "them")
 
 
 def saved_logprobs(settings: Mapping[str, Any]) -> int | None:
@@ -121,7 +121,7 @@ def scoring_params(settings: Mapping[str, Any]) -> ScoringParams:
     return ScoringParams(num_saved or 0, MAX_SCORED_TOKENS if needs_tokens else 0)
 
 
-def num_logprobs(settings: Mapping[str, Any]) -> int | None:
+def needed_logprobs(settings: Mapping[str, Any]) -> int | None:
     """How many top log-probabilities the outputs need: out_file, the page or the terminal. None if none needs any."""
     num_saved = saved_logprobs(settings)
     return 0 if num_saved is None and (settings["out_file"] or settings["show_probs"]) else num_saved

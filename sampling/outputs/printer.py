@@ -50,18 +50,18 @@ class Printer:
             self.sample, prompt_ids = sample, sample.prompt_ids if shows_prompt else []
             self.unprinted = [self.make_safe(self.tokenizer.decode(prompt_ids))]
         is_score = isinstance(sample, Score)
-        for text, logprob in () if is_score and not self.show_probs else pieces:
+        for text, logprob in pieces if self.show_probs or not is_score else ():
             is_colored = self.show_probs and logprob is not None
             self.unprinted.append(colorize(self.make_safe(text), logprob) if is_colored else self.make_safe(text))
         if sample.finish_reason is not None:
             line = f"{self.make_safe(name_of(sample.prompt))}: {summary(sample)}" if is_score else RULE
             self.unprinted.append(f"{line}\n" if is_score and not self.show_probs else f"\n{line}\n")
-            self.add(sample)
+            self.add_to_total(sample)
         if self.streams or sample.finish_reason is not None:
             self.write("".join(self.unprinted))
             self.unprinted = []
 
-    def add(self, sample: Sample) -> None:
+    def add_to_total(self, sample: Sample) -> None:
         """Add the score of a text, if it is one, to the total."""
         if isinstance(sample, Score):
             self.num_scores += 1

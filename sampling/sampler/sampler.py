@@ -20,8 +20,8 @@ class Sampler:
     """Chooses tokens with fixed settings, which apply in this order, as in transformers: repetition_penalty;
     temperature (0: always the most likely token); top_k with all ties (None or 0: every token); top_p; min_p.
 
-    all_columns: after top_k, go on with all V columns, as nanoGPT does, which does not wait for a GPU. Otherwise, go on
-    with K candidates if they have all ties with the k-th, which takes half of the time, and a twentieth with top_p.
+    all_columns: mask all V logits, as nanoGPT does, without waiting for a GPU. Otherwise, continue with the K largest
+    if they have all ties with the k-th, which takes half of the time, and a twentieth with top_p.
     in_logits_dtype: apply temperature and top_k in the dtype of the logits, as nanoGPT does under autocast; otherwise,
     and in all other steps, compute in float32.
     """

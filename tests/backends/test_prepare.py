@@ -9,7 +9,6 @@ import torch
 from torch.torch_version import TorchVersion
 
 from engines import ON_GPU, decode, expected_ids
-from model import GPTConfig
 from models import as_checkpoint, make_gpt, random_prompt
 from oracles import nanogpt_generate, nanogpt_logits
 from sampling import process
@@ -18,6 +17,7 @@ from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.prepare import cast_linears, choose_device, choose_dtype, count_steps, prepare_backend
+from sampling.model import GPTConfig
 from sampling.params import ModelOptions
 
 CPU = torch.device("cpu")

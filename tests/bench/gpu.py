@@ -20,9 +20,9 @@ from measure import count
 
 # measure.py and contenders.py have added the folders of the tests and of the project to the path.
 import sampling
-from model import GPT, GPTConfig
 from models import save_checkpoint, save_meta
 from oracles import nanogpt_generate
+from sampling.model import GPT, GPTConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=272, vocab_size=97, bias=True)

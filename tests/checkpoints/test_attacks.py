@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks import call, straddle, tensor, value, with_entry, write_attack, write_settled
+from attacks import call, tensor, value, with_entry, write_attack, write_settled
 from models import SHAPE, make_gpt, save_checkpoint
 from script_process import start_script
 
@@ -81,7 +81,6 @@ BOMBS = { # the piece of pickle, a part of the error line
     "copies-of-a-dict": (copies(b"collections\nCounter\n", dict.fromkeys(NUMBERS), b"h\1\x85R"), NO_TENSORS),
     "copies-of-arguments": (copies(b"numpy\ndtype\n", (*NUMBERS,), b"h\1R"), NO_TENSORS),
     "copies-as-bytes": (copies(b"_codecs\nencode\n", "x" * 2**21, b"h\1" + value("latin1") + b"\x86R"), NO_TENSORS),
-    "behind-a-frame": (straddle(b"}" + NESTED + b"Ns"), NO_TENSORS),
     "text-about-memory": (tensor((1,)) + b"N}" + value("out of memory\x1b[31m") + b"Ns\x86b", DAMAGED),
     "many-values": (b"N" * 2**22 + b"]", "opcodes"),
 }

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hf_tokenizers import gpt2_tokenizer_json, save_tokenizer
-from model import GPT
 from models import make_transformers_gpt2
 from project import PROJECT
 from sampling.checkpoints.huggingface import load_huggingface
+from sampling.model import GPT
 
 
 def same_as_transformers(folder, theirs):

@@ -5,6 +5,7 @@ import datetime
 import math
 import os
 import pathlib
+import pickle
 import random
 import re
 import weakref
@@ -13,9 +14,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-import model as nanogpt
-from models import SHAPE, make_gpt, same_model, save_checkpoint
+from attacks import write_settled
+from models import SHAPE, make_gpt, make_transformers_gpt2, same_model, save_checkpoint
+from sampling import model as nanogpt
 from sampling.checkpoints import build
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, quantize
 from sampling.checkpoints.nanogpt import load_by_name, load_nanogpt
@@ -234,7 +237,49 @@ def test_a_field_that_is_on_is_named_and_the_advice_works(key, tmp_path):
     assert same_model(tmp_path, model)
 
 
+@pytest.mark.parametrize("entry, changes, rename", [
+    ("model_args", {"bias": False}, str),
+    ("config", {"gelu": "tanh", "tie_word_embeddings": False},
+     lambda name: "module._orig_mod." + name.removeprefix("transformer.")),
+], ids=["nanoGPT", "minGPT-short-compiled-DDP"])
+@pytest.mark.parametrize("save", [torch.save, save_file])
+def test_the_advice_for_tensors_without_sizes_works(entry, changes, rename, save, tmp_path):
+    model, path = make_gpt(**changes), tmp_path / "model.safetensors" # found in its folder, whatever its format is
+    weights = {rename(name): tensor.clone() for name, tensor in model.state_dict().items()}
+    save(weights, path)
+    with pytest.raises(ValueError, match="n_head cannot be inferred from its tensors") as error:
+        load_nanogpt(tmp_path)
+    command = str(error.value).split("sizes: ")[1].split(', with "config"')[0]
+    for name in SIZES:
+        command = command.replace(f"{name}=?", f"{name}={SHAPE[name]}")
+    exec(command.replace("model_args", entry).replace("ckpt.pt", str(tmp_path / "ckpt.pt")),
+         {"torch": torch, "state_dict": weights})
+    assert same_model(tmp_path, model)
+
+
+def test_a_hugging_face_model_as_out_dir(tmp_path):
+    make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"holds a Hugging Face model, but no ckpt.pt; .*from={tmp_path}"):
+        load_nanogpt(tmp_path)
+    with pytest.raises(ValueError, match=f"belongs to a Hugging Face model; pass --init_from={tmp_path}"):
+        load_nanogpt(tmp_path / "model.safetensors")
+
+
 @pytest.mark.parametrize("content, message", [
+    (b"GGUF" + bytes(4000), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
+    (pickle.dumps({"stoi": {"a": 0}}), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "only a pointer of Git LFS"),
+], ids=["GGUF", "meta.pkl", "Git-LFS"])
+def test_a_file_of_another_program_is_no_checkpoint(content, message, tmp_path):
+    write_settled(tmp_path / "ckpt.pt", content)
+    with pytest.raises(ValueError, match=message):
+        load_nanogpt(tmp_path)
+
+
+@pytest.mark.parametrize("content, message", [
+    ({"a": torch.ones(2), "b.lora_A.0": torch.ones(2)}, "a LoRA adapter, which is no model alone; merge it"),
+    ({"epoch": 9, "state_dict": {"a": torch.ones(2)}}, "but holds 'epoch', 'state_dict'; save both: torch.save"),
+    (torch.nn.Linear(2, 2), "but holds torch.nn.modules.linear.Linear; save both: torch.save"),
     ({"model": {}}, "must hold model and model_args, or model and config, but holds 'model'"),
     ([1, 2], "but holds list"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),

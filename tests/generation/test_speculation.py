@@ -9,7 +9,7 @@ from engines import PARAMS, Generator, NotingBackend, make_samples, run
 from models import make_gpt, normal, save_checkpoint
 from sampling import text_generator
 from sampling.backends.backend import EagerBackend
-from sampling.generation.speculation import MAX_PROPOSALS, Draft
+from sampling.generation.speculation import MAX_PROPOSALS
 
 NOISE = {"good": 0.0, "imperfect": 0.5, "bad": 3.0, "broken": torch.nan} # of a draft's weights
 
@@ -20,8 +20,7 @@ def generators(tokenizer, draft):
     with torch.no_grad():
         for weight in noisy.parameters():
             weight.add_(NOISE[draft] * weight.std() * normal(*weight.shape, seed=5))
-    draft = Draft(NotingBackend(noisy))
-    target = NotingBackend(make_gpt(block_size=32))
+    draft, target = NotingBackend(noisy), NotingBackend(make_gpt(block_size=32))
     return Generator(tokenizer, target, draft), Generator(tokenizer, EagerBackend(make_gpt(block_size=32)))
 
 
@@ -49,14 +48,14 @@ def test_a_good_draft_saves_passes_of_the_model(tokenizer, monkeypatch, min_lead
     monkeypatch.setattr("sampling.generation.speculation.MIN_LEAD", min_lead)
     gpt, _ = generators(tokenizer, "good")
     run(gpt, make_samples(tokenizer, ["The "]), replace(PARAMS, max_new_tokens=27), batch_size=1)
-    assert (len(gpt.backend.num_rows), len(gpt.draft.backend.num_rows)) == (num_passes, num_proposals)
+    assert (len(gpt.backend.num_rows), len(gpt.draft.num_rows)) == (num_passes, num_proposals)
 
 
 def test_a_draft_is_not_used_for_several_samples_at_once_and_past_the_window(tokenizer):
     gpt, _ = generators(tokenizer, "good")
     run(gpt, make_samples(tokenizer, ["The ", "The "]), PARAMS, batch_size=2)
     run(gpt, make_samples(tokenizer, ["The " * 8]), PARAMS, batch_size=1)
-    assert gpt.draft.backend.num_rows == []
+    assert gpt.draft.num_rows == []
 
 
 def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is(tmp_path):
@@ -66,7 +65,7 @@ def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is(tmp
     with torch.no_grad():
         expected = make_gpt(n_embd=64)(ids)[0][:, -1]
     torch.testing.assert_close(gpt.backend.logits(ids, None), expected, atol=2e-5, rtol=1e-4)
-    assert 0.001 < (gpt.draft.backend.logits(ids, None) - expected).norm() / expected.norm() < 0.02
+    assert 0.001 < (gpt.draft.logits(ids, None) - expected).norm() / expected.norm() < 0.02
 
 
 def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, monkeypatch, messages):

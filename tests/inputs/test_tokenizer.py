@@ -9,10 +9,10 @@ import tiktoken
 import torch
 
 from hf_tokenizers import save_tokenizer
-from model import GPTConfig
 from models import CHARS, make_gpt, save_checkpoint, save_meta
 from sampling.checkpoints.checkpoint import Checkpoint
 from sampling.inputs.tokenizer_choice import load_tokenizer
+from sampling.model import GPTConfig
 
 
 def load(vocab_size, folder="out", name=None, is_huggingface=False, **settings):

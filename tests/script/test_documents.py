@@ -10,8 +10,8 @@ import sys
 import huggingface_hub
 import pytest
 
-from configurator import find_settings, help_text
 from project import PROJECT, RULE, SCRIPT
+from sampling.configurator import find_settings, help_text
 
 DOCUMENTS = [PROJECT / "README.md", PROJECT / "SECURITY.md", *sorted((PROJECT / "docs").glob("*.md"))]
 DEMO = PROJECT / "demo"

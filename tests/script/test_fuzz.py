@@ -18,10 +18,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import engines
-from configurator import find_settings, override
 from models import CHARS, make_gpt, save_meta
 from oracles import reference_generate
 from project import PROJECT
+from sampling.configurator import find_settings, override
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SamplingParams, check_settings

@@ -1,7 +1,7 @@
 """A script with settings, a fixture that runs the configurator on it, and one with what the configurator logs."""
 import pytest
 
-from configurator import override
+from sampling.configurator import override
 
 SOURCE = '''"""A script."""
 import math

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 import sample
-from configurator import Setting, find_settings, help_text, override, parse, to_argument
 from project import SCRIPT
+from sampling.configurator import Setting, find_settings, help_text, override, parse, to_argument
 
 
 def test_help_lists_every_setting_with_its_default_and_comment(capsys):

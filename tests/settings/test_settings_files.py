@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from configurator import find_settings, override
 from project import SCRIPT
+from sampling.configurator import find_settings, override
 from sampling.params import ALIASES, training_settings
 
 
