@@ -3,7 +3,7 @@ import json
 import random
 from functools import partial
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from project import GPT2_FILES
 
@@ -39,12 +39,6 @@ def wordpiece():
                 decoder=decoders.WordPiece())
 
 
-def unigram():
-    trainer = partial(trainers.UnigramTrainer, unk_token="<unk>")
-    return make(models.Unigram(), trainer, "<unk> <s> </s>", 150, decoder=decoders.Metaspace(),
-                pre_tokenizer=pre_tokenizers.Metaspace())
-
-
 def byte_fallback():
     """As Llama's: it replaces spaces itself, and its decoder strips the first one."""
     tokenizer = make(
@@ -73,11 +67,12 @@ def words():
                 pre_tokenizer=pre_tokenizers.Whitespace())
 
 
-def characters(*steps):
-    """A token for each character of the lines, [UNK] for others, and these steps of the decoder."""
+def replace():
+    """A token for each character of the lines, [UNK] for others, and a decoder that sees the whole text."""
     vocab = {char: i for i, char in enumerate(sorted({*"".join(LINES)}))}
     tokenizer = Tokenizer(models.WordLevel(vocab | {"[UNK]": len(vocab)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Sequence([*steps])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("th", "þ")])
     return tokenizer
 
 
@@ -93,11 +88,8 @@ def changed_prompts():
 
 
 MAKE = {
-    "ctc": partial(characters, decoders.CTC(pad_token="x", word_delimiter_token="|")),
-    "replace": partial(characters, decoders.Fuse(), decoders.Replace("th", "þ")), # steps that see the whole text
-    "pattern": partial(characters, decoders.Fuse(), decoders.Replace(Regex("[aeiou]{2}"), "x")),
-    "changed-prompts": changed_prompts, "byte-level": byte_level, "older-files": byte_level, "wordpiece": wordpiece,
-    "vocab-txt": wordpiece, "unigram": unigram, "byte-fallback": byte_fallback, "suffix": suffix, "words": words}
+    "replace": replace, "changed-prompts": changed_prompts, "byte-level": byte_level, "older-files": byte_level,
+    "wordpiece": wordpiece, "vocab-txt": wordpiece, "byte-fallback": byte_fallback, "suffix": suffix, "words": words}
 
 
 def save_tokenizer(kind, folder):

@@ -16,7 +16,7 @@ from sampling.backends import prepare
 from sampling.backends.backend import EagerBackend, ExactBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.backends.prepare import cast_linears, choose_device, choose_dtype, count_steps, prepare_backend
+from sampling.backends.prepare import choose_device, choose_dtype, count_steps, prepare_backend
 from sampling.model import GPTConfig
 from sampling.params import ModelOptions
 
@@ -80,17 +80,6 @@ def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(monke
     assert type(backend) is CUDABackend and calls == [("set_device", gpu), ("to", gpu)]
     assert torch.get_float32_matmul_precision() == "highest", "with TF32, another batch size could change a token"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_cast_linears_give_the_logits_of_autocast():
-    """Autocast would cast the same weights again at every step."""
-    ids, model = random_prompt(14, 2), cast_linears(make_gpt(), torch.bfloat16)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(ids)[0], make_gpt()(ids)[0])
-        assert model.new_cache(1, 1).layers[0].dtype == torch.bfloat16
-    assert model.transformer.wte.weight.dtype == torch.float32
-    tied = cast_linears(make_gpt(), torch.float32)
-    assert tied.lm_head.weight is tied.transformer.wte.weight, "two parameters would take twice the memory on a GPU"
 
 
 # ---- the choice of device and dtype. GPUs are simulated, because few test machines have every kind
@@ -233,7 +222,9 @@ def test_exact_logits_and_text_are_nanogpts_bit_for_bit_inside_the_window_and_pa
     """Also for a model with another GELU: nanoGPT has only the exact one. nanoGPT's autocast casts at every step."""
     checkpoint, model = as_checkpoint(make_gpt(**SHAPE, gelu="tanh")), make_gpt(**SHAPE).to(device)
     backend = prepare_backend(checkpoint, torch.device(device), dtype, ModelOptions(exact=True))
-    assert backend.model.lm_head.weight.dtype == dtype, "it is cast once"
+    head, embedding = backend.model.lm_head.weight, backend.model.transformer.wte.weight
+    assert head.dtype == dtype and embedding.dtype == torch.float32, "only Linears are cast, and only once"
+    assert (head is embedding) == (dtype == torch.float32), "two parameters would take twice the memory on a GPU"
     prompt = random_prompt(54).to(device)
     with torch.autocast(device, dtype, enabled=dtype != torch.float32):
         for length in 1, 5, 6, 54:

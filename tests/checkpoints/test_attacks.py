@@ -1,7 +1,6 @@
 """Hostile files that could run code, crash the process, fill its memory or reach other files.
 
-Each is loaded in a process of its own. It must run nothing and stay small, and one that is needed must be refused in
-one line. What is not needed may load: nothing looks at it.
+Each is loaded in a process of its own. It must run nothing, stay small, and be refused in one line.
 """
 import itertools
 import json
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks import call, tensor, value, with_entry, write_attack, write_settled
+from attacks import call, tensor, value, write_attack, write_settled
 from models import SHAPE, make_gpt, save_checkpoint
 from script_process import start_script
 
@@ -93,30 +92,28 @@ TENSORS = { # with no place in the file: the piece of pickle, a part of the erro
     "floats-as-size": (tensor(value((1.0,)), (1,)), IMPOSSIBLE), "many-dimensions": (tensor((1,) * 65), IMPOSSIBLE),
     "a-record-outside": (tensor((1,), key="../../../etc/passwd"), "has no record"),
     "a-list-in-itself": (b"]q\0(h\0e", "but holds 'transformer.wpe.weight': list"),
+    "two-numbers-a-byte": (tensor((), kind="torch quint4x2"), "but holds 'transformer.wpe.weight': a value of"),
 }
-PICKLES = { # name: (the piece of pickle, the entry that it replaces, a part of the error line)
-    **{name: (b"}" + key + b"Ns", "x", None) for name, key in NESTED_KEYS.items()}, # None: it may load
-    "two-numbers-a-byte": (tensor((), kind="torch quint4x2"), "iter_num", None),
-    **{name: (piece, "model", message) for name, (piece, message) in BOMBS.items()},
-    **{name: (b"}" + value("transformer.wpe.weight") + piece + b"s", "model", message)
+PICKLES = {
+    **{name: (b"}" + key + b"Ns", "") for name, key in NESTED_KEYS.items()}, **BOMBS,
+    **{name: (b"}" + value("transformer.wpe.weight") + piece + b"s", message)
        for name, (piece, message) in TENSORS.items()},
 }
 
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_hostile_pickles_are_refused(name, attack, valid_checkpoint, tmp_path):
-    piece, entry, message = PICKLES[name]
-    attack(tmp_path, message, write_attack(entry, piece, tmp_path, valid_checkpoint))
+    piece, message = PICKLES[name]
+    attack(tmp_path, message, write_attack("model", piece, tmp_path, valid_checkpoint))
 
 
 @pytest.mark.parametrize("entry, change, message", [
     ("model", {f"x{i}": view for i, view in enumerate([torch.ones(2**20)] * 1000)}, "claims tensors of"),
-    ("model", {f"transformer.h.{i}.x": torch.ones(1) for i in range(5000)}, "layers"),
-    ("model", {f"transformer.h.0.x{i}": view for i, view in enumerate(torch.zeros(2**22).split(2**10))}, "of nothing"),
+    ("model", {f"transformer.h.{i}.x": torch.ones(1) for i in range(5000)}, "at most 4096 are allowed"),
     ("model", {"\x1b[31m\n\r\x07\x9b" * 9: torch.ones(1)}, ""), ("model_args", {"vocab_size": 2**31 - 1}, ""),
     ("model_args", {"n_embd": "9" * 10**6}, ""), ("model_args", {"rope": "\ud800"}, ""),
-], ids=["one-record-under-many-names", "many-layers", "many-views-of-one-record", "escape-codes", "terabytes",
-        "a-million-digits", "half-a-character"])
+], ids=["one-record-under-many-names", "many-layers", "escape-codes", "terabytes", "a-million-digits",
+        "half-a-character"])
 def test_absurd_models_are_refused(entry, change, message, attack, tmp_path):
     model = make_gpt()
     entries = {"model": model.state_dict(), "model_args": SHAPE}
@@ -150,28 +147,14 @@ def test_other_zip_files_are_refused(name, compression, message, attack, tmp_pat
     attack(tmp_path, message)
 
 
-def test_only_the_content_of_an_old_file_may_be_large(attack, valid_checkpoint, tmp_path):
-    magic = pickle.dumps(0x1950a86a20f9469cfc6c, 2)[:-1]
-    content = (magic + b"0(" + b"\x8f" * 2_000_000 + b"l.") * 3
-    write_settled(tmp_path / "out" / "ckpt.pt", content)
-    attack(tmp_path, DAMAGED)
-
-
 # ---- meta.pkl
 
-LONG = pickle.dumps(1 << 2**25, 2)[2:-1]
-METAS = { # stoi, itos, a part of the error line
-    "text-of-many-ids": (value({"x" * 10**6: 0}), value(dict.fromkeys(range(5000), "x" * 10**6)), "has 5000 tokens"),
-    "a-long-text": (value({"x": 0}), value("x" * 8_000_000), "has 8000000 tokens"),
-    "a-long-number-often": (value({0: 0}), b"(" + LONG + b"q\1" + b"h\1" * 500_000 + b"l", "must map texts or bytes"),
-}
-
-
-@pytest.mark.parametrize("name", METAS)
-def test_hostile_vocabularies_are_refused(name, attack, valid_checkpoint, tmp_path):
-    stoi, itos, message = METAS[name]
+@pytest.mark.parametrize("itos, message", [
+    (dict.fromkeys(range(5000), "x" * 10**6), "has 5000 tokens"), ("x" * 8_000_000, "has 8000000 tokens"),
+], ids=["text-of-many-ids", "a-long-text"])
+def test_hostile_vocabularies_are_refused(itos, message, attack, valid_checkpoint, tmp_path):
     write_settled(tmp_path / "out" / "ckpt.pt", valid_checkpoint)
-    write_settled(tmp_path / "out" / "meta.pkl", with_entry(with_entry(b"}.", "stoi", stoi), "itos", itos))
+    write_settled(tmp_path / "out" / "meta.pkl", pickle.dumps({"stoi": {itos[0]: 0}, "itos": itos}))
     attack(tmp_path, message)
 
 

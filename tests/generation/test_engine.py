@@ -265,16 +265,3 @@ def test_a_piece_has_the_log_probability_of_all_tokens_of_its_character(gpt2_enc
     assert len(ids) == 4, "the emoji has two tokens"
     _, taken = append_all(tokenizer, ids, 4, logprobs=[-1.0, -2.0, -0.5, -4.0])
     assert [piece for pieces in taken for piece in pieces] == [("a", -1.0), ("🙂", -2.5), ("b", -4.0)]
-
-
-def test_a_row_that_begins_again_does_not_repeat_its_pieces(tokenizer):
-    row = IncrementalDetokenizer(Sample(0, Prompt("a"), [64]), tokenizer, SamplingParams(9))
-    ids = tokenizer.encode("abcd")
-    row.append(ids[0])
-    assert texts([row.take_pieces()]) == ["a"]
-    row.append(ids[1])
-    row.restart()
-    assert row.sample.tokens == []
-    for token_id in ids:
-        row.append(token_id)
-    assert texts([row.take_pieces()]) == ["bcd"] and row.sample.text == "abcd"

@@ -17,16 +17,12 @@ def score(gpt, text):
 
 
 def plain_score(model, ids):
-    """nanoGPT's loss times the tokens, in windows that advance by half."""
-    size, total, done = model.config.block_size, 0.0, 0
-    pairs = torch.tensor([ids[:-1], ids[1:]])
-    for start in range(0, len(ids), max(1, size // 2)):
-        x, y = pairs[:, None, start:start + size]
-        if done < start + x.size(1):
-            y = y.clone()
-            y[0, :done - start] = -1 # scored already
-            num_new = start + x.size(1) - done
-            total, done = total - num_new * model(x, targets=y)[1].item(), done + num_new
+    """Each token after the tokens before it in the first of its windows, which advance by half of their size."""
+    size, total = model.config.block_size, 0.0
+    half = max(1, size // 2)
+    for i in range(1, len(ids)):
+        start = half * max(0, -(-(i - size) // half))
+        total += model(torch.tensor([ids[start:i]]))[0][0, -1].log_softmax(dim=-1)[ids[i]].item()
     return total
 
 

@@ -51,13 +51,6 @@ def test_a_good_draft_saves_passes_of_the_model(tokenizer, monkeypatch, min_lead
     assert (len(gpt.backend.num_rows), len(gpt.draft.num_rows)) == (num_passes, num_proposals)
 
 
-def test_a_draft_is_not_used_for_several_samples_at_once_and_past_the_window(tokenizer):
-    gpt, _ = generators(tokenizer, "good")
-    run(gpt, make_samples(tokenizer, ["The ", "The "]), PARAMS, batch_size=2)
-    run(gpt, make_samples(tokenizer, ["The " * 8]), PARAMS, batch_size=1)
-    assert gpt.draft.num_rows == []
-
-
 def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is(tmp_path):
     save_checkpoint(tmp_path, make_gpt(n_embd=64))
     gpt = sampling.load(tmp_path, device="cpu", draft="int8")
