@@ -274,4 +274,4 @@ class Score(Sample):
     @property
     def nats_per_token(self) -> float:
         """The loss of a training on this text; NaN for a text of a single token."""
-        return abs(self.cumulative_logprob) / self.num_tokens if self.num_tokens else math.nan
+        return 0.0 - self.cumulative_logprob / self.num_tokens if self.num_tokens else math.nan

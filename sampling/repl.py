@@ -96,6 +96,8 @@ class Session:
             action()
         except KeyboardInterrupt:
             end_line()
+        except BrokenPipeError: # nobody reads the samples any more
+            raise
         except (ValueError, OSError) as error:
             logger.error(error)
         except (MemoryError, RuntimeError) as error:

@@ -5,7 +5,7 @@ import re
 import shutil
 import time
 from contextlib import ExitStack
-from subprocess import DEVNULL
+from subprocess import DEVNULL, PIPE
 
 import pytest
 
@@ -239,6 +239,15 @@ def test_a_session_ends_if_its_input_cannot_be_read(char_checkpoint):
         process = start_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=stdin)
         _, messages = process.communicate(timeout=60)
     assert process.returncode == 0 and b"error" not in messages
+
+
+def test_a_session_ends_if_nobody_reads_its_samples(char_checkpoint):
+    process = start_script(f"--out_dir={char_checkpoint}", *SESSION, stdin=PIPE)
+    process.stdout.close()
+    process.stdin.write(b"The \nO\n")
+    process.stdin.close()
+    with process.stderr as messages:
+        assert b"error" not in messages.read() and process.wait(timeout=60) == 141
 
 
 def test_a_lack_of_memory_does_not_end_the_session(reply, monkeypatch):

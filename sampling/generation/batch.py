@@ -17,7 +17,7 @@ from sampling.sampler.row_streams import RowStreams, RunStream
 
 NOT_FINITE = ("the model's logits are NaN or infinite: the checkpoint may be damaged, its training may have diverged, "
               "or dtype=float16 overflows (try dtype=bfloat16 or float32)")
-MAX_FLUSH_SECONDS = 0.4 # between two flushes: a progress bar moves twice a second
+MAX_FLUSH_SECONDS = 0.4 # between two flushes, so that a progress bar moves
 
 
 class Step(NamedTuple):

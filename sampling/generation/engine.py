@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,16 +75,17 @@ class Engine:
         """Divide the samples into batches, and leave out batches of which all samples are already saved.
 
         In the others, the saved samples are generated again: then the rest get the same logits as in the first run, to
-        the last bit. So the sizes must be those of the first run: the first batch gets half of the free memory, and
-        later ones have the same number of rows, or fewer if their prompts are longer.
+        the last bit. So the sizes must be those of the first run: each batch may take half of the memory that is free
+        at the start.
         """
-        samples, budget = iter(samples), free_memory(self.backend.device) // 2
+        samples, budget, waiting = iter(samples), free_memory(self.backend.device) // 2, []
         most = self.batch_size or self.backend.max_rows
-        while candidates := list(islice(samples, most)):
+        while waiting := waiting + list(islice(samples, most - len(waiting))):
+            size = most
             if self.batch_size is None:
-                longest = max(len(sample.prompt_ids) for sample in candidates) + self.params.max_new_tokens
-                most = max(1, min(most, budget // self.backend.bytes_per_row(longest)))
-            batch, samples = candidates[:most], chain(candidates[most:], samples)
+                longest = max(len(sample.prompt_ids) for sample in waiting) + self.params.max_new_tokens
+                size = max(1, min(most, budget // self.backend.bytes_per_row(longest)))
+            batch, waiting = waiting[:size], waiting[size:]
             if not all(sample.already_saved for sample in batch):
                 yield batch
 

@@ -109,12 +109,12 @@ def compute(backend: Backend, batch: list[Window], num_top: int) -> list[tuple[l
     """
     # Shorter windows are padded at their ends: no token sees what follows it.
     ids = pad_sequence([torch.tensor(window.ids) for window in batch], batch_first=True).to(backend.device) # (B, T)
-    num_done = min(window.num_done for window in batch) # of these positions, no logits are needed
-    logits = backend.logits(ids, None, ids.size(1) - num_done).unflatten(0, (len(batch), -1)) # (B, T - num_done, V)
+    skipped = min(window.num_done for window in batch) # of these positions, no logits are needed
+    logits = backend.logits(ids, None, ids.size(1) - skipped).unflatten(0, (len(batch), -1)) # (B, T - skipped, V)
     results = []
     for window, rows in zip(batch, logits, strict=True):
         next_ids = torch.tensor(window.next_ids[window.num_done:], dtype=torch.long, device=ids.device) # (n,)
-        first = window.num_done - num_done
+        first = window.num_done - skipped
         logprobs = rows[first:first + len(next_ids)].float().log_softmax(dim=-1) # (n, V)
         of_tokens, top = logprobs.gather(1, next_ids[:, None])[:, 0], logprobs.topk(min(num_top, logprobs.size(1)))
         if not of_tokens.isfinite().all():

@@ -21,10 +21,10 @@ def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
     draft: the copy, which reads and writes the cache of the model itself. The keys and values that it writes are
     replaced by the model's own when the model reads the proposals.
     """
-    ids = batch.window # (1, S)
-    cache, streams, seq_len = batch.cache, batch.streams.copy(), batch.cache.seq_len if batch.cache else 0
-    # There is no room for proposals before the prefill and past the window.
-    room = batch.backend.config.block_size - ids.size(1) if seq_len else 0
+    ids, cache = batch.window, batch.cache # (1, S)
+    if cache is None or cache.seq_len == 0: # past the window, or before the prefill
+        return ids[:, :0]
+    streams, seq_len, room = batch.streams.fork(), cache.seq_len, batch.backend.config.block_size - ids.size(1)
     for _ in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
         logits = draft.logits(ids[:, cache.seq_len:], cache)
         scores, candidates = sampler.scores(logits, ids, None if sampler.is_greedy else streams.next())
@@ -32,6 +32,5 @@ def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
         ids = torch.cat([ids, token], dim=1)
         if sampler.lead(scores) < MIN_LEAD:
             break
-    if cache:
-        cache.seq_len = seq_len
+    cache.seq_len = seq_len
     return ids[:, batch.window.size(1):]

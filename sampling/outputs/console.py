@@ -64,9 +64,8 @@ def setup_console(rank: int = 0, owns_process: bool = True) -> None:
 def start_progress_bar(num_tokens: int, shows_text: bool = True) -> Any:
     """Return a tqdm of tokens, if standard error goes to a terminal that shows no text of samples; otherwise None.
 
-    shows_text: whether such text is printed. Whole lines on standard output do not disturb the bar.
-
     num_tokens: how many there are already. They do not count for the bar's speed.
+    shows_text: whether such text is printed. Whole lines on standard output do not disturb the bar.
     """
     is_pipe = sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode) # tee, for example, shows them there
     if (shows_text and (is_pipe or is_tty(sys.stdout))) or not is_tty(sys.stderr):

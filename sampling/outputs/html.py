@@ -166,7 +166,7 @@ def content_hash(page: str, element: str) -> str:
 def short_names(paths: Sequence[str | None]) -> list[str]:
     """Names for the paths of files or models: the last parts of each, as few as tell them apart, without ckpt.pt."""
     parts = [[part for part in Path(str(path or "")).parts if part not in ("/", "..", "ckpt.pt")] for path in paths]
-    for count in range(1, 9):
+    for count in range(1, 2 + max(map(len, parts), default=0)):
         names = ["/".join(last[-count:]) or "a model" for last in parts]
         if len(set(names)) == len(set(map(tuple, parts))):
             break

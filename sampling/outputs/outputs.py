@@ -71,10 +71,11 @@ class Outputs:
     def update(self, sample: Sample, pieces: list[Piece]) -> None:
         """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not show it again."""
         if sample.finish_reason is not None:
+            line = self.format.line(sample) if self.lines or self.uses_stdout else b""
             if self.lines:
-                self.lines.write(self.format.line(sample))
+                self.lines.write(line)
             if self.uses_stdout:
-                self.printer.write(self.printer.make_safe(self.format.line(sample).decode()))
+                self.printer.write(self.printer.make_safe(line.decode()))
         self.progress.update(sample)
         if not self.uses_stdout:
             self.printer.update(sample, pieces)

@@ -63,7 +63,7 @@ class RowStreams:
         self.generators, self.first_steps = [self.generators[i] for i in rows], [self.first_steps[i] for i in rows]
         self.numbers = self.numbers[:len(rows)]
 
-    def copy(self) -> "RowStreams":
+    def fork(self) -> "RowStreams":
         """Streams that draw the numbers of the next steps, but leave these streams where they are."""
         other = copy(self)
         other.generators = [generator.clone_state() for generator in self.generators]

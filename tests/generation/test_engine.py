@@ -72,6 +72,16 @@ def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokeni
     assert [size for i, size in enumerate(backend.num_rows) if i % 2] == sizes, "every other call is a prefill"
 
 
+def test_a_long_prompt_makes_only_its_own_batch_smaller(tokenizer, monkeypatch):
+    backend = NotingBackend(make_gpt())
+    monkeypatch.setattr(engine, "free_memory", lambda device: 8)
+    monkeypatch.setattr(backend, "max_rows", 4)
+    monkeypatch.setattr(backend, "bytes_per_row", {4 + 2: 1, 8 + 2: 2}.get)
+    samples = make_samples(tokenizer, ["What is ", *5 * ["The "]])
+    run(Generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=2))
+    assert [size for i, size in enumerate(backend.num_rows) if i % 2] == [1, 1, 4], "every other call is a prefill"
+
+
 @pytest.mark.parametrize("lengths, block_size, expected", [
     ([30, 1, 40, 11, 12], 99, [[0, 2], [1, 3], [4]]), # 12 is too far from 1, and 30 from 12
     ([30, 1, 2], 8, [[0, 1, 2]]), # the model sees 8 tokens of the first
