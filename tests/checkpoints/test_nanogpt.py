@@ -1,7 +1,6 @@
 """Files of nanoGPT, its forks and build-nanogpt: how they are found, which load, and what their Checkpoint holds."""
 import argparse
 import collections
-import datetime
 import math
 import os
 import pathlib
@@ -130,10 +129,8 @@ def test_in_int8_each_weight_is_quantized_as_soon_as_it_is_read(tie, tmp_path, m
     found = load_nanogpt(path, torch.int8)
     assert len(references) == 2 * 4 + (1 if tie else 2) and found.crc32 == load_nanogpt(path).crc32
     for name, tensor in model.state_dict().items():
-        if tensor.dim() == 2 and "wpe" not in name:
-            assert all(map(torch.equal, found.state_dict[name], quantize(tensor)))
-        else:
-            assert torch.equal(found.state_dict[name], tensor)
+        is_quantized = tensor.dim() == 2 and "wpe" not in name
+        torch.testing.assert_close(found.state_dict[name], quantize(tensor) if is_quantized else tensor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [
@@ -175,7 +172,6 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
     "fields-that-are-off-or-change-no-arithmetic": {"model_args": SHAPE | {
         "rope": False, "n_kv_head": None, "flash": True, "device": torch.device("cuda"), "dtype": torch.float16}},
     "numpy-numbers": {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0), "bias": np.bool_(True)}},
-    "numpy-and-paths": {"config": {"lr": np.dtype(">f4").type(0.1), "out": pathlib.Path("a/b")}},
     "model_args-with-slots": {"model_args": Slots(SHAPE)}, "model_args-of-a-subclass": {"model_args": Mapping(SHAPE)},
     "config-that-cannot-be-read": {"config": Config},
     "collections": {"losses": collections.deque([1.0, 2.0], maxlen=5), "counts": collections.Counter("aab"),
@@ -183,10 +179,8 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
                     "names": {"a", ("b", 1)}, "frozen": frozenset([1]), "by class": {Config: 2}},
     "states-of-random-generators": {"python": random.getstate(), "numpy": np.random.get_state(),
                                     "generator": np.random.default_rng(1), "torch": torch.get_rng_state()},
-    "values": {"time": datetime.datetime(2025, 1, 1), "complex": 1j,
-               "long": np.longdouble(1), "range": range(3), "bytes": bytearray(b"ab"), "array": np.ones((2, 3)),
-               "objects": np.array([None, "a"], object), "when": np.datetime64("2025-01-01"), "large": 2**100},
-    "objects": {"args": Config({"lr": 1}), "function": math.sqrt, "method": Config({}).__init__, "class": Config,
+    "objects": {"args": Config({"lr": 1}), "path": pathlib.Path("a/b"), "long": np.longdouble(1), "complex": 1j,
+                "function": math.sqrt, "method": Config({}).__init__, "class": Config,
                 "optimizer": torch.optim.SGD, "dtype": torch.float8_e5m2, "size": torch.Size([2]), "type": int,
                 "partial": partial(print, 1), "sparse": torch.eye(2).to_sparse(), "layer": torch.nn.Linear(1, 1)},
     "many": {"losses": [i / 7 for i in range(100_000)], "x": {1, 2}, "y": torch.ones(1, dtype=torch.uint16)},
