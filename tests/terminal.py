@@ -15,13 +15,13 @@ from script_process import start_script
 class Terminal:
     """A run of sample.py on a pseudo-terminal. stdout=False or stderr=False discards that stream."""
 
-    def __init__(self, arguments, tiktoken_cache, stdout=True, stderr=True, columns=100):
+    def __init__(self, arguments, tiktoken_cache, stdout=True, stderr=True, term="dumb"):
         self.screen, end = pty.openpty()
-        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         modes = termios.tcgetattr(end)
         modes[1] &= ~termios.ONLCR # do not translate newlines
         termios.tcsetattr(end, termios.TCSANOW, modes)
-        self.process = start_script(*arguments, env={"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "TERM": "dumb"},
+        self.process = start_script(*arguments, env={"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "TERM": term},
                                     stdin=end, stdout=end if stdout else DEVNULL, stderr=end if stderr else DEVNULL,
                                     new_session=True)
         os.close(end)

@@ -6,7 +6,7 @@ import pytest
 
 from project import SCRIPT
 from sampling.configurator import find_settings
-from sampling.params import Prompt, Sample, SamplingParams, Token, check_settings, choose_seed
+from sampling.params import SamplingParams, check_settings
 
 DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
 VALID = [ # the ends of each range, and what means "off"
@@ -85,16 +85,3 @@ def test_params_come_from_the_settings_and_are_validated_when_created_or_replace
             replace(params, **{name: value})
     with pytest.raises(FrozenInstanceError):
         params.seed = 6
-
-
-def test_a_random_seed_is_drawn_and_logged(messages):
-    seeds = [choose_seed("random") for _ in range(5)]
-    assert len({*seeds}) == 5 and all(SamplingParams(seed=seed) for seed in seeds) and choose_seed(0) == 0
-    assert messages[0] == f"seed: {seeds[0]}, drawn at random; --seed={seeds[0]} gives the same samples again"
-
-
-def test_properties_of_a_sample_come_from_its_tokens():
-    tokens = [Token(5, "a", -0.5), Token(7, "", -1.0), Token(6, "bc", -0.25)]
-    sample = Sample(3, Prompt("<"), [60], tokens=tokens)
-    assert (sample.text, sample.token_ids, sample.num_tokens) == ("abc", [5, 7, 6], 3)
-    assert sample.cumulative_logprob == -1.75

@@ -1,10 +1,6 @@
 """The public API: load a model, generate text from text."""
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
-from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -85,12 +81,3 @@ def test_threads_that_share_a_generator_do_not_disturb_each_other(generator):
     expected = [generate(prompt) for prompt in prompts]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(generate, prompts)) == expected
-
-
-def test_a_program_may_have_a_model_py_of_its_own(tmp_path):
-    """As nanoGPT's folder does."""
-    (tmp_path / "model.py").write_text("GPT = 'its own'")
-    code = "import sampling, sampling.model; from model import GPT; print(GPT, sampling.model.GPT.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT)},
-                          stdout=PIPE, text=True, check=True, timeout=60)
-    assert done.stdout == "its own GPT\n"

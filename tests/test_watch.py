@@ -83,11 +83,6 @@ def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_c
     assert num_alive == num_models * [0] and done.stdout.count(RULE) >= num_models, done.stderr
 
 
-def test_prompts_of_a_pipe_are_refused(run_script, char_checkpoint):
-    done = run_script(f"--out_dir={char_checkpoint}", "--watch", "--start=LINES:-", stdin=b"The \n")
-    assert done.returncode == 1 and "error: watch=True uses the prompts again for each checkpoint" in done.stderr
-
-
 def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, messages):
     path, sizes, state = tmp_path / "out" / "ckpt.pt", [], None
     writes = iter([None, b"1", None, None, b"12", b"123", None, "removed", None, b"", b"1", None, None, None, None])

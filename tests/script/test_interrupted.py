@@ -158,10 +158,9 @@ def test_ctrl_c_on_a_terminal_ends_the_line(char_checkpoint, tiktoken_cache, str
     assert screen.process.returncode == 130
 
 
-@pytest.mark.parametrize("stream", ["stdin", "stderr"])
-def test_a_closed_stream_is_ignored(char_checkpoint, stream):
+def test_closed_streams_are_ignored(char_checkpoint):
     """Messages do not go to standard output instead."""
     process = start_script(f"--out_dir={char_checkpoint}", "--num_samples=2", "--start=Hi", "--max_new_tokens=0",
-                           **{stream: CLOSED})
+                           stdin=CLOSED, stderr=CLOSED)
     printed, _ = process.communicate()
     assert process.returncode == 0 and printed.decode() == f"Hi\n{RULE}\n" * 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attacks import call, value, write_attack
-from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_meta
+from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint
 from oracles import nanogpt_samples
 from project import RULE
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
@@ -32,9 +32,9 @@ def nanogpt_output(model, prompt, **sampling):
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
 def test_samples_equal_nanogpts_with_any_batch_size(run_script, char_checkpoint, batch_size):
     done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=4", "--max_new_tokens=30", "--start=The ",
-                      "--top_k=30", "--temperature=0.9", "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
+                      "--top_k=30", "--temperature=0.9", "--seed=-5", f"--batch_size={batch_size}", "--device=cpu")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == nanogpt_output(make_gpt(), "The ", seed=5, num_samples=4, max_new_tokens=30, top_k=30,
+    assert done.stdout == nanogpt_output(make_gpt(), "The ", seed=-5, num_samples=4, max_new_tokens=30, top_k=30,
                                          temperature=0.9)
 
 
@@ -73,22 +73,6 @@ def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_fol
 
 
 # ---- settings, prompts and messages
-
-@pytest.mark.parametrize("arguments, prompt", [
-    (["--start=FILE:prompt.txt"], "Zürich\nis"), (["--start=FILE:-"], "piped"), (["--temperature=0"], "\n"),
-    (["--top-k", "5", "--seed=-1"], "\n"), (["--context_shift", "--max_new_tokens=20", "--top_k=None"], "\n"),
-    (["--dtype=bfloat16"], "\n"), (["one.py", "--num_samples=1", "--start=two"], "two"),
-], ids=str)
-def test_valid_settings_run(run_script, tmp_path, arguments, prompt):
-    save_checkpoint(tmp_path / "out", make_gpt(vocab_size=80))
-    save_meta(tmp_path / "out" / "meta.pkl", CHARS + "=ü0123456789")
-    (tmp_path / "prompt.txt").write_bytes("Zürich\r\nis".encode())
-    (tmp_path / "one.py").write_text("num_samples = 2\nstart = 'one'\n")
-    done = run_script(*FAST, *arguments, cwd=tmp_path, stdin=b"piped")
-    num_tokens = 20 if "--max_new_tokens=20" in arguments else 5
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(prompt) and len(done.stdout) == len(prompt) + num_tokens + len(f"\n{RULE}\n")
-
 
 def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=5", "--start=LINES:-",
@@ -129,28 +113,20 @@ WRONG_SETTINGS = [ # an argument, a part of the error line: exit status 2
     ("bad.py", "error: bad.py: top_k must be from 1 to 10**9, or None or 0 for every token; got -5"),
 ]
 UNUSABLE = [ # arguments, a part of the error line: exit status 1
-    ("--device=cuda", "device=cuda is not available here; found: cpu"),
     ("--start=FILE:-", "is empty"),
-    ("--start=LINES:lines.txt", "lines.txt, line 3: the prompt has characters"),
-    ("--out_dir=bare", "GPT-2's encoding has 50257 tokens"),
-    ("--out_dir=nan --temperature=0", "NaN or infinite"),
+    ("--start=LINES:- --watch", "watch=True uses the prompts again for each checkpoint"),
     ("--init_from=no/such/model", "error: 'no/such/model' is neither a folder here nor a Hugging Face id"),
     ("--init_from=gpt2", "could not get 'gpt2'"),
     ("--init_from=out", "for a ckpt.pt pass --out_dir=out"),
-    ("--out_file=no/such/a.jsonl", "cannot write 'no/such/a.jsonl': there is no folder /"),
 ]
 
 
 @pytest.fixture(scope="module")
 def bad_input_folder(tmp_path_factory):
     """A folder with a valid checkpoint in out/ and all files that the tables name."""
-    folder, model = tmp_path_factory.mktemp("bad"), make_gpt()
-    save_checkpoint(folder / "out", model)
+    folder = tmp_path_factory.mktemp("bad")
+    save_checkpoint(folder / "out", make_gpt())
     (folder / "bad.py").write_text("top_k = -5\n")
-    (folder / "lines.txt").write_text("good\n\nso \N{EURO SIGN}\n", encoding="utf-8")
-    save_checkpoint(folder / "bare", model, meta=False)
-    is_nan = {"transformer.ln_f.bias": torch.full((24,), torch.nan)}
-    save_checkpoint(folder / "nan", model, model=model.state_dict() | is_nan)
     return folder
 
 

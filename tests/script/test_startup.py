@@ -19,6 +19,7 @@ FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
 HEAVY = {"torch", "numpy", "numba", "tiktoken", "transformers", "safetensors", "huggingface_hub", "tqdm", "psutil"}
 HOST = f"""
 import gc, runpy, signal, sys
+from model import GPT
 kept = [] # a notebook keeps the latest one
 for argument in "--start=The", "--temprature=1", "--seed=5", "--start=The":
     sys.argv = ["sample.py", *sys.argv[1:6], argument]
@@ -27,7 +28,7 @@ for argument in "--start=The", "--temprature=1", "--seed=5", "--start=The":
     except SystemExit as end:
         print("status", end.code)
         kept.append(end)
-print(gc.get_threshold()[0] < 10_000, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+print(gc.get_threshold()[0] < 10_000, signal.getsignal(signal.SIGINT) is signal.default_int_handler, GPT)
 """
 
 
@@ -61,11 +62,12 @@ def test_the_script_runs_from_any_folder_and_through_a_symbolic_link(run_script,
     assert run(sys.executable, "link", *FAST, cwd=tmp_path)[0] == expected
 
 
-def test_an_interpreter_goes_on_after_a_run_and_after_an_error(char_checkpoint, tmp_path):
+def test_an_interpreter_with_a_model_py_of_its_own_goes_on_after_a_run_and_after_an_error(char_checkpoint, tmp_path):
+    (tmp_path / "model.py").write_text("GPT = 'its own'") # as in nanoGPT's folder
     arguments = f"--out_dir={char_checkpoint}", "--out_file=a.jsonl", *FAST
     printed, messages = run(sys.executable, "-c", HOST, *arguments, cwd=tmp_path)
     sample, rest = printed.split(f"\n{RULE}\n", 1)
-    assert sample.startswith("The") and rest == "status 2\nstatus 1\nTrue True\n"
+    assert sample.startswith("The") and rest == "status 2\nstatus 1\nTrue True its own\n"
     assert messages.endswith("a.jsonl is complete, with 1 sample: nothing to do\n") # no run has it open
 
 
