@@ -9,7 +9,7 @@ import torch
 
 from sampling.backends.backend import Backend, num_step_weights
 from sampling.backends.prepare import prepare_backend
-from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.build import Checkpoint
 from sampling.generation.engine import Engine
 from sampling.generation.scoring import score_texts
 from sampling.inputs.prompts import EncodedPrompt, encode_prompts, make_samples

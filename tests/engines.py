@@ -15,7 +15,7 @@ from sampling.backends import cuda
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.build import Checkpoint
 from sampling.params import Prompt, Sample, SamplingParams
 from sampling.text_generator import TextGenerator
 

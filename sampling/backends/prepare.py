@@ -10,8 +10,7 @@ from torch import nn
 
 from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
-from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.build import Checkpoint, build_gpt
 from sampling.model import GPT, GPTConfig
 from sampling.params import ModelOptions
 

@@ -6,8 +6,7 @@ from typing import BinaryIO
 
 import torch
 
-from sampling.checkpoints.build import EMBEDDING, HEAD, QuantizedWeight, read_model, tensors_by_name
-from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, QuantizedWeight, read_model, tensors_by_name
 from sampling.checkpoints.finding import huggingface_config
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import first_sentence, read_complete

@@ -8,8 +8,7 @@ from typing import BinaryIO
 
 import torch
 
-from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, read_model, tensors_by_name
-from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, count_init_draws, read_model, tensors_by_name
 from sampling.checkpoints.finding import find_checkpoint, huggingface_config
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sampling.backends.backend import Backend
 from sampling.backends.prepare import window_seconds
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import IncrementalDetokenizer
-from sampling.generation.speculation import propose
 from sampling.inputs.prompts import log_notices
 from sampling.params import Piece, Sample, SamplingParams, check_exact
 from sampling.process import free_memory, is_out_of_memory, return_freed_memory
@@ -27,6 +27,8 @@ if TYPE_CHECKING: # it imports this file
 
 logger = logging.getLogger(__name__)
 FLUSH_STEPS = 16 # between two copies of tokens to the host, where nothing depends on the tokens
+MAX_PROPOSALS = 12 # of a draft, in a row
+MIN_LEAD = 0.05 # of a proposal's score over the next one, as a logarithm: below it, the draft is unsure
 LONG_SECONDS = 10 # past the window: a batch that takes longer there is announced
 
 
@@ -201,3 +203,27 @@ def group_by_length(rows: Sequence[IncrementalDetokenizer], block_size: int,
     for row, length in zip(rows, lengths, strict=True):
         groups.setdefault(group_of[length], []).append(row)
     return list(groups.values())
+
+
+# ---- speculative decoding that keeps the text: docs/speculation.md explains why
+
+def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
+    """The tokens (1, k) that the draft samples after the window of a single row, up to the first of which it is unsure.
+
+    draft: an int8 copy of the model. It samples with the random numbers that the model will use at the same positions,
+    so it mostly proposes the model's own tokens. It reads and writes the cache of the model, whose own keys and values
+    replace those of the draft when the model reads the proposals.
+    """
+    ids, cache = batch.window, batch.cache # (1, S)
+    if cache is None or cache.seq_len == 0: # past the window, or before the prefill
+        return ids[:, :0]
+    streams, seq_len, room = batch.streams.fork(), cache.seq_len, batch.backend.config.block_size - ids.size(1)
+    for _ in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
+        logits = draft.logits(ids[:, cache.seq_len:], cache)
+        scores, candidates = sampler.scores(logits, ids, None if sampler.is_greedy else streams.next())
+        token = sampler.pick(scores, candidates)
+        ids = torch.cat([ids, token], dim=1)
+        if sampler.lead(scores) < MIN_LEAD:
+            break
+    cache.seq_len = seq_len
+    return ids[:, batch.window.size(1):]

@@ -4,7 +4,7 @@ import os
 from itertools import chain
 from pathlib import Path
 
-from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.build import Checkpoint
 from sampling.configurator import suggest
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
 from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer

@@ -9,7 +9,7 @@ from engines import PARAMS, Generator, NotingBackend, make_samples, run
 from models import make_gpt, normal, save_checkpoint
 from sampling import text_generator
 from sampling.backends.backend import EagerBackend
-from sampling.generation.speculation import MAX_PROPOSALS
+from sampling.generation.engine import MAX_PROPOSALS
 
 NOISE = {"good": 0.0, "imperfect": 0.5, "bad": 3.0, "broken": torch.nan} # of a draft's weights
 
@@ -45,7 +45,7 @@ def test_text_is_that_of_a_run_without_a_draft(tokenizer, draft, settings):
     (0.0, 1 + 2, 2 * MAX_PROPOSALS), # it is never unsure: the prefill gives one token, and then each pass 13
     (1e9, 1 + 13, 13)]) # it is always unsure, and proposes one token: each pass gives two
 def test_a_good_draft_saves_passes_of_the_model(tokenizer, monkeypatch, min_lead, num_passes, num_proposals):
-    monkeypatch.setattr("sampling.generation.speculation.MIN_LEAD", min_lead)
+    monkeypatch.setattr("sampling.generation.engine.MIN_LEAD", min_lead)
     gpt, _ = generators(tokenizer, "good")
     run(gpt, make_samples(tokenizer, ["The "]), replace(PARAMS, max_new_tokens=27), batch_size=1)
     assert (len(gpt.backend.num_rows), len(gpt.draft.num_rows)) == (num_passes, num_proposals)

@@ -10,7 +10,7 @@ import torch
 
 from hf_tokenizers import save_tokenizer
 from models import CHARS, make_gpt, save_checkpoint, save_meta
-from sampling.checkpoints.checkpoint import Checkpoint
+from sampling.checkpoints.build import Checkpoint
 from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.model import GPTConfig
 
