@@ -216,6 +216,7 @@ def test_a_full_disk_leaves_no_index_without_its_code(is_compiled, tmp_path, mon
 @pytest.mark.parametrize("home, count", [("home", 3), ("/dev/null", 1)]) # where nothing can be written
 def test_several_processes_may_compile_at_once(home, count, tmp_path):
     shutil.copytree(PROJECT / "sampling", tmp_path / "sampling", ignore=lambda *_: ["__pycache__"])
+    shutil.copy(PROJECT / "model.py", tmp_path)
     (tmp_path / "sampling/backends/__pycache__").touch() # a file, which also root cannot use as a folder
     env = {**os.environ, "XDG_CACHE_HOME": f"{home}/cache", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(PROJECT)}
     for expected in 1, 1 if home == "/dev/null" else 0:
