@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 @dataclass
 class GPTConfig:
-    """nanoGPT's fields and defaults, followed by fields that only Hugging Face's GPT-2 models change.
+    """nanoGPT's fields and defaults, followed by fields for other GPTs, such as GPT-2.
 
     Raises ValueError if a value is not possible.
     """

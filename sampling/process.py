@@ -146,7 +146,7 @@ def disable_malloc_trim() -> None:
     """Make the C library keep freed memory instead of returning it to the system. Has an effect only with glibc.
 
     Every step allocates and frees the same megabytes. If the memory were returned, each page would cost a page fault at
-    the next step. docs/benchmarks.md has the gain.
+    the next step.
     """
     with suppress(AttributeError, OSError, TypeError): # another system, or another C library
         libc = ctypes.CDLL(None)

@@ -139,10 +139,9 @@ class Session:
         encoded = (self.encode(parse("start", start, ["str"])) if start else
                    encode_prompts([Prompt(self.last.prompt.text + self.last_text)], self.printer.tokenizer))
         params = ScoringParams(max_tokens=10**9 if self.show_probs else 0)
-        printer = Printer(self.printer.tokenizer, self.show_probs)
         for score, pieces in self.gpt.run(make_samples(encoded, 1, is_score=True), params):
-            printer.update(score, pieces)
-        printer.print_total()
+            self.printer.update(score, pieces)
+        self.printer.print_total()
 
     def print_sample(self, sample: Sample, shows_prompt: bool = True) -> bool:
         """Generate a sample, and stream it to the terminal. Ctrl-C ends it after a step; then return False."""

@@ -30,9 +30,14 @@ HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|dtype|compi
 
 
 def load_by_name(name: str | os.PathLike, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """load_huggingface if this is no path here, or the folder of such a model without a ckpt.pt; else load_nanogpt."""
+    """load_huggingface for the folder of such a model without a ckpt.pt, and for a name that is no path; otherwise
+    load_nanogpt.
+    """
     path = Path(name)
-    is_huggingface = not path.exists() or (not (path / "ckpt.pt").is_file() and huggingface_config(path))
+    if path.exists():
+        is_huggingface = huggingface_config(path) and not (path / "ckpt.pt").is_file()
+    else:
+        is_huggingface = path.suffix != ".pt"
     return (load_huggingface if is_huggingface else load_nanogpt)(os.fspath(name), dtype)
 
 

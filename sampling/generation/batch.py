@@ -49,7 +49,7 @@ class Batch:
         prompts = [row.sample.prompt_ids[-block_size:] for row in rows]
         length = min(map(len, prompts))
         self.window = torch.tensor([ids[:length] for ids in prompts], device=backend.device)
-        self.has_equal_prompts = all(ids[:length] == prompts[0][:length] for ids in prompts)
+        self.has_equal_starts = all(ids[:length] == prompts[0][:length] for ids in prompts)
         self.first_steps = [len(ids) - length for ids in prompts] # in which the rows get their first new tokens
         # One tensor, because a copy from the host at each step would synchronise the GPU. -1: the row has none left.
         rests = [torch.tensor(ids[length:], dtype=torch.long) for ids in prompts]
@@ -66,7 +66,7 @@ class Batch:
         if self.cache is None:
             return self.window
         ids = self.window[:, self.cache.seq_len:]
-        return ids[:1] if self.num_steps == 0 and self.has_equal_prompts else ids
+        return ids[:1] if self.num_steps == 0 and self.has_equal_starts else ids
 
     @property
     def num_steps_left(self) -> int:

@@ -84,9 +84,13 @@ class Engine:
         most = self.batch_size or self.backend.max_rows
         while waiting := waiting + list(islice(samples, most - len(waiting))):
             size = most
-            if self.batch_size is None:
-                longest = max(len(sample.prompt_ids) for sample in waiting) + self.params.max_new_tokens
-                size = max(1, min(most, budget // self.backend.bytes_per_row(longest)))
+            if self.batch_size is None: # as many as fit, if each row is as long as the longest one
+                size = longest = 0
+                for sample in waiting:
+                    longest = max(longest, len(sample.prompt_ids) + self.params.max_new_tokens)
+                    if size and (size + 1) * self.backend.bytes_per_row(longest) > budget:
+                        break
+                    size += 1
             batch, waiting = waiting[:size], waiting[size:]
             if not all(sample.already_saved for sample in batch):
                 yield batch

@@ -72,7 +72,7 @@ def write_page(path: str | os.PathLike, files: list[str]) -> int:
     # The browser applies the style and runs the script with these hashes, and no others.
     hashes = {element: content_hash(head, element) for element in ("style", "script")}
     path = os.path.realpath(path) # a link stays
-    temporary = f"{path}.part"
+    temporary = f"{path}.{os.getpid()}.part"
     with name_write_errors(path):
         try:
             with open(temporary, "w", encoding="utf-8", newline="\n") as page:

@@ -29,7 +29,7 @@ REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k",
 @dataclass
 class LineFormat:
     """Turns samples into lines, and recognises the lines of the same run."""
-    checkpoint_id: dict[str, Any] # "path", "crc32" and "iter_num"
+    checkpoint_id: dict[str, Any] # "path", "crc32", "iter_num" and "val_loss"
     settings: dict[str, Any] # with logprobs, only if lines have them: then all lines of a file have the same fields
 
     def line(self, sample: Sample) -> bytes:

@@ -70,9 +70,10 @@ class Printer:
             self.total.cumulative_logprob += round_logprob(sample.cumulative_logprob) # as in a resumed run
 
     def print_total(self) -> None:
-        """Print the score of all texts together, if there were several."""
+        """Print the score of all texts since the last total together, if there were several."""
         if self.num_scores > 1:
             self.write(f"all: {summary(self.total)}\n")
+        self.total, self.num_scores = Score(0, Prompt("all"), []), 0
 
     def write(self, text: str) -> None:
         clear_bar()
