@@ -139,6 +139,7 @@ class Session:
         encoded = (self.encode(parse("start", start, ["str"])) if start else
                    encode_prompts([Prompt(self.last.prompt.text + self.last_text)], self.printer.tokenizer))
         params = ScoringParams(max_tokens=10**9 if self.show_probs else 0)
+        self.printer.reset_total() # Ctrl-C may have ended the one before
         for score, pieces in self.gpt.run(make_samples(encoded, 1, is_score=True), params):
             self.printer.update(score, pieces)
         self.printer.print_total()

@@ -260,6 +260,6 @@ def test_a_text_or_the_last_sample_is_scored(reply, run, run_script, char_checkp
         return run_script(f"--out_dir={char_checkpoint}", f"--start={text}", "--score").stdout
     sample, lines = run("--start=The ", "--num_samples=1"), f"LINES:{tmp_path}/two.txt"
     (tmp_path / "two.txt").write_text("The \nThou\n")
-    done = reply(f":score\n:score What is it?\nThe \n:score\n:score {lines}\n")
+    done = reply(f":score\n:score What is it?\nThe \n:score\n:score {lines}\n:score {lines}\n")
     assert "error: there is no sample yet: type a prompt, or :score and a text" in done.stderr
-    assert done.stdout == score("What is it?") + sample + score(sample.removesuffix(RULE)) + score(lines)
+    assert done.stdout == score("What is it?") + sample + score(sample.removesuffix(RULE)) + 2 * score(lines)

@@ -124,7 +124,7 @@ def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str)
     model = {"device": device_type, "dtype": dtype_name, **logprobs}
     for name in "exact", "tokenizer", "score":
         if not kept[name]:
-            del kept[name] # files of earlier versions do not have it
+            del kept[name] # a line names it only if it is set
     if settings["score"]:
         return {name: value for name, value in kept.items() if name not in SAMPLING_SETTINGS} | model
     if parse_start(settings["start"])[0] not in MULTI_KINDS:

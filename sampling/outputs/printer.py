@@ -39,7 +39,7 @@ class Printer:
             logger.warning("show_probs has no effect: standard output is not a terminal, or NO_COLOR is set")
         self.sample: Sample | None = None # the latest one
         self.unprinted: list[str] = [] # parts of it
-        self.total, self.num_scores = Score(0, Prompt("all"), []), 0 # of all texts that are scored
+        self.reset_total()
 
     def update(self, sample: Sample, pieces: Iterable[Piece], shows_prompt: bool = True) -> None:
         """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when it is finished.
@@ -61,6 +61,10 @@ class Printer:
             self.write("".join(self.unprinted))
             self.unprinted = []
 
+    def reset_total(self) -> None:
+        """Begin a new total of the texts that are scored."""
+        self.total, self.num_scores = Score(0, Prompt("all"), []), 0
+
     def add_to_total(self, sample: Sample) -> None:
         """Add the score of a text, if it is one, to the total."""
         if isinstance(sample, Score):
@@ -70,10 +74,9 @@ class Printer:
             self.total.cumulative_logprob += round_logprob(sample.cumulative_logprob) # as in a resumed run
 
     def print_total(self) -> None:
-        """Print the score of all texts since the last total together, if there were several."""
+        """Print the score of all texts together, if there were several."""
         if self.num_scores > 1:
             self.write(f"all: {summary(self.total)}\n")
-        self.total, self.num_scores = Score(0, Prompt("all"), []), 0
 
     def write(self, text: str) -> None:
         clear_bar()
