@@ -2,6 +2,7 @@
 EagerBackend, for where there is no faster one, and ExactBackend, nanoGPT's own operations, for exact=True.
 """
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ class Backend:
     is_exact = False # whether it computes nanoGPT's logits bit for bit
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
     can_copy_to_int8 = False # whether int8_copy() gives the same model with int8 weights, for caches of this one
-    max_window_tokens: int | None = None # a step past block_size gains nothing from more tokens; None: unknown
+    max_window_tokens = math.inf # a step past block_size gains nothing from more tokens, as far as is known
     all_columns = False # whether top_k masks all logits, as in nanoGPT: see Sampler
     min_flush_steps = 1 # between two copies of tokens to the host, where text streams or may end early
     cache_itemsize = 4 # bytes of a number in the cache

@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,16 +23,16 @@ from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
-Step = Callable[[], Tensor] # computes logits (B, V)
+ComputeLogits = Callable[[], Tensor] # (B, V)
 capture_lock = threading.Lock() # a process may have one capture at a time, which synchronises the GPU
 free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # of GraphTables that are gone
 
 
 @dataclass
-class Support:
+class GraphSupport:
     """Whether CUDA graphs work on this GPU. A failure turns them off, and a warning says so."""
     device: torch.device
-    graphs: bool
+    is_enabled: bool
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
         """Whether the logits (B, V) of a graph agree with those of the plain model, as far as rounding allows.
@@ -48,7 +48,7 @@ class Support:
         if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
             return True
         worst = (error - limit).argmax()
-        self.graphs = False
+        self.is_enabled = False
         logger.warning(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
                        f"{error[worst] / std[worst]:.3g} standard deviations; {limit[worst] / std[worst]:.3g} is "
                        "allowed): continuing with the plain model, which is slower")
@@ -64,28 +64,28 @@ class Support:
         except RuntimeError:
             raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this process: run it again "
                              f"with --cuda_graphs=False ({reason})") from None
-        self.graphs = False
+        self.is_enabled = False
         logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
 
 
 class GraphTable:
-    """The graphs of the steps that read and write the same tensors, which stay in place.
+    """The graphs of the decode steps of a cache, by how many positions they attend to.
 
-    It keeps no step, which refers to these tensors: in such a cycle, they would take memory until a garbage collection.
+    It keeps no step, which refers to the cache: in such a cycle, both would take memory until a garbage collection.
     """
 
-    def __init__(self, support: Support):
+    def __init__(self, support: GraphSupport):
         self.support = support
-        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {} # each with its logits
+        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {} # each with its logits
         self.stream = self.pool = None # of the captures. The graphs share the pool: they never run at the same time
 
-    def run(self, key: Hashable, step: Step, plain: Step) -> Tensor:
-        """The logits of a step. The first step with a key is captured, and checked: plain runs it with the plain model.
+    def run(self, num_keys: int, step: ComputeLogits, plain: ComputeLogits) -> Tensor:
+        """The logits of a step. The first one with num_keys is captured, and checked: plain runs the plain model.
 
-        Raises what means out of memory; then the next step with this key is the first one again.
+        Raises what means out of memory; then the next step with num_keys is the first one again.
         """
-        if key in self.graphs:
-            graph, logits = self.graphs[key]
+        if num_keys in self.captured:
+            graph, logits = self.captured[num_keys]
             graph.replay()
             return logits
         with capture_lock:
@@ -99,10 +99,10 @@ class GraphTable:
         expected = plain()
         if not self.support.check_logits(logits, expected):
             return expected
-        self.graphs[key] = graph, logits
+        self.captured[num_keys] = graph, logits
         return logits
 
-    def capture(self, step: Step) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def capture(self, step: ComputeLogits) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """A graph of the step, which has run once, and its logits (B, V)."""
         device, graph = self.support.device, torch.cuda.CUDAGraph()
         caller = torch.cuda.current_stream(device)
@@ -128,12 +128,12 @@ class GraphTable:
 class StaticCache(KVCache):
     """A KV cache, the inputs of a decode step, and the graphs that read and write both in place."""
 
-    def __init__(self, model: GPT, num_rows: int, capacity: int, support: Support):
+    def __init__(self, model: GPT, num_rows: int, capacity: int, support: GraphSupport):
         super().__init__(model.config, num_rows, capacity, support.device, linear_dtype(model))
         self.capacity = capacity
         self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=support.device) # that the step processes
         self.position = torch.zeros(1, dtype=torch.long, device=support.device) # of this token
-        self.graphs = GraphTable(support) # by the number of positions that they attend to
+        self.graphs = GraphTable(support)
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only, which need new graphs."""
@@ -157,8 +157,7 @@ class CUDABackend(EagerBackend):
         # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
-        self.support = Support(self.device, graphs=cuda_graphs and not compile)
-        self.window: tuple[Tensor, GraphTable] | None = None # ids (B, block_size), and how to compute its logits
+        self.support = GraphSupport(self.device, is_enabled=cuda_graphs and not compile)
         self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
         self.lock = threading.Lock()
 
@@ -167,7 +166,7 @@ class CUDABackend(EagerBackend):
         with self.lock:
             cache, self.idle = self.idle, None
             if cache is None or len(cache.token) != num_rows or cache.capacity < capacity:
-                cache = self.window = None # frees their memory before the new cache takes more
+                cache = None # frees its memory before the new cache takes more
                 cache = StaticCache(self.model, num_rows, capacity, self.support)
             for layer in cache.layers:
                 layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
@@ -178,7 +177,7 @@ class CUDABackend(EagerBackend):
         self.idle = cache
 
     def free_buffers(self) -> None:
-        self.idle = self.window = None
+        self.idle = None
 
     def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
         return num_rows > 32 and 2 * num_unfinished <= num_rows # otherwise the new graphs would cost more
@@ -188,15 +187,8 @@ class CUDABackend(EagerBackend):
         with self.lock: # another thread must not write the inputs of a step before it runs
             plain_logits = super().logits
             is_decode_step = cache is not None and cache.seq_len > 0 and ids.size(1) == 1
-            if not self.support.graphs or num_positions > 1 or not (is_decode_step or cache is None):
-                return plain_logits(ids, cache, num_positions) # a prompt, or a text that is scored
-            if cache is None: # a full window (B, block_size)
-                if self.window is None or self.window[0].shape != ids.shape:
-                    self.window = ids.clone(), GraphTable(self.support)
-                window, graphs = self.window
-                window.copy_(ids)
-                logits = graphs.run("window", lambda: self.model(window)[0][:, -1], lambda: plain_logits(window, None))
-                return logits.clone() # another thread may use the same window
+            if not (is_decode_step and self.support.is_enabled): # a prompt, a full window, or a text that is scored
+                return plain_logits(ids, cache, num_positions)
             start = cache.seq_len
             num_keys = min(round_up(start + 1, BUCKET), cache.capacity)
             cache.token.copy_(ids)

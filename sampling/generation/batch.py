@@ -3,7 +3,6 @@
 Axes: B rows, S tokens that the model sees.
 """
 import time
-from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -139,16 +138,6 @@ class Batch:
         self.streams.select_rows(rows)
         if self.cache is not None:
             self.cache.select_rows(rows)
-
-    def split(self, size: int) -> "list[Batch]":
-        """Divide a batch without a cache into batches of at most size rows, in their order. No step may be pending."""
-        parts = []
-        for rows in torch.arange(len(self.rows)).split(size):
-            part = copy(self)
-            part.pending, part.streams = [], copy(self.streams)
-            part.keep(rows.tolist())
-            parts.append(part)
-        return parts
 
     def release(self) -> None:
         """Give the cache back to the backend."""

@@ -52,7 +52,7 @@ class Engine:
         self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                                all_columns=backend.all_columns, in_logits_dtype=in_logits_dtype)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
-        self.said_long = False
+        self.has_warned = False
 
     def generate(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, list[Piece]]]:
         """Yield the samples in order, except those that are already saved, each with its new text.
@@ -63,6 +63,7 @@ class Engine:
         """
         samples = log_notices(samples, self.gpt.tokenizer, self.backend.config.block_size)
         for batch in self.batches(samples):
+            self.warn_if_slow(batch)
             rows = [IncrementalDetokenizer(sample, self.gpt.tokenizer, self.params) for sample in batch]
             waiting = deque(row for row in rows if not row.sample.already_saved)
             for group in group_by_length(rows, self.backend.config.block_size, self.params.max_new_tokens):
@@ -78,17 +79,20 @@ class Engine:
 
         In the others, the saved samples are generated again: then the rest get the same logits as in the first run, to
         the last bit. So the sizes must be those of the first run: each batch may take half of the memory that is free
-        at the start.
+        at the start. Past block_size, more rows may not be faster: then the batches are small, so that the first
+        samples are shown and saved while the others wait.
         """
         samples, budget, waiting = iter(samples), free_memory(self.backend.device) // 2, []
-        most = self.batch_size or self.backend.max_rows
+        most, block_size = self.batch_size or self.backend.max_rows, self.backend.config.block_size
         while waiting := waiting + list(islice(samples, most - len(waiting))):
             size = most
             if self.batch_size is None: # as many as fit, if each row is as long as the longest one
                 size = longest = 0
                 for sample in waiting:
                     longest = max(longest, len(sample.prompt_ids) + self.params.max_new_tokens)
-                    if size and (size + 1) * self.backend.bytes_per_row(longest) > budget:
+                    is_window = longest > block_size and not self.params.context_shift
+                    if size and ((size + 1) * self.backend.bytes_per_row(longest) > budget
+                                 or (is_window and (size + 1) * block_size > self.backend.max_window_tokens)):
                         break
                     size += 1
             batch, waiting = waiting[:size], waiting[size:]
@@ -124,13 +128,10 @@ class Engine:
         # 1) The first step is the prefill: it reads the prompts.
         with self.gpt.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
-            self.log_long(batch)
             room = math.inf if self.params.context_shift else self.backend.config.block_size - batch.window.size(1)
             draft = self.gpt.draft_for(min(room, self.params.max_new_tokens)) if len(rows) == 1 else None
-        batches = deque([batch])
         try:
-            while batches:
-                batch = batches[0]
+            while batch.rows:
                 with self.gpt.inference():
                     while not batch.is_due(self.flush_steps):
                         # 2) Logits, of a single row also after each of k proposals of the draft: (B * (k + 1), V).
@@ -148,37 +149,22 @@ class Engine:
                                 break # the other logits follow a wrong token
                     # 5) Flush: copy the tokens to the host, and leave out the rows that are finished.
                     batch.flush()
-                yield
-                with self.gpt.inference():
                     batch.drop_finished()
-                    batches.popleft()
-                    batches.extendleft(reversed(self.divide(batch)))
+                yield
         finally:
-            for batch in batches:
-                batch.release()
+            batch.release()
 
-    def divide(self, batch: Batch) -> list[Batch]:
-        """What is left of a batch: none, one, or once the window moves, several that go on one after another.
-
-        Then the first samples are finished, shown and saved while the others wait, and it takes no longer.
-        """
-        block_size, max_tokens = self.backend.config.block_size, self.backend.max_window_tokens
-        if batch.cache is not None or not batch.rows or max_tokens is None:
-            return [batch] if batch.rows else []
-        return batch.split(max(1, max_tokens // block_size))
-
-    def log_long(self, batch: Batch) -> None:
-        """Say once, before a batch, that it takes long past block_size."""
-        block_size, max_new_tokens = self.backend.config.block_size, self.params.max_new_tokens
-        ends = [batch.window.size(1) + first_step + max_new_tokens for first_step in batch.first_steps]
-        num_tokens = sum(max(0, end - block_size) for end in ends)
-        seconds = num_tokens * window_seconds(self.backend.config)
-        is_slow = self.backend.max_window_tokens is not None and not self.params.context_shift
-        if is_slow and seconds > LONG_SECONDS and not self.said_long:
-            self.said_long = True
-            logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT: here up to "
-                        f"{num_tokens} tokens, which take about {seconds:.0f} s; --context_shift drops half of a full "
-                        "window instead, which is much faster, but gives other text")
+    def warn_if_slow(self, samples: list[Sample]) -> None:
+        """Say once, before some samples, that they take long past block_size."""
+        block_size, seconds = self.backend.config.block_size, window_seconds(self.backend.config) # for each token
+        ends = [min(len(sample.prompt_ids), block_size) + self.params.max_new_tokens for sample in samples]
+        is_long = seconds * sum(max(0, end - block_size) for end in ends) > LONG_SECONDS
+        is_measured = self.backend.max_window_tokens < math.inf # only for CPUBackend
+        if is_long and is_measured and not (self.params.context_shift or self.has_warned):
+            self.has_warned = True
+            logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT, and takes "
+                        f"about {seconds:.2g} s; --context_shift drops half of a full window instead, which is much "
+                        "faster, but gives other text")
 
     def sample(self, logits: Tensor, batch: Batch) -> Step:
         """Sample the next tokens from logits (B, V), or take those of longer prompts."""

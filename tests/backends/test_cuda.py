@@ -14,14 +14,14 @@ from engines import ON_GPU, Generator, IdTokenizer, Recording, decode, expected_
 from models import make_gpt, normal, random_prompt
 from sampling.backends import cuda
 from sampling.backends.backend import EagerBackend
-from sampling.backends.cuda import CUDABackend, GraphTable, Support, block_step
+from sampling.backends.cuda import CUDABackend, GraphSupport, block_step
 from sampling.backends.prepare import cast_linears
 from sampling.generation import engine
 from sampling.params import Prompt, Sample, SamplingParams
 from sampling.sampler.sampler import Sampler
 
 PROMPTS = random_prompt(5, 3).tolist()
-STEPS = 30 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it, with another
+STEPS = 30 # block_size is 16: inside the window, with graphs for 8, 12 and 16 positions, and past it
 OTHER_LOGITS = "the fast path for GPUs computes other logits than the plain model here (a difference of "
 
 
@@ -54,13 +54,12 @@ def test_nothing_is_kept_for_a_batch_of_another_size_or_after_out_of_memory(reco
     backend, kept = CUDABackend(make_gpt()), []
     for rows in 3, 2:
         cache = backend.new_cache(rows, 16)
-        assert backend.window is None, "it was that of three rows"
-        backend.logits(random_prompt(16, rows), None)
+        assert backend.idle is None, "it was that of three rows"
         backend.release(cache)
-    monkeypatch.setattr(engine, "return_freed_memory", lambda: kept.append((backend.idle, backend.window)))
+    monkeypatch.setattr(engine, "return_freed_memory", lambda: kept.append(backend.idle))
     monkeypatch.setattr(EagerBackend, "logits", MagicMock(side_effect=[MemoryError(), *2 * [torch.zeros(1, 61)]]))
     decode(backend, PROMPTS[:2], 1)
-    assert kept == [(None, None)]
+    assert kept == [None]
 
 
 # ---- graphs that work
@@ -80,9 +79,6 @@ def test_each_kind_of_step_is_checked_and_captured_once_and_then_replayed(use_gr
             backend.logits(ids, cache)
         assert calls.count("plain") == num and calls.count("block") == num_blocks
         assert len(recordings) == 3 * use_graphs
-    for _ in range(3):
-        backend.logits(tokens, None)
-    assert len(recordings) == 4 * use_graphs, "a window too"
 
 
 def test_graphs_are_kept_for_the_next_batch_and_share_no_stream_until_they_are_gone(recordings, monkeypatch):
@@ -90,13 +86,12 @@ def test_graphs_are_kept_for_the_next_batch_and_share_no_stream_until_they_are_g
     monkeypatch.setattr(cuda, "free_streams", defaultdict(list))
     backend = CUDABackend(make_gpt())
     decode(backend, PROMPTS, 1) # its cache is too small for the next batch
-    assert all(generates_the_right_text(backend) for _ in range(2)) and len(recordings) == 4
+    assert all(generates_the_right_text(backend) for _ in range(2)) and len(recordings) == 3
     for rows in 5 * [1, 2]:
         assert generates_the_right_text(CUDABackend(make_gpt()), rows)
     places = [(recording.stream, recording.pool) for recording in recordings]
-    kept, others = set(places[:4]), set(places[4:])
-    assert len(kept) == 2 and len({stream for stream, _ in kept}) == 2, "of the steps, and of the window"
-    assert len(others) == 2 * 10 and len({stream for stream, _ in others}) == 2 and not kept & others
+    kept, others = set(places[:3]), set(places[3:])
+    assert len(kept) == 1 and len(others) == 10 and len({stream for stream, _ in others}) == 1 and not kept & others
 
 
 @torch.no_grad()
@@ -144,13 +139,9 @@ def other_keys_from_the_twelfth_on(block, x, layer, position, mask, num_keys):
     return block_step(block, x, layer.roll(1, dims=3) if num_keys >= 12 else layer, position, mask, num_keys)
 
 
-def other_window_logits(table, key, step, plain, run=GraphTable.run):
-    return run(table, key, lambda: step().roll(1, dims=1) if key == "window" else step(), plain)
-
-
 @pytest.mark.parametrize("target, name, wrong", [
     (cuda, "block_step", no_mask), (cuda, "block_step", other_keys_from_the_twelfth_on),
-    (GraphTable, "run", other_window_logits), (Recording, "replay", lambda recording: None)])
+    (Recording, "replay", lambda recording: None)])
 @pytest.mark.parametrize("before", [[], [3, 2]], ids=str) # the rows of batches that were right; then, graphs are new
 def test_what_computes_other_logits_never_reaches_the_text(target, name, wrong, before, recordings, monkeypatch,
                                                            messages):
@@ -158,14 +149,14 @@ def test_what_computes_other_logits_never_reaches_the_text(target, name, wrong, 
     assert all(generates_the_right_text(backend, rows) for rows in before)
     monkeypatch.setattr(target, name, wrong)
     assert all(generates_the_right_text(backend, rows) for rows in (3, 3, 2))
-    assert len(recordings) <= 4 * len(before) + 4, "no step is captured after the failure"
+    assert len(recordings) <= 3 * len(before) + 3, "no step is captured after the failure"
     message, = messages
     assert message.startswith(OTHER_LOGITS) and message.endswith("continuing with the plain model, which is slower")
 
 
 def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_100_but_for_no_fault():
     """GPT-2's logits lie there. Neighbouring bfloat16 numbers are 0.5 apart."""
-    logits, noise, support = 2.5 * normal(3, 61) - 100, normal(3, 61, seed=1), Support("cpu", True)
+    logits, noise, support = 2.5 * normal(3, 61) - 100, normal(3, 61, seed=1), GraphSupport("cpu", True)
     assert support.check_logits((logits + 0.2 * noise).bfloat16(), logits.bfloat16())
     assert not support.check_logits((logits + 0.8 * noise).bfloat16(), logits.bfloat16())
 
@@ -181,7 +172,7 @@ def test_the_checks_pass_in_half_precision(dtype, device, messages, monkeypatch)
 
 # ---- captures that fail
 
-@pytest.mark.parametrize("number, context_shift", [(1, False), (3, True), (4, False)]) # 4 is the window
+@pytest.mark.parametrize("number, context_shift", [(1, False), (3, True)])
 def test_a_failing_capture_is_one_line_and_the_text_stays_the_same(number, context_shift, messages, monkeypatch):
     error, caller = RuntimeError("operation failed due to a previous error during capture"), MagicMock()
     error.__context__ = RuntimeError("no graphs here\nCUDA kernel errors might be reported later")
@@ -194,10 +185,10 @@ def test_a_failing_capture_is_one_line_and_the_text_stays_the_same(number, conte
     assert caller.wait_stream.call_count == number, "also for the step before the failed capture"
 
 
-@pytest.mark.parametrize("number", [1, 3, 4])
+@pytest.mark.parametrize("number", [1, 3])
 def test_after_out_of_memory_during_a_capture_a_smaller_batch_has_graphs(number, messages, monkeypatch):
     recordings = record_graphs(monkeypatch, number, torch.OutOfMemoryError("CUDA out of memory"))
-    assert generates_the_right_text(CUDABackend(make_gpt())) and len(recordings) == number + 4
+    assert generates_the_right_text(CUDABackend(make_gpt())) and len(recordings) == number + 3
     assert messages == ["out of memory with 3 samples at once: continuing with 1"]
 
 

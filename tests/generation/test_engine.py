@@ -166,17 +166,19 @@ def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_chara
     assert messages == ["out of memory with 4 samples at once: continuing with 2", "free"]
 
 
-def test_past_the_window_a_batch_goes_on_in_parts_that_finish_one_after_another(tokenizer, monkeypatch, messages):
-    backend, finished = NotingBackend(make_gpt()), []
+def test_samples_that_go_past_the_window_come_in_small_batches_one_after_another(tokenizer, monkeypatch, messages):
+    backend = NotingBackend(make_gpt())
     monkeypatch.setattr(backend, "max_window_tokens", 2 * 16 + 5) # two rows
     monkeypatch.setattr(engine, "LONG_SECONDS", 0)
     samples = make_samples(tokenizer, ["The "], 5)
-    for sample, _ in Generator(tokenizer, backend).run(engines.without_tokens(samples), PARAMS, 5):
-        finished += [(sample.text, len(backend.num_rows))] if sample.finish_reason else []
-    texts, calls = zip(*finished, strict=True)
-    assert list(texts) == expected_texts(samples, tokenizer) and len({*calls}) == 3, "two parts of two rows, one of one"
-    assert backend.num_rows[-1] == 1 and max(backend.num_rows[-20:]) == 2
+    found = run(Generator(tokenizer, backend), samples, PARAMS)
+    assert [sample.text for sample in found] == expected_texts(samples, tokenizer)
+    steps = PARAMS.max_new_tokens
+    assert backend.num_rows == [1, *[2] * (steps - 1)] * 2 + [1] * steps, "a prompt is read once for both rows"
     assert len(messages) == 1 and messages[0].startswith("past 16 tokens, each token recomputes the whole window")
+    backend.num_rows.clear()
+    run(Generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=5))
+    assert max(backend.num_rows) == 5, "inside the window"
 
 
 @pytest.mark.parametrize("error, num_tries", [(MemoryError("too large"), 4), (RuntimeError("illegal access"), 1)])
