@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # as Python does only for: python sample.py
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and programs that import this file
 
 from configurator import override
 from sampling import __version__ as __version__  # --version prints it
@@ -20,7 +20,7 @@ from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts, 
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
 from sampling.outputs.outputs import Outputs, needed_logprobs, scoring_params
 from sampling.params import ALIASES, ModelOptions, SamplingParams, check_settings, choose_seed, training_settings
-from sampling.process import rank, return_freed_memory, shorten_spinning
+from sampling.process import rank, return_freed_memory, shorten_spinning, world_size
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -73,37 +73,38 @@ watch = False # when the samples are done, wait until train.py saves a new ckpt.
 def main(settings):
     """Sample from a model, once, for each checkpoint that train.py saves, or in a session. settings: all, by name."""
     from sampling.checkpoints.finding import wait_for_save  # torch takes a second: first, the settings are checked
-    from sampling.generation.workers import Workers
+    from sampling.generation.workers import join, serve
     if score:
         params = scoring_params(settings)
     else:
         settings["seed"] = choose_seed(seed)
         params = SamplingParams.from_settings(settings, needed_logprobs(settings))
-    workers = Workers(interactive or watch) # the processes that torchrun started; mostly one
+    join() # the other processes, if torchrun started several
     if interactive:
         from sampling.repl import run_repl
         return run_repl(load_gpt, params, show_probs, start)
     if rank(): # this process generates what rank 0 hands out
-        return workers.serve(load_gpt())
+        return serve(load_gpt())
     prompts, outputs = read_prompts(start, watch), Outputs(settings)
     save = wait_for_save(out_dir) if watch else None
-    run(prompts, params, workers, outputs)
+    run(prompts, params, outputs)
     while watch:
         save = wait_for_save(out_dir, save)
-        run(prompts, params, workers, outputs)
+        run(prompts, params, outputs)
 
 
-def run(prompts, params, workers, outputs):
-    """Load the model, then generate the samples of all prompts, or score these; print and save what comes of it."""
-    num_each = 1 if score else num_samples
-    num_total = len(prompts) * num_each if isinstance(prompts, list) else None # None: they come from a pipe
-    gpt = load_gpt(num_total if workers.world_size == 1 else None) # all processes choose the same kernels
+def run(prompts, params, outputs):
+    """Load the model, generate the samples of all prompts, or score these, and print and save each."""
+    from sampling.generation.workers import run_on_all
+    samples_per_prompt = 1 if score else num_samples
+    num_total = len(prompts) * samples_per_prompt if isinstance(prompts, list) else None # None: they come from a pipe
+    gpt = load_gpt(num_total if world_size() == 1 else None) # all processes choose the same kernels
     if not score:
         warn_about_stop_texts(params.stop_texts)
-    samples = make_samples(encode_prompts(prompts, gpt.tokenizer), num_each, is_score=score)
+    samples = make_samples(encode_prompts(prompts, gpt.tokenizer), samples_per_prompt, is_score=score)
     outputs.begin(gpt, num_total)
     samples = outputs.resume(samples) # those that out_file holds already are not sampled again
-    for sample, pieces in workers.run(gpt, samples, params, batch_size, is_tty(sys.stdout)):
+    for sample, pieces in run_on_all(gpt, samples, params, batch_size, is_tty(sys.stdout)):
         outputs.update(sample, pieces)
     outputs.finish()
 

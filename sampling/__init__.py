@@ -42,13 +42,18 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     import torch
 
     from sampling.backends.prepare import choose_device, choose_dtype
-    from sampling.checkpoints.nanogpt import load_by_name
+    from sampling.checkpoints.finding import huggingface_config
+    from sampling.checkpoints.huggingface import load_huggingface
+    from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
     options = ModelOptions(compile, cuda_graphs, exact, draft)
     check_options({**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer})
     torch_device = choose_device(device)
     torch_dtype = choose_dtype(torch_device, dtype, exact)
+    path = Path(name)
+    is_folder_of_huggingface = huggingface_config(path) and not (path / "ckpt.pt").is_file()
+    is_huggingface = is_folder_of_huggingface if path.exists() else path.suffix != ".pt"
     with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
-        checkpoint = load_by_name(name, torch_dtype)
+        checkpoint = (load_huggingface if is_huggingface else load_nanogpt)(os.fspath(name), torch_dtype)
         return TextGenerator(checkpoint, load_tokenizer(checkpoint, tokenizer), torch_device, torch_dtype, options)

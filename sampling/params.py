@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from sampling.process import world_size
+
 logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
 
@@ -87,14 +89,7 @@ def check_values(values: Settings) -> None:
     """Check that each value keeps its rule in RULES. Names without a rule are not checked."""
     for name, (is_allowed, rule) in RULES.items():
         if name in values and not is_allowed(values[name]):
-            raise ValueError(f"{name} {rule}; got {brief_repr(values[name])}")
-
-
-def brief_repr(value: Any) -> str:
-    try:
-        return f"{value!r:.100}"
-    except ValueError: # Python prints no int of more than 4300 digits
-        return f"a very long {type(value).__name__}"
+            raise ValueError(f"{name} {rule}; got {values[name]!r:.100}")
 
 
 def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
@@ -112,6 +107,8 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
         raise ValueError(f"out_file and html_file must be two files; got {out_file!r:.100} for both")
     if settings["watch"] and settings["init_from"] != "resume":
         raise ValueError("watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch")
+    if world_size() > 1 and (settings["watch"] or settings["interactive"]):
+        raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
     if settings["watch"] and settings["interactive"]:
         raise ValueError("watch=True does not work with interactive=True: in a session, type :reload")
     if settings["interactive"] and settings["score"]:

@@ -1,5 +1,4 @@
 """Finds the checkpoint that the user means, says what lies near if there is none, and waits for the next save."""
-import difflib
 import logging
 import time
 from collections.abc import Iterable
@@ -30,11 +29,9 @@ def find_checkpoint(out_dir: str | Path) -> Path:
     paths = [*folder.parent.glob("ckpt.pt"), *folder.parent.glob("*/ckpt.pt"), *folder.glob("*/ckpt.pt"),
              *Path().glob("*/ckpt.pt")]
     near = list(dict.fromkeys(str(path.parent) for path in newest_first(paths)))
-    similar = difflib.get_close_matches(str(folder), near, n=1)
     found = f"found ckpt.pt in {first_names(near)}; " if near else ""
-    advice = (f"did you mean --out_dir={similar[0]}?" if similar else
-              f"{found}pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2")
-    raise FileNotFoundError(f"there is no checkpoint at {path if folder.is_dir() else folder}; {advice}")
+    raise FileNotFoundError(f"there is no checkpoint at {path if folder.is_dir() else folder}; {found}"
+                            "pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2")
 
 
 def checkpoint_path(out_dir: str | Path) -> Path:

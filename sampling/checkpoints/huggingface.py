@@ -82,22 +82,16 @@ def find_model(name_or_folder: str) -> tuple[Path, dict]:
 
 def download(name: str) -> Path:
     """Download a model, unless it is in the hub's cache, and return its folder. Raises ValueError if that fails."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
     try:
         folder = Path(snapshot_download(name, allow_patterns=FILES))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=["pytorch_model.bin", "pytorch_model-*.bin"]))
         return folder
-    except errors.HFValidationError:
-        message = f"{name!r:.100} is neither a folder here nor a Hugging Face id such as gpt2 or user/model"
-    except errors.RepositoryNotFoundError:
-        message = (f"there is no folder {name!r} here, and the Hugging Face hub has no such model, or you have no "
-                   f"access to it: ask for it at https://huggingface.co/{name}, then set HF_TOKEN")
-    except OSError as error: # all other errors of the hub are of this type
-        message = (f"could not get {name!r}: it is no folder here and not in Hugging Face's cache, and the hub did not "
-                   f"answer ({first_sentence(error)}); where the hub can be reached, run 'hf download {name} "
-                   "--local-dir DIR', and give DIR instead of the name, or set HF_ENDPOINT to a mirror")
-    raise ValueError(message)
+    except (OSError, ValueError) as error: # all errors of the hub are of these types
+        raise ValueError(f"{name!r:.100} is no folder here, and did not come from the Hugging Face hub "
+                         f"({first_sentence(error)}); a private model needs HF_TOKEN; where the hub cannot be reached, "
+                         f"run 'hf download {name:.100} --local-dir DIR' elsewhere, and give a copy of DIR") from None
 
 
 def weight_files(folder: Path) -> list[Path]:

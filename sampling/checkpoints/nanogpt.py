@@ -1,7 +1,6 @@
 """Loads the ckpt.pt that nanoGPT's train.py wrote, the files of its forks, and the model_*.pt of build-nanogpt."""
 import logging
 import math
-import os
 import re
 from pathlib import Path
 from typing import BinaryIO
@@ -10,7 +9,6 @@ import torch
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, count_init_draws, read_model, tensors_by_name
 from sampling.checkpoints.finding import find_checkpoint, huggingface_config
-from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
 from sampling.checkpoints.untrusted_files import RejectedFileError, read_complete, require
@@ -27,18 +25,6 @@ KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
 # Fields of forks that may be on and change nothing when a trained model samples.
 HARMLESS_FIELD = re.compile(r"(use_)?flash(_attn|_attention)?|device|dtype|compile|label_smoothing|init_std|"
                             r"initializer_range|gradient_checkpointing|\w*(dropout|pdrop|drop_prob)\w*")
-
-
-def load_by_name(name: str | os.PathLike, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """load_huggingface for the folder of such a model without a ckpt.pt, and for a name that is no path; otherwise
-    load_nanogpt.
-    """
-    path = Path(name)
-    if path.exists():
-        is_huggingface = huggingface_config(path) and not (path / "ckpt.pt").is_file()
-    else:
-        is_huggingface = path.suffix != ".pt"
-    return (load_huggingface if is_huggingface else load_nanogpt)(os.fspath(name), dtype)
 
 
 def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Checkpoint:

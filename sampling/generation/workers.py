@@ -16,61 +16,55 @@ if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
 
 
-class Workers:
-    """The processes of this run. Usually there is only one.
+def join() -> None:
+    """Meet the other processes of this run, if torchrun started several."""
+    if world_size() == 1:
+        return
+    import torch.distributed as dist
+    stdout = os.dup(1)
+    os.dup2(2, 1) # with some versions of torch, Gloo prints a greeting
+    # The timeout is long, because a lost process raises an error at once, whatever the timeout.
+    dist.init_process_group("gloo", timeout=timedelta(days=7))
+    os.dup2(stdout, 1)
+    os.close(stdout)
 
-    Raises ValueError if there are several, and the run is attended: interactive, or watching.
-    """
 
-    def __init__(self, is_attended: bool = False):
-        self.rank, self.world_size = rank(), world_size()
-        if self.world_size == 1:
+def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams, batch_size: int | None,
+               stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
+    """Rank 0: what gpt.run yields, with the help of the other processes."""
+    if world_size() == 1:
+        yield from gpt.run(samples, params, batch_size, stream)
+        return
+    samples = iter(samples)
+    while batch := list(islice(samples, world_size() * (batch_size or gpt.backend.max_rows))):
+        bounds = [len(batch) * rank // world_size() for rank in range(world_size() + 1)]
+        shares = [batch[start:end] for start, end in pairwise(bounds)]
+        exchange("broadcast_object_list", [(shares, params, batch_size)])
+        yield from gpt.run(shares[0], params, batch_size, stream)
+        results = [None] * world_size()
+        exchange("gather_object", None, results)
+        for share, finished in zip(shares[1:], results[1:], strict=True):
+            new = [sample for sample in share if not sample.already_saved]
+            for sample, (copy, pieces) in zip(new, finished, strict=True):
+                vars(sample).update(vars(copy))
+                yield sample, pieces
+    exchange("broadcast_object_list", [None])
+
+
+def serve(gpt: "TextGenerator") -> None:
+    """Other ranks: generate the shares that rank 0 hands out, until there are no more."""
+    while True:
+        exchange("broadcast_object_list", received := [None])
+        if received[0] is None:
             return
-        if is_attended:
-            raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
-        import torch.distributed as dist
-        stdout = os.dup(1)
-        os.dup2(2, 1) # with some versions of torch, Gloo prints a greeting
-        # The timeout is long, because a lost process raises an error at once, whatever the timeout.
-        dist.init_process_group("gloo", timeout=timedelta(days=7))
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-    def run(self, gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams, batch_size: int | None,
-            stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Rank 0: what gpt.run yields, with the help of the other processes."""
-        if self.world_size == 1:
-            yield from gpt.run(samples, params, batch_size, stream)
-            return
-        samples = iter(samples)
-        while batch := list(islice(samples, self.world_size * (batch_size or gpt.backend.max_rows))):
-            bounds = [len(batch) * rank // self.world_size for rank in range(self.world_size + 1)]
-            shares = [batch[start:end] for start, end in pairwise(bounds)]
-            exchange("broadcast_object_list", [(shares, params, batch_size)])
-            yield from gpt.run(shares[0], params, batch_size, stream)
-            results = [None] * self.world_size
-            exchange("gather_object", None, results)
-            for share, finished in zip(shares[1:], results[1:], strict=True):
-                new = [sample for sample in share if not sample.already_saved]
-                for sample, (copy, pieces) in zip(new, finished, strict=True):
-                    vars(sample).update(vars(copy))
-                    yield sample, pieces
-        exchange("broadcast_object_list", [None])
-
-    def serve(self, gpt: "TextGenerator") -> None:
-        """Other ranks: generate the shares that rank 0 hands out, until there are no more."""
-        while True:
-            exchange("broadcast_object_list", received := [None])
-            if received[0] is None:
-                return
-            shares, params, batch_size = received[0]
-            finished, text = [], []
-            for sample, pieces in gpt.run(shares[self.rank], params, batch_size):
-                text += pieces
-                if sample.finish_reason:
-                    finished.append((sample, text))
-                    text = []
-            exchange("gather_object", finished)
+        shares, params, batch_size = received[0]
+        finished, text = [], []
+        for sample, pieces in gpt.run(shares[rank()], params, batch_size):
+            text += pieces
+            if sample.finish_reason:
+                finished.append((sample, text))
+                text = []
+        exchange("gather_object", finished)
 
 
 def exchange(name: str, *objects: Any) -> None:

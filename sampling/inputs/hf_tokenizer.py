@@ -34,8 +34,6 @@ class HFTokenizer(Tokenizer):
     Ids and texts are the same as in transformers with add_special_tokens=False and clean_up_tokenization_spaces=False.
     An added token that a model of vocab_size tokens lacks is plain text.
     """
-    unit = "tokens"
-
     def __init__(self, path: Path, vocab_size: int):
         self.source = str(path)
         self.tokenizer, content = load_library_tokenizer(path, vocab_size)

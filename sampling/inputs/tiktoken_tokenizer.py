@@ -18,8 +18,6 @@ GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/m
 
 class TiktokenTokenizer(Tokenizer):
     """tiktoken's encoding of this name. <|endoftext|> in a text becomes the special token."""
-    unit = "tokens"
-
     def __init__(self, name: str = "gpt2"):
         from tiktoken import get_encoding
         self.source, self.size, self.encoding = encoding_label(name), ENCODINGS[name], get_encoding(name)

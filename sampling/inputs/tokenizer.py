@@ -34,7 +34,6 @@ class Tokenizer:
     """
     size: int # of the vocabulary
     source: str # where the vocabulary is from, for messages
-    unit: str # what its tokens are, for messages: "characters", "bytes" or "tokens"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises ValueError if the text cannot be encoded."""

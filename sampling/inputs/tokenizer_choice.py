@@ -33,7 +33,7 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Toke
         advice = "; if the model was trained on GPT-2's tokens, pass --tokenizer=gpt2" * (vocab_size in GPT2_SIZES)
         logger.warning(f"{source} has {size} tokens, but the model has {vocab_size}; the rest may be padding{advice}")
     found = load_encoding(found) if is_name else found
-    logger.info(f"{found.source}: {size} {found.unit}")
+    logger.info(f"{found.source}: {size} tokens")
     return found
 
 

@@ -44,8 +44,10 @@ def run_nanogpt(folder, samples, length, prompt):
     import torch
 
     from sampling.checkpoints.build import build_gpt
-    from sampling.checkpoints.nanogpt import load_by_name
-    model = build_gpt(load_by_name(str(folder)))
+    from sampling.checkpoints.huggingface import load_huggingface
+    from sampling.checkpoints.nanogpt import load_nanogpt
+    load = load_nanogpt if (folder / "ckpt.pt").is_file() else load_huggingface
+    model = build_gpt(load(str(folder)))
     for _ in range(samples):
         nanogpt_loop(model, torch.zeros(1, prompt, dtype=torch.long), length)
 

@@ -15,7 +15,8 @@ from attacks import write_settled
 from models import make_gpt, make_transformers_gpt2, save_checkpoint
 from sampling.checkpoints import tensor_files, untrusted_files
 from sampling.checkpoints.build import build_gpt
-from sampling.checkpoints.nanogpt import load_by_name, load_nanogpt
+from sampling.checkpoints.huggingface import load_huggingface
+from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.checkpoints.tensor_files import TensorFile
 
 # ---- damaged files
@@ -35,11 +36,16 @@ def path(request, tmp_path, monkeypatch):
     return tmp_path / request.param
 
 
+def load_model(path):
+    """The Checkpoint of which the file at path is a part."""
+    return (load_nanogpt if path.name == "ckpt.pt" else load_huggingface)(str(path.parent))
+
+
 def load(path, content):
     """The loaded settings and numbers after content was written to path; None if loading raises a short error."""
     write_settled(path, content) # nobody has changed it lately, so it is refused without waiting
     try:
-        model = build_gpt(load_by_name(path.parent))
+        model = build_gpt(load_model(path))
     except (ValueError, OSError) as e:
         assert str(path.parent) in str(e) and len(str(e)) < 3000 and "\n" not in str(e)
         assert "is being written" not in str(e)
@@ -99,7 +105,7 @@ def test_a_file_that_is_removed_and_completed_meanwhile_loads(path, messages):
     path.write_bytes(content[:-100])
     Timer(0.2, path.unlink).start()
     Timer(0.4, path.write_bytes, [content]).start()
-    loaded = load_by_name(path.parent)
+    loaded = load_model(path)
     assert messages == [f"{path} is being written: waiting", loaded.describe()]
 
 

@@ -159,7 +159,7 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, run
 
 def test_a_model_that_the_hub_does_not_have_is_one_line(hub, run_script):
     done = run_script(*ARGUMENTS, **hub.env)
-    message = "error: there is no folder 'someone/tiny' here, and the Hugging Face hub has"
+    message = "error: 'someone/tiny' is no folder here, and did not come from the Hugging Face hub (404 Client Error"
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(message)
 
 

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from attacks import write_settled
 from models import SHAPE, make_gpt, make_transformers_gpt2, same_model, save_checkpoint
+from sampling import load as sampling_load
 from sampling import model as nanogpt
 from sampling.checkpoints import build
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, quantize
-from sampling.checkpoints.nanogpt import load_by_name, load_nanogpt
+from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.sampler.mt19937 import advance_mt19937
 
 SIZES = {name: SHAPE[name] for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
@@ -58,17 +59,17 @@ def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (i * 100,) * 2)
     listed = "model_00001.pt, b.pt, a.pt, best_model.pt, 2000_ckpt.pt, ..."
-    for load in load_nanogpt, load_by_name:
+    for load in load_nanogpt, sampling_load:
         with pytest.raises(FileNotFoundError) as error:
             load(tmp_path)
         assert str(error.value) == f"{tmp_path} holds {listed}, but no ckpt.pt; pass --out_dir={tmp_path / names[-1]}"
 
 
 @pytest.mark.parametrize("out_dir, advice", [
-    ("out-shakespear", "did you mean --out_dir=out-shakespeare?"),
+    ("out-shakespear", f"found ckpt.pt in out-shakespeare; {PASS}"),
     ("runs", f"found ckpt.pt in out-shakespeare, runs/first; {PASS}"),
     ("x/y/z", f"found ckpt.pt in out-shakespeare; {PASS}"),
-    ("runs/first/ckpt.pth", "did you mean --out_dir=runs/first?"),
+    ("runs/first/ckpt.pth", f"found ckpt.pt in out-shakespeare, runs/first; {PASS}"),
 ])
 def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_dir, advice, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

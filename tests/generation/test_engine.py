@@ -11,11 +11,10 @@ from engines import PARAMS, PROMPTS, Generator, NotingBackend, decode, expected_
 from models import CHARS, make_gpt, random_prompt
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.generation import engine
+from sampling.generation import engine, workers
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.generation.engine import group_by_length
-from sampling.generation.workers import Workers
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SamplingParams
 
@@ -206,7 +205,7 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
 def test_output_of_gloo_goes_to_stderr(capfd, monkeypatch):
     monkeypatch.setattr("sampling.generation.workers.world_size", lambda: 8)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **settings: os.write(1, b"a greeting"))
-    Workers()
+    workers.join()
     os.write(1, b"a sample")
     assert capfd.readouterr() == ("a sample", "a greeting")
 

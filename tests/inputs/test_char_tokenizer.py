@@ -29,7 +29,7 @@ def test_text_is_encoded_character_by_character(tmp_path):
 def test_longer_texts_are_joined_but_never_looked_up(tmp_path):
     tokenizer = load(tmp_path, {"stoi": WORDS, "itos": [*WORDS]})
     assert tokenizer.encode("x \n") == [4, 3, 0] and tokenizer.decode([1, 4, 2, 9]) == "e4xNf3\ufffd"
-    assert (tokenizer.unit, tokenizer.size) == ("tokens", 5)
+    assert tokenizer.size == 5
     assert load(tmp_path, {"stoi": {"▁the": 0, "a": 1}}).decode([0, 1]) == "▁thea"
 
 
@@ -38,7 +38,7 @@ def test_longer_texts_are_joined_but_never_looked_up(tmp_path):
     {"stoi": {bytes([i]): i for i in range(256)}, "tokenizer": "byte-level"}], ids=["ints", "named", "bytes"])
 def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     tokenizer = load(tmp_path, meta)
-    assert (tokenizer.encode("öß🙂"), tokenizer.size, tokenizer.unit) == ([*"öß🙂".encode()], 256, "bytes")
+    assert (tokenizer.encode("öß🙂"), tokenizer.size) == ([*"öß🙂".encode()], 256)
     assert tokenizer.decode([*"Größe".encode(), 0xE2, 300, 0xE2]) == "Größe\ufffd\ufffd\ufffd"
     with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
         tokenizer.encode("a\udcff")
@@ -83,8 +83,6 @@ def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
 
 
 @pytest.mark.parametrize("meta, message", [
-    ({"stoi": {"a": 0}, "itos": {1: "a"}}, "damaged: stoi and itos disagree about 'a'"),
-    ({"stoi": {"e4": 0, "e5": 1}, "itos": {0: "e4", 1: "e6"}}, "damaged: stoi and itos disagree about 'e6'"),
     *[({"stoi": stoi}, "must map texts or bytes")
       for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {"a": 2**63}, {}]],
     ({"stoi": 3}, "its stoi is not a dict, but 3"), ({"stoi": {"a": 0}, "itos": 1}, "its itos is not a dict, but 1"),

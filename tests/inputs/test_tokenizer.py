@@ -52,7 +52,7 @@ def test_the_first_folder_with_a_tokenizer_has_it(here, messages):
     for folder in beside, letters, out:
         save_meta(folder / "meta.pkl")
         assert load(len(CHARS), out, dataset="letters").source == str(folder / "meta.pkl")
-        assert messages[-1] == f"{folder / 'meta.pkl'}: {len(CHARS)} characters"
+        assert messages[-1] == f"{folder / 'meta.pkl'}: {len(CHARS)} tokens"
     assert load(size, out, dataset="letters", is_huggingface=True).source == str(out / "tokenizer.json")
     (out / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50257})) # for GPT-2's tokens
     assert load(len(CHARS), out, dataset="letters").source == str(letters / "meta.pkl")

@@ -115,8 +115,8 @@ WRONG_SETTINGS = [ # an argument, a part of the error line: exit status 2
 UNUSABLE = [ # arguments, a part of the error line: exit status 1
     ("--start=FILE:-", "is empty"),
     ("--start=LINES:- --watch", "watch=True uses the prompts again for each checkpoint"),
-    ("--init_from=no/such/model", "error: 'no/such/model' is neither a folder here nor a Hugging Face id"),
-    ("--init_from=gpt2", "could not get 'gpt2'"),
+    ("--init_from=no/such/model", "error: 'no/such/model' is no folder here, and did not come from the"),
+    ("--init_from=gpt2", "error: 'gpt2' is no folder here, and did not come from the Hugging Face hub ("),
     ("--init_from=out", "for a ckpt.pt pass --out_dir=out"),
 ]
 
