@@ -26,7 +26,7 @@ class Backend:
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
     can_copy_to_int8 = False # whether int8_copy() gives the same model with int8 weights, for caches of this one
     max_window_tokens = math.inf # a step past block_size gains nothing from more tokens, as far as is known
-    all_columns = False # whether top_k masks all logits, as in nanoGPT: see Sampler
+    full_vocabulary = False # whether top_k masks all logits, as in nanoGPT: see Sampler
     min_flush_steps = 1 # between two copies of tokens to the host, where text streams or may end early
     cache_itemsize = 4 # bytes of a number in the cache
 
@@ -111,11 +111,12 @@ class ExactBackend(EagerBackend):
 
     A GPU chooses its kernels by the shapes of the operations, and other kernels round differently. So each operation
     has nanoGPT's shape: the batch is 1, and each step computes the whole window. Then the same GPU and torch compute
-    nanoGPT's logits bit for bit, in any dtype. A Sampler with all_columns and in_logits_dtype does so with the tokens.
+    nanoGPT's logits bit for bit, in any dtype. A Sampler with
+    full_vocabulary and in_logits_dtype does so with the tokens.
     Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole process. Raises ValueError if the
     device is neither CUDA nor a CPU.
     """
-    is_exact = all_columns = True
+    is_exact = full_vocabulary = True
     max_rows = 1
 
     def __init__(self, model: GPT):

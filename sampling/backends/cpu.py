@@ -66,7 +66,8 @@ class Linear:
             y = F.linear(*map(torch.from_numpy, (x, self.weight, self.bias)))
             y = F.gelu(y, approximate=gelu) if gelu else y
             return (y.add_(torch.from_numpy(residual)) if residual.size else y).numpy()
-        return run(self.kernel, x.size * len(self.weight), x, self.weight, self.scales, self.bias, GELU[gelu], residual)
+        work = x.size * len(self.weight)
+        return run_kernel(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu], residual)
 
 
 class CPUBackend(Backend):
@@ -89,7 +90,7 @@ class CPUBackend(Backend):
             bias = as_array(weights.get(f"{name}.bias", torch.zeros(config.n_embd)).float())
             # With the threads of the Linears around it, because another number would cost more than it saves.
             work = config.n_embd ** 2
-            return lambda x: run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
+            return lambda x: run_kernel(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
 
         self.config, self.weights, self.can_copy_to_int8 = config, weights, not int8
         compile_kernels("int8" if int8 else "float32")
@@ -132,7 +133,7 @@ class CPUBackend(Backend):
         T, start = len(qkv) // B, 0 if cache is None else cache.seq_len
         if cache is not None and num_last == T <= MAX_KERNEL_TOKENS and cache.keys.shape[1] == B:
             work = 2 * len(qkv) * (start + T) * E
-            return run(kernels.attention, work, qkv, cache.keys[layer], cache.values[layer], start)
+            return run_kernel(kernels.attention, work, qkv, cache.keys[layer], cache.values[layer], start)
         q, k, v = torch.from_numpy(qkv).view(B, T, 3, H, E // H).permute(2, 0, 3, 1, 4) # (B, H, T, D) each
         if cache is not None:
             keys, values = (torch.from_numpy(array[layer]).transpose(3, 4) for array in (cache.keys, cache.values))
@@ -154,7 +155,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return array if array.flags.aligned else array.copy()
 
 
-def run(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
+def run_kernel(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
     """Call a kernel with as many threads as its multiply-adds are worth, and at most as many as torch uses."""
     most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     num_threads = min(most, 1 + work // WORK_PER_THREAD)

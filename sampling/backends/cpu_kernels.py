@@ -82,7 +82,7 @@ def gelu_of(x: np.float32, form: tuple[float, ...]) -> np.float32:
 
 
 @inner
-def finish(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int, residual: Array) -> None:
+def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int, residual: Array) -> None:
     """What follows the sums y[:, first:last]: scales, bias, GELU, and the residual unless it is empty.
 
     gelu: 0 none, 1 the exact form, 2 the tanh form.
@@ -102,7 +102,7 @@ def finish(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: in
 
 
 @inner
-def row_block(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
+def one_row(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
     """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x.
 
     Four rows of the weight that lie far apart are four streams for the processor's prefetcher, which one core needs to
@@ -121,11 +121,11 @@ def row_block(x: Array, weight: Array, y: Array, first: int, last: int, quarter:
 
 
 @inner
-def rows_block(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
+def many_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
     """Outputs first to last of several rows, and those of the other quarters: y[r, o] = weight[o] @ x[r].
 
     Four outputs of five rows at once: twenty sums in registers, for which nine numbers are read. The four rows of the
-    weight lie far apart for the same reason as in row_block. They serve ten rows while they are in the L1 cache.
+    weight lie far apart for the same reason as in one_row. They serve ten rows while they are in the L1 cache.
     """
     end = len(x) - 1
     for group in range(0, len(x), 10):
@@ -151,21 +151,21 @@ def rows_block(x: Array, weight: Array, y: Array, first: int, last: int, quarter
 
 
 def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, residual: Array) -> Array:
-    """x (R, I) @ weight (O, I).T, then what finish does -> (R, O). scales, bias: (O,). residual: (R, O) or (1, 0)."""
+    """x (R, I) @ weight (O, I).T, and the epilogue -> (R, O). scales, bias: (O,). residual: (R, O) or (1, 0)."""
     y = np.empty((len(x), len(weight)), np.float32)
     quarter = len(weight) // 4
     for block in prange((quarter + BLOCK - 1) // BLOCK):
         first, last = block * BLOCK, min(block * BLOCK + BLOCK, quarter)
         if len(x) == 1:
-            row_block(x[0], weight, y[0], first, last, quarter)
+            one_row(x[0], weight, y[0], first, last, quarter)
         else:
-            rows_block(x, weight, y, first, last, quarter)
+            many_rows(x, weight, y, first, last, quarter)
         for start in range(0, 4 * quarter, quarter):
-            finish(y, start + first, start + last, scales, bias, gelu, residual)
+            epilogue(y, start + first, start + last, scales, bias, gelu, residual)
     rest = 4 * quarter
     for r in range(len(x)): # up to three outputs are left
-        row_block(x[r], weight, y[r], rest, len(weight), 0)
-    finish(y, rest, len(weight), scales, bias, gelu, residual)
+        one_row(x[r], weight, y[r], rest, len(weight), 0)
+    epilogue(y, rest, len(weight), scales, bias, gelu, residual)
     return y
 
 

@@ -149,7 +149,7 @@ class CUDABackend(EagerBackend):
     products and the choice of attention kernels for the whole process. Thread-safe: a lock admits one thread at a time.
     """
     max_rows = 128 # a guess: the random numbers of each row need a kernel
-    all_columns = True
+    full_vocabulary = True
     min_flush_steps = 4 # each copy synchronises the GPU
 
     def __init__(self, model: GPT, compile: bool = False, cuda_graphs: bool = True):

@@ -3,7 +3,6 @@
 Raises ValueError if what the user names is not available here.
 """
 import logging
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
 from sampling.checkpoints.build import Checkpoint, build_gpt
+from sampling.checkpoints.untrusted_files import first_sentence
 from sampling.model import GPT, GPTConfig
 from sampling.params import ModelOptions
 
@@ -22,10 +22,8 @@ SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name; 'auto' is CUDA, then MPS, then the CPU.
-
-    A GPU whose first kernel fails cannot be used: 'auto' says why, and goes on to the next device.
-    If torchrun started several processes, each uses another GPU of its machine for 'cuda'.
+    """The device of this name; 'auto' is CUDA, then MPS, then the CPU, which also stands in for a GPU that cannot run
+    a kernel. If torchrun started several processes, each uses another GPU of its machine for 'cuda'.
     """
     process.check_fork() # first of all, because a checkpoint, too, is read with several threads
     gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
@@ -33,35 +31,22 @@ def choose_device(name: str) -> torch.device:
     if name not in ["auto", *available]:
         raise ValueError(f"device={name} is not available here; found: {', '.join(available)}; use one of these, or "
                          "auto")
-    names = [each for each in available if each != "cuda:0"] # "cuda" stands for it
-    for candidate in names if name == "auto" else [name]:
-        device = torch.device(candidate)
-        if candidate == "cuda" and process.world_size() > 1:
-            device = torch.device("cuda", process.torchrun_number("LOCAL_RANK", 0) % torch.cuda.device_count())
-        reason = why_unusable(device)
-        if reason is None: # as always for the CPU, the last one
-            return device
-        if name != "auto":
-            raise ValueError(reason)
-        logger.warning(f"{reason}; trying the next device")
-
-
-def why_unusable(device: torch.device) -> str | None:
-    """Why a GPU that torch finds cannot run a kernel: no code for it in torch, or too old a driver. None if it can."""
-    if device.type != "cuda":
-        return None
+    device = torch.device(available[0] if name == "auto" else name)
+    if device == torch.device("cuda") and process.world_size() > 1:
+        device = torch.device("cuda", process.torchrun_number("LOCAL_RANK", 0) % torch.cuda.device_count())
     try:
-        (torch.zeros(1, device=device) + 1).item()
-        return None
-    except RuntimeError as error:
+        if device.type == "cuda":
+            (torch.zeros(1, device=device) + 1).item()
+        return device
+    except RuntimeError as error: # torch has no code for this GPU, or its driver is too old
         if process.is_out_of_memory(error):
             raise
-        gpu, first_line = str(device), str(error).partition("\n")[0]
-        with suppress(RuntimeError): # not even this works
-            major, minor = torch.cuda.get_device_capability(device)
-            gpu = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-        return (f"this GPU ({gpu}) cannot run torch {torch.__version__} ({first_line:.200}): update its driver, or "
-                "install a build of torch that supports it (https://pytorch.org/get-started), or use device=cpu")
+        reason = (f"the GPU cannot run torch {torch.__version__} ({first_sentence(error)}): update its driver, or "
+                  "install a build of torch that supports it (https://pytorch.org/get-started)")
+    if name != "auto":
+        raise ValueError(f"{reason}, or use device=cpu")
+    logger.warning(f"{reason}; continuing on the CPU")
+    return torch.device("cpu")
 
 
 def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.dtype:

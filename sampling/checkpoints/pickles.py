@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sampling.checkpoints.untrusted_files import reject_pointer, require
+from sampling.checkpoints.untrusted_files import reject_lfs_pointer, require
 
 # Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of the first two.
 MAX_PICKLE_BYTES, MAX_OPCODES = 2**23, 2**21
@@ -62,7 +62,7 @@ def read_pickle(pickled: bytes) -> tuple[Any, int, dict[str, torch.dtype]]:
         SETITEM                                     {"step": 7}
         STOP
     """
-    reject_pointer(pickled)
+    reject_lfs_pointer(pickled)
     stream, stack, memo, notes, dtypes = io.BytesIO(pickled), [], {}, {}, {}
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
         require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
@@ -78,9 +78,9 @@ def read_pickle(pickled: bytes) -> tuple[Any, int, dict[str, torch.dtype]]:
                 made = memo[argument]
             case "GLOBAL" | "STACK_GLOBAL":
                 name = ".".join(part[:80] for part in taken) if taken else argument.replace(" ", ".", 1)
-                made = MEANINGS.get(name) or notes.setdefault(name[:80], Note(name[:80]))
+                made = DTYPES.get(name) or notes.setdefault(name[:80], Note(name[:80]))
             case "PERSID" | "BINPERSID":
-                made = record(taken[0] if taken else argument, dtypes)
+                made = storage(taken[0] if taken else argument, dtypes)
             case _:
                 made = execute(opcode.name, argument, taken)
         stack += [made] * len(opcode.stack_after)
@@ -156,7 +156,7 @@ def call(function: Any, arguments: Any) -> Any:
     return known(*arguments) if known else Note(function.name, *arguments[:1])
 
 
-def record(saved_id: Any, dtypes: dict[str, torch.dtype]) -> StoredTensor | Note:
+def storage(saved_id: Any, dtypes: dict[str, torch.dtype]) -> StoredTensor | Note:
     """A whole record, of which tensors are views, for ("storage", dtype, key, device, size). Old files add None."""
     match saved_id:
         case ("storage", torch.dtype() as dtype, str() as key, _, _, *rest) if rest in ([], [None]):
@@ -175,12 +175,12 @@ def stored_tensor(key: str, dtype: torch.dtype, shape: Any, strides: Any, offset
     return StoredTensor(key, dtype, shape, strides, offset)
 
 
-def rebuild_tensor(record: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = None,
+def rebuild_tensor(whole: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = None,
                    hooks: Any = None, dtype: Any = None, metadata: Any = None) -> StoredTensor | Note:
-    """Stands in for torch's functions. dtype is one if torch had no class for its storages."""
-    if not isinstance(record, StoredTensor):
+    """Stands in for torch's functions: a view of a record. dtype is one if torch had no class for its storages."""
+    if not isinstance(whole, StoredTensor):
         return Note()
-    return stored_tensor(record.key, dtype if isinstance(dtype, torch.dtype) else record.dtype, shape, strides, offset)
+    return stored_tensor(whole.key, dtype if isinstance(dtype, torch.dtype) else whole.dtype, shape, strides, offset)
 
 
 def encode(text: Any, encoding: Any) -> bytes | Note:
@@ -208,7 +208,7 @@ FUNCTIONS = {
     "torch._utils._rebuild_parameter": lambda tensor, requires_grad, hooks: tensor,
     "torch._utils._rebuild_parameter_with_state": lambda tensor, requires_grad, hooks, state: tensor,
 }
-MEANINGS = {
+DTYPES = {
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()}, "torch.storage.UntypedStorage": torch.uint8,
     **{str(dtype): dtype for dtype in (*STORAGES.values(), *NEW_DTYPES)},
 }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, StoredTensor, read_pickle, stored_tensor
-from sampling.checkpoints.untrusted_files import reject_pointer, require
+from sampling.checkpoints.untrusted_files import reject_lfs_pointer, require
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
 MAX_HEADER_BYTES = 2**23 # of a safetensors file: parsing it takes many times its size in memory
@@ -75,7 +75,7 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
     """The content of an open file of torch.save or of safetensors. Raises RejectedFileError if it is neither."""
     file.seek(0)
     start = file.read(32)
-    reject_pointer(start)
+    reject_lfs_pointer(start)
     if start[8:9] == b"{": # the length of a header in JSON comes before it
         return read_safetensors(file)
     if start.startswith(b"PK\3\4"):

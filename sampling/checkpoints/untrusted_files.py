@@ -23,12 +23,12 @@ class RejectedFileError(ValueError):
 
 
 def require(condition: object, reason: str) -> None:
-    """Raises RejectedFileError unless the condition holds. For blocks inside named_errors."""
+    """Raises RejectedFileError unless the condition holds. For blocks inside reject_damaged."""
     if not condition:
         raise RejectedFileError(reason)
 
 
-def reject_pointer(start: bytes) -> None:
+def reject_lfs_pointer(start: bytes) -> None:
     """Raises RejectedFileError if a file that starts with these bytes is a pointer of Git LFS."""
     require(not start.startswith(b"version https://git-lfs"),
             "it is only a pointer of Git LFS to the file; get the file itself: run 'git lfs install' and then "
@@ -41,7 +41,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 @contextmanager
-def named_errors(source: object) -> Iterator[None]:
+def reject_damaged(source: object) -> Iterator[None]:
     """Turn an exception inside the block into a RejectedFileError that names the source. An exception of another type
     means that the file is damaged. Lack of memory passes, and so does an error that names a file already.
     """
@@ -63,7 +63,7 @@ def named_errors(source: object) -> Iterator[None]:
 def read_json(path: Path, max_bytes: float = math.inf) -> dict:
     """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
     text = read_text(path, max_bytes)
-    with named_errors(path):
+    with reject_damaged(path):
         content = json.loads(text)
         require(isinstance(content, dict), f"it must hold an object, got {type(content).__name__}")
     return content
@@ -71,11 +71,11 @@ def read_json(path: Path, max_bytes: float = math.inf) -> dict:
 
 def read_text(path: Path, max_bytes: float = math.inf) -> str:
     """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
-    with named_errors(path):
+    with reject_damaged(path):
         require(path.is_file(), "it is missing, or not a regular file") # a device or a pipe may never end
         require(path.stat().st_size <= max_bytes, f"it has more than {max_bytes} bytes")
         text = path.read_text("utf-8")
-        reject_pointer(text[:100].encode())
+        reject_lfs_pointer(text[:100].encode())
     return text
 
 
@@ -89,7 +89,7 @@ def read_complete(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
     source, end, is_waiting = paths[0] if len(paths) == 1 else paths[0].parent, time.monotonic() + MAX_WAIT, False
     while True:
         try:
-            with named_errors(source):
+            with reject_damaged(source):
                 if (result := read_unchanged(paths, read)) is not None:
                     return result
         except OSError: # a writer may remove the file before it writes it again

@@ -48,9 +48,9 @@ class Engine:
         self.run_stream = RunStream(params.seed, backend.device, gpt.checkpoint.num_init_draws,
                                     draws_per_sample=params.max_new_tokens, vocab_size=backend.config.vocab_size)
         # nanoGPT samples in the dtype of its logits, which on most devices are float32; transformers in float32.
-        in_logits_dtype = backend.is_exact or (backend.all_columns and not gpt.checkpoint.is_huggingface)
+        in_logits_dtype = backend.is_exact or (backend.full_vocabulary and not gpt.checkpoint.is_huggingface)
         self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
-                               all_columns=backend.all_columns, in_logits_dtype=in_logits_dtype)
+                               full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
         self.has_warned = False
 

@@ -45,11 +45,11 @@ def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringPa
     most = batch_size or gpt.backend.max_rows
     for batch in batches(windows(new, gpt.backend.config.block_size), gpt.backend, most):
         with gpt.inference():
-            results = compute(gpt.backend, batch, params.num_logprobs)
+            results = score_windows(gpt.backend, batch, params.num_logprobs)
         for window, (logprobs, top, top_ids) in zip(batch, results, strict=True):
             score = window.score
             if window.is_first:
-                detokenizer = begin(score, gpt.tokenizer, params.max_tokens)
+                detokenizer = start_detokenizer(score, gpt.tokenizer, params.max_tokens)
             score.num_tokens += len(logprobs)
             score.cumulative_logprob += sum(logprobs)
             steps = zip(window.next_ids[window.num_done:], logprobs, top, top_ids, strict=True)
@@ -59,7 +59,7 @@ def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringPa
             yield score, detokenizer.take_pieces()
 
 
-def begin(score: Score, tokenizer: Tokenizer, max_tokens: int) -> IncrementalDetokenizer:
+def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> IncrementalDetokenizer:
     """What makes the tokens of a text, at most max_tokens. It has the first one already, which is not scored."""
     first_text = tokenizer.incremental_decoder()(score.ids[0])
     score.num_bytes = num_bytes(score.prompt.text) - num_bytes(first_text)
@@ -103,7 +103,7 @@ def batches(all_windows: Iterable[Window], backend: Backend, most: int) -> Itera
         yield batch
 
 
-def compute(backend: Backend, batch: list[Window], num_top: int) -> list[tuple[list, list, list]]:
+def score_windows(backend: Backend, batch: list[Window], num_top: int) -> list[tuple[list, list, list]]:
     """For each window: the log-probabilities of the n tokens that it scores, and those and the ids of the k = num_top
     most likely tokens in their places.
     """

@@ -3,7 +3,7 @@ import os
 import re
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle, unwrap
-from sampling.checkpoints.untrusted_files import named_errors, require
+from sampling.checkpoints.untrusted_files import reject_damaged, require
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer, encode_utf8
 
 # The fields in which prepare scripts name or extend a tokenizer, and names for what stoi and itos describe.
@@ -19,7 +19,7 @@ class CharTokenizer(Tokenizer):
     """
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
         self.source, meta = str(path), read_meta(path) if meta is None else meta
-        with named_errors(path):
+        with reject_damaged(path):
             self.stoi, self.itos = parse_vocabulary(meta)
         self.size = 1 + max([*self.stoi.values(), *self.itos])
         self.is_bytes = any(isinstance(symbol, int) for symbol in self.itos.values())
@@ -79,7 +79,7 @@ def named_encoding(meta: dict, source: object) -> str | None:
 
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
-    with open(path, "rb") as file, named_errors(path):
+    with open(path, "rb") as file, reject_damaged(path):
         meta = read_pickle(file.read(MAX_PICKLE_BYTES))[0]
         require(isinstance(meta, dict), f"it holds {describe(meta)}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from sampling.checkpoints.untrusted_files import named_errors, read_json, read_text, require
+from sampling.checkpoints.untrusted_files import read_json, read_text, reject_damaged, require
 from sampling.inputs.tokenizer import REPLACEMENT, IncrementalDecoder, Tokenizer, call_library, encode_utf8
 
 CONTEXT = 8 # the text of a token depends on at most this many tokens before it, unless the decoder sees the whole text
@@ -131,7 +131,7 @@ def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
     as one for padding, are plain text.
     """
     from tokenizers import AddedToken, Tokenizer
-    with named_errors(path):
+    with reject_damaged(path):
         settings = read_optional(path.with_name("tokenizer_config.json"))
         added = [token | {"id": int(token_id)} for token_id, token in settings.get("added_tokens_decoder", {}).items()]
         if "added_tokens_decoder" not in settings: # then older files have them

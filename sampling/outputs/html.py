@@ -139,15 +139,15 @@ def article_values(record: Mapping[str, Any]) -> dict[str, str]:
 def token_data(tokens: list[Mapping[str, Any]]) -> str:
     """JSON for the page's script: [length, surprisal, text, surprisal, text, surprisal ...] for each token.
 
-    The first surprisal is that of the token, the others are those of the most likely tokens. A surprisal is a
-    neg_millilogprob. A token that ends inside a character has length 0; the token that completes it has all of it.
+    The first surprisal is that of the token, the others are those of the most likely tokens. A token that ends
+    inside a character has length 0; the token that completes it has all of it.
     """
     data = []
     for token in tokens:
         length = len(token["token"].encode("utf-16-le", "surrogatepass")) // 2 # as JavaScript counts
-        entry = [length, neg_millilogprob(token["logprob"])]
+        entry = [length, surprisal(token["logprob"])]
         for top in token["top_logprobs"][:NUM_ALTERNATIVES]:
-            entry += [clean(top["token"]), neg_millilogprob(top["logprob"])]
+            entry += [clean(top["token"]), surprisal(top["logprob"])]
         data.append(entry)
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
 
@@ -182,8 +182,8 @@ def escape(text: str) -> str:
     return html.escape(clean(text)).replace("\r", "&#13;").replace("\n", "&#10;")
 
 
-def neg_millilogprob(logprob: float | None) -> int | None:
-    """A negated log-probability in whole thousandths, which is short and keeps three digits of the probability."""
+def surprisal(logprob: float | None) -> int | None:
+    """The negated log-probability in whole thousandths, which is short and keeps three digits of the probability."""
     return None if logprob is None else round(min(99999, -1000 * logprob)) # min in this order also handles NaN
 
 

@@ -17,8 +17,8 @@ VERSION = 3 # of the fields of a line
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"} # some readers take them for the end of a line
 
 # How the files begin that sample.py writes.
-BEGIN = b'{"version": %d, "index": ' % VERSION # a line of this version
-LINES = re.compile(rb'\{"version": \d+, "index": ')
+LINE_START = b'{"version": %d, "index": ' % VERSION # a line of this version
+LINE_START_OF_ANY_VERSION = re.compile(rb'\{"version": \d+, "index": ')
 PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py">', re.DOTALL)
 
 # Settings that each line repeats; run_settings adds device and dtype. A resumed run has the same values.
@@ -63,8 +63,8 @@ class LinesFile:
     is_ours: whether its lines are known to be of this run. Otherwise, the first write replaces them.
     """
 
-    def __init__(self, path: str, settings: Mapping[str, Any]):
-        self.path, self.file, self.is_ours = path, open_output(path, settings), False
+    def __init__(self, path: str):
+        self.path, self.file, self.is_ours = path, open_output(path), False
 
     def mark_saved(self, samples: Iterator[Sample], run: LineFormat, watch: bool) -> Iterator[Sample]:
         """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models.
@@ -162,7 +162,7 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
             record, where = None, f"{path}, line {number}"
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
-            if record is None and not line.endswith(b"\n") and BEGIN.startswith(line[:len(BEGIN)]):
+            if record is None and not line.endswith(b"\n") and LINE_START.startswith(line[:len(LINE_START)]):
                 logger.info(f"{where} is truncated, so it is left out")
                 return
             if not (isinstance(record, dict) and all(type(record.get(name)) is kind for name, kind in types.items())
@@ -176,11 +176,11 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
 
 # ---- files
 
-def open_output(path: str | os.PathLike, settings: Mapping[str, Any]) -> BinaryIO:
+def open_output(path: str | os.PathLike) -> BinaryIO:
     """Open a file for reading and appending, and lock it for this run. Its content stays.
 
-    Raises ValueError or OSError, which names the file, if it cannot be used, if another run has locked it, or if it is
-    to be overwritten, but was not written by sample.py.
+    Raises ValueError or OSError, which names the file, if it cannot be used, if another run has locked it, or if
+    sample.py has not written it.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path")
@@ -194,10 +194,8 @@ def open_output(path: str | os.PathLike, settings: Mapping[str, Any]) -> BinaryI
             file.close()
             raise ValueError(f"another run writes to {path}: give the file another name") from None
     file.seek(0)
-    if settings["overwrite"]:
-        begin = file.read(200)
-        if begin and not (LINES.match(begin) or PAGE.match(begin)):
-            raise ValueError(f"{path} was not written by sample.py, so --overwrite does not replace it: move it, or "
-                             "give the file another name")
+    begin = file.read(200) # of a new file nothing, and of a killed run perhaps a part of a line
+    if not (LINE_START_OF_ANY_VERSION.match(begin) or LINE_START.startswith(begin) or PAGE.match(begin)):
+        raise ValueError(f"{path} was not written by sample.py, so it is neither continued nor replaced: move it, or "
+                         "give the file another name")
     return file
-

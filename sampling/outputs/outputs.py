@@ -34,12 +34,13 @@ class Outputs:
         self.uses_stdout = out_file == "-" # then nothing else may be printed there
         self.keeps_lines = out_file is not None and not self.uses_stdout
         path = out_file if self.keeps_lines else self.html_file and f"{self.html_file}.jsonl"
-        self.lines = LinesFile(path, settings) if path else None
+        self.lines = LinesFile(path) if path else None
         self.page_end = 0 # how many bytes of the lines html_file shows
         if self.lines:
             before_exit.append(self.close)
         if self.html_file:
-            with open_output(self.html_file, settings) as page:
+            with open_output(self.html_file) as page:
+                page.seek(0)
                 begin = page.read(200)
             if begin and not (settings["overwrite"] or (os.path.getsize(path) and PAGE.match(begin))):
                 raise ValueError(f"{self.html_file} exists already, and nothing is overwritten: give html_file "

@@ -20,17 +20,17 @@ class Sampler:
     """Chooses tokens with fixed settings, which apply in this order, as in transformers: repetition_penalty;
     temperature (0: always the most likely token); top_k with all ties (None or 0: every token); top_p; min_p.
 
-    all_columns: mask all V logits, as nanoGPT does, without waiting for a GPU. Otherwise, continue with the K largest
-    if they have all ties with the k-th, which takes half of the time, and a twentieth with top_p.
+    full_vocabulary: for top_k, mask all V logits, as nanoGPT does, without waiting for a GPU. Otherwise, continue with
+    the K largest if they have all ties with the k-th, which takes half of the time, and a twentieth with top_p.
     in_logits_dtype: apply temperature and top_k in the dtype of the logits, as nanoGPT does under autocast; otherwise,
     and in all other steps, compute in float32.
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
-                 min_p: float | None = None, repetition_penalty: float = 1.0, *, all_columns: bool = False,
+                 min_p: float | None = None, repetition_penalty: float = 1.0, *, full_vocabulary: bool = False,
                  in_logits_dtype: bool = False):
         self.penalty, self.temperature, self.top_k = repetition_penalty, float(temperature), top_k
-        self.top_p, self.min_p, self.all_columns = top_p, min_p, all_columns
+        self.top_p, self.min_p, self.full_vocabulary = top_p, min_p, full_vocabulary
         self.is_greedy = temperature == 0
         self.dtype = None if in_logits_dtype else torch.float32 # None: that of the logits
 
@@ -55,10 +55,10 @@ class Sampler:
             return logits, None
         logits, candidates = apply_temperature(logits, self.temperature), None
         if self.top_k and self.top_k < logits.size(-1):
-            K = self.top_k if self.all_columns else min(self.top_k + ROOM_FOR_TIES, logits.size(-1))
-            largest, largest_ids = logits.topk(K, sorted=not self.all_columns) # (B, K); sorting takes a GPU longer
+            K = self.top_k if self.full_vocabulary else min(self.top_k + ROOM_FOR_TIES, logits.size(-1))
+            largest, largest_ids = logits.topk(K, sorted=not self.full_vocabulary) # (B, K); sorting takes a GPU longer
             kth = largest[:, :self.top_k].amin(dim=-1, keepdim=True) # ties with it stay, as in nanoGPT
-            if not self.all_columns and not (largest[:, -1:] == kth).any():
+            if not self.full_vocabulary and not (largest[:, -1:] == kth).any():
                 candidates, order = largest_ids.sort() # mask_top_p removes equal logits in the order of their ids
                 logits, noise = largest.gather(1, order), noise.gather(1, candidates)
             logits = logits.masked_fill(logits < kth, -torch.inf)

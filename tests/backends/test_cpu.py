@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from models import as_checkpoint, make_gpt, random_prompt
 from project import PROJECT
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.cpu import WORK_PER_THREAD, CPUBackend, Linear, compile_kernels, quantize, run
+from sampling.backends.cpu import WORK_PER_THREAD, CPUBackend, Linear, compile_kernels, quantize, run_kernel
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
 SHAPES = {
@@ -164,7 +164,7 @@ assert numba.threading_layer() == "workqueue" and all(torch.equal(logits, found[
 @pytest.mark.parametrize("most", [1, 2])
 def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(most):
     def num_threads(work):
-        run(lambda: seen.append(numba.get_num_threads()), work)
+        run_kernel(lambda: seen.append(numba.get_num_threads()), work)
         return seen[-1]
     compile_kernels("float32")
     seen, available = [], numba.config.NUMBA_NUM_THREADS

@@ -75,7 +75,7 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
 def test_a_line_of_another_run_is_refused_with_the_first_difference(tmp_path, changes, message):
     def resume(line):
         (tmp_path / "a.jsonl").write_bytes(line)
-        lines = LinesFile(tmp_path / "a.jsonl", ALL_SETTINGS)
+        lines = LinesFile(tmp_path / "a.jsonl")
         with lines.file:
             return list(lines.mark_saved(iter([replace(SAMPLE)]), LineFormat(CHECKPOINT_ID, SETTINGS), watch=False))
     assert resume(line_of(LIKELY))[0].already_saved # whatever its text is

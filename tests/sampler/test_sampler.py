@@ -13,7 +13,7 @@ from sampling.sampler.row_streams import RowStreams, RunStream, exponentials
 from sampling.sampler.sampler import Sampler
 
 FOUR = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log() # the logarithms of probabilities
-EVERYWHERE = pytest.mark.parametrize("all_columns", [False, True], ids=["candidates", "all columns"])
+EVERYWHERE = pytest.mark.parametrize("full_vocabulary", [False, True], ids=["candidates", "all columns"])
 
 
 def sample(logits, seed=1, ids=None, **settings):
@@ -30,20 +30,20 @@ def sample(logits, seed=1, ids=None, **settings):
     dict(top_k=20, top_p=0.7), dict(top_p=0.9, min_p=0.01),
     dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=1.5),
 ], ids=str)
-def test_tokens_are_those_of_one_plain_step_for_each_setting_and_torch_multinomial(settings, all_columns):
+def test_tokens_are_those_of_one_plain_step_for_each_setting_and_torch_multinomial(settings, full_vocabulary):
     logits, ids = normal(64, 1000).mul(3), torch.arange(640).view(64, 10) // 2 # each token twice
     with_ties = [logits.clamp(max=2).round(), logits.bfloat16()] # hundreds of ties, and a few. top_p keeps any of them
     for values in [logits] if "top_p" in settings else [logits, *with_ties]:
         for seed in range(3):
             torch.manual_seed(seed)
             expected = reference_token(values, ids, **settings)
-            assert torch.equal(sample(values, seed, ids, **settings, all_columns=all_columns), expected)
+            assert torch.equal(sample(values, seed, ids, **settings, full_vocabulary=full_vocabulary), expected)
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("settings", [dict(temperature=0.8, top_k=20), dict(top_k=20, top_p=0.5)], ids=str)
-def test_a_row_gets_the_same_token_whatever_the_others_are(settings, all_columns):
-    sampler = Sampler(**settings, all_columns=all_columns)
+def test_a_row_gets_the_same_token_whatever_the_others_are(settings, full_vocabulary):
+    sampler = Sampler(**settings, full_vocabulary=full_vocabulary)
     for seed in range(20):
         logits, noise = normal(8, 300, seed=seed).mul(3).round(), torch.empty(8, 300).exponential_()
         logits[0].clamp_(max=1) # more ties than in the others
@@ -72,10 +72,11 @@ def test_top_p_gives_one_row_the_same_token_every_time(device): # in float32, su
 @EVERYWHERE
 @pytest.mark.parametrize("temperature", [1e-6, 1e-45, 1e-300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_tiny_temperature_takes_the_most_likely_token(dtype, temperature, all_columns):
+def test_a_tiny_temperature_takes_the_most_likely_token(dtype, temperature, full_vocabulary):
     logits = torch.tensor([[50, 51, 49], [-50, -49, -51]], dtype=dtype)
     for in_own in False, True:
-        found = sample(logits, temperature=temperature, top_k=2, all_columns=all_columns, in_logits_dtype=in_own)
+        found = sample(logits, temperature=temperature, top_k=2, full_vocabulary=full_vocabulary,
+                       in_logits_dtype=in_own)
         assert found.tolist() == [[1], [1]]
 
 
@@ -92,8 +93,8 @@ def test_in_their_own_dtype_logits_give_nanogpts_tokens_and_bfloat16_shows_the_d
     logits = normal(256, 1000, seed=4).mul(3).to(dtype)
     torch.manual_seed(1)
     expected = reference_token(logits, torch.zeros(256, 0), **settings, in_own_dtype=True)
-    assert torch.equal(sample(logits, **settings, all_columns=True, in_logits_dtype=True), expected)
-    assert dtype != torch.bfloat16 or not torch.equal(sample(logits, **settings, all_columns=True), expected)
+    assert torch.equal(sample(logits, **settings, full_vocabulary=True, in_logits_dtype=True), expected)
+    assert dtype != torch.bfloat16 or not torch.equal(sample(logits, **settings, full_vocabulary=True), expected)
 
 
 @pytest.mark.parametrize("settings", [dict(repetition_penalty=1.3), dict(top_p=0.9), dict(min_p=0.1)], ids=str)
@@ -106,7 +107,7 @@ def test_settings_that_nanogpt_lacks_are_computed_in_float32(settings):
 def test_with_all_columns_the_host_does_not_wait_for_a_gpu():
     """Tensors on the meta device have no values, so a read raises."""
     logits, noise = torch.empty(2, 50, dtype=torch.bfloat16, device="meta"), torch.empty(2, 50, device="meta")
-    sampler = Sampler(0.8, 20, 0.9, 0.1, 1.2, all_columns=True, in_logits_dtype=True)
+    sampler = Sampler(0.8, 20, 0.9, 0.1, 1.2, full_vocabulary=True, in_logits_dtype=True)
     assert sampler(logits, torch.zeros(2, 3, dtype=torch.long, device="meta"), noise).shape == (2, 1)
 
 
