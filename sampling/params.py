@@ -74,7 +74,6 @@ EXACT_RULES = { # what exact=True allows: only what nanoGPT does
     "batch_size": lambda v: v in (None, 1), "compile": lambda v: v is False, "draft": lambda v: v != "int8",
 }
 
-
 ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to suggest
     **dict.fromkeys(["p", "prompt"], "start"), **dict.fromkeys(["m", "model"], "out_dir or init_from"),
     **dict.fromkeys(["ckpt", "checkpoint"], "out_dir"), "n": "num_samples or max_new_tokens", "s": "seed",

@@ -109,11 +109,10 @@ def peak_memory(device: "torch.device") -> int | None:
     if device.type == "cuda":
         import torch
         return torch.cuda.max_memory_allocated(device)
-    try:
+    with suppress(ImportError): # Windows
         import resource
-    except ImportError: # Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return None
 
 
 def free_memory(device: "torch.device") -> int:

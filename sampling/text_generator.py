@@ -36,24 +36,20 @@ class TextGenerator:
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
                  options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None):
         self.checkpoint, self.tokenizer, self.device, self.dtype = checkpoint, tokenizer, device, dtype
-        if options.draft == "int8" and (device.type, dtype) != ("cpu", torch.float32):
-            raise ValueError(f"draft={options.draft} works only on a CPU in float32, because it gains nothing "
-                             f"elsewhere; got {device} and {self.dtype_name}: leave out draft, or pass --device=cpu "
-                             "--dtype=float32")
         shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
         self.num_params = sum(map(math.prod, shapes.values()))
         # A draft needs the compiled kernels, however short the run is.
         num_steps = None if options.draft == "int8" else num_steps
         self.backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
         if options.draft == "int8" and not self.backend.can_copy_to_int8:
-            raise ValueError("draft=int8 needs the compiled kernels: pip install numba, or leave out draft")
+            raise ValueError(f"draft=int8 works only on a CPU in float32, and needs numba; got {device} and "
+                             f"{self.dtype_name}: leave out draft")
         self.draft = self.backend.int8_copy() if options.draft == "int8" else None
         self.may_draft, self.draft_lock = options.draft == "auto", threading.Lock()
         logger.info(f"{self.num_params / 1e6:.2f}M parameters on {device} in {self.dtype_name}")
 
     @property
     def dtype_name(self) -> str:
-        """Such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     def draft_for(self, num_tokens: int) -> Backend | None:
