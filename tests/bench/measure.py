@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +30,7 @@ class Case:
 
     def __init__(self, row, name, command, lengths, samples, busy=0):
         self.row, self.name, self.command, self.lengths, self.samples = row, name, command, lengths, samples
-        self.busy = busy
+        self.busy = busy # the number of other programs, each of which uses one core
         self.times = {length: [] for length in lengths}
 
     def of(self, script):
@@ -43,19 +42,20 @@ class Case:
     def run(self):
         """Time both lengths once, after a run that reads the files into memory: the system may have dropped them."""
         timed(self.command(self.lengths[0]))
-        with busy_cores(self.busy):
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(self.busy)]
+        try:
             for length in self.lengths:
                 self.times[length].append(timed(self.command(length))[0])
-
-    def rates(self):
-        """Tokens per second, in each round."""
-        short, long = self.lengths
-        return [self.samples * (long - short) / (slow - quick)
-                for quick, slow in zip(self.times[short], self.times[long], strict=True)]
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
 
     def rate(self):
         """Tokens per second: the median of the rounds."""
-        return statistics.median(self.rates())
+        short, long = self.lengths
+        rounds = zip(self.times[short], self.times[long], strict=True)
+        return statistics.median(self.samples * (long - short) / (slow - quick) for quick, slow in rounds)
 
 
 def timed(command):
@@ -67,18 +67,6 @@ def timed(command):
     if status:
         sys.exit(f"{command} failed:\n{messages.decode()}")
     return time.perf_counter() - start, usage.ru_maxrss / 1024
-
-
-@contextmanager
-def busy_cores(count):
-    """While the block runs, run count other programs, each of which uses one core."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
 
 
 def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, more=()):
