@@ -30,6 +30,7 @@ def test_help_and_version_name_the_program_as_the_user_called_it(name, program, 
     printed = capsys.readouterr().out
     assert shown in printed and printed.endswith("\n1.2.3\n")
     assert ("python sample.py" in printed) == (name == "__main__")
+    assert max(map(len, printed.splitlines())) <= 80, "also an example, which is not wrapped"
 
 
 def test_comments_of_all_settings_begin_in_the_same_column():
