@@ -15,18 +15,13 @@ def write(**files):
         Path(f"{name}.py").write_text(content)
 
 
-def test_files_and_arguments_apply_in_order(script):
-    write(a="count = 1\nrate = 1\n", b="count = count + 1\n")
-    assert script("a.py", "b.py", "--rate=0.5") == {"count": 2, "rate": 0.5}
-    assert script("--count=7", "b.py") == {"count": 8}
-    assert script("b.py", "a.py") == {"count": 1, "rate": 1.0}
-
-
-def test_arguments_replace_what_a_file_sets_and_add_to_each_other(script):
-    write(a="ends = ['X']\n", b="count = 3\n")
-    assert script("a.py", "--ends=A", "--ends=B") == {"ends": ["A", "B"]}
-    assert script("--ends=A", "a.py", "--ends=B") == {"ends": "B"}
-    assert script("--ends=A", "b.py", "--ends=B") == {"ends": ["A", "B"], "count": 3}
+@pytest.mark.parametrize("arguments, changes", [
+    (["a.py", "b.py", "--rate=0.5"], {"count": 2, "rate": 0.5}), (["b.py", "a.py"], {"count": 1, "rate": 1.0}),
+    (["c.py", "--ends=A", "--ends=B"], {"ends": ["A", "B"]}), (["--ends=A", "c.py", "--ends=B"], {"ends": "B"}),
+    (["--count=7", "--ends=A", "b.py", "--ends=B"], {"count": 8, "ends": ["A", "B"]})], ids=str)
+def test_files_and_arguments_apply_in_order(script, arguments, changes):
+    write(a="count = 1\nrate = 1\n", b="count = count + 1\n", c="ends = ['X']\n")
+    assert script(*arguments) == changes
 
 
 @pytest.mark.parametrize("path", ["else where/a.py", "project/b.py", "-t"])
@@ -36,7 +31,6 @@ def test_a_settings_file_is_found_in_any_folder_and_next_to_the_script(script, p
     assert script(path.removeprefix("project/"), aliases={"t": "text"}) == {"count": 1} # the script is in project/
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no /dev/fd")
 def test_a_file_may_be_a_pipe(script):
     """As in bash: sample.py <(echo count=3)"""
     reader, writer = os.pipe()
