@@ -16,7 +16,6 @@ def folder(tmp_path):
     save_checkpoint(tmp_path / "out", make_gpt())
     (tmp_path / "prompts.txt").write_text("The \nO\nWhat is it?\nThou\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "The ", "id": "act 2", "by": "me"}\n{"prompt": "Thou"}\n')
-    (tmp_path / "zeros.txt").write_text("aaaa")
     return tmp_path
 
 
@@ -25,10 +24,9 @@ def names(stdout):
 
 
 @pytest.mark.parametrize("start, expected", [
-    ("The ", ["'The '"]), ("FILE:zeros.txt", ["zeros.txt"]), ("FILE:-", ["standard input"]),
+    ("The ", ["'The '"]), ("FILE:-", ["standard input"]),
     ("LINES:prompts.txt", [f"prompts.txt, line {i}" for i in (1, 2, 3, 4)] + ["all"]),
     ("JSONL:prompts.jsonl", ["act 2", "prompts.jsonl, line 2", "all"]),
-    ("LINES:-", ["standard input, line 1"]),
 ])
 def test_each_text_is_a_line_with_its_name(run_script, folder, start, expected):
     done = run_script(f"--start={start}", "--score", stdin=b"yes, ", cwd=folder)
@@ -58,8 +56,9 @@ def test_a_file_of_scores_resumes_with_the_same_sums(run_script, folder):
     assert samples.returncode == 1 and "is from another run" in samples.stderr
 
 
-def test_lines_and_the_page_have_each_token(run_script, folder):
-    done = run_script("--start=JSONL:prompts.jsonl", "--score", "--out_file=a.jsonl", "--logprobs=2",
+@pytest.mark.parametrize("logprobs", [0, 2])
+def test_lines_and_the_page_have_each_token(run_script, folder, logprobs):
+    done = run_script("--start=JSONL:prompts.jsonl", "--score", "--out_file=a.jsonl", f"--logprobs={logprobs}",
                       "--html_file=page.html", cwd=folder)
     assert done.returncode == 0, done.stderr
     record = json.loads((folder / "a.jsonl").read_text().splitlines()[0])
@@ -74,10 +73,7 @@ def test_lines_and_the_page_have_each_token(run_script, folder):
     assert f'finish">3 tokens, {-sum(t["logprob"] for t in others) / 3:.2f}' in page
 
 
-def test_without_alternatives_lines_have_the_tokens_and_a_page_the_text(run_script, folder):
-    run_script("--start=The ", "--score", "--out_file=a.jsonl", "--logprobs=0", cwd=folder)
-    content = json.loads((folder / "a.jsonl").read_text())["logprobs"]["content"]
-    assert [token["token"] for token in content] == list("The ")
+def test_a_page_of_lines_without_tokens_has_the_text(run_script, folder):
     run_script("--start=The ", "--score", "--out_file=b.jsonl", cwd=folder)
     assert html.write_page(folder / "b.html", [str(folder / "b.jsonl")]) == 1
     assert "<span>The </span>" in (folder / "b.html").read_text()
