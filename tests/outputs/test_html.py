@@ -116,13 +116,12 @@ def test_a_page_is_made_later_from_files(tmp_path):
 
 
 @pytest.mark.parametrize("content, page, message", [
-    (b'{"version": 2}\n', "new.html", "a.jsonl, line 1: not written by this version of sample.py"),
     (LineFormat({}, RUN).line(finished_sample(0, "O", [])).replace(b'"text"', b'"test"'), "new.html",
      "sample 0 lacks a field, or has a wrong one"),
     (b"", "mine.html", "mine.html is not a page of samples, so it is not replaced"),
     (None, "new.html", "error: there is no file '"),
     (b"", "new.html", "new.html is not written, because there is no sample to show"),
-], ids=["no-settings", "no-text", "not-a-page", "no-file", "no-sample"])
+], ids=["no-text", "not-a-page", "no-file", "no-sample"])
 def test_a_wrong_file_or_page_is_one_line_and_changes_nothing(tmp_path, content, page, message):
     (tmp_path / "mine.html").write_text("<!DOCTYPE html>mine")
     if content is not None:
