@@ -1,9 +1,4 @@
-"""Random settings, prompts, tokens and batches: each is read correctly, or raises a one-line error.
-
-This command tries other examples at every call, for about an hour:
-
-    python -m pytest --slow --hypothesis-profile=hour tests/script/test_fuzz.py
-"""
+"""Random settings, prompts, tokens and batches: each is read correctly, or raises a one-line error."""
 import io
 import pickle
 import re
