@@ -38,7 +38,6 @@ class Terminal:
 
     @property
     def text(self):
-        """The output since the last call of wait_for."""
         return self.bytes.decode(errors="replace")
 
     def wait_for(self, text, seconds=60):
@@ -52,7 +51,6 @@ class Terminal:
         os.write(self.screen, text.encode())
 
     def read_to_end(self):
-        """Return all output until the process exits."""
         while self.read_some():
             pass
         self.process.wait(60)

@@ -38,7 +38,6 @@ def start(char_checkpoint, tiktoken_cache, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(run_script, char_checkpoint):
-    """The output of a normal run: run(*arguments)."""
     return lambda *arguments: run_script(f"--out_dir={char_checkpoint}", "--max_new_tokens=30", *arguments).stdout
 
 

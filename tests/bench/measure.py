@@ -32,7 +32,6 @@ class Case:
         self.times = {length: [] for length in lengths}
 
     def of(self, script):
-        """The same case, with another sample.py."""
         def command(length):
             return [script if part == SCRIPT else part for part in self.command(length)]
         return Case(self.row, f"{self.name}, other", command, self.lengths, self.samples, busy=self.busy)

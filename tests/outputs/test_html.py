@@ -17,7 +17,6 @@ from sampling.params import Token
 
 
 def make_by_command(*arguments):
-    """Run python -m sampling.outputs.html."""
     return subprocess.run([sys.executable, "-m", "sampling.outputs.html", *map(str, arguments)], cwd=PROJECT,
                           capture_output=True, text=True)
 

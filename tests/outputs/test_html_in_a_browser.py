@@ -126,8 +126,6 @@ def test_runs_stand_side_by_side_where_there_is_room(view, tmp_path, width, num_
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
-# ---- tooltips
-
 def test_hovering_shows_the_alternatives(view):
     page = view([[make_token("a", 0.5, a=0.5, b=0.25), make_token("\n", 0.0004, **{" ": 0.9, "\t\u202e": 0.05}),
                   make_token("c  d", 0.2, d=0.3, c=0.2, **{"c  d": 0.2})]])

@@ -16,7 +16,6 @@ LIKELY = [make_token("a", 0.5, a=0.5, b=0.25, c=0.125), make_token("", 0.7), mak
 
 
 def line_of(tokens, logprobs=None, sample=SAMPLE):
-    """The line of a sample of these tokens."""
     settings = SETTINGS if logprobs is None else SETTINGS | {"logprobs": logprobs}
     return LineFormat(CHECKPOINT_ID, settings).line(replace(sample, tokens=tokens, finish_reason="length"))
 

@@ -60,7 +60,6 @@ def files(tmp_path):
 
 
 def num_shown(folder):
-    """The number of samples on the page."""
     return (folder / "a.html").read_bytes().count(b"</article>")
 
 

@@ -88,7 +88,6 @@ def test_examples_print_the_documented_output(block, tiktoken_cache, user_folder
 
 
 def run_in_bash(script, folder, tiktoken_cache):
-    """Run a script of bash in this folder."""
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "",
            "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=300)

@@ -42,7 +42,6 @@ def test_samples_with_default_settings_equal_nanogpts(run_script, tmp_path):
 
 
 def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoint, tmp_path):
-    """Prompts of different lengths, and samples longer than the window."""
     (tmp_path / "prompts.txt").write_text("The \nO\nWhat is it?\naaaaaaaaaaaaaaa\nAnd then they all went home. ")
     run = (f"--out_dir={char_checkpoint}", "--device=cpu", "--dtype=int8", "--start=LINES:prompts.txt",
            "--num_samples=2", "--max_new_tokens=20", "--context_shift")
