@@ -83,10 +83,10 @@ def test_the_files_of_a_killed_run_become_those_of_a_whole_one(run, files, tmp_p
 @pytest.mark.parametrize("mine, changes, message", [
     ({}, {"watch": True, "seed": 5, "models": [model_of("2")]}, "line 1, is from another run: seed is 1 there"),
     ({}, {"count": 2}, "line 3, is one sample more than this run generates"),
-    ({"a.jsonl": b"my notes\n"}, {}, r"a\.jsonl, line 1: .*is not overwritten"),
-    ({"a.jsonl": b'{"version": 1, "index": 0, "pro'}, {}, r"a\.jsonl, line 1: .*is not overwritten"),
-    ({"a.jsonl": b'{"version": "1.0"}'}, {"overwrite": True}, r"a\.jsonl was not written by sample.py"),
-    ({"a.html": b"<!DOCTYPE html>\nmine"}, {"overwrite": True}, r"a\.html was not written by sample.py"),
+    ({"a.jsonl": b"my notes\n"}, {}, r"a\.jsonl.* not written by .*sample\.py"),
+    ({"a.jsonl": b'{"version": 1, "index": 0, "pro'}, {}, r"a\.jsonl.* not written by .*sample\.py"),
+    ({"a.jsonl": b'{"version": "1.0"}'}, {"overwrite": True}, r"a\.jsonl was not written by sample\.py"),
+    ({"a.html": b"<!DOCTYPE html>\nmine"}, {"overwrite": True}, r"a\.html was not written by sample\.py"),
 ])
 def test_other_files_are_refused_and_stay_unchanged(run, files, tmp_path, mine, changes, message):
     run()
@@ -201,11 +201,3 @@ def test_a_run_that_fails_while_its_model_is_loaded_leaves_no_files(start, files
     with pytest.raises(SystemExit), console.report_user_errors():
         raise OSError("there is no folder out")
     assert files() == {}
-
-
-def test_a_full_disk_is_named_by_the_file(start, tmp_path):
-    lines = start(html_file=None).lines
-    lines.is_ours = True
-    with (open("/dev/full", "r+b", 0) as lines.file,
-          pytest.raises(OSError, match=f"cannot write '{tmp_path}/a.jsonl': No space left on device")):
-        lines.write(b"a line")
