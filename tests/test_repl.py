@@ -75,7 +75,6 @@ ANSWERS = { # what a user types, and a part of the message
     ":help": "Ctrl-D ends the session",
     ":seed=random": "drawn at random; :seed=",
     '""': "error: the prompt is empty, but a sample needs something to continue, such as a newline",
-    "¡": "error: the prompt has characters",
     "b\udcffd": "lacks: '\\udcff' at 2", # a byte that is not UTF-8
     "FILE:-": "error: this session reads standard input itself",
     "FILE:--seed.txt": "error: cannot read the prompt file '--seed.txt'",
