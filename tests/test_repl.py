@@ -214,7 +214,7 @@ def test_a_session_reads_lines_from_a_pipe(reply):
     ("sampling.repl.Session.print_scores", BrokenPipeError(), 141, ""), # nobody reads the samples
     ("builtins.input", OSError(5, "Input/output error"), 0, "")], ids=["memory", "output", "input"])
 def test_a_session_ends_without_its_streams_not_without_memory(reply, monkeypatch, function, error, status, message):
-    monkeypatch.setattr(function, MagicMock(side_effect=error))
+    monkeypatch.setattr(function, MagicMock(side_effect=[error]))
     done = reply(":score a\nThe \n")
     assert done.returncode == status and message in done.stderr
     assert done.stderr.count("error") == done.stdout.count(RULE) == bool(message) # it went on with a sample

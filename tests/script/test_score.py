@@ -56,9 +56,8 @@ def test_a_file_of_scores_resumes_with_the_same_sums(run_script, folder):
     assert samples.returncode == 1 and "is from another run" in samples.stderr
 
 
-@pytest.mark.parametrize("logprobs", [0, 2])
-def test_lines_and_the_page_have_each_token(run_script, folder, logprobs):
-    done = run_script("--start=JSONL:prompts.jsonl", "--score", "--out_file=a.jsonl", f"--logprobs={logprobs}",
+def test_lines_and_the_page_have_each_token(run_script, folder):
+    done = run_script("--start=JSONL:prompts.jsonl", "--score", "--out_file=a.jsonl", "--logprobs=2",
                       "--html_file=page.html", cwd=folder)
     assert done.returncode == 0, done.stderr
     record = json.loads((folder / "a.jsonl").read_text().splitlines()[0])
@@ -73,7 +72,10 @@ def test_lines_and_the_page_have_each_token(run_script, folder, logprobs):
     assert f'finish">3 tokens, {-sum(t["logprob"] for t in others) / 3:.2f}' in page
 
 
-def test_a_page_of_lines_without_tokens_has_the_text(run_script, folder):
+def test_without_alternatives_lines_have_the_tokens_and_a_page_the_text(run_script, folder):
+    run_script("--start=The ", "--score", "--out_file=a.jsonl", "--logprobs=0", cwd=folder)
+    content = json.loads((folder / "a.jsonl").read_text())["logprobs"]["content"]
+    assert [token["token"] for token in content] == list("The ")
     run_script("--start=The ", "--score", "--out_file=b.jsonl", cwd=folder)
     assert html.write_page(folder / "b.html", [str(folder / "b.jsonl")]) == 1
     assert "<span>The </span>" in (folder / "b.html").read_text()
