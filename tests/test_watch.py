@@ -66,8 +66,7 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
 
 
 @pytest.mark.parametrize("flags, num_models", [(["--watch", "--draft=int8"], 3), (["--interactive"], 2)], ids=str)
-def test_the_old_model_is_freed_before_the_new_one_is_loaded(monkeypatch, char_checkpoint, run_script, flags,
-                                                             num_models):
+def test_a_model_is_freed_before_the_next_is_loaded(monkeypatch, char_checkpoint, run_script, flags, num_models):
     backends, num_alive, prepare, load = weakref.WeakSet(), [], text_generator.prepare_backend, nanogpt.load_nanogpt
 
     def prepare_and_note(*arguments):

@@ -21,7 +21,6 @@ from report import draw_chart, report
 
 
 def all_cases(folder):
-    """All cases of the table, in order."""
     gpt2, gpt2_large, large, small = (folder / name for name in ("124M", "774M", "10.6M", "0.8M"))
     found = [*gpt2_cases(gpt2, 1), *gpt2_cases(gpt2, 10),
              *our_cases("774M, 1 sample", gpt2_large, 1, (8, 264), ("float32", "draft=None", "int8"))]

@@ -145,7 +145,6 @@ def make_models(folder, *names):
 
 
 def random_transformers_gpt2(shape):
-    """A random GPT-2 of transformers."""
     import transformers
     sizes = {"n_positions": shape["block_size"], "bos_token_id": None, "eos_token_id": None,
              "n_ctx": shape["block_size"], # llama.cpp's converter needs it

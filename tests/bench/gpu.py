@@ -68,7 +68,6 @@ class Bench:
             yield name, partial(self.time_ours, small, "bfloat16", 1, **options)
 
     def describe(self):
-        """Versions, and the GPU."""
         gpu = str(torch.cuda.get_device_properties(self.device)) if self.device.type == "cuda" else None
         return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "gpu": gpu}
 
@@ -96,7 +95,6 @@ class Bench:
         return self.time(samples, lambda: generator.generate("a", self.params, samples, batch_size=samples))
 
     def time_loop(self, name, dtype):
-        """nanoGPT's loop, one sample."""
         model, idx = self.models[name].to(self.device), torch.tensor([[1]], device=self.device)
         with self.autocast(dtype):
             return self.time(1, lambda: nanogpt_loop(model, idx, self.new_tokens))
@@ -121,7 +119,6 @@ class Bench:
 
 
 def main():
-    """Run all cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only cells with this text in their name")
     parser.add_argument("--smoke", action="store_true", help="small sizes; always so without a GPU")

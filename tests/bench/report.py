@@ -7,7 +7,6 @@ from measure import machine
 
 
 def report(cases, processes, limits, rounds):
-    """All results in Markdown."""
     limits = [statistics.median(values) for values in zip(*limits, strict=True)]
     modules = {"torch": "torch", "transformers": "transformers", "ctranslate2": "ctranslate2",
                "llama-cpp-python": "llama_cpp"}
@@ -29,7 +28,6 @@ def report(cases, processes, limits, rounds):
 
 
 def shown_rate(case):
-    """The rate, with a decimal if it is below ten."""
     rate = case.rate()
     return f"{rate:.1f}" if rate < 9.95 else f"{rate:,.0f}"
 

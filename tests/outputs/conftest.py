@@ -6,8 +6,7 @@ import pytest
 from pages import write_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-           "--disable-component-update", "--disable-sync", "--force-renderer-accessibility"] # as with a screen reader
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--force-renderer-accessibility"] # the last as with a screen reader
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 
 from project import PROJECT, SCRIPT
 from sampling.outputs import console
-from terminal import redirected
+from script_process import redirected
 
 LOGGER = logging.getLogger("sampling.test")
 OUT_OF_MEMORY = ("error: out of memory: the model, or a single sample, does not fit ({}): use a smaller model, fewer "
@@ -58,8 +58,6 @@ def test_other_processes_show_only_errors_with_their_number(read_stderr, monkeyp
     assert pauses == [5] # torchrun ends all processes when one has failed: rank 0 must show a common error first
 
 
-# ---- one log
-
 def test_info_and_warnings_are_shown_once_above_the_progress_bar(read_stderr, monkeypatch):
     console.setup_console(owns_process=False) # the second run of this process
     bar = SimpleNamespace(clear=lambda: print("<cleared>", file=sys.stderr, end=""))
@@ -80,8 +78,6 @@ def test_in_a_program_warnings_reach_stderr_and_the_rest_is_as_it_configures(pro
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=PROJECT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", shown)
 
-
-# ---- the progress bar, and the standard streams
 
 @pytest.mark.parametrize("stdout, stderr_is_tty, shows_text, is_shown", [
     ("terminal", True, True, False), ("terminal", True, False, True), ("file", True, True, True),

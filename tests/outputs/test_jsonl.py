@@ -16,7 +16,6 @@ LIKELY = [make_token("a", 0.5, a=0.5, b=0.25, c=0.125), make_token("", 0.7), mak
 
 
 def line_of(tokens, logprobs=None, sample=SAMPLE):
-    """The line of a sample of these tokens."""
     settings = SETTINGS if logprobs is None else SETTINGS | {"logprobs": logprobs}
     return LineFormat(CHECKPOINT_ID, settings).line(replace(sample, tokens=tokens, finish_reason="length"))
 
@@ -65,7 +64,6 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
 
 @pytest.mark.parametrize("changes, message", [
     ({"settings": {"seed": 2, "stop": []}}, ", is from another run: seed is 2 there, and 1 here"),
-    ({"settings": {**SETTINGS, "new": True}}, ", is from another run: new is True there, and None here"),
     ({"checkpoint": {"crc32": "1"}}, ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
     ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),

@@ -45,14 +45,6 @@ def test_the_backgrounds_have_the_limits_of_the_page():
     assert [*TINTS][::-1] == list(map(float, limits))
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(monkeypatch):
-    def write(text):
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False, write=write))
-    with pytest.raises(OSError, match="cannot write 'standard output': No space left on device"):
-        Printer(CodePointTokenizer()).update(finished_sample(0, "<", []), [])
-
-
 @pytest.mark.parametrize("streams, printed", [(True, ["<a", "bc", "", f"d\n{RULE}\n"]),
                                               (False, ["", "", "", f"<abcd\n{RULE}\n"])])
 def test_pieces_are_printed_at_once_or_with_the_whole_sample(streams, printed, capsys):

@@ -1,5 +1,4 @@
 """README.md, docs/, the settings files and the demo checkpoint work as documented."""
-import ast
 import json
 import os
 import re
@@ -11,7 +10,7 @@ import huggingface_hub
 import pytest
 
 from project import PROJECT, RULE, SCRIPT
-from sampling.configurator import find_settings, help_text
+from sampling.configurator import find_settings
 
 DOCUMENTS = [PROJECT / "README.md", PROJECT / "SECURITY.md", *sorted((PROJECT / "docs").glob("*.md"))]
 DEMO = PROJECT / "demo"
@@ -89,7 +88,6 @@ def test_examples_print_the_documented_output(block, tiktoken_cache, user_folder
 
 
 def run_in_bash(script, folder, tiktoken_cache):
-    """Run a script of bash in this folder."""
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "",
            "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -101,13 +99,6 @@ def test_programs_run(program):
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=PROJECT, env=env, capture_output=True,
                           text=True)
     assert done.returncode == 0 and done.stdout, done.stderr
-
-
-def test_examples_of_the_help_fit_into_a_terminal_of_80_columns():
-    docstring = ast.get_docstring(ast.parse(SCRIPT.read_text(encoding="utf-8")))
-    lines = help_text(docstring, find_settings(SCRIPT), 80).splitlines()
-    examples = [line for line in lines if line.startswith("    python sample.py")]
-    assert len(examples) >= 3 and max(map(len, examples)) <= 80
 
 
 def test_the_table_of_settings_has_the_defaults_and_comments_of_the_script():

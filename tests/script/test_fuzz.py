@@ -1,9 +1,4 @@
-"""Random settings, prompts, tokens and batches: each is read correctly, or raises a one-line error.
-
-This command tries other examples at every call, for about an hour:
-
-    python -m pytest --slow --hypothesis-profile=hour tests/script/test_fuzz.py
-"""
+"""Random settings, prompts, tokens and batches: each is read correctly, or raises a one-line error."""
 import io
 import pickle
 import re
@@ -28,22 +23,6 @@ from sampling.params import Prompt, Sample, SamplingParams, check_settings
 
 pytestmark = pytest.mark.fuzz
 
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory):
-    """A folder that all examples of a test write to."""
-    return tmp_path_factory.mktemp("scratch")
-
-
-@pytest.fixture(scope="module")
-def gpt2(tiktoken_cache):
-    """GPT-2's encoding."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
-        return TiktokenTokenizer()
-
-
-# ---- settings
 
 literals = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=3),
@@ -75,8 +54,8 @@ files = st.binary(max_size=20) | st.lists(assignments | statements | st.text(max
 @example(["--stop=[]", "--stop=a", "b"], None)
 @example([], b"stop = ('a', 'b')")
 @example([], b"raise Exception('a' * 10**6)")
-def test_any_arguments_and_any_settings_file_give_settings_or_a_one_line_error(scratch, arguments, file):
-    scope, path = dict(SCOPE), scratch / "mine.py"
+def test_any_arguments_and_any_settings_file_give_settings_or_a_one_line_error(tmp_path, arguments, file):
+    scope, path = dict(SCOPE), tmp_path / "mine.py"
     if file is not None:
         path.write_bytes(file)
         arguments = [str(path), *arguments]
@@ -97,16 +76,14 @@ def test_any_arguments_and_any_settings_file_give_settings_or_a_one_line_error(s
         assert type(settings[name]).__name__ in setting.types
 
 
-# ---- batches
-
-@pytest.fixture(scope="module")
-def tokenizers(scratch, gpt2):
+@pytest.fixture
+def tokenizers(tmp_path, gpt2_encoding):
     """[(tokenizer, how many of its tokens to use)]: characters, overlapping special tokens, the bytes of GPT-2's."""
-    save_meta(scratch / "letters.pkl")
+    save_meta(tmp_path / "letters.pkl")
     symbols = ["a", "b", "<a>", "", "<b>", "<a|", "<<a>>", "<a>b>"]
-    (scratch / "special.pkl").write_bytes(pickle.dumps({"stoi": {"a": 0, "b": 1}, "itos": symbols}))
-    return [(CharTokenizer(scratch / "letters.pkl"), len(CHARS)),
-            (CharTokenizer(scratch / "special.pkl"), len(symbols)), (gpt2, 300)]
+    (tmp_path / "special.pkl").write_bytes(pickle.dumps({"stoi": {"a": 0, "b": 1}, "itos": symbols}))
+    return [(CharTokenizer(tmp_path / "letters.pkl"), len(CHARS)),
+            (CharTokenizer(tmp_path / "special.pkl"), len(symbols)), (TiktokenTokenizer(), 300)]
 
 
 def reference_stop(tokenizer, prompt_ids, token_ids, stops):

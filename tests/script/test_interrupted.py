@@ -52,11 +52,9 @@ def finish(run_script, prepared, folder):
 
 
 @pytest.mark.parametrize("number, status, moments", [
-    (signal.SIGKILL, -9, [0.02]),
+    (signal.SIGKILL, -9, [0, 0.02]),
     (signal.SIGINT, 130, [0.02]),
-    pytest.param(signal.SIGKILL, -9, [0, 0.05, 0.1, 0.2, 0.3], marks=pytest.mark.slow, id="5-kills"),
-    pytest.param(signal.SIGINT, 130, [0, 0.1, 0.2], marks=pytest.mark.slow, id="3-interrupts"),
-    pytest.param(signal.SIGTERM, 143, [0.1], marks=pytest.mark.slow),
+    pytest.param(signal.SIGTERM, 143, [0, 0.05, 0.1, 0.2, 0.3], marks=pytest.mark.slow),
 ], ids=str)
 def test_a_signal_leaves_complete_samples(prepared, folder, finish, number, status, moments):
     """moments: seconds after the first new sample. Each run resumes the previous one."""
@@ -110,7 +108,7 @@ def test_a_full_disk_is_one_error_line(prepared, folder, finish):
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (3 * 1024, -1)) # long before the process writes
         _, messages = process.communicate()
     error = messages.splitlines()[-1]
-    assert process.returncode == 1 and error.startswith(b"error: ") and b"File too large" in error, messages
+    assert process.returncode == 1 and error.startswith(b"error: cannot write 'a.jsonl': File too large"), messages
     assert b"Traceback" not in messages and b"Exception ignored" not in messages
     assert b"".join(samples).startswith((folder / "printed").read_bytes()) and saved.startswith(saved_in(folder))
     finish()
@@ -127,11 +125,6 @@ def test_stdout_may_be_full_or_closed_from_the_start():
     os.close(writer)
     _, messages = process.communicate()
     assert process.returncode == 141 and b"rror" not in messages, messages
-
-
-# ---- standard streams
-
-FAST = "--num_samples=1", "--max_new_tokens=5"
 
 
 @pytest.mark.parametrize("seconds", [0.3, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.1, 0.6, 0.9))])

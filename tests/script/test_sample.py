@@ -11,9 +11,6 @@ from oracles import nanogpt_samples
 from project import RULE
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 
-FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
-slow = pytest.mark.slow
-
 
 def printed(texts):
     """What the script prints for these samples."""
@@ -26,8 +23,6 @@ def nanogpt_output(model, prompt, **sampling):
     samples = nanogpt_samples(nanogpt_args(model.config), model.state_dict(), prompt=ids, **sampling)
     return printed("".join(CHARS[i] for i in sample) for sample in samples)
 
-
-# ---- nanoGPT's text
 
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
 def test_samples_equal_nanogpts_with_any_batch_size(run_script, char_checkpoint, batch_size):
@@ -47,7 +42,6 @@ def test_samples_with_default_settings_equal_nanogpts(run_script, tmp_path):
 
 
 def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoint, tmp_path):
-    """Prompts of different lengths, and samples longer than the window."""
     (tmp_path / "prompts.txt").write_text("The \nO\nWhat is it?\naaaaaaaaaaaaaaa\nAnd then they all went home. ")
     run = (f"--out_dir={char_checkpoint}", "--device=cpu", "--dtype=int8", "--start=LINES:prompts.txt",
            "--num_samples=2", "--max_new_tokens=20", "--context_shift")
@@ -55,8 +49,6 @@ def test_int8_samples_do_not_depend_on_the_batch_size(run_script, char_checkpoin
     assert outputs[0].stdout == outputs[1].stdout == outputs[2].stdout
     assert outputs[0].stdout.count(RULE) == 10 and "on cpu in int8\n" in outputs[0].stderr
 
-
-# ---- transformers' text
 
 @pytest.mark.parametrize("sampling", [
     dict(top_k=200), dict(top_k=0, top_p=0.9, min_p=0.01, repetition_penalty=1.2)], ids=["top_k", "others"])
@@ -72,8 +64,6 @@ def test_samples_of_hugging_face_weights_equal_transformers(run_script, gpt2_fol
     assert f"{gpt2_folder} has no tokenizer of its own: using GPT-2's encoding" in done.stderr
 
 
-# ---- settings, prompts and messages
-
 def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=3", "--max_new_tokens=5", "--start=LINES:-",
                       "--stop=\\n", stdin=b"A prompt that is longer than the window")
@@ -82,8 +72,6 @@ def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint
     assert done.stderr.count("warning: ") == 1 and "if you mean a newline" in done.stderr
     assert "standard input, line 1: the prompt has 39 tokens, but the model sees only the last 16" in done.stderr
 
-
-# ---- files
 
 def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_script, char_checkpoint, tmp_path):
     run = f"--out_dir={char_checkpoint}", "--num_samples=2", "--max_new_tokens=30"
@@ -94,15 +82,6 @@ def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_scri
     assert [json.loads(line)["seed"] for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [int(drawn)] * 2
     resumed = run_script(*run, f"--seed={drawn}", "--out_file=a.jsonl", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-
-
-# ---- sessions
-
-def test_an_exact_session_refuses_what_nanogpt_lacks_and_goes_on(run_script, char_checkpoint):
-    run = f"--out_dir={char_checkpoint}", *FAST, "--exact", "--dtype=bfloat16"
-    done = run_script(*run, "--interactive", stdin=b":top_p=0.9\n:temperature=0\nO\n")
-    assert done.stdout == run_script(*run, "--start=O").stdout
-    assert done.stderr.count("error: exact=True does only what nanoGPT does") == 2
 
 
 # ---- user errors of every kind: each ends the script with one line; other tests have more cases without the script
@@ -121,20 +100,13 @@ UNUSABLE = [ # arguments, a part of the error line: exit status 1
 ]
 
 
-@pytest.fixture(scope="module")
-def bad_input_folder(tmp_path_factory):
-    """A folder with a valid checkpoint in out/ and all files that the tables name."""
-    folder = tmp_path_factory.mktemp("bad")
-    save_checkpoint(folder / "out", make_gpt())
-    (folder / "bad.py").write_text("top_k = -5\n")
-    return folder
-
-
 @pytest.mark.parametrize("arguments, status, message", [
     *((arguments, 2, message) for arguments, message in WRONG_SETTINGS),
     *((arguments, 1, message) for arguments, message in UNUSABLE)])
-def test_bad_input_is_one_error_line(run_script, bad_input_folder, arguments, status, message):
-    done = run_script("--out_dir=out", "--device=cpu", "--num_samples=1", *arguments.split(), cwd=bad_input_folder)
+def test_bad_input_is_one_error_line(run_script, tmp_path, arguments, status, message):
+    save_checkpoint(tmp_path / "out", make_gpt())
+    (tmp_path / "bad.py").write_text("top_k = -5\n")
+    done = run_script("--out_dir=out", "--device=cpu", "--num_samples=1", *arguments.split(), cwd=tmp_path)
     *others, error = done.stderr.splitlines()
     assert done.returncode == status and done.stdout == ""
     assert error.startswith("error: ") and message in error
