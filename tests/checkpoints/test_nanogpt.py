@@ -49,9 +49,6 @@ class Mapping(dict):
 
 # ---- finding the file
 
-PASS = "pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2"
-
-
 def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
     names = ["ckpt-1000-1.3-1.5.pt", "2000_ckpt.pt", "best_model.pt", "a.pt", "b.pt", "model_00001.pt"]
     for i, name in enumerate(names):
@@ -66,8 +63,7 @@ def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
 
 @pytest.mark.parametrize("out_dir, advice", [
     ("out-shakespear", "did you mean --out_dir=out-shakespeare?"),
-    ("runs", f"found ckpt.pt in out-shakespeare, runs/first; {PASS}"),
-    ("x/y/z", f"found ckpt.pt in out-shakespeare; {PASS}"),
+    ("runs", "found ckpt.pt in out-shakespeare, runs/first; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2"),
     ("runs/first/ckpt.pth", "did you mean --out_dir=runs/first?"),
 ])
 def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_dir, advice, tmp_path, monkeypatch):
@@ -100,8 +96,7 @@ def test_fields_of_a_checkpoint_and_the_line_that_describes_it(changes, describe
         assert load_nanogpt(save_checkpoint(tmp_path, make_gpt(), config=other)).raw_config == config
 
 
-@pytest.mark.parametrize("has_checksums, is_zip", [(True, True), (False, True), (False, False)],
-                         ids=["zip", "without-checksums", "before-torch-1.6"])
+@pytest.mark.parametrize("has_checksums, is_zip", [(True, True), (False, True), (False, False)])
 def test_the_checksum_is_of_the_weights_whatever_the_file(has_checksums, is_zip, tmp_path, monkeypatch):
     def crc32(weights):
         with monkeypatch.context() as patch:
@@ -168,7 +163,6 @@ WEIGHTS = { # what a file may have instead of these weights
        for dtype in (torch.float16, torch.bfloat16, torch.float64)},
 }
 ENTRIES = { # what a file may have instead of these entries, and beside them
-    "no-bias-field": {"model_args": {name: value for name, value in SHAPE.items() if name != "bias"}},
     "fields-that-are-off-or-change-no-arithmetic": {"model_args": SHAPE | {
         "rope": False, "n_kv_head": None, "flash": True, "device": torch.device("cuda"), "dtype": torch.float16}},
     "numpy-numbers": {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0), "bias": np.bool_(True)}},
@@ -198,17 +192,11 @@ def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
     assert same_model(save_checkpoint(tmp_path, model, **{"model": weights} | ENTRIES.get(form, {})), model)
 
 
-def test_a_field_that_model_args_lacks_has_nanogpts_default(tmp_path):
-    model = make_gpt(n_layer=12, n_head=12)
-    args = {name: value for name, value in SHAPE.items() if name not in ("n_layer", "n_head")}
-    assert same_model(save_checkpoint(tmp_path, model, model_args=args), model)
-
-
 @pytest.mark.parametrize("model_key, config_key, config, gelu", [
     ("model_state_dict", "config", SIZES, "tanh"), ("model", "model_args", GPTConfig(SIZES), "tanh"),
     ("model", "config", GPTConfig(SHAPE), "none"), # nanoGPT's fields
     ("model", "model_args", argparse.Namespace(**SIZES), "none"), ("model", "model_args", SIZES, "none"),
-], ids=["dict", "as-model_args", "nanoGPT", "Namespace", "dict-as-model_args"])
+])
 def test_build_nanogpts_files_load_with_its_form_of_gelu(model_key, config_key, config, gelu, tmp_path):
     model, path = make_gpt(gelu=gelu), tmp_path / "model_19072.pt"
     torch.save({model_key: model.state_dict(), config_key: config, "step": 19072, "val_loss": 3.05}, path)
@@ -263,14 +251,6 @@ def test_a_hugging_face_model_as_out_dir(tmp_path):
     (b"GGUF" + bytes(4000), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
     (pickle.dumps({"stoi": {"a": 0}}), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
     (b"version https://git-lfs.github.com/spec/v1\n", "only a pointer of Git LFS"),
-], ids=["GGUF", "meta.pkl", "Git-LFS"])
-def test_a_file_of_another_program_is_no_checkpoint(content, message, tmp_path):
-    write_settled(tmp_path / "ckpt.pt", content)
-    with pytest.raises(ValueError, match=message):
-        load_nanogpt(tmp_path)
-
-
-@pytest.mark.parametrize("content, message", [
     ({"a": torch.ones(2), "b.lora_A.0": torch.ones(2)}, "a LoRA adapter, which is no model alone; merge it"),
     ({"epoch": 9, "state_dict": {"a": torch.ones(2)}}, "but holds 'epoch', 'state_dict'; save both: torch.save"),
     ({"model": {}}, "must hold model and model_args, or model and config, but holds 'model'"),
@@ -288,7 +268,10 @@ def test_a_file_of_another_program_is_no_checkpoint(content, message, tmp_path):
 ], ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
-    torch.save(content, tmp_path / "ckpt.pt")
+    if isinstance(content, bytes): # of another program
+        write_settled(tmp_path / "ckpt.pt", content)
+    else:
+        torch.save(content, tmp_path / "ckpt.pt")
     with pytest.raises(ValueError) as error:
         load_nanogpt(tmp_path / "ckpt.pt")
     assert message in str(error.value) and str(tmp_path / "ckpt.pt") in str(error.value)

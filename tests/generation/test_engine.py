@@ -62,24 +62,17 @@ def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(
     assert [sample.tokens for sample in run(gpt, samples, params, 4)] == [whole[i].tokens for i in (3, 4, 6, 7)]
 
 
-@pytest.mark.parametrize("free, sizes", [(16, [8, 1]), (8, [4, 4, 1]), (0, 9 * [1])])
-def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokenizer, free, sizes, monkeypatch):
+@pytest.mark.parametrize("lengths, free, sizes", [
+    (9 * [4], 16, [8, 1]), (9 * [4], 8, [4, 4, 1]), (9 * [4], 0, 9 * [1]),
+    ([4, 4, 8, 4, 4, 4], 8, [2, 1, 1, 2])]) # a long prompt makes only its own batch smaller
+def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokenizer, lengths, free, sizes, monkeypatch):
     backend = NotingBackend(make_gpt())
     monkeypatch.setattr(engine, "free_memory", lambda device: free)
     monkeypatch.setattr(backend, "max_rows", 8)
-    monkeypatch.setattr(backend, "bytes_per_row", {4 + 2: 1}.get) # of the prompt, and of the new tokens
-    run(Generator(tokenizer, backend), make_samples(tokenizer, ["The "], 9), replace(PARAMS, max_new_tokens=2))
-    assert [size for i, size in enumerate(backend.num_rows) if i % 2] == sizes, "every other call is a prefill"
-
-
-def test_a_long_prompt_makes_only_its_own_batch_smaller(tokenizer, monkeypatch):
-    backend = NotingBackend(make_gpt())
-    monkeypatch.setattr(engine, "free_memory", lambda device: 8)
-    monkeypatch.setattr(backend, "max_rows", 4)
-    monkeypatch.setattr(backend, "bytes_per_row", {4 + 2: 1, 8 + 2: 2}.get)
-    samples = make_samples(tokenizer, ["The ", "The ", "What is ", *3 * ["The "]])
+    monkeypatch.setattr(backend, "bytes_per_row", {4 + 2: 1, 8 + 2: 2}.get) # of the prompt, and of the new tokens
+    samples = make_samples(tokenizer, ["a" * length for length in lengths])
     run(Generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=2))
-    assert [size for i, size in enumerate(backend.num_rows) if i % 2] == [2, 1, 1, 2], "every other call is a prefill"
+    assert [size for i, size in enumerate(backend.num_rows) if i % 2] == sizes, "every other call is a prefill"
 
 
 @pytest.mark.parametrize("lengths, block_size, expected", [
