@@ -53,14 +53,6 @@ def byte_fallback():
     return Tokenizer.from_str(json.dumps(content))
 
 
-def suffix():
-    """As CLIP's: a suffix ends a word."""
-    return make(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
-                partial(trainers.BpeTrainer, end_of_word_suffix="</w>"), "<unk> </s>",
-                normalizer=normalizers.Lowercase(), pre_tokenizer=pre_tokenizers.WhitespaceSplit(),
-                decoder=decoders.BPEDecoder())
-
-
 def words():
     """A token a word, and no decoder."""
     return make(models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer, "<unk> </s>",
@@ -89,7 +81,7 @@ def changed_prompts():
 
 MAKE = {
     "replace": replace, "changed-prompts": changed_prompts, "byte-level": byte_level, "older-files": byte_level,
-    "wordpiece": wordpiece, "vocab-txt": wordpiece, "byte-fallback": byte_fallback, "suffix": suffix, "words": words}
+    "wordpiece": wordpiece, "vocab-txt": wordpiece, "byte-fallback": byte_fallback, "words": words}
 
 
 def save_tokenizer(kind, folder):

@@ -7,7 +7,6 @@ import sys
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,15 +67,6 @@ def test_a_config_without_a_model_type_is_that_of_gpt2_if_it_has_its_fields(tmp_
     fields = "n_embd", "n_head", "n_layer", "n_positions", "vocab_size"
     (tmp_path / "config.json").write_text(json.dumps({name: getattr(theirs.config, name) for name in fields}))
     assert same_as_transformers(tmp_path, theirs)
-
-
-@pytest.mark.parametrize("file", ["notes.txt", "train.bin"]) # the latter is nanoGPT's data
-def test_a_folder_here_that_holds_no_model(file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    os.makedirs("gpt2")
-    Path("gpt2", file).write_text("The ")
-    with pytest.raises(ValueError, match=r"^gpt2 is here, but is not .*; for the hub's model of this name, run the"):
-        load_huggingface("gpt2")
 
 
 @pytest.mark.parametrize("config, message", [

@@ -63,7 +63,8 @@ def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
 
 @pytest.mark.parametrize("out_dir, advice", [
     ("out-shakespear", "did you mean --out_dir=out-shakespeare?"),
-    ("runs", "found ckpt.pt in out-shakespeare, runs/first; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2"),
+    ("runs", "found ckpt.pt in out-shakespeare, runs/first; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for "
+             "GPT-2"),
     ("runs/first/ckpt.pth", "did you mean --out_dir=runs/first?"),
 ])
 def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_dir, advice, tmp_path, monkeypatch):
