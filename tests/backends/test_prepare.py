@@ -168,9 +168,6 @@ def test_on_mps_auto_is_float32_and_half_precision_needs_torch_2_11(monkeypatch)
 
 # ---- the plain backends: EagerBackend, also compiled, and ExactBackend
 
-SHAPE = dict(n_embd=128, n_head=4, block_size=64)
-
-
 def test_bytes_per_row_grow_with_the_cache_and_for_the_window():
     backend, cache_bytes = EagerBackend(make_gpt()), sum(layer.nbytes for layer in make_gpt().new_cache(1, 16).layers)
     assert backend.bytes_per_row(16) - backend.bytes_per_row(8) == cache_bytes / 2 # block_size is 16
@@ -221,7 +218,8 @@ def test_a_compiled_model_gives_the_same_text(kind, device):
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_exact_logits_and_text_are_nanogpts_bit_for_bit_inside_the_window_and_past_it(device, dtype):
     """Also for a model with another GELU: nanoGPT has only the exact one. nanoGPT's autocast casts at every step."""
-    checkpoint, model = as_checkpoint(make_gpt(**SHAPE, gelu="tanh")), make_gpt(**SHAPE).to(device)
+    shape = dict(n_embd=128, n_head=4, block_size=64)
+    checkpoint, model = as_checkpoint(make_gpt(**shape, gelu="tanh")), make_gpt(**shape).to(device)
     backend = prepare_backend(checkpoint, torch.device(device), dtype, ModelOptions(exact=True))
     head, embedding = backend.model.lm_head.weight, backend.model.transformer.wte.weight
     assert head.dtype == dtype and embedding.dtype == torch.float32, "only Linears are cast, and only once"

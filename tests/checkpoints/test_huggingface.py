@@ -34,9 +34,10 @@ def test_safetensors_in_half_precision_and_in_shards_load(tmp_path):
 
 
 def test_pytorch_model_bin_loads_from_one_file_and_from_shards(tmp_path):
-    """The tensors of the hub's gpt2 have no prefix, and it holds mask buffers."""
+    """Of 2019: the config has no model_type, the tensors have no prefix, and mask buffers are among them."""
     theirs = make_transformers_gpt2(vocab_size=300)
-    theirs.config.save_pretrained(tmp_path)
+    fields = "n_embd", "n_head", "n_layer", "n_positions", "vocab_size"
+    (tmp_path / "config.json").write_text(json.dumps({name: getattr(theirs.config, name) for name in fields}))
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()
                if name != "lm_head.weight"}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 48, 48, dtype=torch.bool)
@@ -60,15 +61,6 @@ def test_settings_of_the_architecture_are_followed(changes, tmp_path):
     assert same_as_transformers(tmp_path, theirs)
 
 
-def test_a_config_without_a_model_type_is_that_of_gpt2_if_it_has_its_fields(tmp_path):
-    """As those of 2019 and of GPT2-Chinese."""
-    theirs = make_transformers_gpt2(vocab_size=300)
-    theirs.save_pretrained(tmp_path)
-    fields = "n_embd", "n_head", "n_layer", "n_positions", "vocab_size"
-    (tmp_path / "config.json").write_text(json.dumps({name: getattr(theirs.config, name) for name in fields}))
-    assert same_as_transformers(tmp_path, theirs)
-
-
 @pytest.mark.parametrize("config, message", [
     ("{", "cannot read"), ("[1]", "must hold an object"),
     ('{"model_type": "llama"}', "model_type 'llama'; only gpt2"),
@@ -82,9 +74,7 @@ def test_a_config_of_another_model_is_refused(config, message, tmp_path):
 
 
 def test_missing_weights_are_named(tmp_path):
-    make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path, max_shard_size="30KB")
-    (tmp_path / "model.safetensors").unlink()
     min(tmp_path.glob("model-*-of-*.safetensors")).unlink()
     with pytest.raises(ValueError, match=r"the tensors do not fit the model: .*nothing instead of \("):
         load_huggingface(str(tmp_path))

@@ -5,7 +5,7 @@ import torch
 import sampling
 from engines import Generator, NotingBackend
 from models import make_gpt, make_transformers_gpt2
-from sampling.backends.backend import EagerBackend, ExactBackend
+from sampling.backends.backend import EagerBackend
 from sampling.generation import scoring
 from sampling.params import Prompt, Score, ScoringParams
 
@@ -33,11 +33,6 @@ def test_a_score_is_that_of_the_plain_model(make_backend, tokenizer, block_size)
         with torch.no_grad():
             expected = plain_score(make_gpt(block_size=block_size), tokenizer.encode(text))
         assert score(gpt, text) == pytest.approx(expected, rel=1e-4)
-
-
-def test_exact_scores_one_window_at_a_time(tokenizer):
-    gpt = Generator(tokenizer, ExactBackend(make_gpt()))
-    assert score(gpt, BOOK) == pytest.approx(score(Generator(tokenizer), BOOK), rel=1e-5)
 
 
 def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):

@@ -5,7 +5,7 @@ import pytest
 
 from models import save_meta
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.prompts import encode_prompts, log_notices, make_samples, read_prompts, warn_about_stop_texts
+from sampling.inputs.prompts import encode_prompts, log_notices, make_samples, read_prompts
 from sampling.params import Prompt, Sample
 from script_process import PIPE, start_script
 
@@ -75,11 +75,6 @@ def test_prompts_from_a_pipe_are_read_once_as_they_arrive(char_checkpoint):
         assert os.read(process.stdout.fileno(), 1000).startswith(line[:-1])
     process.communicate()
     assert process.returncode == 0
-
-
-def test_a_stop_text_with_a_backslash_and_an_n_gets_a_warning(messages):
-    warn_about_stop_texts(["\n\n", "KING", "\\n\\n"])
-    assert len(messages) == 1 and messages[0].endswith("""as Python does: --stop='"\\n"'""")
 
 
 def test_the_first_new_prompt_that_is_long_is_logged(chars, messages):
