@@ -62,8 +62,7 @@ def test_settings_of_the_architecture_are_followed(changes, tmp_path):
 
 
 @pytest.mark.parametrize("config, message", [
-    ("{", "cannot read"), ("[1]", "must hold an object"),
-    ('{"model_type": "llama"}', "model_type 'llama'; only gpt2"),
+    ("[1]", "must hold an object"), ('{"model_type": "llama"}', "model_type 'llama'; only gpt2"),
     ('{"model_type": "gpt2", "activation_function": "relu"}', "activation_function 'relu'; supported"),
     ('{"model_type": "gpt2"}', "n_layer=12 but holds tensors of 2")])
 def test_a_config_of_another_model_is_refused(config, message, tmp_path):
@@ -95,7 +94,7 @@ class Hub(SimpleHTTPRequestHandler):
 
     def end_headers(self):
         etag = hashlib.sha1(self.path.encode()).hexdigest()
-        for name, value in ("ETag", f'"{etag}"'), ("X-Repo-Commit", COMMIT), ("X-Error-Code", "RepoNotFound"):
+        for name, value in ("ETag", f'"{etag}"'), ("X-Repo-Commit", COMMIT):
             self.send_header(name, value)
         super().end_headers()
 
@@ -135,12 +134,6 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, run
     hub.asked_for.clear()
     offline = run_script(*ARGUMENTS, **hub.env | {"HF_HUB_OFFLINE": "1"})
     assert (offline.returncode, offline.stdout, hub.asked_for) == (0, first.stdout, []), offline.stderr
-
-
-def test_a_model_that_the_hub_does_not_have_is_one_line(hub, run_script):
-    done = run_script(*ARGUMENTS, **hub.env)
-    message = "error: there is no folder 'someone/tiny' here, and the Hugging Face hub has"
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(message)
 
 
 def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_path):

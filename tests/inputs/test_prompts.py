@@ -24,15 +24,12 @@ def test_a_prompt_is_a_text_or_a_file_or_each_line_of_one_that_is_not_empty(tmp_
     assert [prompt.text for prompt in read_prompts(f"FILE:{path}")] == [" a \n\n\té\n"]
 
 
-@pytest.mark.parametrize("start", ["p.txt", "data/p.txt"])
-def test_a_text_that_names_a_file_gets_a_line(tmp_path, monkeypatch, messages, start):
+def test_a_text_that_names_a_file_gets_a_line(tmp_path, monkeypatch, messages):
     monkeypatch.chdir(tmp_path)
-    assert read_prompts(start) == [Prompt(start)] and messages == []
-    (tmp_path / "data").mkdir()
-    for name in "p.txt", "data/p.txt":
-        (tmp_path / name).write_text("a")
-    assert read_prompts(start) == [Prompt(start)] # the text stays the prompt, as in nanoGPT
-    assert messages == [f"the prompt is the text {start!r}; to read the file, pass --start=FILE:{start}"]
+    assert read_prompts("p.txt") == [Prompt("p.txt")] and messages == []
+    (tmp_path / "p.txt").write_text("a")
+    assert read_prompts("p.txt") == [Prompt("p.txt")] # the text stays the prompt, as in nanoGPT
+    assert messages == ["the prompt is the text 'p.txt'; to read the file, pass --start=FILE:p.txt"]
 
 
 def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path, chars):
