@@ -91,7 +91,6 @@ def make_transformers_gpt2(**changes):
 # ---- numbers
 
 def normal(*shape, seed=0):
-    """Normally distributed numbers."""
     return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
 
 

@@ -26,7 +26,6 @@ PROMPTS = random_prompt(5, 2).tolist()
 
 @pytest.fixture(autouse=True)
 def disable_malloc_trim(monkeypatch):
-    """Leave the heap settings of the test process unchanged."""
     monkeypatch.setattr(process, "disable_malloc_trim", function := MagicMock())
     return function
 

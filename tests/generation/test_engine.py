@@ -1,5 +1,4 @@
 """The loop that samples, with every backend; its batches; and how several processes share samples."""
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +14,6 @@ from sampling.generation import engine
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import IncrementalDetokenizer
 from sampling.generation.engine import group_by_length
-from sampling.generation.workers import Workers
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SamplingParams
 
@@ -28,8 +26,7 @@ WINDOWS = { # block_size is mostly 16
 
 @pytest.mark.parametrize("block_size, settings", [
     (16, dict(temperature=0.8, top_k=20)), (16, dict(temperature=0)), (16, dict(temperature=0, repetition_penalty=1.5)),
-    (16, dict(top_k=None)), (16, dict(top_k=1000)), (16, dict(top_p=0.7)), (16, dict(min_p=0.2)),
-    (16, dict(repetition_penalty=1.4, top_k=9)),
+    (16, dict(top_k=None)), (16, dict(top_p=0.7)), (16, dict(min_p=0.2)),
     (16, dict(temperature=1.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=0.8)),
     (16, dict(context_shift=True, top_k=20)), (7, dict(context_shift=True, top_k=20)),
     (1, dict(context_shift=True, top_k=20)),
@@ -192,14 +189,6 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
         for sample, _ in Generator(tokenizer, backend(gpt)).run(samples, params, 2, stream):
             yielded.update([sample.index] if sample.finish_reason else [])
     assert str(error.value) == NOT_FINITE and yielded == {0, 1}
-
-
-def test_output_of_gloo_goes_to_stderr(capfd, monkeypatch):
-    monkeypatch.setattr("sampling.generation.workers.world_size", lambda: 8)
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **settings: os.write(1, b"a greeting"))
-    Workers()
-    os.write(1, b"a sample")
-    assert capfd.readouterr() == ("a sample", "a greeting")
 
 
 # ---- from tokens to text, and the search for stop texts
