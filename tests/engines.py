@@ -25,10 +25,7 @@ PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
 
 
 class NotingBackend(EagerBackend):
-    """Notes how many rows each call has. Overwrites the logits of a call at the next one, as graphs do.
-
-    Raises error in the calls that fail, which have the numbers 1, 2 and so on.
-    """
+    """Notes the rows of each call, and raises error in the failing ones. The next call overwrites the logits."""
 
     def __init__(self, gpt, error=MemoryError, failing=()):
         super().__init__(gpt)
@@ -72,10 +69,7 @@ def without_tokens(samples):
 
 
 def run(gpt, samples, *arguments, **settings):
-    """The finished samples, in the order in which gpt.run yields them. The given samples stay without tokens.
-
-    The pieces of each sample must be its text.
-    """
+    """The finished samples as gpt.run yields them. The given ones stay without tokens. The pieces must be the texts."""
     finished, texts = [], {}
     for sample, pieces in gpt.run(without_tokens(samples), *arguments, **settings):
         texts[sample.index] = texts.get(sample.index, "") + "".join(piece.text for piece in pieces)
@@ -133,9 +127,7 @@ ON_GPU = pytest.param("cuda", marks=NEEDS_GPU) # a device, for parametrize
 
 
 class Recording(TorchFunctionMode):
-    """Stands in for a CUDA graph, and for the block that captures it: replay runs the operations of the block again, on
-    the same tensors.
-    """
+    """Stands in for a CUDA graph and the block that captures it: replay runs the operations again in their places."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +143,6 @@ class Recording(TorchFunctionMode):
         return result
 
     def replay(self):
-        """Run the operations again."""
         for func, args, kwargs, result in self.calls:
             again = func(*args, **kwargs)
             if isinstance(result, Tensor) and again.data_ptr() != result.data_ptr(): # neither a view nor in place

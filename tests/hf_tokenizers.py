@@ -28,9 +28,14 @@ def make(model, trainer, special, size=300, **parts):
 
 
 def byte_level():
+    """With padding, truncation and a post-processor. transformers leaves them out if no special tokens are asked for."""
     trainer = partial(trainers.BpeTrainer, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    return make(models.BPE(), trainer, "<|endoftext|>", 500, decoder=decoders.ByteLevel(),
-                pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
+    ends = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    tokenizer = make(models.BPE(), trainer, "<|endoftext|>", 500, decoder=decoders.ByteLevel(), post_processor=ends,
+                     pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.enable_padding(pad_to_multiple_of=64)
+    tokenizer.enable_truncation(1)
+    return tokenizer
 
 
 def wordpiece():
@@ -68,19 +73,8 @@ def replace():
     return tokenizer
 
 
-def changed_prompts():
-    """With what would change a prompt: padding, truncation and a post-processor. transformers leaves them out where no
-    special tokens are asked for.
-    """
-    tokenizer = byte_level()
-    tokenizer.enable_padding(pad_to_multiple_of=64)
-    tokenizer.enable_truncation(1)
-    tokenizer.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
-    return tokenizer
-
-
 MAKE = {
-    "replace": replace, "changed-prompts": changed_prompts, "byte-level": byte_level, "older-files": byte_level,
+    "replace": replace, "byte-level": byte_level, "older-files": byte_level,
     "wordpiece": wordpiece, "vocab-txt": wordpiece, "byte-fallback": byte_fallback, "words": words}
 
 

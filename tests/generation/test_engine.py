@@ -194,10 +194,7 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
 # ---- from tokens to text, and the search for stop texts
 
 def append_all(tokenizer, ids, max_new_tokens, stop=None, logprobs=None):
-    """The sample of these ids, of which none is appended after it has finished, and its new pieces after each.
-
-    Each token is also its own alternative.
-    """
+    """The sample of these ids, until it is finished, and its new pieces after each. A token is its own alternative."""
     row = IncrementalDetokenizer(Sample(0, Prompt("a"), [64]), tokenizer, SamplingParams(max_new_tokens, stop=stop))
     taken = []
     for i, token_id in enumerate(ids):

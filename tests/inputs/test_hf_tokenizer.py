@@ -109,7 +109,7 @@ def write_model(folder, **parts):
     write(folder, tokenizer={"added_tokens": []} | parts | {"model": model | parts.get("model", {})})
 
 
-def test_dropout_is_left_out(tmp_path): # and so is what else would change a prompt: the kind changed-prompts
+def test_dropout_is_left_out(tmp_path): # and so is what else would change a prompt: the kind byte-level
     write_model(tmp_path, model={"dropout": 0.9})
     assert all(load(tmp_path).encode("abcab") == [3, 2, 3] for _ in range(9))
 
@@ -136,7 +136,6 @@ def test_a_damaged_vocabulary_and_a_panic_of_the_library_are_one_line(parts, mes
 
 @pytest.mark.parametrize("name, content, settings, message", [
     ("spiece.model", "", {}, "has spiece.model, but no tokenizer.json; transformers may"),
-    ("README.md", "", {"tokenizer_class": "ByT5Tokenizer"}, "has ByT5Tokenizer, but no tokenizer.json"),
     ("vocab.json", "{}", {}, "merges.txt: it is missing"),
     ("vocab.txt", "a", {"tokenizer_class": "BertJapaneseTokenizer"}, "'BertJapaneseTokenizer' needs a tokenizer.json"),
     ("vocab.txt", "version https://git-lfs.github.com/spec/v1\n", {}, "cannot read .*vocab.txt: .* pointer of Git LFS"),

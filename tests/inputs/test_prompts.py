@@ -1,20 +1,12 @@
-"""The prompts that the setting start selects, and what a user is told about prompts and stop texts."""
-import os
-
+"""The prompts that the setting start selects, and what a user is told about prompts."""
 import pytest
 
-from models import save_meta
+from models import CHARS
 from sampling.inputs.char_tokenizer import CharTokenizer
 from sampling.inputs.prompts import encode_prompts, log_notices, make_samples, read_prompts
 from sampling.params import Prompt, Sample
-from script_process import PIPE, start_script
 
-
-@pytest.fixture
-def chars(tmp_path):
-    """A tokenizer of characters."""
-    save_meta(tmp_path / "meta.pkl")
-    return CharTokenizer(tmp_path / "meta.pkl")
+TOKENIZER = CharTokenizer("meta.pkl", {"stoi": {char: i for i, char in enumerate(CHARS)}})
 
 
 def test_a_prompt_is_a_text_or_a_file_or_each_line_of_one_that_is_not_empty(tmp_path):
@@ -32,18 +24,18 @@ def test_a_text_that_names_a_file_gets_a_line(tmp_path, monkeypatch, messages):
     assert messages == ["the prompt is the text 'p.txt'; to read the file, pass --start=FILE:p.txt"]
 
 
-def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path, chars):
+def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a\\nb", "id": 7}\n\n  \t \n{"id": {"x": 1}, "prompt": "c", "topic": null}\n   ')
     prompts = read_prompts(f"JSONL:{path}")
     assert prompts == [Prompt("a\nb", 7, f"{path}, line 1"),
                        Prompt("c", {"x": 1}, f"{path}, line 4", {"topic": None})]
-    encoded = encode_prompts(prompts, chars)
-    assert encoded == [(prompts[0], chars.encode("a\nb")), (prompts[1], chars.encode("c"))]
+    encoded = encode_prompts(prompts, TOKENIZER)
+    assert encoded == [(prompts[0], TOKENIZER.encode("a\nb")), (prompts[1], TOKENIZER.encode("c"))]
     samples = [(sample.index, sample.prompt, sample.prompt_ids) for sample in make_samples(encoded, 2, first_index=5)]
     assert samples == [(5, *encoded[0]), (6, *encoded[0]), (7, *encoded[1]), (8, *encoded[1])]
     with pytest.raises(ValueError, match="line 1: the prompt has characters that"):
-        encode_prompts([Prompt("é", location="line 1")], chars)
+        encode_prompts([Prompt("é", location="line 1")], TOKENIZER)
 
 
 @pytest.mark.parametrize("start, content, message", [
@@ -63,20 +55,9 @@ def test_the_error_names_what_is_no_prompt(tmp_path, monkeypatch, start, content
         read_prompts(start)
 
 
-def test_prompts_from_a_pipe_are_read_once_as_they_arrive(char_checkpoint):
-    process = start_script(f"--out_dir={char_checkpoint}", "--start=LINES:-", "--max_new_tokens=5", "--num_samples=1",
-                           "--batch_size=1", stdin=PIPE)
-    for line in b"The \n", b"O\n":
-        process.stdin.write(line)
-        process.stdin.flush()
-        assert os.read(process.stdout.fileno(), 1000).startswith(line[:-1])
-    process.communicate()
-    assert process.returncode == 0
-
-
-def test_the_first_new_prompt_that_is_long_is_logged(chars, messages):
-    samples = [Sample(i, Prompt(text, location=f"a.txt, line {i}"), chars.encode(text), already_saved=i == 0)
+def test_the_first_new_prompt_that_is_long_is_logged(messages):
+    samples = [Sample(i, Prompt(text, location=f"a.txt, line {i}"), TOKENIZER.encode(text), already_saved=i == 0)
                for i, text in enumerate(["b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 17])]
-    assert [*log_notices(samples, chars, 16)] == samples
+    assert [*log_notices(samples, TOKENIZER, 16)] == samples
     assert messages == ["a.txt, line 2: the prompt has 20 tokens, but the model sees only the last 16 of any prompt, "
                         "here from 'deeeeeeeeeeeeeee' on"]
