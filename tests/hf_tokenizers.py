@@ -28,7 +28,7 @@ def make(model, trainer, special, size=300, **parts):
 
 
 def byte_level():
-    """With padding, truncation and a post-processor. transformers leaves them out if no special tokens are asked for."""
+    """With padding, truncation and a post-processor, which transformers leaves out if no special tokens are wanted."""
     trainer = partial(trainers.BpeTrainer, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     ends = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
     tokenizer = make(models.BPE(), trainer, "<|endoftext|>", 500, decoder=decoders.ByteLevel(), post_processor=ends,
@@ -95,16 +95,11 @@ def save_tokenizer(kind, folder):
 
 
 def gpt2_tokenizer_json(folder):
-    """GPT-2's tokenizer.json, as the hub has it, from the files of its encoding in a folder of tiktoken's cache."""
-    vocab = json.loads((folder / GPT2_FILES["encoder.json"]).read_text())
-    _, *merges = (folder / GPT2_FILES["vocab.bpe"]).read_text("utf-8").splitlines()
-    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    end = dict.fromkeys(["single_word", "lstrip", "rstrip"], False) | {"normalized": True, "special": True}
-    return json.dumps({
-        "version": "1.0", "added_tokens": [{"id": 50256, "content": "<|endoftext|>"} | end], "pre_tokenizer": step,
-        "post_processor": step, "decoder": step | {"add_prefix_space": True},
-        "model": {"dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
-                  "fuse_unk": False, "vocab": vocab, "merges": merges}})
+    """GPT-2's tokenizer.json, from the files of its encoding in a folder of tiktoken's cache."""
+    from tokenizers import ByteLevelBPETokenizer
+    tokenizer = ByteLevelBPETokenizer(*(str(folder / GPT2_FILES[name]) for name in ("encoder.json", "vocab.bpe")))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer.to_str()
 
 
 def random_texts(seed, count):

@@ -18,8 +18,7 @@ TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8", LOCAL_RANK
 
 
 @pytest.mark.parametrize("variables, expected", [
-    (TORCHRUN, [5, 8, 4]), (dict(RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4"), [0, 1, 1])],
-    ids=["torchrun's", "a cluster's own"])
+    (TORCHRUN, [5, 8, 4]), (dict(RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4"), [0, 1, 1])]) # a cluster's own
 def test_a_process_has_the_numbers_of_torchrun_and_its_share_of_the_memory(variables, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1001))
@@ -60,8 +59,6 @@ def test_waiting_threads_spin_unless_other_programs_use_half_of_the_cores(num_ru
     assert os.environ == {"GOMP_SPINCOUNT": spin_count}
 
 
-# ---- containers
-
 IN_A_CONTAINER = { # a made-up /sys/fs/cgroup. The process is in a group of its own inside the container's
     "cpu.max": "max 100000", "box/cpu.max": "400000 100000", "box/job/cpu.max": "150000 100000",
     "box/memory.max": "5000", "box/memory.current": "4600", "box/memory.stat": "anon 4000\ninactive_file 300",
@@ -91,8 +88,6 @@ def test_threads_follow_the_usable_cores_unless_the_user_chose_a_number(num_thre
     process.limit_threads()
     assert torch.get_num_threads() == expected
 
-
-# ---- forks
 
 FORK = """
 import os, signal, torch, sampling

@@ -115,8 +115,6 @@ def test_damaged_weights_give_logits_that_are_not_finite(name, value, int8):
         assert not logits.isfinite().all(dim=1).any()
 
 
-# ---- numbers
-
 @pytest.mark.parametrize("form", ["none", "tanh"])
 def test_gelu_is_that_of_torch_for_every_number(form):
     x = torch.cat([torch.linspace(-30, 30, 4001), torch.tensor([1e-30, -1e-8, 1e4, -1e4, 1e30, -1e30])])[None]
@@ -133,8 +131,6 @@ def test_attention_may_be_nearly_all_on_one_token():
     for i in range(40):
         torch.testing.assert_close(backend.logits(ids[:, i:i + 1], cache), expected[:, i], atol=2e-3, rtol=1e-3)
 
-
-# ---- threads
 
 def test_several_python_threads_may_use_it_at_once():
     """numba's own threads, workqueue, would abort the process."""

@@ -27,12 +27,6 @@ def same_as_transformers(folder, theirs):
             ours(idx, idx)[0], expected, rtol=0, atol=1e-4)
 
 
-def test_safetensors_in_half_precision_and_in_shards_load(tmp_path):
-    theirs = make_transformers_gpt2(vocab_size=300).half()
-    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1 and same_as_transformers(tmp_path, theirs.float())
-
-
 def test_pytorch_model_bin_loads_from_one_file_and_from_shards(tmp_path):
     """Of 2019: the config has no model_type, the tensors have no prefix, and mask buffers are among them."""
     theirs = make_transformers_gpt2(vocab_size=300)
@@ -52,10 +46,10 @@ def test_pytorch_model_bin_loads_from_one_file_and_from_shards(tmp_path):
 
 @pytest.mark.parametrize("changes", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False},
                                      {"activation_function": "gelu"}, {"n_inner": 40}, {"tie_word_embeddings": False}])
-def test_settings_of_the_architecture_are_followed(changes, tmp_path):
-    theirs = make_transformers_gpt2(vocab_size=300, **changes)
-    theirs.save_pretrained(tmp_path)
-    assert same_as_transformers(tmp_path, theirs)
+def test_settings_of_the_architecture_are_followed_also_in_half_precision_and_in_shards(changes, tmp_path):
+    theirs = make_transformers_gpt2(vocab_size=300, **changes).half()
+    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 and same_as_transformers(tmp_path, theirs.float())
     theirs.config.tie_word_embeddings = True # which may be wrong: a head of its own is used all the same
     theirs.config.save_pretrained(tmp_path)
     assert same_as_transformers(tmp_path, theirs)

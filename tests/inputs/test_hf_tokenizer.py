@@ -35,12 +35,11 @@ def assert_same_as_transformers(folder):
         assert ours.encode("a" + text) == theirs("a" + text, add_special_tokens=False).input_ids, text
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MAKE)
-def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
+def test_texts_and_ids_are_those_of_transformers(kind, tmp_path):
     save_tokenizer(kind, tmp_path)
-    theirs, ours, rng = AutoTokenizer.from_pretrained(tmp_path), load(tmp_path), random.Random(count)
-    for text in random_texts(f"texts {count}", count):
+    theirs, ours, rng = AutoTokenizer.from_pretrained(tmp_path), load(tmp_path), random.Random(300)
+    for text in random_texts("texts", 300):
         if ids := theirs(text, add_special_tokens=False).input_ids:
             assert ours.encode(text) == ids, text
             assert ours.decode(ids) == "".join(stream(ours, ids)) == theirs.decode(ids), text

@@ -42,8 +42,6 @@ def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path):
     ("JSONL:p", '{"prompt": "b", "temperature": 1}', "p, line 2: temperature is a setting of the whole run"),
     ("JSONL:p", '{"prompt": "b", "text": 1}', "p, line 2: text is .* a field that out_file already has: rename"),
     ("JSONL:p", '{"prompt": ""}', "p, line 2: every line must be an object with a prompt"),
-    ("JSONL:p", '{"prompt": null}', "p, line 2: every line must be an object with a prompt"),
-    ("JSONL:p", '{"prompt": "a", "id": 1' + "0" * 5000 + "}", "p, line 2: every line must"),
     ("JSONL:p", '{"prompt": "a", "id": 1e999}', r"p, line 2: every line must .* \(Out of range float"),
     ("JSONL:p", "[" * 10**5, r"p, line 2: every line must .*\(maximum recursion depth"),
     ("LINES:p", "é", r"p is not UTF-8 after line 1 \(.*\): save it as UTF-8"),
