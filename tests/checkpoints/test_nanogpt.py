@@ -49,21 +49,25 @@ class Mapping(dict):
 
 # ---- finding the file
 
+PASS = "pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2"
+
+
 def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
     names = ["ckpt-1000-1.3-1.5.pt", "2000_ckpt.pt", "best_model.pt", "a.pt", "b.pt", "model_00001.pt"]
     for i, name in enumerate(names):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (i * 100,) * 2)
     listed = "model_00001.pt, b.pt, a.pt, best_model.pt, 2000_ckpt.pt, ..."
-    with pytest.raises(FileNotFoundError) as error:
-        load_by_name(tmp_path)
-    assert str(error.value) == f"{tmp_path} holds {listed}, but no ckpt.pt; pass --out_dir={tmp_path / names[-1]}"
+    for load in load_nanogpt, load_by_name:
+        with pytest.raises(FileNotFoundError) as error:
+            load(tmp_path)
+        assert str(error.value) == f"{tmp_path} holds {listed}, but no ckpt.pt; pass --out_dir={tmp_path / names[-1]}"
 
 
 @pytest.mark.parametrize("out_dir, advice", [
     ("out-shakespear", "did you mean --out_dir=out-shakespeare?"),
-    ("runs", "found ckpt.pt in out-shakespeare, runs/first; pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for "
-             "GPT-2"),
+    ("runs", f"found ckpt.pt in out-shakespeare, runs/first; {PASS}"),
+    ("x/y/z", f"found ckpt.pt in out-shakespeare; {PASS}"),
     ("runs/first/ckpt.pth", "did you mean --out_dir=runs/first?"),
 ])
 def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_dir, advice, tmp_path, monkeypatch):

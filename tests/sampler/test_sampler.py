@@ -25,8 +25,7 @@ def sample(logits, seed=1, ids=None, **settings):
 @EVERYWHERE
 @pytest.mark.parametrize("settings", [
     dict(temperature=0.8), dict(temperature=3.0, top_k=3), dict(temperature=0, top_k=20),
-    dict(top_k=1000), # as many as there are
-    dict(top_k=0), dict(top_k=20, min_p=0.2), dict(repetition_penalty=1.4),
+    dict(top_k=1000), dict(top_k=0), dict(top_k=20, min_p=0.2), dict(repetition_penalty=1.4), # 1000: all that there are
     dict(top_k=20, top_p=0.7), dict(top_p=0.9, min_p=0.01),
     dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=1.5),
 ], ids=str)
