@@ -61,7 +61,7 @@ def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(
 
 @pytest.mark.parametrize("lengths, free, sizes", [
     (9 * [4], 16, [8, 1]), (9 * [4], 8, [4, 4, 1]), (9 * [4], 0, 9 * [1]),
-    ([4, 4, 8, 4, 4, 4], 8, [2, 1, 1, 2])]) # a long prompt makes only its own batch smaller
+    ([4, 4, 4, 8, 4, 4, 4, 4], 8, [3, 1, 1, 3])]) # a long prompt makes only its own batch smaller
 def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokenizer, lengths, free, sizes, monkeypatch):
     backend = NotingBackend(make_gpt())
     monkeypatch.setattr(engine, "free_memory", lambda device: free)
