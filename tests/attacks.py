@@ -92,7 +92,6 @@ def write_settled(path, content):
 
 @pytest.fixture(scope="session")
 def valid_checkpoint(tmp_path_factory):
-    """The bytes of a valid checkpoint."""
     return save_checkpoint(tmp_path_factory.mktemp("valid"), make_gpt()).read_bytes()
 
 

@@ -16,6 +16,7 @@ from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.checkpoints.build import Checkpoint
+from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Prompt, Sample, SamplingParams
 from sampling.text_generator import TextGenerator
 
@@ -24,21 +25,17 @@ PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
 
 
 class NotingBackend(EagerBackend):
-    """Notes how many rows each call has. Overwrites the logits of a call at the next one, as graphs do.
+    """Notes the rows of each call, and raises error in the failing ones. The next call overwrites the logits."""
 
-    Raises error for more than most_rows rows, and once in call fails_at.
-    """
-
-    def __init__(self, gpt, error=MemoryError, most_rows=99, fails_at=None):
+    def __init__(self, gpt, error=MemoryError, failing=()):
         super().__init__(gpt)
-        self.error, self.most_rows, self.fails_at = error, most_rows, fails_at
-        self.latest, self.num_rows = torch.zeros(0), []
+        self.error, self.failing, self.latest, self.num_rows = error, failing, torch.zeros(0), []
 
     def logits(self, ids, cache, num_positions=1):
         self.num_rows.append(len(ids))
         self.latest.fill_(torch.nan)
         logits = self.latest = super().logits(ids, cache, num_positions).clone()
-        if len(ids) > self.most_rows or len(self.num_rows) == self.fails_at:
+        if len(self.num_rows) in self.failing:
             raise self.error
         return logits
 
@@ -72,10 +69,7 @@ def without_tokens(samples):
 
 
 def run(gpt, samples, *arguments, **settings):
-    """The finished samples, in the order in which gpt.run yields them. The given samples stay without tokens.
-
-    The pieces of each sample must be its text.
-    """
+    """The finished samples as gpt.run yields them. The given ones stay without tokens. The pieces must be the texts."""
     finished, texts = [], {}
     for sample, pieces in gpt.run(without_tokens(samples), *arguments, **settings):
         texts[sample.index] = texts.get(sample.index, "") + "".join(piece.text for piece in pieces)
@@ -119,14 +113,11 @@ def decode(backend, prompts, num_tokens, seed=3, context_shift=False, temperatur
     return [sample.token_ids for sample in run(gpt, samples, params)]
 
 
-class IdTokenizer:
+class IdTokenizer(Tokenizer):
     """The text of each token is one character."""
 
-    def decode(self, ids):
-        return "".join(chr(token_id + 32) for token_id in ids)
-
-    def incremental_decoder(self, prompt_ids=()):
-        return lambda token_id, last=False: chr(token_id + 32)
+    def token_bytes(self, token_id):
+        return chr(token_id + 32).encode()
 
 
 # ---- CUDA graphs on a machine without a GPU, and the mark of tests that need one
@@ -136,9 +127,7 @@ ON_GPU = pytest.param("cuda", marks=NEEDS_GPU) # a device, for parametrize
 
 
 class Recording(TorchFunctionMode):
-    """Stands in for a CUDA graph, and for the block that captures it: replay runs the operations of the block again, on
-    the same tensors.
-    """
+    """Stands in for a CUDA graph and the block that captures it: replay runs the operations again in their places."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +143,6 @@ class Recording(TorchFunctionMode):
         return result
 
     def replay(self):
-        """Run the operations again."""
         for func, args, kwargs, result in self.calls:
             again = func(*args, **kwargs)
             if isinstance(result, Tensor) and again.data_ptr() != result.data_ptr(): # neither a view nor in place

@@ -28,9 +28,14 @@ def make(model, trainer, special, size=300, **parts):
 
 
 def byte_level():
+    """With padding, truncation and a post-processor, which transformers leaves out if no special tokens are wanted."""
     trainer = partial(trainers.BpeTrainer, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    return make(models.BPE(), trainer, "<|endoftext|>", 500, decoder=decoders.ByteLevel(),
-                pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
+    ends = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    tokenizer = make(models.BPE(), trainer, "<|endoftext|>", 500, decoder=decoders.ByteLevel(), post_processor=ends,
+                     pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.enable_padding(pad_to_multiple_of=64)
+    tokenizer.enable_truncation(1)
+    return tokenizer
 
 
 def wordpiece():
@@ -53,14 +58,6 @@ def byte_fallback():
     return Tokenizer.from_str(json.dumps(content))
 
 
-def suffix():
-    """As CLIP's: a suffix ends a word."""
-    return make(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
-                partial(trainers.BpeTrainer, end_of_word_suffix="</w>"), "<unk> </s>",
-                normalizer=normalizers.Lowercase(), pre_tokenizer=pre_tokenizers.WhitespaceSplit(),
-                decoder=decoders.BPEDecoder())
-
-
 def words():
     """A token a word, and no decoder."""
     return make(models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer, "<unk> </s>",
@@ -76,20 +73,9 @@ def replace():
     return tokenizer
 
 
-def changed_prompts():
-    """With what would change a prompt: padding, truncation and a post-processor. transformers leaves them out where no
-    special tokens are asked for.
-    """
-    tokenizer = byte_level()
-    tokenizer.enable_padding(pad_to_multiple_of=64)
-    tokenizer.enable_truncation(1)
-    tokenizer.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
-    return tokenizer
-
-
 MAKE = {
-    "replace": replace, "changed-prompts": changed_prompts, "byte-level": byte_level, "older-files": byte_level,
-    "wordpiece": wordpiece, "vocab-txt": wordpiece, "byte-fallback": byte_fallback, "suffix": suffix, "words": words}
+    "replace": replace, "byte-level": byte_level, "older-files": byte_level,
+    "wordpiece": wordpiece, "vocab-txt": wordpiece, "byte-fallback": byte_fallback, "words": words}
 
 
 def save_tokenizer(kind, folder):
@@ -109,16 +95,11 @@ def save_tokenizer(kind, folder):
 
 
 def gpt2_tokenizer_json(folder):
-    """GPT-2's tokenizer.json, as the hub has it, from the files of its encoding in a folder of tiktoken's cache."""
-    vocab = json.loads((folder / GPT2_FILES["encoder.json"]).read_text())
-    _, *merges = (folder / GPT2_FILES["vocab.bpe"]).read_text("utf-8").splitlines()
-    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    end = dict.fromkeys(["single_word", "lstrip", "rstrip"], False) | {"normalized": True, "special": True}
-    return json.dumps({
-        "version": "1.0", "added_tokens": [{"id": 50256, "content": "<|endoftext|>"} | end], "pre_tokenizer": step,
-        "post_processor": step, "decoder": step | {"add_prefix_space": True},
-        "model": {"dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
-                  "fuse_unk": False, "vocab": vocab, "merges": merges}})
+    """GPT-2's tokenizer.json, from the files of its encoding in a folder of tiktoken's cache."""
+    from tokenizers import ByteLevelBPETokenizer
+    tokenizer = ByteLevelBPETokenizer(*(str(folder / GPT2_FILES[name]) for name in ("encoder.json", "vocab.bpe")))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer.to_str()
 
 
 def random_texts(seed, count):

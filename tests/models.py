@@ -88,10 +88,7 @@ def make_transformers_gpt2(**changes):
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-# ---- numbers
-
 def normal(*shape, seed=0):
-    """Normally distributed numbers."""
     return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
 
 

@@ -1,5 +1,4 @@
 """Slow and simple reference implementations, which compute the expected samples."""
-
 import torch
 from torch.nn import functional as F
 

@@ -1,5 +1,4 @@
 """The public API: load a model, generate text from text."""
-from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 
 import numpy as np
@@ -72,12 +71,3 @@ def test_interleaved_and_abandoned_streams_do_not_disturb_each_other(generator):
     assert ["".join(texts) for texts in zip(*parts, strict=True)] == expected
     next(generator.stream("B", PARAMS))
     assert "".join(generator.stream(prompts[0], PARAMS)) == expected[0]
-
-
-def test_threads_that_share_a_generator_do_not_disturb_each_other(generator):
-    def generate(prompt):
-        return texts(generator, prompt, PARAMS, num_samples=4, batch_size=2)
-    prompts = "ROMEO:", "What say you"
-    expected = [generate(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(generate, prompts)) == expected

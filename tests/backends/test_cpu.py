@@ -1,12 +1,9 @@
 """CPUBackend: the logits of GPT.forward, for every shape, and in int8 those of the rounded weights."""
 import copy
 import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from subprocess import PIPE, Popen
-from unittest.mock import MagicMock
 
 import numba
 import numpy as np
@@ -22,7 +19,6 @@ from sampling.backends.cpu import WORK_PER_THREAD, CPUBackend, Linear, compile_k
 
 WIDE = dict(n_embd=128, n_head=4, n_layer=3, block_size=64)
 SHAPES = {
-    "plain": {},
     "odd widths": dict(n_embd=45, n_head=5, vocab_size=67, n_inner=77),
     "one of each": dict(n_embd=1, n_head=1, vocab_size=61, n_layer=1, n_inner=1),
     "no bias, three heads": dict(bias=False, n_head=3),
@@ -119,8 +115,6 @@ def test_damaged_weights_give_logits_that_are_not_finite(name, value, int8):
         assert not logits.isfinite().all(dim=1).any()
 
 
-# ---- numbers
-
 @pytest.mark.parametrize("form", ["none", "tanh"])
 def test_gelu_is_that_of_torch_for_every_number(form):
     x = torch.cat([torch.linspace(-30, 30, 4001), torch.tensor([1e-30, -1e-8, 1e4, -1e4, 1e30, -1e30])])[None]
@@ -138,26 +132,17 @@ def test_attention_may_be_nearly_all_on_one_token():
         torch.testing.assert_close(backend.logits(ids[:, i:i + 1], cache), expected[:, i], atol=2e-3, rtol=1e-3)
 
 
-# ---- threads
-
 def test_several_python_threads_may_use_it_at_once():
     """numba's own threads, workqueue, would abort the process."""
     code = """
-import numba, torch
+import numba, sampling
 from concurrent.futures import ThreadPoolExecutor
-from models import make_gpt, random_prompt
-from sampling.backends.cpu import CPUBackend
-torch.set_num_threads(2)
-model = make_gpt(n_embd=256, n_head=4)
-backend, ids = CPUBackend(model.config, model.state_dict()), random_prompt(16, 8)
-def generate(_):
-    cache = backend.new_cache(8, 16)
-    return torch.stack([backend.logits(ids[:, i:i + 1], cache) for i in range(16)])
-found = [*ThreadPoolExecutor(3).map(generate, range(30))]
-assert numba.threading_layer() == "workqueue" and all(torch.equal(logits, found[0]) for logits in found)
+gpt, params = sampling.load("demo", "cpu"), sampling.SamplingParams(max_new_tokens=20)
+found = [*ThreadPoolExecutor(3).map(lambda _: gpt.generate("A", params, num_samples=8)[7].text, range(6))]
+assert numba.threading_layer() == "workqueue" and len({*found}) == 1
 """
-    env = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}"}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
+    env = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue"}
+    subprocess.run([sys.executable, "-c", code], cwd=PROJECT, env=env, check=True, timeout=100)
 
 
 @pytest.mark.usefixtures("all_threads")
@@ -176,9 +161,6 @@ def test_a_kernel_has_at_most_as_many_threads_as_torch_and_one_for_little_work(m
 
 
 # ---- the files of numba's cache
-
-RUN = "import logging; logging.basicConfig(level=20); from sampling.backends import cpu; cpu.compile_kernels('float32')"
-
 
 @pytest.fixture
 def is_compiled(tmp_path, monkeypatch, messages):
@@ -203,22 +185,6 @@ def test_a_kernel_is_compiled_once_and_again_if_its_files_are_damaged(is_compile
     assert [is_compiled(), is_compiled()] == [True, False]
 
 
-def test_a_full_disk_leaves_no_index_without_its_code(is_compiled, tmp_path, monkeypatch):
-    # The index is put in its place first, then the code.
-    move = MagicMock(side_effect=[os.replace, OSError(28, "No space left on device")])
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *paths: move()(*paths))
-        assert is_compiled()
-    assert move.call_count == 2 and not [*tmp_path.rglob("*.nbi")] and [is_compiled(), is_compiled()] == [True, False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("home, count", [("home", 3), ("/dev/null", 1)]) # where nothing can be written
-def test_several_processes_may_compile_at_once(home, count, tmp_path):
-    shutil.copytree(PROJECT / "sampling", tmp_path / "sampling", ignore=lambda *_: ["__pycache__"])
-    shutil.copy(PROJECT / "model.py", tmp_path)
-    (tmp_path / "sampling/backends/__pycache__").touch() # a file, which also root cannot use as a folder
-    env = {**os.environ, "XDG_CACHE_HOME": f"{home}/cache", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(PROJECT)}
-    for expected in 1, 1 if home == "/dev/null" else 0:
-        processes = [Popen([sys.executable, "-c", RUN], env=env, cwd=tmp_path, stderr=PIPE) for _ in range(count)]
-        assert [process.communicate()[1].count(b"\n") for process in processes] == count * [expected]
+def test_where_nothing_can_be_written_each_process_compiles_a_kernel(is_compiled, monkeypatch):
+    monkeypatch.setattr(numba.core.caching.CacheImpl, "_locator_classes", [])
+    assert [is_compiled(), is_compiled()] == [True, True]

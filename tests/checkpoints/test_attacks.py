@@ -1,7 +1,4 @@
-"""Hostile files that could run code, crash the process, fill its memory or reach other files.
-
-Each is loaded in a process of its own. It must run nothing, stay small, and be refused in one line.
-"""
+"""Hostile files that could run code, crash the process, fill its memory or reach other files: see attacks.py."""
 import itertools
 import json
 import os
@@ -112,8 +109,7 @@ def test_hostile_pickles_are_refused(name, attack, valid_checkpoint, tmp_path):
     ("model", {f"transformer.h.{i}.x": torch.ones(1) for i in range(5000)}, "at most 4096 are allowed"),
     ("model", {"\x1b[31m\n\r\x07\x9b" * 9: torch.ones(1)}, ""), ("model_args", {"vocab_size": 2**31 - 1}, ""),
     ("model_args", {"n_embd": "9" * 10**6}, ""), ("model_args", {"rope": "\ud800"}, ""),
-], ids=["one-record-under-many-names", "many-layers", "escape-codes", "terabytes", "a-million-digits",
-        "half-a-character"])
+])
 def test_absurd_models_are_refused(entry, change, message, attack, tmp_path):
     model = make_gpt()
     entries = {"model": model.state_dict(), "model_args": SHAPE}
@@ -133,8 +129,6 @@ def test_ctrl_c_ends_a_process_whose_file_asks_for_minutes_of_work(valid_checkpo
     assert process.returncode == -signal.SIGINT and time.monotonic() - begin < 1
 
 
-# ---- zip files
-
 @pytest.mark.parametrize("name, compression, message", [
     ("ckpt/data.pkl", zipfile.ZIP_DEFLATED, "one of its records is compressed"),
     ("ckpt/data", zipfile.ZIP_STORED, "it is a zip file without a data.pkl"),
@@ -146,8 +140,6 @@ def test_other_zip_files_are_refused(name, compression, message, attack, tmp_pat
         archive.writestr(name, b"N" * 2**24)
     attack(tmp_path, message)
 
-
-# ---- meta.pkl
 
 @pytest.mark.parametrize("itos, message", [
     (dict.fromkeys(range(5000), "x" * 10**6), "has 5000 tokens"), ("x" * 8_000_000, "has 8000000 tokens"),
@@ -170,8 +162,6 @@ def safetensors_file(length=None, data=bytes(4), count=1, **changes):
 NO_PLACE = "does not fit its place"
 SAFETENSORS = { # the file, a part of the error line
     "header-of-all": (safetensors_file(2**63), "claims a header of"),
-    "overflowing": (safetensors_file(shape=[2**62, 4]), IMPOSSIBLE),
-    "negative-size": (safetensors_file(shape=[-1]), IMPOSSIBLE),
     "many-dimensions": (safetensors_file(shape=[1] * 2_700_000), IMPOSSIBLE),
     "terabytes": (safetensors_file(shape=[2**40], data_offsets=[0, 2**42]), "it is cut short"),
     "before": (safetensors_file(data_offsets=[-4, 0]), NO_PLACE),

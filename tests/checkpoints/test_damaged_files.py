@@ -53,12 +53,11 @@ def load(path, content):
     return model.config, {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
-def test_a_cut_file_is_refused_and_a_changed_byte_detected_if_there_are_checksums(path, count):
+def test_a_cut_file_is_refused_and_a_changed_byte_detected_if_there_are_checksums(path):
     content, has_checksums = path.read_bytes(), path.name in ("ckpt.pt", "pytorch_model.bin")
     good, size, rng = load(path, content), len(content), random.Random(len(content))
     assert good is not None
-    for _ in range(count): # most positions are near the ends
+    for _ in range(60): # most positions are near the ends
         at = rng.choice([rng.randrange(size), rng.randrange(60), size - 1 - rng.randrange(60)])
         cut = load(path, content[:at])
         assert cut is None or (cut == good and path.name == "config.json")

@@ -79,8 +79,7 @@ def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_di
         os.utime(pathlib.Path(folder, "ckpt.pt"), (1000 - i,) * 2)
     with pytest.raises(FileNotFoundError) as error:
         load_nanogpt(out_dir)
-    path = pathlib.Path(out_dir, *(["ckpt.pt"] if out_dir == "runs" else []))
-    assert str(error.value) == f"there is no checkpoint at {path}; {advice}"
+    assert str(error.value).startswith(f"there is no checkpoint at {out_dir}") and str(error.value).endswith(advice)
 
 
 # ---- what a Checkpoint holds
@@ -101,8 +100,7 @@ def test_fields_of_a_checkpoint_and_the_line_that_describes_it(changes, describe
         assert load_nanogpt(save_checkpoint(tmp_path, make_gpt(), config=other)).raw_config == config
 
 
-@pytest.mark.parametrize("has_checksums, is_zip", [(True, True), (False, True), (False, False)],
-                         ids=["zip", "without-checksums", "before-torch-1.6"])
+@pytest.mark.parametrize("has_checksums, is_zip", [(True, True), (False, True), (False, False)])
 def test_the_checksum_is_of_the_weights_whatever_the_file(has_checksums, is_zip, tmp_path, monkeypatch):
     def crc32(weights):
         with monkeypatch.context() as patch:
@@ -169,7 +167,6 @@ WEIGHTS = { # what a file may have instead of these weights
        for dtype in (torch.float16, torch.bfloat16, torch.float64)},
 }
 ENTRIES = { # what a file may have instead of these entries, and beside them
-    "no-bias-field": {"model_args": {name: value for name, value in SHAPE.items() if name != "bias"}},
     "fields-that-are-off-or-change-no-arithmetic": {"model_args": SHAPE | {
         "rope": False, "n_kv_head": None, "flash": True, "device": torch.device("cuda"), "dtype": torch.float16}},
     "numpy-numbers": {"model_args": SHAPE | {"n_embd": np.int64(24), "dropout": np.float64(0), "bias": np.bool_(True)}},
@@ -183,8 +180,8 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
     "objects": {"args": Config({"lr": 1}), "path": pathlib.Path("a/b"), "long": np.longdouble(1), "complex": 1j,
                 "function": math.sqrt, "method": Config({}).__init__, "class": Config,
                 "optimizer": torch.optim.SGD, "dtype": torch.float8_e5m2, "size": torch.Size([2]), "type": int,
-                "partial": partial(print, 1), "sparse": torch.eye(2).to_sparse(), "layer": torch.nn.Linear(1, 1)},
-    "many": {"losses": [i / 7 for i in range(100_000)], "x": {1, 2}, "y": torch.ones(1, dtype=torch.uint16)},
+                "partial": partial(print, 1), "sparse": torch.eye(2).to_sparse(), "layer": torch.nn.Linear(1, 1),
+                "losses": [i / 7 for i in range(100_000)], "new dtype": torch.ones(1, dtype=torch.uint16)},
 }
 
 
@@ -199,17 +196,11 @@ def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
     assert same_model(save_checkpoint(tmp_path, model, **{"model": weights} | ENTRIES.get(form, {})), model)
 
 
-def test_a_field_that_model_args_lacks_has_nanogpts_default(tmp_path):
-    model = make_gpt(n_layer=12, n_head=12)
-    args = {name: value for name, value in SHAPE.items() if name not in ("n_layer", "n_head")}
-    assert same_model(save_checkpoint(tmp_path, model, model_args=args), model)
-
-
 @pytest.mark.parametrize("model_key, config_key, config, gelu", [
     ("model_state_dict", "config", SIZES, "tanh"), ("model", "model_args", GPTConfig(SIZES), "tanh"),
     ("model", "config", GPTConfig(SHAPE), "none"), # nanoGPT's fields
     ("model", "model_args", argparse.Namespace(**SIZES), "none"), ("model", "model_args", SIZES, "none"),
-], ids=["dict", "as-model_args", "nanoGPT", "Namespace", "dict-as-model_args"])
+])
 def test_build_nanogpts_files_load_with_its_form_of_gelu(model_key, config_key, config, gelu, tmp_path):
     model, path = make_gpt(gelu=gelu), tmp_path / "model_19072.pt"
     torch.save({model_key: model.state_dict(), config_key: config, "step": 19072, "val_loss": 3.05}, path)
@@ -220,34 +211,19 @@ def test_build_nanogpts_files_load_with_its_form_of_gelu(model_key, config_key, 
 
 # ---- files that are refused
 
-@pytest.mark.parametrize("key", ["model_args", "config"])
-def test_a_field_that_is_on_is_named_and_the_advice_works(key, tmp_path):
-    model = make_gpt(gelu="tanh")
-    fields = SIZES | {"rope": True, "norm": "rms", "gelu": "tanh"}
-    torch.save({"model": model.state_dict(), key: fields}, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match=f"its {key} has fields that a GPT does not have: norm, rope;") as error:
-        load_nanogpt(tmp_path)
-    command = str(error.value).split("fields: ")[1].replace("ckpt.pt", str(tmp_path / "ckpt.pt"))
-    exec(command, {"torch": torch, "model": model})
-    assert same_model(tmp_path, model)
-
-
-@pytest.mark.parametrize("entry, changes, rename", [
-    ("model_args", {"bias": False}, str),
-    ("config", {"gelu": "tanh", "tie_word_embeddings": False},
-     lambda name: "module._orig_mod." + name.removeprefix("transformer.")),
-], ids=["nanoGPT", "minGPT-short-compiled-DDP"])
 @pytest.mark.parametrize("save", [torch.save, save_file])
-def test_the_advice_for_tensors_without_sizes_works(entry, changes, rename, save, tmp_path):
-    model, path = make_gpt(**changes), tmp_path / "model.safetensors" # found in its folder, whatever its format is
-    weights = {rename(name): tensor.clone() for name, tensor in model.state_dict().items()}
+def test_the_advice_for_tensors_without_sizes_works(save, tmp_path):
+    model = make_gpt(gelu="tanh", tie_word_embeddings=False)
+    path = tmp_path / "model.safetensors" # found in its folder, whatever its format is
+    weights = {f"module._orig_mod.{name.removeprefix('transformer.')}": tensor.clone()
+               for name, tensor in model.state_dict().items()}
     save(weights, path)
     with pytest.raises(ValueError, match="n_head cannot be inferred from its tensors") as error:
         load_nanogpt(tmp_path)
     command = str(error.value).split("sizes: ")[1].split(', with "config"')[0]
     for name in SIZES:
         command = command.replace(f"{name}=?", f"{name}={SHAPE[name]}")
-    exec(command.replace("model_args", entry).replace("ckpt.pt", str(tmp_path / "ckpt.pt")),
+    exec(command.replace("model_args", "config").replace("ckpt.pt", str(tmp_path / "ckpt.pt")),
          {"torch": torch, "state_dict": weights})
     assert same_model(tmp_path, model)
 
@@ -264,23 +240,14 @@ def test_a_hugging_face_model_as_out_dir(tmp_path):
     (b"GGUF" + bytes(4000), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
     (pickle.dumps({"stoi": {"a": 0}}), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
     (b"version https://git-lfs.github.com/spec/v1\n", "only a pointer of Git LFS"),
-], ids=["GGUF", "meta.pkl", "Git-LFS"])
-def test_a_file_of_another_program_is_no_checkpoint(content, message, tmp_path):
-    write_settled(tmp_path / "ckpt.pt", content)
-    with pytest.raises(ValueError, match=message):
-        load_nanogpt(tmp_path)
-
-
-@pytest.mark.parametrize("content, message", [
     ({"a": torch.ones(2), "b.lora_A.0": torch.ones(2)}, "a LoRA adapter, which is no model alone; merge it"),
     ({"epoch": 9, "state_dict": {"a": torch.ones(2)}}, "but holds 'epoch', 'state_dict'; save both: torch.save"),
-    ({"model": {}}, "must hold model and model_args, or model and config, but holds 'model'"),
+    ({"model": {}, "model_args": SIZES | {"rope": True, "norm": "rms", "gelu": "tanh"}},
+     "its model_args has fields that a GPT does not have: norm, rope;"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "'a': torch._utils._rebuild_sparse_tensor"),
     ({"model": {"a": torch.ones(2)}, "model_args": print}, "with fields, got __builtin__.print"),
     ({"model": Config({}), "model_args": SHAPE}, "must hold tensors by name, but holds test_nanogpt.Config"),
-    ({"model": {"a": torch.ones(2)}, "model_args": Config(SIZES | {"n_layer": 10**12})},
-     "n_layer must be a whole number"),
     ({"model": {"a": torch.ones(2)}, "model_args": Config({"n_layer": 2, "n_embd": 4})},
      "is an object of test_nanogpt.Config without the fields block_size, vocab_size, n_head"),
     ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": [1, 2]}}, "numbers and text, got n_layer: list"),
@@ -289,7 +256,10 @@ def test_a_file_of_another_program_is_no_checkpoint(content, message, tmp_path):
 ], ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
-    torch.save(content, tmp_path / "ckpt.pt")
+    if isinstance(content, bytes): # of another program
+        write_settled(tmp_path / "ckpt.pt", content)
+    else:
+        torch.save(content, tmp_path / "ckpt.pt")
     with pytest.raises(ValueError) as error:
         load_nanogpt(tmp_path / "ckpt.pt")
     assert message in str(error.value) and str(tmp_path / "ckpt.pt") in str(error.value)

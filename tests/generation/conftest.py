@@ -2,16 +2,15 @@
 import pytest
 
 from engines import BACKENDS, NEEDS_GPU, record_graphs
-from models import save_meta
+from models import CHARS
 from sampling.backends import cuda
 from sampling.inputs.char_tokenizer import CharTokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
+def tokenizer():
     """A tokenizer with one token per character."""
-    save_meta(path := tmp_path_factory.mktemp("vocabulary") / "meta.pkl")
-    return CharTokenizer(path)
+    return CharTokenizer("meta.pkl", {"stoi": {char: i for i, char in enumerate(CHARS)}})
 
 
 @pytest.fixture(params=[pytest.param(name, marks=NEEDS_GPU if name == "cuda" else []) for name in BACKENDS])

@@ -5,7 +5,7 @@ import torch
 import sampling
 from engines import Generator, NotingBackend
 from models import make_gpt, make_transformers_gpt2
-from sampling.backends.backend import EagerBackend, ExactBackend
+from sampling.backends.backend import EagerBackend
 from sampling.generation import scoring
 from sampling.params import Prompt, Score, ScoringParams
 
@@ -33,11 +33,6 @@ def test_a_score_is_that_of_the_plain_model(make_backend, tokenizer, block_size)
         with torch.no_grad():
             expected = plain_score(make_gpt(block_size=block_size), tokenizer.encode(text))
         assert score(gpt, text) == pytest.approx(expected, rel=1e-4)
-
-
-def test_exact_scores_one_window_at_a_time(tokenizer):
-    gpt = Generator(tokenizer, ExactBackend(make_gpt()))
-    assert score(gpt, BOOK) == pytest.approx(score(Generator(tokenizer), BOOK), rel=1e-5)
 
 
 def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
@@ -88,7 +83,6 @@ def test_tokens_have_their_alternatives(tokenizer):
     for token, row in zip(others, logits[0].log_softmax(dim=-1), strict=False):
         assert token.logprob == pytest.approx(row[token.id].item(), abs=1e-4)
         assert [top.id for top in token.top_logprobs] == row.topk(2).indices.tolist()
-    assert sum(token.logprob for token in others) == pytest.approx(found.cumulative_logprob)
 
 
 def test_a_long_text_keeps_its_first_tokens(tokenizer, messages):

@@ -35,12 +35,11 @@ def assert_same_as_transformers(folder):
         assert ours.encode("a" + text) == theirs("a" + text, add_special_tokens=False).input_ids, text
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MAKE)
-def test_texts_and_ids_are_those_of_transformers(kind, count, tmp_path):
+def test_texts_and_ids_are_those_of_transformers(kind, tmp_path):
     save_tokenizer(kind, tmp_path)
-    theirs, ours, rng = AutoTokenizer.from_pretrained(tmp_path), load(tmp_path), random.Random(count)
-    for text in random_texts(f"texts {count}", count):
+    theirs, ours, rng = AutoTokenizer.from_pretrained(tmp_path), load(tmp_path), random.Random(300)
+    for text in random_texts("texts", 300):
         if ids := theirs(text, add_special_tokens=False).input_ids:
             assert ours.encode(text) == ids, text
             assert ours.decode(ids) == "".join(stream(ours, ids)) == theirs.decode(ids), text
@@ -109,7 +108,7 @@ def write_model(folder, **parts):
     write(folder, tokenizer={"added_tokens": []} | parts | {"model": model | parts.get("model", {})})
 
 
-def test_dropout_is_left_out(tmp_path): # and so is what else would change a prompt: the kind changed-prompts
+def test_dropout_is_left_out(tmp_path): # and so is what else would change a prompt: the kind byte-level
     write_model(tmp_path, model={"dropout": 0.9})
     assert all(load(tmp_path).encode("abcab") == [3, 2, 3] for _ in range(9))
 
@@ -120,11 +119,9 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"
 
 @pytest.mark.parametrize("parts, message", [
     ({"model": {"merges": [["a", "b"], ["ab", "a"]]}}, "cannot read .*range end index"),
-    ({"model": {"vocab": {}, "merges": []}}, "cannot read .*its vocabulary is empty, or gives two tokens the same id"),
     ({"model": {"vocab": {"a": 0, "b": 0, "ab": 1}}}, "cannot read .*its vocabulary .* gives two tokens the same id"),
     ({"added_tokens": [ADDED | {"id": 1}]}, "cannot read .*the id 1 of its added token '<a>' is another"),
     ({"added_tokens": [ADDED | {"id": 9}]}, "cannot read .*the id 9 of its added token '<a>' .*not follow"),
-    ({"added_tokens": [ADDED, ADDED | {"id": 5}]}, "cannot read .*the id 5 of its added token '<a>' is another"),
     ({"pre_tokenizer": SPLIT}, "the tokenizer's library failed: .*retry-limit"),
     ({"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}}, "the tokenizer's library failed: "),
 ], ids=str)
@@ -138,11 +135,10 @@ def test_a_damaged_vocabulary_and_a_panic_of_the_library_are_one_line(parts, mes
 
 @pytest.mark.parametrize("name, content, settings, message", [
     ("spiece.model", "", {}, "has spiece.model, but no tokenizer.json; transformers may"),
-    ("README.md", "", {"tokenizer_class": "ByT5Tokenizer"}, "has ByT5Tokenizer, but no tokenizer.json"),
     ("vocab.json", "{}", {}, "merges.txt: it is missing"),
     ("vocab.txt", "a", {"tokenizer_class": "BertJapaneseTokenizer"}, "'BertJapaneseTokenizer' needs a tokenizer.json"),
-    ("vocab.txt", "a", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}, "damaged .*Exceeds the limit"),
     ("vocab.txt", "version https://git-lfs.github.com/spec/v1\n", {}, "cannot read .*vocab.txt: .* pointer of Git LFS"),
+    ("vocab.txt", "a", {"added_tokens_decoder": {"9" * 5000: {"content": "<a>"}}}, "damaged .*Exceeds the limit"),
 ], ids=lambda value: str(value)[:30])
 def test_files_that_cannot_be_read_are_named(name, content, settings, message, tmp_path):
     assert find_tokenizer(tmp_path) is None

@@ -36,16 +36,14 @@ def test_text_is_encoded_as_by_gpt2(gpt2_encoding):
         tokenizer.encode(f"a{' ' * 3_000_000}b")
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_hugging_faces_cache_has_the_same_encoding_and_is_before_downloads(count, leave_hub_cache, tiktoken_cache,
-                                                                          messages):
+def test_hugging_faces_cache_has_the_same_encoding_and_is_before_downloads(leave_hub_cache, tiktoken_cache, messages):
     theirs, rng = TiktokenTokenizer(), random.Random(1)
     leave_hub_cache("openai-community--gpt2", gpt2_tokenizer_json(tiktoken_cache))
     ours, other = load_encoding("gpt2"), load_encoding("r50k_base") # two names of one encoding
     assert messages == [] and other.source == ours.source
     assert [ours.decode([i]) for i in range(50304)] == [theirs.decode([i]) for i in range(50304)]
     assert ours.size == theirs.size
-    for text in random_texts("gpt2", count):
+    for text in random_texts("gpt2", 300):
         text += rng.choice(["!", "  x", " \n\n a", "'ll 123'S", "ﷺ" * 5])
         prompt_ids, ids = ours.encode(text), rng.choices(range(50300), k=rng.choice([1, 9, 40]))
         assert prompt_ids == theirs.encode(text) and ours.decode(ids) == theirs.decode(ids)
@@ -65,5 +63,3 @@ def test_each_failure_is_said_once_and_the_error_says_what_to_get(leave_hub_cach
     for name, cached_name in GPT2_FILES.items():
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
         assert url in str(error.value) and hashlib.sha1(url.encode()).hexdigest() == cached_name in str(error.value)
-    with pytest.raises(ValueError, match=r"get https://\S+/encodings/cl100k_base\.tiktoken, save it as 9b5ad71b2ce5"):
-        load_encoding("cl100k_base")

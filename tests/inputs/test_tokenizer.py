@@ -101,18 +101,14 @@ def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
     (None, 60, f"out/meta.pkl has {len(CHARS)} tokens, but the model has 60, so it is not the tokenizer of this model"),
     ("cl100k_base", 100276, "cl100k_base has 100277 tokens, but the model has 100276"), ("gpt2", 50256, "50257 tokens"),
     ("GPT2", 50257, "there is no tokenizer 'GPT2'; did you mean gpt2.; pass --tokenizer=NAME"),
-    ("empty", 50257, "there is no tokenizer 'empty'"), ("a.md", 61, "there is no tokenizer 'a.md'"),
+    ("empty", 50257, "there is no tokenizer 'empty'"),
     ("bare.pkl", 50257, "bare.pkl has no stoi, and names no tokenizer"),
-    ("small.pkl", 50304, r"cannot read small\.pkl: its stoi is not a dict, but None"),
-    ("damaged", 50257, r"cannot read damaged.meta\.pkl: its stoi is not a dict, but None")])
+    ("small.pkl", 50304, r"cannot read small\.pkl: its stoi is not a dict, but None")])
 def test_what_is_no_tokenizer_of_this_model_is_an_error(name, vocab_size, message):
     Path("empty").mkdir()
     save_meta(Path("out", "meta.pkl"))
-    save_meta(Path("damaged", "meta.pkl"))
-    for file, content in ("a.md", b""), ("bare.pkl", pickle.dumps({"vocab_size": 50257})), (
-            "small.pkl", pickle.dumps({"vocab_size": 50, "s2i": {"a": 0}})), (
-            "damaged/meta.pkl", pickle.dumps({"itos": {0: "a"}, "vocab_size": 50257})):
-        Path(file).write_bytes(content)
+    for file, content in ("bare.pkl", {"vocab_size": 50257}), ("small.pkl", {"vocab_size": 50, "s2i": {"a": 0}}):
+        Path(file).write_bytes(pickle.dumps(content))
     with pytest.raises(ValueError, match=message):
         load(vocab_size, name=name)
 

@@ -25,8 +25,7 @@ def sample(logits, seed=1, ids=None, **settings):
 @EVERYWHERE
 @pytest.mark.parametrize("settings", [
     dict(temperature=0.8), dict(temperature=3.0, top_k=3), dict(temperature=0, top_k=20),
-    dict(top_k=1000), # as many as there are
-    dict(top_k=0), dict(top_k=20, min_p=0.2), dict(repetition_penalty=1.4),
+    dict(top_k=1000), dict(top_k=0), dict(top_k=20, min_p=0.2), dict(repetition_penalty=1.4), # 1000: all that there are
     dict(top_k=20, top_p=0.7), dict(top_p=0.9, min_p=0.01),
     dict(temperature=1.3, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=1.5),
 ], ids=str)
@@ -56,11 +55,7 @@ def test_a_row_gets_the_same_token_whatever_the_others_are(settings, full_vocabu
     (dict(min_p=0.2), [0, 1, 3]), (dict(top_k=1), [1])], ids=str)
 def test_unlikely_tokens_are_left_out(settings, expected):
     assert sample(FOUR.expand(2000, -1), **settings).unique().tolist() == expected
-
-
-def test_top_p_keeps_no_token_that_the_sum_does_not_need():
-    """Of four equally likely tokens, the sums are exactly 0.25, 0.5, 0.75 and 1."""
-    assert len(sample(torch.zeros(2000, 4), top_p=0.5).unique()) == 2
+    assert len(sample(torch.zeros(2000, 4), top_p=0.5).unique()) == 2, "no more than the sum needs"
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
@@ -120,36 +115,22 @@ def test_the_lead_of_the_best_score_is_a_difference_of_logarithms(scores, expect
 
 # ---- each row of a batch draws the random numbers of its own place in nanoGPT's stream
 
-STEPS = 8
-
-
-@pytest.fixture(params=["from bits", "exponential_"])
-def each_build(request, monkeypatch):
-    """Also run the test as with a build of torch whose exponential_ computes other numbers from the random bits."""
-    if request.param == "exponential_":
-        monkeypatch.setattr(row_streams, "exponential_is_from_bits", lambda: False)
-
-
-def draw(streams, num_steps):
-    """The exponential numbers (B, num_steps, V) of the next steps."""
-    return torch.stack([exponentials(streams.next().clone()) for _ in range(num_steps)], dim=1)
-
-
-def make_run(vocab_size=50, device="cpu"):
-    return RunStream(11, device, num_init_draws=123, draws_per_sample=STEPS, vocab_size=vocab_size)
-
-
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("vocab_size", [2, 65, 1000])
-def test_rows_draw_what_consecutive_samples_draw(vocab_size, device, each_build):
-    generator, expected = torch.Generator(device).manual_seed(11), torch.empty(5, STEPS, vocab_size, device=device)
+@pytest.mark.parametrize("from_bits", [True, False]) # False: a build of torch may make other numbers of the random bits
+def test_rows_draw_what_consecutive_samples_draw(vocab_size, device, from_bits, monkeypatch):
+    if not from_bits:
+        monkeypatch.setattr(row_streams, "exponential_is_from_bits", lambda: False)
+    generator, expected = torch.Generator(device).manual_seed(11), torch.empty(5, 8, vocab_size, device=device)
     if device == "cpu":
         torch.empty(123).uniform_(generator=generator) # nanoGPT initialises its model
     for numbers in expected.view(-1, vocab_size):
         numbers.exponential_(generator=generator)
-    run = make_run(vocab_size, device)
+    run = RunStream(11, device, num_init_draws=123, draws_per_sample=8, vocab_size=vocab_size)
     for rows in [0, 1, 2], [4], [4, 2, 3], [0]: # in any order, and some of them not at all
-        assert torch.equal(draw(RowStreams(run, rows), STEPS), expected[rows])
+        streams = RowStreams(run, rows)
+        found = torch.stack([exponentials(streams.next().clone()) for _ in range(8)], dim=1)
+        assert torch.equal(found, expected[rows])
 
 
 @pytest.mark.parametrize("before", [0, 1, 623, 624])
