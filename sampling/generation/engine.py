@@ -78,26 +78,31 @@ class Engine:
         """Divide the samples into batches, and leave out batches of which all samples are already saved.
 
         In the others, the saved samples are generated again: then the rest get the same logits as in the first run, to
-        the last bit. So the sizes must be those of the first run: each batch may take half of the memory that is free
-        at the start. Past block_size, more rows may not be faster: then the batches are small, so that the first
-        samples are shown and saved while the others wait.
+        the last bit. So the sizes must be those of the first run: they depend on the memory that is free at the start.
         """
         samples, budget, waiting = iter(samples), free_memory(self.backend.device) // 2, []
-        most, block_size = self.batch_size or self.backend.max_rows, self.backend.config.block_size
+        most = self.batch_size or self.backend.max_rows
         while waiting := waiting + list(islice(samples, most - len(waiting))):
-            size = most
-            if self.batch_size is None: # as many as fit, if each row is as long as the longest one
-                size = longest = 0
-                for sample in waiting:
-                    longest = max(longest, len(sample.prompt_ids) + self.params.max_new_tokens)
-                    is_window = longest > block_size and not self.params.context_shift
-                    if size and ((size + 1) * self.backend.bytes_per_row(longest) > budget
-                                 or (is_window and (size + 1) * block_size > self.backend.max_window_tokens)):
-                        break
-                    size += 1
+            size = self.batch_size or self.count_fitting(waiting, budget)
             batch, waiting = waiting[:size], waiting[size:]
             if not all(sample.already_saved for sample in batch):
                 yield batch
+
+    def count_fitting(self, samples: list[Sample], budget: int) -> int:
+        """How many of the first samples fit into so many bytes, at least one, if each is as long as the longest.
+
+        Past block_size, larger batches may not be faster: then they are small, so that the first samples are shown and
+        saved while the others wait.
+        """
+        backend, longest = self.backend, 0
+        for size, sample in enumerate(samples, 1):
+            longest = max(longest, len(sample.prompt_ids) + self.params.max_new_tokens)
+            is_past = longest > backend.config.block_size and not self.params.context_shift
+            num_window_tokens = size * backend.config.block_size if is_past else 0
+            is_too_large = size * backend.bytes_per_row(longest) > budget
+            if size > 1 and (is_too_large or num_window_tokens > backend.max_window_tokens):
+                return size - 1
+        return len(samples)
 
     def generate_rows(self, rows: list[IncrementalDetokenizer]) -> Iterator[None]:
         """Generate rows together, and yield after each flush. If memory runs out, generate half as many at once."""
