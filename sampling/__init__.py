@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sampling.params import ModelOptions, Sample, SamplingParams, Score, Token, check_options
+from sampling.process import shorten_spinning
 
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator
@@ -36,9 +37,10 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     folder of a GPT-2 model. The other arguments mean the same as in sample.py.
     Raises OSError or ValueError if there is no such model, or if it cannot be used here.
 
-    Changes settings of the whole process: on a CPU glibc's malloc; on CUDA the current device, the precision of matrix
-    products and the attention kernels; with compile, the limits of torch.compile.
+    Changes settings of the whole process: on a CPU glibc's malloc, and how long the threads of OpenMP spin; on CUDA the
+    current device, the precision of matrix products and the attention kernels; with compile, torch.compile's limits.
     """
+    shorten_spinning() # of the kernels' threads; of torch's, too, if torch is not imported yet
     import torch
 
     from sampling.backends.prepare import choose_device, choose_dtype

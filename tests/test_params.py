@@ -76,6 +76,14 @@ def test_settings_that_exclude_each_other_are_an_error(settings, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["watch", "interactive"])
+def test_a_run_of_several_processes_has_nobody_who_types_or_watches(name, monkeypatch):
+    monkeypatch.setattr("sampling.params.world_size", lambda: 2)
+    check_settings(DEFAULTS)
+    with pytest.raises(ValueError, match="need a single process"):
+        check_settings(DEFAULTS | {name: True})
+
+
 def test_params_come_from_the_settings_and_are_validated_when_created_or_replaced():
     params = SamplingParams.from_settings(DEFAULTS | dict(top_k=3, stop="a", context_shift=True), 2)
     assert params == SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)

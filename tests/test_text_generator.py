@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import sampling
+from models import make_gpt, save_checkpoint
 from project import PROJECT
 from sampling.backends.cpu_kernels import LINEAR
 
@@ -48,6 +49,14 @@ def test_invalid_options_and_names_raise_value_error(settings):
         sampling.load(**{"name": DEMO, **settings})
     with pytest.raises(ValueError, match="leave out batch_size=2, or exact"):
         sampling.load(DEMO, device="cpu", exact=True).generate("A", PARAMS, batch_size=2)
+
+
+def test_load_prefers_a_ckpt_pt_to_a_hugging_face_model_and_asks_no_hub_for_a_pt_file(tmp_path):
+    save_checkpoint(tmp_path, make_gpt(vocab_size=50257))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert not sampling.load(tmp_path, device="cpu").checkpoint.is_huggingface
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        sampling.load(tmp_path / "other.pt")
 
 
 def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(generator):

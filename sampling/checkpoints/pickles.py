@@ -217,10 +217,10 @@ DTYPES = {
 # ---- what a value is
 
 def unwrap(value: Any) -> Any:
-    """What an object of a subclass of dict, list, tuple or str holds; any other value as it is."""
+    """What an object of a subclass of dict, list or tuple holds; any other value as it is."""
     if isinstance(value, Note):
         held = value.first if value.items is None else value.items
-        return held if isinstance(held, dict | list | tuple | str) else value
+        return held if isinstance(held, dict | list | tuple) else value
     return value
 
 

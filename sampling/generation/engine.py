@@ -161,15 +161,15 @@ class Engine:
 
     def warn_if_slow(self, samples: list[Sample]) -> None:
         """Say once, before some samples, that they take long past block_size."""
-        block_size, seconds = self.backend.config.block_size, window_seconds(self.backend.config) # for each token
+        block_size, seconds = self.backend.config.block_size, window_seconds(self.backend.config)
         ends = [min(len(sample.prompt_ids), block_size) + self.params.max_new_tokens for sample in samples]
         is_long = seconds * sum(max(0, end - block_size) for end in ends) > LONG_SECONDS
         is_measured = self.backend.max_window_tokens < math.inf # only for CPUBackend
         if is_long and is_measured and not (self.params.context_shift or self.has_warned):
             self.has_warned = True
-            logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT, and takes "
-                        f"about {seconds:.2g} s; --context_shift drops half of a full window instead, which is much "
-                        "faster, but gives other text")
+            logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT, which takes "
+                        "long; --context_shift drops half of a full window instead, which is much faster, but gives "
+                        "other text")
 
     def sample(self, logits: Tensor, batch: Batch) -> Step:
         """Sample the next tokens from logits (B, V), or take those of longer prompts."""

@@ -192,7 +192,7 @@ def command() -> None:
     """Run with the command line's arguments, as nanogpt-compare or as python -m sampling.outputs.html."""
     setup_console()
     *paths, page = sys.argv[1:] or [""]
-    if not paths:
+    if not paths or page == "-":
         raise ValueError("give one or more files of samples, and the page: "
                          "python -m sampling.outputs.html samples.jsonl page.html")
     for path in paths:

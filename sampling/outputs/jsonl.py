@@ -168,8 +168,8 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
             if not (isinstance(record, dict) and all(type(record.get(name)) is kind for name, kind in types.items())
                     and record["version"] == VERSION):
                 raise ValueError(f"{where}: not written by this version of sample.py, so it cannot be used, and is not "
-                                 "overwritten: give another file, or replace one of an earlier version with "
-                                 "--overwrite")
+                                 "overwritten: give another file; --overwrite of sample.py replaces one of an earlier "
+                                 "version")
             yield where, start, line, record
             start += len(line)
 

@@ -33,6 +33,8 @@ class Outputs:
         self.html_file, out_file = settings["html_file"], settings["out_file"]
         self.uses_stdout = out_file == "-" # then nothing else may be printed there
         self.keeps_lines = out_file is not None and not self.uses_stdout
+        if sys.stdout is None and not (self.keeps_lines or self.html_file):
+            raise ValueError("standard output is closed, so the samples would be lost: give out_file")
         path = out_file if self.keeps_lines else self.html_file and f"{self.html_file}.jsonl"
         self.lines = LinesFile(path) if path else None
         self.page_end = 0 # how many bytes of the lines html_file shows

@@ -166,9 +166,10 @@ def test_samples_that_go_past_the_window_come_in_small_batches_one_after_another
     steps = PARAMS.max_new_tokens
     assert backend.num_rows == [1, *[2] * (steps - 1)] * 2 + [1] * steps, "a prompt is read once for both rows"
     assert len(messages) == 1 and messages[0].startswith("past 16 tokens, each token recomputes the whole window")
-    backend.num_rows.clear()
-    run(Generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=5))
-    assert max(backend.num_rows) == 5, "inside the window"
+    for settings in dict(max_new_tokens=5), dict(context_shift=True): # the window does not move, or not each time
+        backend.num_rows.clear()
+        run(Generator(tokenizer, backend), samples, replace(PARAMS, **settings))
+        assert max(backend.num_rows) == 5
 
 
 @pytest.mark.parametrize("error, num_tries", [(MemoryError("too large"), 4), (RuntimeError("illegal access"), 1)])
