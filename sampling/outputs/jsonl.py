@@ -196,6 +196,7 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
     file.seek(0)
     begin = file.read(200) # of a new file nothing, and of a killed run perhaps a part of a line
     if not (LINE_START_OF_ANY_VERSION.match(begin) or LINE_START.startswith(begin) or PAGE.match(begin)):
+        file.close()
         raise ValueError(f"{path} was not written by sample.py, so it is neither continued nor replaced: move it, or "
                          "give the file another name")
     return file
