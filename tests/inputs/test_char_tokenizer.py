@@ -1,6 +1,7 @@
 """CharTokenizer, which looks up each character or byte in meta.pkl, and joins the texts there, as nanoGPT does."""
 import pickle
 from collections import OrderedDict
+from pathlib import PurePosixPath
 
 import numpy as np
 import pytest
@@ -78,9 +79,9 @@ def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
     *[({"stoi": stoi}, "must map texts or bytes")
       for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {"a": 2**63}, {}]],
     ({"stoi": 3}, "its stoi is not a dict, but 3"), ({"stoi": {"a": 0}, "itos": 1}, "its itos is not a dict, but 1"),
+    ({"stoi": {"a": 0}, "itos": PurePosixPath("ab")}, "but pathlib.*PurePosixPath"), # in the pickle, a call with "ab"
     ([1], "it holds list"), (b"hello", "damaged or incomplete"),
-    (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
-], ids=str)
+    (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS")], ids=str)
 def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path): # checkpoints/test_attacks.py has more
     with pytest.raises(ValueError, match=f"meta.pkl.*{message}"):
         load(tmp_path, meta)

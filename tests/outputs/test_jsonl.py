@@ -68,8 +68,7 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
     ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),
     ({"checkpoint": None}, ": not written by this version of sample.py"),
-    ({"version": 2}, ": not written by this version of sample.py"),
-], ids=str)
+    ({"version": 2}, ": not written by this version of sample.py")], ids=str)
 def test_a_line_of_another_run_is_refused_with_the_first_difference(tmp_path, changes, message):
     def resume(line):
         (tmp_path / "a.jsonl").write_bytes(line)

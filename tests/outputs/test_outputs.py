@@ -1,4 +1,5 @@
 """out_file and html_file of a run: what they hold, and how a later run resumes them."""
+import gc
 import os
 import sys
 
@@ -10,8 +11,7 @@ from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import Outputs, needed_logprobs
 from sampling.params import Piece, Prompt, Sample
 
-# A run that ends early leaves its files open.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning") # files stay open
 
 
 @pytest.fixture
@@ -21,6 +21,7 @@ def start(tmp_path):
     paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
     yield lambda **settings: Outputs(SETTINGS | paths | settings)
     console.before_exit.clear()
+    gc.collect() # a run that ends early leaves its files open: the warnings must not come in another test
 
 
 def generate(outputs, count, gpt=None, num_finished=99):
@@ -182,17 +183,19 @@ def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number
     assert needed_logprobs(SETTINGS | settings) == number
 
 
-def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, tmp_path):
+def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
-    with (open_output(tmp_path / "file"),
-          pytest.raises(ValueError, match=r"another run writes to .*file: give")):
+    with open_output(tmp_path / "file"), pytest.raises(ValueError, match=r"another run writes to .*file: give"):
         start(out_file=f"{tmp_path}/file")
     for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a direc"),
                          ("no/such", "there is no folder")]:
         for settings in {"out_file": f"{tmp_path}/{path}"}, {"out_file": None, "html_file": f"{tmp_path}/{path}"}:
             with pytest.raises((ValueError, OSError), match=reason):
                 start(**settings)
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(ValueError, match="standard output is closed"):
+        start(out_file=None, html_file=None)
 
 
 @pytest.mark.parametrize("settings", [{}, {"out_file": None}], ids=str)

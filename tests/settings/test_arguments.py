@@ -15,8 +15,7 @@ import torch
     (['--ends=["\\n\\n", "KING"]'], {"ends": ["\n\n", "KING"]}), (["--ends='[\"a\"]'"], {"ends": '["a"]'}),
     (["--ends=A", "--ends=['B', 'C']", "--count=3", "--ends", "D"], {"ends": ["A", "B", "C", "D"], "count": 3}),
     (["--ends=A", "--ends=None", "--ends=B"], {"ends": "B"}),
-    (["--pick=8"], {"pick": 8}), (["--pick='8'"], {"pick": "8"}),
-], ids=str)
+    (["--pick=8"], {"pick": 8}), (["--pick='8'"], {"pick": "8"})], ids=str)
 def test_arguments_change_settings(script, arguments, changes):
     found = script(*arguments)
     assert found == changes

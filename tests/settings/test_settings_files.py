@@ -83,8 +83,7 @@ def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, me
     ("flag = 0", "a.py: flag takes True or False, got 0"), # although 0 == False
     ("x = 1\ncount = (", "a.py, line 2: SyntaxError"),
     ("def f():\n    1 / 0\nf()", "a.py, line 2: ZeroDivisionError"),
-    ("import sys\nsys.exit(0)", "a.py, line 2: SystemExit: 0"),
-], ids=repr)
+    ("import sys\nsys.exit(0)", "a.py, line 2: SystemExit: 0")], ids=repr)
 def test_an_error_in_a_settings_file_names_the_file_and_line(script, content, message):
     write(a=content)
     with pytest.raises(ValueError) as error:
