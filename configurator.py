@@ -1,17 +1,13 @@
 """Applies settings files and --key=value arguments to the global variables of a script.
 
-    python sample.py config/greedy.py --start="Once" --top_k=5 --compile
-
 The settings are the script's own global variables above its first function. Their values are the defaults. A setting
 takes values of its default's type, or of the types in its annotation (top_k: int | None = 200). Its help is the comment
 after it, with the indented comments below; an unindented one above it begins a group. A user's error is a ValueError.
 """
 import ast
-import difflib
 import json
 import logging
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -20,17 +16,17 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import redirect_stdout
+from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+if not __name__.endswith("configurator"): # nanoGPT's scripts execute a file of this name among their own globals
+    sys.exit("error: this configurator.py is not nanoGPT's: git checkout configurator.py model.py restores its files")
 logger = logging.getLogger(__name__)
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
               "NoneType": "None"}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
-Validate = Callable[[dict[str, Any], Collection[str]], None]
-Ignore = Callable[[Collection[str]], Mapping[str, str]]
 
 
 class Setting(NamedTuple):
@@ -41,14 +37,13 @@ class Setting(NamedTuple):
     group: str = ""
 
 
-def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate = lambda values, flags: None,
-             aliases: Mapping[str, str] = {}, ignore: Ignore = lambda names: {}) -> dict[str, Any]:
+def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable = lambda values, flags: None,
+             aliases: Mapping[str, str] = {}) -> dict[str, Any]:
     """Apply settings files and arguments, in order, to a script's globals(); return all settings by name.
 
-    validate gets all settings, and the names of those that flags set; it raises ValueError, which names the settings
-    that are not valid. aliases: what to suggest for names of other programs. ignore gets the names in a file that are
-    not settings, and returns the settings to ignore in that file, each with the reason. Logs one line that lists the
-    changes. An error leaves scope as it was. --help prints the settings, --version prints __version__, and both exit.
+    validate gets all settings, and the names of those that flags set. Its ValueError has the attribute names: which
+    settings it is about. aliases: what to suggest for names of other programs. Logs one line that lists the changes. An
+    error leaves scope as it was. --help prints the settings, --version prints __version__, and both exit.
     """
     settings, arguments = find_settings(scope["__file__"]), list(arguments)
     if {"--help", "-h", "--version"} & set(arguments):
@@ -64,19 +59,18 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Validate
             name, value = parse_argument(arguments, settings, aliases)
             earlier = None if name in files else changes.get(name) # a flag replaces what a file sets
             if "list" in settings[name].types and None not in (earlier, value): # it adds to an earlier flag
-                earlier, value = (given if isinstance(given, list) else [given] for given in (earlier, value))
-                value = earlier + value
+                value = [item for given in (earlier, value) for item in (given if isinstance(given, list) else [given])]
             changes[name] = value
             files.pop(name, None)
         else:
             path, source = read_file(arguments.pop(0), scope["__file__"])
-            found = run_file(path, source, scope | changes, settings, ignore)
+            found = run_file(path, source, scope | changes, settings)
             changes, files = changes | found, files | dict.fromkeys(found, path)
     values = {name: scope[name] for name in settings} | changes
     try:
         validate(values, changes.keys() - files.keys())
     except ValueError as error:
-        paths = [files[name] for name in re.findall(r"\w+", str(error)) if name in files]
+        paths = [files[name] for name in getattr(error, "names", ()) if name in files]
         raise ValueError(f"{paths[0]}: {error}" if paths else str(error)) from None
     if changes:
         logger.info("settings: " + ", ".join(f"{name}={value!r:.100}" for name, value in changes.items()))
@@ -164,11 +158,10 @@ def parse(name: str, text: str, types: list[str]) -> Any:
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
     """Return value if it has one of these types, or a float for an int. The error names label and shows given."""
-    given_type = type(value).__name__
-    if given_type in types:
+    if type(value) is int and "int" not in types and abs(value) <= sys.float_info.max:
+        value = float(value)
+    if type(value).__name__ in types:
         return value
-    if given_type == "int" and "float" in types and abs(value) <= sys.float_info.max:
-        return float(value)
     raise ValueError(f"{label} takes {' or '.join(TYPE_NAMES[t] for t in types)}, got {given!r:.100}")
 
 
@@ -186,8 +179,7 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
     return found, source
 
 
-def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting],
-             ignore: Ignore) -> dict[str, Any]:
+def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str, Setting]) -> dict[str, Any]:
     """Run a settings file and return the settings that it changes. The file can use the names in scope.
 
     It may define other names, as training files do. Logs a warning for a name like a setting's, or if it sets nothing.
@@ -196,8 +188,7 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     try:
         code = compile(source, path, "exec")
         if b"torch" in source: # nanoGPT's script has imported torch by now, and settings files may use it
-            import torch
-            names["torch"] = torch
+            exec("import torch", names)
         with redirect_stdout(sys.stderr): # standard output is only for samples
             exec(code, names)
     except (Exception, SystemExit) as e: # SystemExit would end the script without a message
@@ -213,18 +204,12 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
     changes = {name: names[name] for name in settings if name in names
                and (type(names[name]), names[name]) != (type(scope[name]), scope[name])}
     if not (changes or others or settings.keys() & set(code.co_names)):
-        name, setting = next(iter(settings.items()))
-        logger.warning(f"{path} sets nothing; a settings file is Python, such as: {name} = {setting.default!r}")
-    for name, why in ignore(others).items():
-        if name in changes:
-            del changes[name]
-            logger.info(f"{path}: {name} is ignored, {why}")
+        logger.warning(f"{path} sets nothing; a settings file is Python that assigns settings")
     return {name: coerce(f"{path}: {name}", value, settings[name].types, value) for name, value in changes.items()}
 
 
 def suggest(name: str, settings: Collection[str], aliases: Mapping[str, str] = {}, prefixes: bool = True) -> str:
     """Return '; did you mean x?' for an alias, or a setting that starts with name (if prefixes) or is similar to it."""
     completions = [setting for setting in settings if prefixes and len(name) > 2 and setting.startswith(name)]
-    near = difflib.get_close_matches(name.lower(), settings, n=1, cutoff=0.75)
-    found = [aliases[name]] if name in aliases else completions or near
+    found = [aliases[name]] if name in aliases else completions or get_close_matches(name.lower(), settings, 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""

@@ -7,20 +7,23 @@
 The samples go to standard output, everything else to standard error. Arguments apply from left to right:
 settings files (Python that assigns settings) and --key=value, --key value, or a bare --key for True.
 """
-import gc
 import inspect
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.realpath(__file__))) # for runpy and programs that import this file
-
-from configurator import override
-from sampling import __version__ as __version__  # --version prints it
-from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts, warn_about_stop_texts
+sys.path.append(os.path.dirname(os.path.realpath(__file__))) # for runpy, python -P, and python -m with a symbolic link
+try:
+    from sampling import __version__ as __version__  # --version prints it
+except ImportError as error: # this file was copied into another project
+    sys.exit(f"error: {error}: do not copy sample.py, but link to it with ln -s, or install it with pip")
+from sampling.checkpoints.finding import wait_for_saves
+from sampling.configurator import override
+from sampling.generation.workers import run_on_all, serve
+from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
-from sampling.outputs.outputs import Outputs, needed_logprobs, scoring_params
-from sampling.params import ALIASES, ModelOptions, SamplingParams, check_settings, choose_seed, training_settings
-from sampling.process import rank, return_freed_memory, shorten_spinning, world_size
+from sampling.outputs.outputs import Outputs, choose_params
+from sampling.params import ALIASES, ModelOptions, check_settings
+from sampling.process import quicken_start
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -48,15 +51,12 @@ seed: int | str = 1337 # the same seed gives the same samples; random: a new see
 device = 'auto' # 'cpu', 'cuda', 'cuda:1' or 'mps'; auto: CUDA, else MPS, else the CPU
 dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16, or float16 if the GPU lacks it; elsewhere
                # float32; 'int8', on a CPU: int8 weights, for speed and less memory; changes the text
-compile = False # compile the model with torch.compile first, which takes about a minute: not faster on a CPU, not
-                # measured on a GPU
+compile = False # use torch.compile, which takes about a minute at first: not faster on a CPU, not measured on a GPU
 cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
-exact = False # run nanoGPT's own operations, one sample at a time: slower, but designed to give nanoGPT's text on
-              # CUDA in any dtype
-draft: str | None = 'auto' # speculative decoding, with the same text: for one sample at a time on a CPU in float32, a
-                           # copy of the model in int8 proposes tokens, and the model checks several in one pass; auto:
-                           # if the model is large and the sample long enough to gain; int8: always; None: never
+exact = False # nanoGPT's own operations, one sample at a time; slower; designed to give its text in any dtype on CUDA
+draft = True # speculative decoding, with the same text: for one long sample at a time of a large model, on a CPU in
+             # float32, a copy of the model in int8 proposes tokens, and the model checks several in one pass
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
 
 # Where samples go
@@ -71,75 +71,63 @@ watch = False # when the samples are done, wait until train.py saves a new ckpt.
 
 
 def main(settings):
-    """Sample from a model, once, for each checkpoint that train.py saves, or in a session. settings: all, by name."""
-    from sampling.checkpoints.finding import wait_for_save  # torch takes a second: first, the settings are checked
-    from sampling.generation.workers import join, serve
-    if score:
-        params = scoring_params(settings)
-    else:
-        settings["seed"] = choose_seed(seed)
-        params = SamplingParams.from_settings(settings, needed_logprobs(settings))
-    join() # the other processes, if torchrun started several
-    if interactive:
-        from sampling.repl import run_repl
-        return run_repl(load_gpt, params, show_probs, start)
-    if rank(): # this process generates what rank 0 hands out
-        return serve(load_gpt())
-    prompts, outputs = read_prompts(start, watch), Outputs(settings)
-    save = wait_for_save(out_dir) if watch else None
-    run(prompts, params, outputs)
-    while watch:
-        save = wait_for_save(out_dir, save)
-        run(prompts, params, outputs)
+    """Sample from a model, or in a session. settings: all, by name."""
+    params = choose_params(settings)
+    if settings['interactive']:
+        return run_session(params)
+    outputs = Outputs({**settings, **vars(params)}) # params has the seed that was drawn at random
+    run(params, outputs)
 
 
-def run(prompts, params, outputs):
-    """Load the model, generate the samples of all prompts, or score these, and print and save each."""
-    from sampling.generation.workers import run_on_all
-    samples_per_prompt = 1 if score else num_samples
+def run_session(params):
+    """Ask for prompts, and answer each with a sample."""
+    from sampling.repl import run_repl
+    run_repl(load_gpt, params, show_probs, start)
+
+
+def run(params, outputs):
+    """Generate the samples of all prompts, or score these, and print and save each: once, or from each checkpoint."""
+    prompts, samples_per_prompt = read_prompts(start, watch), 1 if score else num_samples
     num_total = len(prompts) * samples_per_prompt if isinstance(prompts, list) else None # None: they come from a pipe
-    gpt = load_gpt(num_total if world_size() == 1 else None) # all processes choose the same kernels
-    if not score:
-        warn_about_stop_texts(params.stop_texts)
-    samples = make_samples(encode_prompts(prompts, gpt.tokenizer), samples_per_prompt, is_score=score)
-    outputs.begin(gpt, num_total)
-    samples = outputs.resume(samples) # those that out_file holds already are not sampled again
-    for sample, pieces in run_on_all(gpt, samples, params, batch_size, is_tty(sys.stdout)):
-        outputs.update(sample, pieces)
-    outputs.finish()
+    for _ in wait_for_saves(out_dir) if watch else [None]:
+        gpt = load_gpt(num_total)
+        samples = make_samples(encode_prompts(prompts, gpt.tokenizer), samples_per_prompt, is_score=score)
+        outputs.begin(gpt, num_total)
+        samples = outputs.resume(samples) # those that out_file holds already are not sampled again
+        for sample, pieces in run_on_all(gpt, samples, params, batch_size, is_tty(sys.stdout)):
+            outputs.update(sample, pieces)
+        outputs.finish()
+        gpt = None # its memory must be free before the next model is loaded
 
 
 def load_gpt(num_total=None):
     """The model with its tokenizer, on its device. num_total: how many samples it will generate; None: unknown."""
-    from sampling.backends.prepare import choose_device, choose_dtype, count_steps
+    from sampling.backends.prepare import choose_device_and_dtype, count_steps  # torch takes a second
     from sampling.checkpoints.huggingface import load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
-    return_freed_memory() # of the model before this one
-    torch_device = choose_device(device)
-    torch_dtype = choose_dtype(torch_device, dtype, exact)
+    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, exact)
     with system_interrupts(): # a stranger's file may keep Python busy for minutes
         if init_from == 'resume': # the ckpt.pt that train.py wrote
             checkpoint = load_nanogpt(out_dir, torch_dtype)
         else: # GPT-2
             checkpoint = load_huggingface(init_from, torch_dtype)
         encoding = load_tokenizer(checkpoint, tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
-    options = ModelOptions(compile, cuda_graphs, exact, None if score else draft)
+    options = ModelOptions(compile, cuda_graphs, exact, draft)
     num_steps = 0 if score else count_steps(num_total, max_new_tokens, batch_size)
     return TextGenerator(checkpoint, encoding, torch_device, torch_dtype, options, num_steps)
 
 
 def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process; it may end at once."""
-    setup_console(rank(), owns_process)
+    setup_console(owns_process)
     with report_user_errors(status=2):
-        settings = override(globals(), sys.argv[1:], check_settings, ALIASES, training_settings)
+        settings = override(globals(), sys.argv[1:], check_settings, ALIASES)
     if owns_process:
-        shorten_spinning() # before torch is imported
-        gc.set_threshold(1_000_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none
+        quicken_start()
     with report_user_errors():
-        main(settings)
+        serve(load_gpt) or main(settings) # torchrun may have started several processes: only the first runs main
     if owns_process:
         hard_exit()
 

@@ -26,10 +26,14 @@ __all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
 ABOVE = Path(__file__).resolve().parent.parent
 INSTALLED = ABOVE / "nanogpt_sample"
 __path__.append(str(INSTALLED if INSTALLED.is_dir() else ABOVE))
+for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def override("): # nanoGPT's have neither
+    path = Path(__path__[-1], name)
+    if not (path.is_file() and part in path.read_bytes()):
+        raise ImportError(f"{path} is missing, or belongs to another project")
 
 
 def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", compile: bool = False,
-         cuda_graphs: bool = True, exact: bool = False, draft: str | None = "auto",
+         cuda_graphs: bool = True, exact: bool = False, draft: bool = True,
          tokenizer: str | None = None) -> "TextGenerator":
     """Load a model and its tokenizer.
 
@@ -43,7 +47,7 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     shorten_spinning() # of the kernels' threads; of torch's, too, if torch is not imported yet
     import torch
 
-    from sampling.backends.prepare import choose_device, choose_dtype
+    from sampling.backends.prepare import choose_device_and_dtype
     from sampling.checkpoints.finding import huggingface_config
     from sampling.checkpoints.huggingface import load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
@@ -51,8 +55,7 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     from sampling.text_generator import TextGenerator
     options = ModelOptions(compile, cuda_graphs, exact, draft)
     check_options({**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer})
-    torch_device = choose_device(device)
-    torch_dtype = choose_dtype(torch_device, dtype, exact)
+    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, exact)
     path = Path(name)
     is_folder_of_huggingface = huggingface_config(path) and not (path / "ckpt.pt").is_file()
     is_huggingface = is_folder_of_huggingface if path.exists() else path.suffix != ".pt"

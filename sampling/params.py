@@ -1,7 +1,4 @@
-"""The rules of the settings, and the types of what is asked for and of what came of it. Imports no torch.
-
-All errors are ValueErrors: a value is not allowed, or two settings exclude each other.
-"""
+"""The rules of the settings, and the types of what is asked for and of what came of it. Imports no torch."""
 import logging
 import math
 import os
@@ -15,6 +12,13 @@ from sampling.process import world_size
 
 logger = logging.getLogger(__name__)
 Settings = Mapping[str, Any]
+
+
+class SettingError(ValueError):
+    """A value is not allowed, or two settings exclude each other. names: the settings that it is about."""
+    def __init__(self, message: str, *names: str):
+        super().__init__(message)
+        self.names = names
 
 
 def is_number(value: Any) -> bool:
@@ -57,10 +61,8 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
                "must be auto, cpu, cuda, cuda:N or mps"),
     "dtype": (lambda v: v in ("auto", "float32", "bfloat16", "float16", "int8"),
               "must be auto, float32, bfloat16, float16 or int8"),
-    **dict.fromkeys(["compile", "cuda_graphs", "exact", "context_shift"],
+    **dict.fromkeys(["compile", "cuda_graphs", "exact", "draft", "context_shift"],
                     (lambda v: isinstance(v, bool), "must be True or False")),
-    "draft": (lambda v: v in ("auto", "int8", None),
-              "must be auto, int8 (a copy of the model) or None: no other model can be a draft"),
     "batch_size": (optional(whole_number(1, 10**5)), "must be from 1 to 100000, or None"),
     "out_file": (optional(is_nonempty_text), "must be the path of a file, or None"),
     "logprobs": (optional(whole_number(0, 1000)), "must be from 0 to 1000, or None to save none"),
@@ -71,8 +73,27 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
 EXACT_RULES = { # what exact=True allows: only what nanoGPT does
     "temperature": lambda v: v > 0, "top_p": lambda v: v in (None, 1), "min_p": lambda v: v in (None, 0),
     "repetition_penalty": lambda v: v == 1, "context_shift": lambda v: v is False,
-    "batch_size": lambda v: v in (None, 1), "compile": lambda v: v is False, "draft": lambda v: v != "int8",
+    "batch_size": lambda v: v in (None, 1), "compile": lambda v: v is False,
 }
+
+CONFLICTS = [ # settings, whether their values exclude each other, and what to do
+    (("dtype", "compile", "exact"), lambda dtype, *others: dtype == "int8" and any(others),
+     "dtype=int8 does not work with compile=True or exact=True: leave out one of them"),
+    (("out_file", "html_file"), lambda *paths: all(paths) and len(set(map(os.path.realpath, paths))) == 1,
+     "out_file and html_file must be two files"),
+    (("watch", "init_from"), lambda watch, init_from: watch and init_from != "resume",
+     "watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch"),
+    (("watch", "interactive"), lambda *values: any(values) and world_size() > 1,
+     "interactive=True and watch=True need a single process: run it without torchrun"),
+    (("watch", "interactive"), lambda *values: all(values),
+     "watch=True does not work with interactive=True: in a session, type :reload"),
+    (("score", "interactive"), lambda *values: all(values),
+     "score=True does not work with interactive=True: in a session, type :score"),
+    (("interactive", "out_file", "html_file"), lambda interactive, *paths: interactive and any(paths),
+     "interactive=True saves no samples: leave out_file and html_file out"),
+    (("logprobs", "out_file"), lambda logprobs, out_file: logprobs is not None and not out_file,
+     "logprobs are saved in out_file: give out_file too, or leave logprobs out"),
+]
 
 ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to suggest
     **dict.fromkeys(["p", "prompt"], "start"), **dict.fromkeys(["m", "model"], "out_dir or init_from"),
@@ -81,14 +102,13 @@ ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to sugge
     **dict.fromkeys(["draft_model", "model_draft", "assistant_model", "speculative_model"], "draft"),
     "temp": "temperature", "repeat_penalty": "repetition_penalty", "o": "out_file",
 }
-TRAINING_NAMES = {"gradient_accumulation_steps", "learning_rate", "max_iters", "eval_iters"} # only train.py has these
 
 
 def check_values(values: Settings) -> None:
     """Check that each value keeps its rule in RULES. Names without a rule are not checked."""
     for name, (is_allowed, rule) in RULES.items():
         if name in values and not is_allowed(values[name]):
-            raise ValueError(f"{name} {rule}; got {values[name]!r:.100}")
+            raise SettingError(f"{name} {rule}; got {values[name]!r:.100}", name)
 
 
 def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
@@ -98,35 +118,17 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
     """
     if settings["score"]:
         if useless := [name for name in SAMPLING_SETTINGS if name in flags]:
-            raise ValueError(f"score=True generates no samples: leave out {', '.join(useless)}, or score")
+            raise SettingError(f"score=True generates no samples: leave out {', '.join(useless)}, or score", "score")
         settings = {name: value for name, value in settings.items() if name not in SAMPLING_SETTINGS}
     check_options({**settings, "seed": 0} if settings.get("seed") == "random" else settings)
-    out_file, html_file = settings["out_file"], settings["html_file"]
-    if out_file and html_file and os.path.realpath(out_file) == os.path.realpath(html_file):
-        raise ValueError(f"out_file and html_file must be two files; got {out_file!r:.100} for both")
-    if settings["watch"] and settings["init_from"] != "resume":
-        raise ValueError("watch=True waits for a ckpt.pt that train.py saves: leave out init_from, or watch")
-    if world_size() > 1 and (settings["watch"] or settings["interactive"]):
-        raise ValueError("interactive=True and watch=True need a single process: run it without torchrun")
-    if settings["watch"] and settings["interactive"]:
-        raise ValueError("watch=True does not work with interactive=True: in a session, type :reload")
-    if settings["interactive"] and settings["score"]:
-        raise ValueError("score=True does not work with interactive=True: in a session, type :score")
-    if settings["interactive"] and (out_file or html_file):
-        raise ValueError("interactive=True saves no samples: leave out_file and html_file out")
-    if settings["logprobs"] is not None and not out_file:
-        raise ValueError("logprobs are saved in out_file: give out_file too, or leave logprobs out")
 
 
 def check_options(options: Settings) -> None:
-    """Check the settings of a model and its samples, which Python programs have too."""
+    """Check the settings of a model and its samples, of which Python programs have fewer."""
     check_values(options)
-    for name, other in ("dtype", "compile"), ("dtype", "exact"), ("draft", "compile"):
-        if options.get(name) == "int8" and options[other]:
-            raise ValueError(f"{name}=int8 does not work with {other}=True: leave out one of them")
-    if options["dtype"] == options.get("draft") == "int8":
-        raise ValueError("draft=int8 has no use with dtype=int8, because both models would be the same: leave out "
-                         "draft, or use dtype=float32")
+    for names, is_conflict, message in CONFLICTS:
+        if options.keys() >= set(names) and is_conflict(*(options[name] for name in names)):
+            raise SettingError(message, *names)
     if options["exact"]:
         check_exact(options)
 
@@ -135,12 +137,8 @@ def check_exact(settings: Settings) -> None:
     """Check that settings, or fields of SamplingParams, ask for nothing that nanoGPT cannot do."""
     for name, is_allowed in EXACT_RULES.items():
         if name in settings and not is_allowed(settings[name]):
-            raise ValueError(f"exact=True does only what nanoGPT does: leave out {name}={settings[name]!r}, or exact")
-
-
-def training_settings(names: Collection[str]) -> dict[str, str]:
-    """The settings that sample.py ignores in a file that assigns these names. Each has the reason as its value."""
-    return {"batch_size": "because this file is for training"} if TRAINING_NAMES & set(names) else {}
+            raise SettingError(f"exact=True does only what nanoGPT does: leave out {name}={settings[name]!r}, or exact",
+                               name, "exact")
 
 
 def as_list(value: Any) -> list:
@@ -153,6 +151,13 @@ def choose_seed(seed: int | str, flag: str = "--seed") -> int:
         seed = int.from_bytes(os.urandom(4), "big")
         logger.info(f"seed: {seed}, drawn at random; {flag}={seed} gives the same samples again")
     return seed
+
+
+def warn_about_stops(stop_texts: list[str]) -> None:
+    for text in stop_texts:
+        if "\\n" in text:
+            logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, "
+                           "write the text in quotes, as Python does: --stop='\"\\n\"'")
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,10 @@ class SamplingParams:
     @classmethod
     def from_settings(cls, settings: Settings, num_logprobs: int | None) -> "SamplingParams":
         """Take the parameters from sample.py's settings, which also have other names."""
-        return cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings}, num_logprobs=num_logprobs)
+        values = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
+        params = cls(**values | {"seed": choose_seed(settings["seed"]), "num_logprobs": num_logprobs})
+        warn_about_stops(params.stop_texts)
+        return params
 
     @property
     def stop_texts(self) -> list[str]:
@@ -200,7 +208,7 @@ class ModelOptions:
     compile: bool = False
     cuda_graphs: bool = True
     exact: bool = False
-    draft: str | None = "auto"
+    draft: bool = True
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ sample.py imports this file before torch.
 """
 import ctypes
 import errno
+import gc
 import math
 import os
 import re
@@ -40,6 +41,12 @@ def rank() -> int:
 
 def world_size() -> int:
     return torchrun_number("WORLD_SIZE", 1)
+
+
+def quicken_start() -> None:
+    """For a process that runs only the script, before torch is imported."""
+    shorten_spinning()
+    gc.set_threshold(1_000_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none
 
 
 def shorten_spinning() -> None:

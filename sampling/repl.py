@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import get_args
 
 from sampling.configurator import parse, suggest
-from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts, warn_about_stop_texts
+from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty
 from sampling.outputs.printer import RULE, Printer
-from sampling.params import Prompt, Sample, SamplingParams, ScoringParams, check_exact, choose_seed
+from sampling.params import Prompt, Sample, SamplingParams, ScoringParams, check_exact, choose_seed, warn_about_stops
 from sampling.process import is_out_of_memory
 from sampling.text_generator import TextGenerator
 
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 # The settings that a command may change, and the names that configurator gives to the types of their values.
 TYPES = {f.name: [t.__name__ for t in get_args(f.type) or [f.type]]
          for f in fields(SamplingParams) if f.name != "num_logprobs"} | {"show_probs": ["bool"]}
-DEFAULT_START = "\n" # as in sample.py
 HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
 Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
   :continue          continue the last sample
@@ -42,7 +41,7 @@ Tab completes a command, Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
 def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_probs: bool, start: str) -> None:
-    """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is DEFAULT_START.
+    """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is blank.
 
     load: loads the model, at the start and for :reload. params, show_probs: the initial settings.
     """
@@ -65,7 +64,7 @@ def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_pro
     if is_tty(sys.stdin):
         logger.info("type a prompt, or :help; Ctrl-D ends the session")
     with suppress(EOFError): # the end of the session
-        if start != DEFAULT_START:
+        if start.strip(): # by default, it is a newline
             session.attempt(lambda: session.print_samples(start))
         while True:
             session.attempt(lambda: session.respond(read_line()))
@@ -204,7 +203,7 @@ class Session:
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_about_stop_texts(params.stop_texts)
+            warn_about_stops(params.stop_texts)
         self.show_settings([name])
 
     def sample_again(self) -> None:

@@ -38,14 +38,8 @@ class TextGenerator:
         self.checkpoint, self.tokenizer, self.device, self.dtype = checkpoint, tokenizer, device, dtype
         shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
         self.num_params = sum(map(math.prod, shapes.values()))
-        # A draft needs the compiled kernels, however short the run is.
-        num_steps = None if options.draft == "int8" else num_steps
         self.backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
-        if options.draft == "int8" and not self.backend.can_copy_to_int8:
-            raise ValueError(f"draft=int8 works only on a CPU in float32, and needs numba; got {device} and "
-                             f"{self.dtype_name}: leave out draft")
-        self.draft = self.backend.int8_copy() if options.draft == "int8" else None
-        self.may_draft, self.draft_lock = options.draft == "auto", threading.Lock()
+        self.draft, self.may_draft, self.draft_lock = None, options.draft, threading.Lock()
         logger.info(f"{self.num_params / 1e6:.2f}M parameters on {device} in {self.dtype_name}")
 
     @property
@@ -53,8 +47,8 @@ class TextGenerator:
         return str(self.dtype).removeprefix("torch.")
 
     def draft_for(self, num_tokens: int) -> Backend | None:
-        """The draft for so many tokens of a single sample, if any. With draft="auto", it is made when it pays for the
-        first time: for a model that waits for memory, if there is memory for a copy.
+        """The draft for so many tokens of a single sample, if any. It is made when it pays for the first time: for a
+        model that waits for memory, if there is memory for a copy.
         """
         size = num_step_weights(self.backend.config) # and the bytes of a copy
         with self.draft_lock:

@@ -13,7 +13,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from project import PROJECT, save_gpt2_encoding
-from sampling.outputs.console import LOGGERS
 from script_process import run_here, start_script
 
 del os.environ["GOMP_SPINCOUNT"], os.environ["HF_HUB_OFFLINE"] # sample.py must set the first one itself
@@ -108,16 +107,15 @@ def gpt2_folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def messages():
-    """The messages that the package and the configurator log during a test. Afterwards, their loggers are as before."""
-    handler, lines, states = logging.Handler(), [], {}
+    """The messages that the package logs during a test. Afterwards, its logger is as before."""
+    handler, lines, logger = logging.Handler(), [], logging.getLogger("sampling")
     handler.emit = lambda record: lines.append(record.getMessage())
-    for logger in map(logging.getLogger, LOGGERS):
-        states[logger] = [*logger.handlers], logger.level, logger.propagate
-        logger.handlers[:] = [handler] # not the console, which a run for a fixture of many tests has set up
-        logger.setLevel(logging.INFO)
+    handlers, level, propagate = [*logger.handlers], logger.level, logger.propagate
+    logger.handlers[:] = [handler] # not the console, which a run for a fixture of many tests has set up
+    logger.setLevel(logging.INFO)
     yield lines
-    for logger, (logger.handlers[:], level, logger.propagate) in states.items():
-        logger.setLevel(level)
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ VALID = [ # the ends of each range, and what means "off"
     dict(num_samples=1, max_new_tokens=0, temperature=0.0, top_k=None, top_p=None, min_p=None, stop=None),
     dict(num_samples=10**9, max_new_tokens=10**9, temperature=10**300, top_k=10**9, top_p=1.0, min_p=1.0),
     dict(top_k=0, top_p=1e-9, min_p=0.0, repetition_penalty=0.01, stop=[], seed=-2**63, batch_size=10**5, start="None"),
-    dict(repetition_penalty=100.0, stop=["a", "b"], seed=2**64 - 1, device="cuda", dtype="float16", draft="int8"),
+    dict(repetition_penalty=100.0, stop=["a", "b"], seed=2**64 - 1, device="cuda", dtype="float16", draft=False),
     dict(seed="random", device="cuda:12", dtype="int8", out_file="-", html_file="a.html", logprobs=1000),
     dict(exact=True, top_p=1.0, min_p=0.0, repetition_penalty=1.0, batch_size=1, stop="a", temperature=1e-3),
 ]
@@ -33,25 +33,23 @@ INVALID = [
     ("dtype", ["", "int4", "torch.float32"], "dtype must be auto"),
     ("context_shift", ["False"], "context_shift must be True or False"),
     ("batch_size", [0, -1, 10**5 + 1], "batch_size must be from 1"),
-    ("draft", ["", "gpt2", "int4"], "draft must be auto, int8 (a copy of the model) or None: no other model"),
+    ("draft", ["gpt2"], "draft must be True or False"),
     ("out_file", ["", "a\0b"], "out_file must be the path"),
     ("html_file", ["", "a\0b", "-"], "html_file must be the path"),
     ("logprobs", [-1, 1001], "logprobs must be from 0"),
 ]
 EXCLUDED = [ # settings that do not work together, and what the error says
-    (dict(dtype="int8", compile=True), "dtype=int8 does not work with compile=True: leave out one of them"),
-    (dict(dtype="int8", exact=True), "dtype=int8 does not work with exact=True: leave out one of them"),
-    (dict(dtype="int8", draft="int8"), "draft=int8 has no use with dtype=int8"),
+    (dict(dtype="int8", compile=True), "dtype=int8 does not work with compile=True or exact=True: leave out one"),
+    (dict(dtype="int8", exact=True), "dtype=int8 does not work with compile=True or exact=True: leave out one"),
     (dict(score=True, interactive=True), "score=True does not work with interactive=True: in a session, type :score"),
-    (dict(draft="int8", compile=True), "draft=int8 does not work with compile=True: leave out one of them"),
     (dict(logprobs=0), "logprobs are saved in out_file: give out_file too"),
     (dict(out_file="a", html_file="b/../a"), "out_file and html_file must be two files"),
     (dict(watch=True, init_from="gpt2"), "watch=True waits for a ckpt.pt that train.py saves: leave out init_from"),
     (dict(watch=True, interactive=True), "watch=True does not work with interactive=True: in a session, type :reload"),
     (dict(interactive=True, html_file="a"), "leave out_file and html_file out"),
 ]
-NOT_EXACT = dict(draft="int8", top_p=0.9, min_p=0.1, repetition_penalty=1.1, context_shift=True, batch_size=2,
-                 compile=True, temperature=0.0)
+NOT_EXACT = dict(top_p=0.9, min_p=0.1, repetition_penalty=1.1, context_shift=True, batch_size=2, compile=True,
+                 temperature=0.0)
 EXCLUDED += [(dict(exact=True) | {name: value}, f"nanoGPT does: leave out {name}={value!r}, or exact")
              for name, value in NOT_EXACT.items()]
 

@@ -11,9 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from models import make_gpt, save_checkpoint, save_meta, save_repeating
-from project import SCRIPT
 from sampling import repl
-from sampling.configurator import find_settings
 from script_process import CLOSED, start_script
 from terminal import Terminal
 
@@ -200,7 +198,6 @@ def test_pasted_lines_are_one_prompt(start, monkeypatch):
 def test_the_setting_start_is_the_first_prompt(reply):
     texts = reply("O\n", "--start=:The ", "--temperature=0").stdout.split(RULE)
     assert len(texts) == 3 and texts[0].startswith(":The ") and texts[1].startswith("O")
-    assert find_settings(SCRIPT)["start"].default == repl.DEFAULT_START # which is no prompt
 
 
 def test_a_session_reads_lines_from_a_pipe(reply):

@@ -43,7 +43,7 @@ def test_invalid_arguments_raise(generator, arguments, error, message):
         generator.generate(**{"prompts": "A", "params": PARAMS, **arguments})
 
 
-@pytest.mark.parametrize("settings", [dict(draft=5), dict(exact=True, compile=True), dict(name="no/such/x")], ids=str)
+@pytest.mark.parametrize("settings", [dict(exact=True, compile=True), dict(name="no/such/x")], ids=str)
 def test_invalid_options_and_names_raise_value_error(settings):
     with pytest.raises(ValueError):
         sampling.load(**{"name": DEMO, **settings})

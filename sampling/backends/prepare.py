@@ -21,6 +21,13 @@ SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
 SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes a full window (measured with ten rows)
 
 
+def choose_device_and_dtype(device: str, dtype: str, exact: bool) -> tuple[torch.device, torch.dtype]:
+    """Where, and with which numbers, a model will compute. First return the freed memory of the model before it."""
+    process.return_freed_memory()
+    chosen = choose_device(device)
+    return chosen, choose_dtype(chosen, dtype, exact)
+
+
 def choose_device(name: str) -> torch.device:
     """The device of this name; 'auto' is CUDA, then MPS, then the CPU, which also stands in for a GPU that cannot run
     a kernel. If torchrun started several processes, each uses another GPU of its machine for 'cuda'.
@@ -100,8 +107,10 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
 
 
 def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | None) -> int | None:
-    """How many steps a run takes in full batches; None if the number of its samples is unknown."""
-    if num_samples is None:
+    """How many steps a run takes in full batches; None if the number of its samples is unknown. The processes that
+    torchrun started do not know theirs, so that all choose the same backend.
+    """
+    if num_samples is None or process.world_size() > 1:
         return None
     return -(-num_samples // (batch_size or Backend.max_rows)) * max_new_tokens
 

@@ -1,7 +1,7 @@
 """Finds the checkpoint that the user means, says what lies near if there is none, and waits for the next save."""
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,17 +58,17 @@ def huggingface_config(folder: Path) -> dict | None:
 
 # ---- waiting for the next save
 
-def wait_for_save(out_dir: str | Path, after: State | None = None) -> State:
-    """Wait until there is a checkpoint in out_dir, and return its state. after: what an earlier call returned; then
-    wait until the checkpoint is saved anew.
-    """
-    previous, state = None, file_state(out_dir)
-    if state is None or after is not None:
-        logger.info(f"waiting for the {'next' if after else 'first'} save of {checkpoint_path(out_dir)}")
-        while state != previous or state in (after, None): # when the save is over, it stays the same for a while
-            time.sleep(WATCH_POLL)
-            previous, state = state, file_state(out_dir)
-    return state
+def wait_for_saves(out_dir: str | Path) -> Iterator[State]:
+    """Wait until there is a checkpoint in out_dir, and yield its state; then again whenever it is saved anew."""
+    last = None
+    while True:
+        previous, state = None, file_state(out_dir)
+        if state is None or last is not None:
+            logger.info(f"waiting for the {'next' if last else 'first'} save of {checkpoint_path(out_dir)}")
+            while state != previous or state in (last, None): # when the save is over, it stays the same for a while
+                time.sleep(WATCH_POLL)
+                previous, state = state, file_state(out_dir)
+        yield (last := state)
 
 
 def file_state(out_dir: str | Path) -> State | None:

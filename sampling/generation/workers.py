@@ -4,7 +4,7 @@ Rank 0 makes the samples, hands out a share of them at a time, and gathers them 
 place in the random stream, so the samples are the same as with one process.
 """
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
@@ -51,12 +51,18 @@ def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: Sampling
     exchange("broadcast_object_list", [None])
 
 
-def serve(gpt: "TextGenerator") -> None:
-    """Other ranks: generate the shares that rank 0 hands out, until there are no more."""
+def serve(load: Callable[[], "TextGenerator"]) -> bool:
+    """Meet the other processes. Return False on rank 0. On the others, load the model, generate the shares that rank 0
+    hands out, and return True when there are no more.
+    """
+    join()
+    if not rank():
+        return False
+    gpt = load()
     while True:
         exchange("broadcast_object_list", received := [None])
         if received[0] is None:
-            return
+            return True
         shares, params, batch_size = received[0]
         finished, text = [], []
         for sample, pieces in gpt.run(shares[rank()], params, batch_size):

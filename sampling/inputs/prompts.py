@@ -101,13 +101,6 @@ def parse_json_line(line: str, location: str) -> Prompt:
 
 # ---- notices
 
-def warn_about_stop_texts(stop_texts: list[str]) -> None:
-    for text in stop_texts:
-        if "\\n" in text:
-            logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, "
-                           "write the text in quotes, as Python does: --stop='\"\\n\"'")
-
-
 def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int) -> Iterator[Sample]:
     """Yield the samples. Says once if the model does not see the whole of a new prompt."""
     is_said = False

@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
-from sampling.process import is_out_of_memory
+from sampling.process import is_out_of_memory, rank
 
 # Symbols for control characters, except tab and newline, and for characters that change the direction of text. A
 # terminal would interpret the characters.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
                     **dict.fromkeys([*range(0x80, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)], "\ufffd")}
-LOGGERS = "sampling", "configurator"
 END_SIGNALS = signal.SIGINT, signal.SIGTERM # SIGINT: Ctrl-C
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows the messages of LOGGERS on the standard error of the moment, if the process has one."""
+    """Shows the messages of the package on the standard error of the moment, if the process has one."""
     rank, owns_process = 0, False # see setup_console
     bar = None # the progress bar, a tqdm: messages are shown above it
 
@@ -39,18 +38,18 @@ _console = ConsoleHandler() # the only one of this process
 before_exit: list[Callable[[int], None]] = [] # called with the exit status, also after an error, Ctrl-C or SIGTERM
 
 
-def setup_console(rank: int = 0, owns_process: bool = True) -> None:
+def setup_console(owns_process: bool = True) -> None:
     """Set up messages, which standard error then shows, Ctrl-C and SIGTERM, which then end the script at once, and
     standard output, which then never fails on characters: a terminal shows "?", files and pipes get UTF-8.
 
-    rank: of this process. Ranks other than 0 show only errors. owns_process: no other code runs in this process, so
-    the end of the run may call os._exit. Otherwise, as in a notebook, Ctrl-C and exits raise exceptions.
+    Ranks other than 0 show only errors. owns_process: no other code runs in this process, so the end of the run may
+    call os._exit. Otherwise, as in a notebook, Ctrl-C and exits raise exceptions.
     """
-    for package in map(logging.getLogger, LOGGERS):
-        package.addHandler(_console) # once, however often this is called
-        package.setLevel(logging.ERROR if rank else logging.INFO)
-        package.propagate = False
-    _console.rank, _console.owns_process, _console.bar = rank, owns_process, None
+    package = logging.getLogger("sampling")
+    package.addHandler(_console) # once, however often this is called
+    package.setLevel(logging.ERROR if rank() else logging.INFO)
+    package.propagate = False
+    _console.rank, _console.owns_process, _console.bar = rank(), owns_process, None
     before_exit.clear() # of a run that ended in an internal error
     for number in END_SIGNALS if owns_process else ():
         # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch while it is imported.

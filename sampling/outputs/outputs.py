@@ -9,7 +9,7 @@ from sampling.outputs import html
 from sampling.outputs.console import before_exit, is_tty, plural
 from sampling.outputs.jsonl import PAGE, LineFormat, LinesFile, open_output, run_settings
 from sampling.outputs.printer import Printer, Progress
-from sampling.params import Piece, Sample, ScoringParams
+from sampling.params import Piece, Sample, SamplingParams, ScoringParams
 from sampling.process import peak_memory
 
 if TYPE_CHECKING: # the import would load torch
@@ -118,14 +118,12 @@ def saved_logprobs(settings: Mapping[str, Any]) -> int | None:
     return max(html.NUM_ALTERNATIVES, settings["logprobs"] or 0) if settings["html_file"] else settings["logprobs"]
 
 
-def scoring_params(settings: Mapping[str, Any]) -> ScoringParams:
-    """What the outputs need of the texts that are scored."""
-    num_saved = saved_logprobs(settings)
-    needs_tokens = num_saved is not None or settings["show_probs"]
-    return ScoringParams(num_saved or 0, MAX_SCORED_TOKENS if needs_tokens else 0)
-
-
-def needed_logprobs(settings: Mapping[str, Any]) -> int | None:
-    """How many top log-probabilities the outputs need: out_file, the page or the terminal. None if none needs any."""
-    num_saved = saved_logprobs(settings)
-    return 0 if num_saved is None and (settings["out_file"] or settings["show_probs"]) else num_saved
+def choose_params(settings: Mapping[str, Any]) -> SamplingParams | ScoringParams:
+    """What to do with the prompts, with the log-probabilities that out_file, the page or the terminal needs."""
+    num_logprobs = saved_logprobs(settings)
+    if settings["score"]:
+        needs_tokens = num_logprobs is not None or settings["show_probs"]
+        return ScoringParams(num_logprobs or 0, MAX_SCORED_TOKENS if needs_tokens else 0)
+    if num_logprobs is None and (settings["out_file"] or settings["show_probs"]):
+        num_logprobs = 0
+    return SamplingParams.from_settings(settings, num_logprobs)

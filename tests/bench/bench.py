@@ -23,7 +23,7 @@ from report import draw_chart, report
 def all_cases(folder):
     gpt2, gpt2_large, large, small = (folder / name for name in ("124M", "774M", "10.6M", "0.8M"))
     found = [*gpt2_cases(gpt2, 1), *gpt2_cases(gpt2, 10),
-             *our_cases("774M, 1 sample", gpt2_large, 1, (8, 264), ("float32", "draft=None", "int8"))]
+             *our_cases("774M, 1 sample", gpt2_large, 1, (8, 264), ("float32", "draft=False", "int8"))]
     row = "124M, 1 sample, a core busy"
     found += [
         Case(row, "Hugging Face", other("transformers", gpt2, 1), (8, 40), 1, busy=1),
@@ -69,7 +69,7 @@ def gpt2_cases(gpt2, samples):
     if "LLAMA_CPP" in os.environ and samples == 1:
         found += [Case(row, "llama.cpp float32", other("llama", gpt2, 1), lengths, 1),
                   Case(row, "llama.cpp Q8_0", other("llama q8", gpt2, 1), lengths, 1)]
-    drafts = ["draft=None"] if samples == 1 else []
+    drafts = ["draft=False"] if samples == 1 else []
     return found + our_cases(row, gpt2, samples, lengths, ["float32", *drafts, "bfloat16", "int8"])
 
 

@@ -6,7 +6,7 @@ import torch
 
 import sampling
 from engines import PARAMS, Generator, NotingBackend, make_samples, run
-from models import make_gpt, normal, save_checkpoint
+from models import make_gpt, normal
 from sampling import text_generator
 from sampling.backends.backend import EagerBackend
 from sampling.generation.engine import MAX_PROPOSALS
@@ -51,20 +51,10 @@ def test_a_good_draft_saves_passes_of_the_model(tokenizer, monkeypatch, min_lead
     assert (len(gpt.backend.num_rows), len(gpt.draft.num_rows)) == (num_passes, num_proposals)
 
 
-def test_the_draft_int8_is_the_model_in_8_bits_and_leaves_the_model_as_it_is(tmp_path):
-    save_checkpoint(tmp_path, make_gpt(n_embd=64))
-    gpt = sampling.load(tmp_path, device="cpu", draft="int8")
-    ids = torch.tensor([[5, 9, 30, 2]])
-    with torch.no_grad():
-        expected = make_gpt(n_embd=64)(ids)[0][:, -1]
-    torch.testing.assert_close(gpt.backend.logits(ids, None), expected, atol=2e-5, rtol=1e-4)
-    assert 0.001 < (gpt.draft.logits(ids, None) - expected).norm() / expected.norm() < 0.02
-
-
 def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, monkeypatch, messages):
     monkeypatch.setattr(text_generator, "MIN_DRAFT_WEIGHTS", 0)
     monkeypatch.setattr(text_generator, "MIN_DRAFT_TOKENS", 10)
-    for settings in dict(dtype="bfloat16"), dict(dtype="int8"), dict(exact=True), dict(draft=None):
+    for settings in dict(dtype="bfloat16"), dict(dtype="int8"), dict(exact=True), dict(draft=False):
         gpt = sampling.load(char_checkpoint, device="cpu", **settings)
         assert len(gpt.generate("The ", PARAMS)) == 1 and gpt.draft is None
     gpt = sampling.load(char_checkpoint, device="cpu")
@@ -75,12 +65,6 @@ def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, monkey
     for _ in range(2):
         gpt.generate("The ", PARAMS)
     assert [line for line in messages if "draft" in line] == ["draft: a copy of the model in int8"] # made once
-
-
-@pytest.mark.parametrize("settings, message", [
-    (dict(dtype="bfloat16"), r"^draft=int8 works only on a CPU in float32, .*; got cpu and bfloat16: leave out draft"),
-    (dict(draft="gpt2"), r"^draft must be auto, int8 \(a copy of the model\) or None: .*; got 'gpt2'"),
-])
-def test_drafts_that_gain_nothing_and_other_models_are_refused(char_checkpoint, settings, message):
-    with pytest.raises(ValueError, match=message):
-        sampling.load(char_checkpoint, device="cpu", **{"draft": "int8", **settings})
+    ids = torch.tensor([[5, 9, 30, 2]])
+    expected = gpt.backend.logits(ids, None)
+    assert 0.001 < (gpt.draft.logits(ids, None) - expected).norm() / expected.norm() < 0.03

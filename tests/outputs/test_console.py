@@ -50,7 +50,9 @@ def test_an_internal_error_keeps_its_traceback(read_stderr):
 def test_other_processes_show_only_errors_with_their_number(read_stderr, monkeypatch):
     pauses = []
     monkeypatch.setattr(console.time, "sleep", pauses.append)
-    console.setup_console(rank=3, owns_process=False)
+    for name in "RANK", "TORCHELASTIC_RUN_ID":
+        monkeypatch.setenv(name, "3")
+    console.setup_console(owns_process=False)
     LOGGER.warning("hello")
     with pytest.raises(SystemExit) as end, console.report_user_errors():
         raise ValueError("wrong")

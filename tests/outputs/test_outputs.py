@@ -8,7 +8,7 @@ import pytest
 from pages import SETTINGS, make_tokens, model_of
 from sampling.outputs import console
 from sampling.outputs.jsonl import open_output
-from sampling.outputs.outputs import Outputs, needed_logprobs
+from sampling.outputs.outputs import Outputs, choose_params
 from sampling.params import Piece, Prompt, Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning") # files stay open
@@ -180,7 +180,7 @@ def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
     ({}, None), ({"show_probs": True}, 0), ({"out_file": "a"}, 0), ({"out_file": "a", "logprobs": 3}, 3),
     ({"html_file": "a"}, 5), ({"html_file": "a", "out_file": "b", "logprobs": 7}, 7)], ids=str)
 def test_log_probabilities_are_computed_if_an_output_needs_them(settings, number):
-    assert needed_logprobs(SETTINGS | settings) == number
+    assert choose_params(SETTINGS | settings).num_logprobs == number
 
 
 def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from shutil import copy, copytree
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
 HEAVY = {"torch", "numpy", "numba", "tiktoken", "transformers", "safetensors", "huggingface_hub", "tqdm", "psutil"}
 HOST = f"""
 import gc, runpy, signal, sys
-from model import GPT
 kept = [] # a notebook keeps the latest one
 for argument in "--start=The", "--temprature=1", "--seed=5", "--start=The":
     sys.argv = ["sample.py", *sys.argv[1:6], argument]
@@ -28,6 +28,7 @@ for argument in "--start=The", "--temprature=1", "--seed=5", "--start=The":
     except SystemExit as end:
         print("status", end.code)
         kept.append(end)
+from model import GPT
 print(gc.get_threshold()[0] < 10_000, signal.getsignal(signal.SIGINT) is signal.default_int_handler, GPT)
 """
 
@@ -47,17 +48,40 @@ def test_help_and_invalid_settings_and_imports_do_not_import_torch(arguments, st
     lines = [line for line in messages.splitlines() if line.startswith("import time:")]
     others = [line for line in messages.splitlines() if line not in lines]
     imported = {line.split("|")[-1].strip() for line in lines}
-    assert {"configurator", "sampling"} <= imported and not {name.partition(".")[0] for name in imported} & HEAVY
+    assert "sampling.configurator" in imported
+    assert not {name.partition(".")[0] for name in imported} & {*HEAVY, "configurator"}
     assert [*printed.split()[:1], *(line.split()[0] for line in others)] == first_words
 
 
-def test_the_script_runs_from_any_folder_and_through_a_symbolic_link(run_script, char_checkpoint, tmp_path):
-    (tmp_path / "link").symlink_to(SCRIPT)
-    save_checkpoint(tmp_path / "out", make_gpt())
-    # The script imports its own model.py, not the one in the working directory.
-    (tmp_path / "model.py").write_text("raise SystemExit('a wrong model.py')")
+@pytest.fixture
+def nanogpt(tmp_path):
+    """A folder like nanoGPT's, with an own model.py, and a configurator.py that only its scripts can use."""
+    for name in "model", "configurator":
+        (tmp_path / f"{name}.py").write_text("print(learning_rate)\nGPT = 'its own'\n")
+    (tmp_path / "train.py").write_text("learning_rate = 1\nexec(open('configurator.py').read())\n" * 2)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [["sample.py"], ["-P", "sample.py"], ["-m", "sample"], ["-m", "runpy", "sample"],
+                                     ["-m", "torch.distributed.run", "--nproc_per_node=1", "sample.py"]], ids=str)
+def test_a_symbolic_link_in_nanogpts_folder_runs(run_script, char_checkpoint, nanogpt, command):
+    (nanogpt / "sample.py").symlink_to(SCRIPT)
+    save_checkpoint(nanogpt / "out", make_gpt())
     expected = run_script(f"--out_dir={char_checkpoint}", *FAST).stdout
-    assert run(sys.executable, "link", *FAST, cwd=tmp_path)[0] == expected
+    assert run(sys.executable, *command, *FAST, cwd=nanogpt)[0] == expected
+
+
+@pytest.mark.parametrize("copied, script, message", [
+    (["sample.py"], "sample.py", "No module named 'sampling': do not copy sample.py, but link to it"),
+    (["sample.py", "sampling"], "sample.py", "model.py is missing, or belongs to another project: do not copy"),
+    (["sample.py", "sampling", "model.py"], "sample.py", "configurator.py is missing, or belongs to another project"),
+    (["configurator.py"], "train.py", "this configurator.py is not nanoGPT's: git checkout"),
+], ids=str)
+def test_copies_in_nanogpts_folder_are_one_error_line(nanogpt, copied, script, message):
+    for name in copied:
+        (copytree if name == "sampling" else copy)(PROJECT / name, nanogpt / name)
+    printed, messages = run(sys.executable, script, "--learning_rate=2", cwd=nanogpt, status=1)
+    assert printed == "" and messages.startswith("error: ") and message in messages and messages.count("\n") == 1
 
 
 def test_an_interpreter_with_a_model_py_of_its_own_goes_on_after_a_run_and_after_an_error(char_checkpoint, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from project import SCRIPT
 from sampling.configurator import find_settings, override
-from sampling.params import ALIASES, training_settings
+from sampling.params import ALIASES, SettingError
 
 
 def write(**files):
@@ -43,16 +43,17 @@ def test_a_file_may_be_a_pipe(script):
 @pytest.mark.parametrize("arguments, error", [
     (["a.py", "b.py", "--text=x"], "a.py: count must not be 13"), (["a.py", "--count=13"], "count must not be 13"),
     (["--count=13", "b.py"], "count must not be 13"), (["b.py", "--flag", "--rate=13"], "flag needs another rate"),
-    (["c.py", "--count=3", "--rate=13"], "c.py: flag needs another rate")], ids=str)
+    (["c.py", "--count=3", "--rate=13"], "c.py: flag needs another rate"),
+    (["d.py", "--count=13"], "count must not be 13")], ids=str) # although the error has a word that is a setting
 def test_the_error_for_an_invalid_value_names_the_file_that_set_it(script, arguments, error):
-    write(a="count = 13\n", b="rate = 0.5\n", c="count = 13\nflag = True\n")
+    write(a="count = 13\n", b="rate = 0.5\n", c="count = 13\nflag = True\n", d="text = 'text'\n")
 
     def refuse(settings, flags):
         if settings["count"] == 13:
-            raise ValueError("count must not be 13")
+            raise SettingError(f"count must not be 13; the {settings['text']} is another", "count")
         if settings["rate"] == 13 and settings["flag"]:
-            raise ValueError("flag needs another rate")
-    with pytest.raises(ValueError, match=f"^{error}$"):
+            raise SettingError("flag needs another rate", "flag", "rate")
+    with pytest.raises(ValueError, match=f"^{error}"):
         script(*arguments, validate=refuse)
     assert script("a.py", "--count=3", validate=refuse) == {"count": 3} # the argument replaces what the file sets
 
@@ -63,19 +64,8 @@ def test_the_error_for_an_invalid_value_names_the_file_that_set_it(script, argum
 def test_a_file_that_sets_nothing_gets_a_warning(script, messages, content, sets_nothing):
     write(a=content)
     script("a.py")
-    warning = "a.py sets nothing; a settings file is Python, such as: text = '\\n'"
+    warning = "a.py sets nothing; a settings file is Python that assigns settings"
     assert [line for line in messages if not line.startswith("settings: ")] == [warning] * sets_nothing
-
-
-def test_ignore_sees_the_names_of_a_file_and_passes_its_settings_over(script, messages):
-    write(a="count = 3\nrate = 2\ndepth = 5\n", b="count = 4\n")
-
-    def ignore(names):
-        return {"count": "it is deep", "top": "it is not there"} if "depth" in names else {}
-    assert script("a.py", "--text=" + "x" * 1000, ignore=ignore) == {"rate": 2.0, "text": "x" * 1000}
-    assert messages == ["a.py: count is ignored, it is deep", f"settings: rate=2.0, text='{'x' * 99}"]
-    assert script("b.py", "a.py", ignore=ignore) == {"count": 4, "rate": 2.0}
-    assert script("a.py", "--count=5", ignore=ignore) == {"count": 5, "rate": 2.0}
 
 
 @pytest.mark.parametrize("content, message", [
@@ -96,9 +86,9 @@ def test_training_settings_files_cause_no_warnings(tmp_path, messages):
     path.write_text("import os\nout_dir = 'o'; dataset = 'd'; batch_size = 12; block_size = 64; learning_rate = 1e-3\n"
                     "num, temp = 1, 2.0 # prefixes of settings cause no warnings either\ndef helper(): return 1\n")
     exec(SCRIPT.read_text(encoding="utf-8").split("def ")[0], scope)
-    settings = override(scope, [str(path)], ignore=training_settings)
-    assert settings["out_dir"] == "o" and settings["batch_size"] is None
-    assert [line.partition(": ")[0] for line in messages] == [str(path), "settings"]
+    settings = override(scope, [str(path)])
+    assert settings["out_dir"] == "o" and settings["batch_size"] == 12 # samples at once
+    assert [line.partition(": ")[0] for line in messages] == ["settings"]
 
 
 def test_a_misspelt_setting_causes_a_warning_and_what_a_file_prints_goes_to_stderr(script, messages, capsys):
@@ -120,8 +110,3 @@ def test_aliases_name_settings_but_are_not_settings():
     assert not ALIASES.keys() & settings
     for meant in ALIASES.values():
         assert set(meant.split(" or ")) <= settings
-
-
-@pytest.mark.parametrize("name", ["learning_rate", "gradient_accumulation_steps", "max_iters", "eval_iters"])
-def test_the_batch_size_of_a_training_file_is_ignored(name):
-    assert list(training_settings([name, "os"])) == ["batch_size"] and not training_settings(["os", "block_size"])
