@@ -93,8 +93,7 @@ def run(params, outputs):
         gpt = load_gpt(num_total)
         samples = make_samples(encode_prompts(prompts, gpt.tokenizer), samples_per_prompt, is_score=score)
         outputs.begin(gpt, num_total)
-        samples = outputs.resume(samples) # those that out_file holds already are not sampled again
-        for sample, pieces in run_on_all(gpt, samples, params, batch_size, is_tty(sys.stdout)):
+        for sample, pieces in run_on_all(gpt, outputs.resume(samples), params, batch_size, is_tty(sys.stdout)):
             outputs.update(sample, pieces)
         outputs.finish()
         gpt = None # its memory must be free before the next model is loaded

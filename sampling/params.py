@@ -99,7 +99,6 @@ ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to sugge
     **dict.fromkeys(["p", "prompt"], "start"), **dict.fromkeys(["m", "model"], "out_dir or init_from"),
     **dict.fromkeys(["ckpt", "checkpoint"], "out_dir"), "n": "num_samples or max_new_tokens", "s": "seed",
     "num_return_sequences": "num_samples", **dict.fromkeys(["n_predict", "max_length", "max_tokens"], "max_new_tokens"),
-    **dict.fromkeys(["draft_model", "model_draft", "assistant_model", "speculative_model"], "draft"),
     "temp": "temperature", "repeat_penalty": "repetition_penalty", "o": "out_file",
 }
 

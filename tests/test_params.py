@@ -76,7 +76,8 @@ def test_settings_that_exclude_each_other_are_an_error(settings, message):
 
 @pytest.mark.parametrize("name", ["watch", "interactive"])
 def test_a_run_of_several_processes_has_nobody_who_types_or_watches(name, monkeypatch):
-    monkeypatch.setattr("sampling.params.world_size", lambda: 2)
+    for variable in "WORLD_SIZE", "TORCHELASTIC_RUN_ID":
+        monkeypatch.setenv(variable, "2")
     with pytest.raises(ValueError, match="need a single process"):
         check_settings(DEFAULTS | {name: True})
 

@@ -55,10 +55,10 @@ def test_help_and_invalid_settings_and_imports_do_not_import_torch(arguments, st
 
 @pytest.fixture
 def nanogpt(tmp_path):
-    """A folder like nanoGPT's, with an own model.py, and a configurator.py that only its scripts can use."""
-    for name in "model", "configurator":
-        (tmp_path / f"{name}.py").write_text("print(learning_rate)\nGPT = 'its own'\n")
-    (tmp_path / "train.py").write_text("learning_rate = 1\nexec(open('configurator.py').read())\n" * 2)
+    """A folder like nanoGPT's: it has a model.py, and a configurator.py that its scripts execute."""
+    (tmp_path / "model.py").write_text("GPT = 'its own'\n")
+    (tmp_path / "configurator.py").write_text("print(learning_rate)\n")
+    (tmp_path / "train.py").write_text("learning_rate = 1\nexec(open('configurator.py').read())\nprint('training')\n")
     return tmp_path
 
 
@@ -84,10 +84,9 @@ def test_copies_in_nanogpts_folder_are_one_error_line(nanogpt, copied, script, m
     assert printed == "" and messages.startswith("error: ") and message in messages and messages.count("\n") == 1
 
 
-def test_an_interpreter_with_a_model_py_of_its_own_goes_on_after_a_run_and_after_an_error(char_checkpoint, tmp_path):
-    (tmp_path / "model.py").write_text("GPT = 'its own'") # as in nanoGPT's folder
+def test_an_interpreter_with_a_model_py_of_its_own_goes_on_after_a_run_and_after_an_error(char_checkpoint, nanogpt):
     arguments = f"--out_dir={char_checkpoint}", "--out_file=a.jsonl", *FAST
-    printed, messages = run(sys.executable, "-c", HOST, *arguments, cwd=tmp_path)
+    printed, messages = run(sys.executable, "-c", HOST, *arguments, cwd=nanogpt)
     sample, rest = printed.split(f"\n{RULE}\n", 1)
     assert sample.startswith("The") and rest == "status 2\nstatus 1\nTrue True its own\n"
     assert messages.endswith("a.jsonl is complete, with 1 sample: nothing to do\n") # no run has it open
