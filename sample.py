@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 
-sys.path.append(os.path.dirname(os.path.realpath(__file__))) # for runpy, python -P, and python -m with a symbolic link
+sys.path.append(os.path.dirname(os.path.realpath(__file__))) # for runpy, python -I, and python -m with a symbolic link
 try:
     from sampling import __version__ as __version__  # --version prints it
 except ImportError as error: # this file was copied into another project

@@ -62,7 +62,7 @@ def nanogpt(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [["sample.py"], ["-P", "sample.py"], ["-m", "sample"], ["-m", "runpy", "sample"],
+@pytest.mark.parametrize("command", [["sample.py"], ["-I", "sample.py"], ["-m", "sample"], ["-m", "runpy", "sample"],
                                      ["-m", "torch.distributed.run", "--nproc_per_node=1", "sample.py"]], ids=str)
 def test_a_symbolic_link_in_nanogpts_folder_runs(run_script, char_checkpoint, nanogpt, command):
     (nanogpt / "sample.py").symlink_to(SCRIPT)
