@@ -20,6 +20,8 @@ StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
 
 HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "transformer.wte.weight", "transformer.wpe.weight"
 MASK_BUFFER = re.compile(r"\.attn\.(masked_)?bias$") # older checkpoints hold the causal mask; the model needs none
+# What sampling does not need: other heads, and the attention to an encoder, which a decoder alone does not use
+UNNEEDED = re.compile(r"(?!transformer\.|lm_head\.)|.*\.(crossattention|ln_cross_attn)\.")
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 TRANSFORMER_PARTS = {"wte", "wpe", "h", "ln_f"}
 GPT_PARTS = TRANSFORMER_PARTS | {"transformer", "lm_head"}
@@ -65,9 +67,10 @@ def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
+def tensors_by_name(tensors: object, file: TensorFile, unneeded: list[str] | None = None) -> StoredTensors:
     """The tensors of a file by nanoGPT's names, without mask buffers. Raises ValueError unless they lie in the file.
 
+    unneeded: a list that gets the names of tensors that sampling does not need; without it, they are the model's.
     Views made by expand, one record under many names, or records that overlap can claim far more bytes than the file
     has. Twice its bytes are allowed, because a tied head is stored once and named twice.
     """
@@ -77,7 +80,9 @@ def tensors_by_name(tensors: object, file: TensorFile) -> StoredTensors:
         require(isinstance(name, str) and isinstance(tensor, StoredTensor),
                 f"{reason}{describe(name)}: {describe(tensor)}")
     for name, tensor in nanogpt_names(named).items():
-        if not MASK_BUFFER.search(name):
+        if unneeded is not None and UNNEEDED.match(name):
+            unneeded.append(name)
+        elif not MASK_BUFFER.search(name):
             require(tensor.dtype.is_floating_point,
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
             file.check(tensor)

@@ -9,6 +9,8 @@ from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_json
 
 logger = logging.getLogger(__name__)
 WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
+ALIASES = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+           "n_positions": "max_position_embeddings"} # other names that a config.json may use, as in transformers
 State = tuple[int, int, int] # what changes when a file is written
 
 
@@ -52,7 +54,7 @@ def huggingface_config(folder: Path) -> dict | None:
     """The config.json of a Hugging Face model in this folder; None if there is none."""
     path = folder / "config.json"
     config = read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
-    has_sizes = config.keys() >= {"n_embd", "n_head", "n_layer", "n_positions"} # in 2019, it named no architecture
+    has_sizes = all(config.keys() & names for names in ALIASES.items()) # in 2019, it named no architecture
     return config if "model_type" in config or has_sizes else None
 
 

@@ -1,51 +1,89 @@
 """Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
 import logging
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import BinaryIO
 
 import torch
 
-from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, QuantizedWeight, read_model, tensors_by_name
-from sampling.checkpoints.finding import huggingface_config
+from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, nanogpt_names, read_model, tensors_by_name
+from sampling.checkpoints.finding import ALIASES, first_names, huggingface_config
+from sampling.checkpoints.pickles import StoredTensor
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import first_sentence, read_complete
+from sampling.checkpoints.untrusted_files import first_sentence, read_complete, read_json, reject_damaged
 from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
-FILES = ["model.safetensors", "model-*.safetensors", "*.json", "*.txt", "*.model"]
+WEIGHTS = "model.safetensors", "pytorch_model.bin" # each of which may be sharded
+FILES = [WEIGHTS[0], "*.json", "*.txt", "*.model"]
 # activation_function in config.json -> approximate in F.gelu
-GELU = {"gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
+GELU = {"gelu": "none", "gelu_python": "none"} | dict.fromkeys(
+    ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"], "tanh")
 DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None, "n_positions": 1024,
             "layer_norm_epsilon": 1e-5} # of fields that config.json may lack, as in transformers
+# The fields of generation_config.json that change the text: those with a flag, each with its usual value, and others
+FLAGS = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+NO_FLAGS = ["no_repeat_ngram_size", "bad_words_ids", "num_beams", "typical_p", "epsilon_cutoff", "eta_cutoff",
+            "min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id",
+            "sequence_bias", "exponential_decay_length_penalty", "encoder_repetition_penalty", "penalty_alpha"]
 
 
 def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
 
-    dtype and errors: as in nanogpt.load_nanogpt.
+    dtype and errors: as in nanogpt.load_nanogpt. A warning names what the files hold, but the model does not use.
     """
     folder, config = find_model(name_or_folder)
-    model_args, paths = gpt2_model_args(config, folder), weight_files(folder)
+    model_args, (paths, shard_of), notes = gpt2_model_args(config, folder), weight_files(folder), {}
 
     def read(*weights: BinaryIO) -> dict:
-        stored = {}
-        for file in weights:
+        stored, unneeded, places = {}, [], nanogpt_names(shard_of)
+        for path, file in zip(paths, weights, strict=True):
             tensor_file = read_tensor_file(file)
-            stored |= tensors_by_name(tensor_file.content, tensor_file)
-        for name, (file, tensor) in stored.items():
-            if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")): # Conv1D has a Linear's transposed
-                stored[name] = file, tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
-        if config.get("tie_word_embeddings", True) and EMBEDDING in stored:
-            stored.setdefault(HEAD, stored[EMBEDDING]) # a head in the file may differ: it is used, as in transformers
-        fields = read_model(model_args, stored, dtype)
+            for name, (_, tensor) in tensors_by_name(tensor_file.content, tensor_file, unneeded).items():
+                if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")): # Conv1D has a Linear's transposed
+                    tensor = tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
+                if places.get(name, path) == path:
+                    stored[name] = tensor_file, tensor
+        if config.get("tie_word_embeddings", True) and (tied := stored.get(EMBEDDING, stored.get(HEAD))):
+            stored = {EMBEDDING: tied, HEAD: tied} | stored # a head that differs is used, as in transformers
+        biases = missing_biases(stored)
+        notes.update({"sampling does not need": unneeded, "are missing, so they are zeros": biases})
+        fields = read_model(model_args, stored | biases, dtype)
         scale_queries(fields["state_dict"], config, fields["config"])
         return fields
 
     checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, raw_config=config,
                             **read_complete(paths, read))
     logger.info(checkpoint.describe())
+    for note, names in notes.items():
+        if kinds := sorted({re.sub(r"^transformer\.(h\.\d+\.)?", "", name) for name in names}):
+            logger.warning(f"{folder}: tensors that {note}: {', '.join(kinds)!r:.500}") # a stranger chose their names
+    warn_about_generation_config(folder, config)
     return checkpoint
+
+
+def missing_biases(stored: dict) -> dict:
+    """Zeros for the biases that no layer has, as in an exported nanoGPT model with bias=False; no others."""
+    found = {re.sub(r"\d+", "", name) for name in stored}
+    zeros = SimpleNamespace(read=lambda bias: torch.zeros(bias.shape), records={"": (0, 0, 0)})
+    biases = {name.removesuffix("weight") + "bias": (zeros, StoredTensor("", torch.float32, tensor.shape[:1], (1,), 0))
+              for name, (_, tensor) in stored.items() if re.fullmatch(r"transformer\.(h\.|ln_f).*\.weight", name)}
+    return {name: bias for name, bias in biases.items() if re.sub(r"\d+", "", name) not in found}
+
+
+def warn_about_generation_config(folder: Path, config: dict) -> None:
+    """Name the settings that the model's authors sample with. None is applied: the defaults are nanoGPT's."""
+    path = folder / "generation_config.json"
+    with reject_damaged(path):
+        task = (config.get("task_specific_params") or {}).get("text-generation") or {}
+        fields = config | task | (read_json(path) if path.is_file() else {})
+    if asked := [f"{name}={fields[name]!r:.40} ({f'--{name}' if name in FLAGS else 'no flag'})"
+                 for name in [*FLAGS, *NO_FLAGS]
+                 if fields.get(name) not in (None, [], {}, FLAGS.get(name, 0), FLAGS.get(name, 1))]:
+        logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; none of it is applied without the flag")
 
 
 def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
@@ -54,7 +92,7 @@ def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
     for name, tensor in state_dict.items():
         if ".attn.c_attn." in name: # (3E, E) or (3E,): a row of the weight has one scale in int8
             divisor = int(name.split(".")[2]) + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1
-            rows = tensor.scales if isinstance(tensor, QuantizedWeight) else tensor
+            rows = getattr(tensor, "scales", tensor) # of a QuantizedWeight
             rows[:sizes.n_embd] *= factor / divisor
 
 
@@ -66,6 +104,11 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
     if not isinstance(activation, str) or activation not in GELU:
         raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
     fields = DEFAULTS | {name: config[name] for name in DEFAULTS.keys() & config.keys()}
+    for name, other in ALIASES.items():
+        if config.get(name, config.get(other)) != config.get(other, config.get(name)):
+            raise ValueError(f"{folder} has {name} {config[name]!r:.60}, but also {other} {config[other]!r:.60}, which "
+                             "means the same; remove the wrong one from config.json")
+        fields[name] = config.get(other, fields[name])
     return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation], "bias": True} | fields
 
 
@@ -85,8 +128,10 @@ def download(name: str) -> Path:
     from huggingface_hub import snapshot_download
     try:
         folder = Path(snapshot_download(name, allow_patterns=FILES))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=["pytorch_model.bin", "pytorch_model-*.bin"]))
+        if not (folder / WEIGHTS[0]).is_file():
+            shards = {*(read_index(folder, WEIGHTS[0]) or read_index(folder, WEIGHTS[1])).values()}
+            names = [str(path.relative_to(folder)) for path in shards]
+            folder = Path(snapshot_download(name, allow_patterns=names or WEIGHTS[1:]))
         return folder
     except (OSError, ValueError) as error: # all errors of the hub are of these types
         raise ValueError(f"{name!r:.100} is no folder here, and did not come from the Hugging Face hub "
@@ -94,9 +139,29 @@ def download(name: str) -> Path:
                          f"run 'hf download {name:.100} --local-dir DIR' elsewhere, and give a copy of DIR") from None
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files: one file, or all its shards. Prefers safetensors to pytorch_model.bin."""
-    for pattern in "model.safetensors", "model-*-of-*.safetensors", "pytorch_model.bin", "pytorch_model-*-of-*.bin":
-        if paths := sorted(filter(Path.is_file, folder.glob(pattern))):
-            return paths
-    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor the shards of either")
+def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The weight files, and which of them has which tensor, where an index says so. Safetensors come first, as in
+    transformers. Shards without an index come last, and must be a complete set.
+    """
+    for weights in WEIGHTS:
+        if (folder / weights).is_file():
+            return [folder / weights], {}
+        if places := read_index(folder, weights):
+            if missing := sorted(path.name for path in {*places.values()} if not path.is_file()):
+                raise ValueError(f"{folder} lacks {first_names(missing)}, which {weights}.index.json names (a link "
+                                 "that leads nowhere is no file)")
+            return sorted({*places.values()}), places
+    for stem, suffix in map(os.path.splitext, WEIGHTS):
+        shards = sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*{suffix}")))
+        names = [f"{stem}-{k:05}-of-{len(shards):05}{suffix}" for k in range(1, len(shards) + 1)]
+        if shards and [path.name for path in shards] == names:
+            return shards, {}
+    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor all shards of either (a "
+                     "link that leads nowhere is no file)")
+
+
+def read_index(folder: Path, weights: str) -> dict[str, Path]:
+    """The file that has each tensor, by the index of these weights; empty if there is none."""
+    path = folder / f"{weights}.index.json"
+    with reject_damaged(path):
+        return {name: folder / file for name, file in read_json(path)["weight_map"].items()} if path.is_file() else {}

@@ -6,7 +6,8 @@ Raises ValueError for a file that cannot be read, and for a text that cannot be 
 import json
 import os
 from collections.abc import Sequence
-from itertools import chain, dropwhile, takewhile
+from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ CONTEXT = 8 # the text of a token depends on at most this many tokens before it,
 MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
 OTHER_FILES = "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"
 NAMED_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
-TOKEN_LISTS = "extra_special_tokens", "additional_special_tokens"
+SETTINGS_FILES = "config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 FLAGS = {"single_word", "lstrip", "rstrip", "normalized", "special"} # of an added token
 # The classes of transformers that read the older files as we do, and their special tokens where a folder names none.
-CLASSES = {"vocab.json": ["", "GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer"],
+CLASSES = {"vocab.json": ["", "GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "CodeGenTokenizer"],
            "vocab.txt": ["", "BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"]}
 GPT2_TOKENS = {"unk_token": "<|endoftext|>"}
 BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]",
@@ -114,8 +115,8 @@ def find_tokenizer(folder: Path) -> Path | None:
     for name in "tokenizer.json", "vocab.json", "vocab.txt":
         if os.path.lexists(folder / name):
             return folder / name
-    settings = read_optional(folder / "tokenizer_config.json")
-    name = "custom code" if "auto_map" in settings else class_name(settings)
+    settings = read_settings(folder)
+    name = "custom code" if "auto_map" in settings.fields else settings.class_name
     other = next((file for file in OTHER_FILES if os.path.lexists(folder / file)), name)
     if other not in ("", "GPT2Tokenizer"):
         raise ValueError(f"{folder} has {other:.60}, but no tokenizer.json; transformers may make one: "
@@ -127,83 +128,98 @@ def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
     """The library's tokenizer with this main file, and its content as that of a tokenizer.json.
 
     Tokens that only the other files in the folder add or name are added as in transformers: with the flags that the
-    files give, and with the next free id if they give none. Added tokens that a model of vocab_size tokens lacks, such
-    as one for padding, are plain text.
+    files give, and with the next free id, whatever id the files give. Added tokens that a model of vocab_size tokens
+    lacks, such as one for padding, are plain text.
     """
     from tokenizers import AddedToken, Tokenizer
+    content, settings = read_content(path)
     with reject_damaged(path):
-        settings = read_optional(path.with_name("tokenizer_config.json"))
-        added = [token | {"id": int(token_id)} for token_id, token in settings.get("added_tokens_decoder", {}).items()]
-        if "added_tokens_decoder" not in settings: # then older files have them
-            settings |= read_optional(path.with_name("special_tokens_map.json"))
-            special = {token["content"] for token in named_tokens(settings)}
-            added = [{"content": text, "id": token_id, "special": text in special}
-                     for text, token_id in read_optional(path.with_name("added_tokens.json")).items()]
-        content, class_tokens = read_content(path, settings)
-        listed = content.get("added_tokens") or []
-        ids = {token["content"]: token["id"] for token in [*added, *listed]}
+        vocab, listed = content["model"]["vocab"], content.get("added_tokens") or []
         # Padding, truncation and the post-processor would change a prompt, and dropout makes encoding random.
         content |= {"padding": None, "truncation": None, "post_processor": None,
                     "added_tokens": [token for token in listed if token["id"] < vocab_size]}
         content["model"].pop("dropout", None)
+        texts = {i: text for text, i in vocab.items()} if isinstance(vocab, dict) else {
+            i: entry[0] for i, entry in enumerate(vocab)}
+        require(texts and len(texts) == len(vocab), "its vocabulary is empty, or gives two tokens the same id")
+        known = {token["content"]: token["id"] for token in [*listed, *settings.added]}
+        for text, token_id in known.items():
+            require(texts.get(token_id, text) == text,
+                    f"the id {token_id!s:.20} of its added token {text!r:.60} is another token's")
+        named = [token | {"special": True} for token in settings.named_tokens() if token["content"] not in known]
         tokenizer = call_library(lambda: Tokenizer.from_str(json.dumps(content)))
-        vocab_ids = tokenizer.get_vocab(with_added_tokens=False).values()
-        require(vocab_ids and len({*vocab_ids}) == len(vocab_ids),
-                "its vocabulary is empty, or gives two tokens the same id")
-        named = [token for token in named_tokens(class_tokens | settings) if token["content"] not in ids]
-        for token in sorted(added, key=itemgetter("id")) + [token | {"special": True} for token in named]:
+        for token in sorted(settings.added, key=itemgetter("id")) + named:
             text = token["content"]
             if tokenizer.token_to_id(text) is not None or tokenizer.get_vocab_size() < vocab_size:
                 tokenizer.add_tokens([AddedToken(text, **{flag: token[flag] for flag in FLAGS & token.keys()})])
-        for text, token_id in ids.items():
-            require(token_id >= vocab_size or tokenizer.token_to_id(text) == token_id,
-                    f"the id {token_id!s:.20} of its added token {text!r:.60} is another token's, or does not follow "
-                    "the ids of the vocabulary")
     return tokenizer, content
 
 
-def read_content(path: Path, settings: dict) -> tuple[dict, dict]:
-    """The content of a tokenizer.json for this main file, and the special tokens of its class."""
-    name, options = class_name(settings), {"add_prefix_space": settings.get("add_prefix_space") or False}
-    require(path.name not in CLASSES or name in CLASSES[path.name],
-            f"a tokenizer of the class {name!r:.60} needs a tokenizer.json, not {path.name}")
-    if path.name == "vocab.txt":
-        unknown, = named_tokens({"unk_token": settings.get("unk_token", "[UNK]")})
-        pieces = read_text(path).removesuffix("\n").split("\n")
-        normalizer = {"type": "BertNormalizer", "clean_text": True, "strip_accents": settings.get("strip_accents"),
-                      "handle_chinese_chars": settings.get("tokenize_chinese_chars", True),
-                      "lowercase": settings.get("do_lower_case", True)}
-        model = {"type": "WordPiece", "vocab": {piece.rstrip(): i for i, piece in enumerate(pieces)},
-                 "unk_token": unknown["content"], "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
-        return {"normalizer": normalizer, "pre_tokenizer": {"type": "BertPreTokenizer"}, "model": model,
-                "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, BERT_TOKENS
-    if path.name == "vocab.json": # the library's BPE.read_file skips ids that are no numbers, and truncates large ones
-        merges = read_text(path.with_name("merges.txt")).removesuffix("\n").split("\n")
-        step = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True} | options
-        model = {"type": "BPE", "vocab": read_json(path), "merges": [m for m in merges if not m.startswith("#version")]}
-        return {"pre_tokenizer": step, "decoder": step, "model": model}, GPT2_TOKENS
-    content, config = read_json(path), {} if name else read_optional(path.with_name("config.json"))
-    require(isinstance(content.get("model"), dict), "it has no model, so it is not a tokenizer.json")
-    step = content.get("pre_tokenizer") or {}
-    is_bpe = (content["model"].get("type"), step.get("type")) == ("BPE", "ByteLevel")
-    if is_bpe and (name == "GPT2Tokenizer" or config.get("model_type") == "gpt2"): # what transformers makes of it
-        return content | {"pre_tokenizer": step | options}, GPT2_TOKENS
-    return content, {}
+def read_content(path: Path) -> tuple[dict, "TokenizerSettings"]:
+    """The content of a tokenizer.json for this main file, and the settings, which then name the tokens of the class."""
+    settings = read_settings(path.parent)
+    name, fields = settings.class_name, settings.fields
+    with reject_damaged(path):
+        require(path.name not in CLASSES or name in CLASSES[path.name],
+                f"a tokenizer of the class {name!r:.60} needs a tokenizer.json, not {path.name}")
+        if path.name == "vocab.txt":
+            settings.fields = BERT_TOKENS | fields
+            unknown, pieces = fields.get("unk_token") or "[UNK]", read_text(path).removesuffix("\n").split("\n")
+            normalizer = {"type": "BertNormalizer", "clean_text": True, "strip_accents": fields.get("strip_accents"),
+                          "handle_chinese_chars": fields.get("tokenize_chinese_chars", True),
+                          "lowercase": fields.get("do_lower_case", True)}
+            model = {"type": "WordPiece", "vocab": {piece.rstrip(): i for i, piece in enumerate(pieces)},
+                     "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown,
+                     "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+            return {"normalizer": normalizer, "pre_tokenizer": {"type": "BertPreTokenizer"}, "model": model,
+                    "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, settings
+        content = read_json(path)
+        if path.name == "vocab.json": # BPE.read_file skips ids that are no numbers, and truncates large ones
+            merges = read_text(path.with_name("merges.txt")).removesuffix("\n").split("\n")
+            content = {"model": {"vocab": content, "merges": [m for m in merges if not m.startswith("#version")]}}
+        else:
+            require(isinstance(content.get("model"), dict), "it has no model, so it is not a tokenizer.json")
+            is_bpe = content["model"].get("type") == "BPE" and "ByteLevel" in json.dumps(content.get("pre_tokenizer"))
+            if not (is_bpe and (name in CLASSES["vocab.json"] if name else settings.is_gpt2)):
+                return content, settings
+        # These classes take the vocabulary and the merges alone.
+        settings.fields = GPT2_TOKENS | fields
+        step = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True,
+                "add_prefix_space": fields.get("add_prefix_space") or False}
+        model = {"type": "BPE", "vocab": content["model"]["vocab"], "merges": content["model"]["merges"]}
+        return content | {"normalizer": None, "pre_tokenizer": step, "decoder": step, "model": model}, settings
 
 
-def named_tokens(settings: dict) -> list[dict]:
-    """The special tokens that the settings name, as objects. In the files, each is a text or an object."""
-    lists = [settings[name] for name in TOKEN_LISTS if isinstance(settings.get(name), list)]
-    tokens = [token if isinstance(token, dict) else {"content": token}
-              for token in chain(map(settings.get, NAMED_TOKENS), *lists)]
-    return [token for token in tokens if isinstance(token.get("content"), str) and token["content"]]
+@dataclass
+class TokenizerSettings:
+    """What the JSON files of a folder say about its tokenizer, beside the main file."""
+    fields: dict # of tokenizer_config.json, and of the older special_tokens_map.json
+    class_name: str # without "Fast"; empty if none is named
+    is_gpt2: bool # whether the model is GPT-2
+    added: list[dict] # tokens with their ids, from added_tokens_decoder or the older added_tokens.json
+
+    def named_tokens(self) -> list[dict]:
+        """The special tokens that the fields name, in transformers' order, as objects. In the files, each is a text or
+        an object, and extra_special_tokens is a list of them, or an object that gives each a name.
+        """
+        fields, names = self.fields, [name for name in self.fields if name.endswith("_token")]
+        extra, older = fields.get("extra_special_tokens") or [], fields.get("additional_special_tokens") or []
+        tokens = [fields.get(name) for name in [*NAMED_TOKENS, *names]]
+        tokens += [*extra.values(), *older] if isinstance(extra, dict) else extra or older
+        tokens = [token if isinstance(token, dict) else {"content": token} for token in tokens]
+        return [token for token in tokens if isinstance(token.get("content"), str) and token["content"]]
 
 
-def class_name(settings: dict) -> str:
-    """The tokenizer class that the settings name, without "Fast"; empty if they name none."""
-    return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
-
-
-def read_optional(path: Path) -> dict:
-    """The object in a JSON file; empty if there is no such file."""
-    return read_json(path) if os.path.lexists(path) else {}
+def read_settings(folder: Path) -> TokenizerSettings:
+    """Read the JSON files of a folder, and merge them as transformers does."""
+    with reject_damaged(folder):
+        config, fields, older, ids = (read_json(path) if os.path.lexists(path) else {}
+                                      for path in map(folder.joinpath, SETTINGS_FILES))
+        name = str(fields.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
+        settings = TokenizerSettings(fields, name, config.get("model_type") == "gpt2", [
+            token | {"id": int(token_id)} for token_id, token in fields.get("added_tokens_decoder", {}).items()])
+        if "added_tokens_decoder" not in fields: # then older files have them
+            settings.fields = fields | older
+            special = {token["content"] for token in settings.named_tokens()}
+            settings.added = [{"content": text, "id": i, "special": text in special} for text, i in ids.items()]
+    return settings

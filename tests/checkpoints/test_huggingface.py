@@ -2,6 +2,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -10,12 +11,17 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, set_seed
 
+import sampling
 from hf_tokenizers import gpt2_tokenizer_json, save_tokenizer
 from models import make_transformers_gpt2
 from project import PROJECT
+from sampling.checkpoints.finding import ALIASES
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.model import GPT
+from sampling.params import SamplingParams
 
 
 def same_as_transformers(folder, theirs):
@@ -27,21 +33,107 @@ def same_as_transformers(folder, theirs):
             ours(idx, idx)[0], expected, rtol=0, atol=1e-4)
 
 
-def test_pytorch_model_bin_loads_from_one_file_and_from_shards(tmp_path):
-    """Of 2019: the config has no model_type, the tensors have no prefix, and mask buffers are among them."""
-    theirs = make_transformers_gpt2(vocab_size=300)
-    fields = "n_embd", "n_head", "n_layer", "n_positions", "vocab_size"
-    (tmp_path / "config.json").write_text(json.dumps({name: getattr(theirs.config, name) for name in fields}))
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()
-               if name != "lm_head.weight"}
-    tensors["h.0.attn.bias"] = torch.ones(1, 1, 48, 48, dtype=torch.bool)
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    assert same_as_transformers(tmp_path, theirs)
-    (tmp_path / "pytorch_model.bin").unlink()
-    for i in 1, 2:
-        torch.save({name: tensors[name] for name in [*tensors][i - 1::2]},
-                   tmp_path / f"pytorch_model-0000{i}-of-00002.bin")
-    assert same_as_transformers(tmp_path, theirs)
+# ---- folders as people have them
+
+def edit(path, drop=(), **new):
+    """Change fields of a JSON file."""
+    content = {**(json.loads(path.read_text()) if path.exists() else {}), **new}
+    path.write_text(json.dumps({name: value for name, value in content.items() if name not in drop}))
+
+
+def resave(folder, change, as_bin=False):
+    """Change the tensors of a folder."""
+    path = folder / "model.safetensors"
+    tensors = change(load_file(path))
+    path.unlink()
+    torch.save(tensors, folder / "pytorch_model.bin") if as_bin else save_file(tensors, path, {"format": "pt"})
+
+
+def shards(folder, as_bin=False):
+    """An index with names of its own, and the shards of an earlier save, with the usual names."""
+    save, suffix = (torch.save, "bin") if as_bin else (save_file, "safetensors")
+    whole, stem = folder / "model.safetensors", "pytorch_model" if as_bin else "model"
+    tensors, weight_map = load_file(whole), {}
+    whole.unlink()
+    for k in 1, 2:
+        part = {name: tensors[name] for name in sorted(tensors)[k - 1::2]}
+        weight_map |= dict.fromkeys(part, f"part-{k}.{suffix}")
+        save(part, folder / f"part-{k}.{suffix}")
+        save({name: -tensor for name, tensor in part.items()}, folder / f"{stem}-0000{k}-of-00002.{suffix}")
+    edit(folder / f"{stem}.{suffix}.index.json", weight_map=weight_map, metadata={})
+
+
+def without(*endings):
+    """Drop the tensors whose names end so."""
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.endswith(endings)}
+
+
+def prefixed(tensors):
+    return {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+
+
+def add_prefix_space(folder, name):
+    """The tokenizer's class is named in config.json alone."""
+    step = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    edit(folder / "tokenizer.json", pre_tokenizer=step, normalizer={"type": "Lowercase"})
+    edit(folder / "tokenizer_config.json", drop=["tokenizer_class"])
+    edit(folder / "config.json", tokenizer_class=name)
+
+
+HEADS = {"v_head.summary.weight": torch.ones(1, 32), "score.weight": torch.ones(2, 32), "steps": torch.arange(1),
+         "qa_outputs.bias": torch.ones(2), "multiple_choice_head.summary.bias": torch.ones(1),
+         "transformer.h.1.ln_cross_attn.weight": torch.ones(32), "transformer.h.1.crossattention.bias": torch.arange(1)}
+ADDED = {"content": "<a>", "lstrip": False, "rstrip": True, "normalized": False, "single_word": False}
+FOLDERS = { # what is changed, and what a line must say
+    "stale-shards": (shards, None), "stale-shards-bin": (lambda folder: shards(folder, as_bin=True), None),
+    "stale-bin": (lambda folder: torch.save({}, folder / "pytorch_model.bin"), None),
+    "aliases": (lambda folder: edit(folder / "config.json", drop=ALIASES, hidden_size=32, num_hidden_layers=2,
+                                      num_attention_heads=4, max_position_embeddings=48), None),
+    "heads": (lambda folder: resave(folder, lambda tensors: tensors | HEADS), "need: 'crossatt.*ln_cross.*score.*v_h"),
+    "head-alone": (lambda folder: resave(folder, lambda tensors: {
+        name.replace("transformer.wte", "lm_head"): tensor for name, tensor in tensors.items()}), None),
+    "no-biases": (lambda folder: resave(folder, without("bias"), as_bin=True), "zeros: 'attn.c_attn.*ln_f.bias, mlp"),
+    "no-attention-biases": (lambda folder: resave(folder, without("c_attn.bias")), "zeros: 'attn.c_attn.bias'$"),
+    "accurate": (lambda folder: edit(folder / "config.json", activation_function="gelu_accurate"), None),
+    "tanh": (lambda folder: edit(folder / "config.json", activation_function="gelu_python_tanh"), None),
+    "class": (lambda folder: add_prefix_space(folder, "PreTrainedTokenizerFast"), None),
+    "unknown-class": (lambda folder: add_prefix_space(folder, "OurTokenizer"), None),
+    "gpt2-class": (lambda folder: add_prefix_space(folder, "GPT2TokenizerFast"), None),
+    "object-of-tokens": (lambda folder: edit(folder / "tokenizer_config.json", extra_special_tokens={
+        "a_token": "<a>", "b_token": ADDED | {"content": "<b>", "__type": "AddedToken"}}, pad_token="<c>"), None),
+    "named-token": (lambda folder: edit(folder / "tokenizer_config.json", image_token="<a>"), None),
+    "gap": (lambda folder: edit(folder / "tokenizer_config.json", added_tokens_decoder={
+        "494": ADDED | {"special": True}, "492": ADDED | {"content": "<b>", "special": False}}), None),
+    "gap-in-tokenizer-json": (lambda folder: edit(folder / "tokenizer.json", added_tokens=[
+        ADDED | {"id": 492, "special": False}]), None),
+    "authors": (lambda folder: (edit(folder / "config.json", temperature=1.0, top_k=50, num_beams=1), edit(
+        folder / "generation_config.json", repetition_penalty=1.5, no_repeat_ngram_size=3, max_length=50)),
+        r"with repetition_penalty=1\.5 \(--repetition_penalty\), no_repeat_ngram_size=3 \(no flag\); none")}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_gives_the_text_of_transformers(name, tmp_path, messages):
+    change, line = FOLDERS[name]
+    size = save_tokenizer("byte-level", tmp_path)
+    model = make_transformers_gpt2(vocab_size=size + 8, n_head=4)
+    for weight_name, weight in model.named_parameters():
+        if weight_name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(tmp_path)
+    change(tmp_path)
+    theirs, prompt = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), "Hello <a> world<b>"
+    theirs.generation_config = GenerationConfig(pad_token_id=0)
+    ids = AutoTokenizer.from_pretrained(tmp_path)(prompt, add_special_tokens=False).input_ids
+    ours = sampling.load(tmp_path, device="cpu")
+    assert ours.tokenizer.encode(prompt) == ids
+    for temperature in 0, 0.8:
+        set_seed(1337)
+        expected = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=temperature > 0, top_k=200,
+                                   temperature=temperature or 1.0)
+        sample, = ours.generate(prompt, SamplingParams(20, temperature=temperature, top_k=200, seed=1337))
+        assert ids + sample.token_ids == expected[0].tolist()
+    lines = [line for line in messages if line.startswith(f"{tmp_path}: ") and "loaded" not in line]
+    assert len(lines) == bool(line) and re.search(line or "", "".join(lines))
 
 
 @pytest.mark.parametrize("changes", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False},
@@ -66,14 +158,26 @@ def test_a_config_of_another_model_is_refused(config, message, tmp_path):
         load_huggingface(str(tmp_path))
 
 
-def test_missing_weights_are_named(tmp_path):
-    make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path, max_shard_size="30KB")
-    min(tmp_path.glob("model-*-of-*.safetensors")).unlink()
-    with pytest.raises(ValueError, match=r"the tensors do not fit the model: .*nothing instead of \("):
-        load_huggingface(str(tmp_path))
-    for path in tmp_path.glob("model-*-of-*.safetensors"):
-        path.unlink()
-    with pytest.raises(ValueError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
+def dangle(folder, name):
+    (folder / name).unlink()
+    (folder / name).symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda folder: (shards(folder), (folder / "part-2.safetensors").unlink()), "lacks part-2.safetensors, which"),
+    (lambda folder: (shards(folder), dangle(folder, "part-1.safetensors")), "lacks part-1.safetensors, which"),
+    (lambda folder: (shards(folder), (folder / "model.safetensors.index.json").unlink(),
+                     (folder / "model-00001-of-00002.safetensors").unlink()), "nor all shards of either"),
+    (lambda folder: dangle(folder, "model.safetensors"), "neither model.safetensors nor .* leads nowhere"),
+    (lambda folder: edit(folder / "model.safetensors.index.json") or dangle(folder, "model.safetensors"), "weight_map"),
+    (lambda folder: resave(folder, without("h.1.attn.c_attn.bias")), r"h\.1\.attn\.c_attn\.bias: nothing instead"),
+    (lambda folder: resave(folder, lambda tensors: tensors | {"transformer.h.0.scale": torch.ones(1)}), "h.0.scale: "),
+    (lambda folder: edit(folder / "config.json", tie_word_embeddings=False), "lm_head.weight: nothing instead of"),
+    (lambda folder: edit(folder / "config.json", hidden_size=64), "n_embd 32, but also hidden_size 64, which means")])
+def test_what_is_missing_and_what_would_change_the_text_is_named(change, message, tmp_path):
+    make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
+    change(tmp_path)
+    with pytest.raises(ValueError, match=message):
         load_huggingface(str(tmp_path))
 
 
