@@ -67,8 +67,8 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
 
 def missing_biases(stored: dict) -> dict:
     """Zeros for the biases that no layer has, as in an exported nanoGPT model with bias=False; no others."""
-    found = {re.sub(r"\d+", "", name) for name in stored}
-    zeros = SimpleNamespace(read=lambda bias: torch.zeros(bias.shape), records={"": (0, 0, 0)})
+    found = {re.sub(r"\d+", "", name) for name in stored} # without the number of the layer
+    zeros = SimpleNamespace(read=lambda bias: torch.zeros(bias.shape), records={"": (0, 0, 0)}) # in place of a file
     biases = {name.removesuffix("weight") + "bias": (zeros, StoredTensor("", torch.float32, tensor.shape[:1], (1,), 0))
               for name, (_, tensor) in stored.items() if re.fullmatch(r"transformer\.(h\.|ln_f).*\.weight", name)}
     return {name: bias for name, bias in biases.items() if re.sub(r"\d+", "", name) not in found}
@@ -76,11 +76,10 @@ def missing_biases(stored: dict) -> dict:
 
 def warn_about_generation_config(folder: Path, config: dict) -> None:
     """Name the settings that the model's authors sample with. None is applied: the defaults are nanoGPT's."""
-    path = folder / "generation_config.json"
-    with reject_damaged(path):
-        task = (config.get("task_specific_params") or {}).get("text-generation") or {}
-        fields = config | task | (read_json(path) if path.is_file() else {})
-    if asked := [f"{name}={fields[name]!r:.40} ({f'--{name}' if name in FLAGS else 'no flag'})"
+    path, tasks = folder / "generation_config.json", config.get("task_specific_params")
+    task = tasks.get("text-generation") if isinstance(tasks, dict) else None
+    fields = config | (task if isinstance(task, dict) else {}) | (read_json(path) if path.is_file() else {})
+    if asked := [f"{name}={fields[name]!r:.40} ({'--' + name if name in FLAGS else 'no flag'})"
                  for name in [*FLAGS, *NO_FLAGS]
                  if fields.get(name) not in (None, [], {}, FLAGS.get(name, 0), FLAGS.get(name, 1))]:
         logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; none of it is applied without the flag")
@@ -140,20 +139,19 @@ def download(name: str) -> Path:
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The weight files, and which of them has which tensor, where an index says so. Safetensors come first, as in
-    transformers. Shards without an index come last, and must be a complete set.
+    """The weight files, in transformers' order, and which has which tensor, where an index says so. Last come shards
+    without an index, which must be a complete set.
     """
     for weights in WEIGHTS:
         if (folder / weights).is_file():
             return [folder / weights], {}
         if places := read_index(folder, weights):
             if missing := sorted(path.name for path in {*places.values()} if not path.is_file()):
-                raise ValueError(f"{folder} lacks {first_names(missing)}, which {weights}.index.json names (a link "
-                                 "that leads nowhere is no file)")
+                raise ValueError(f"{folder} lacks {first_names(missing)}, which {weights}.index.json names")
             return sorted({*places.values()}), places
     for stem, suffix in map(os.path.splitext, WEIGHTS):
         shards = sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*{suffix}")))
-        names = [f"{stem}-{k:05}-of-{len(shards):05}{suffix}" for k in range(1, len(shards) + 1)]
+        names = [f"{stem}-{k + 1:05}-of-{len(shards):05}{suffix}" for k in range(len(shards))]
         if shards and [path.name for path in shards] == names:
             return shards, {}
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor all shards of either (a "

@@ -127,9 +127,9 @@ def find_tokenizer(folder: Path) -> Path | None:
 def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
     """The library's tokenizer with this main file, and its content as that of a tokenizer.json.
 
-    Tokens that only the other files in the folder add or name are added as in transformers: with the flags that the
-    files give, and with the next free id, whatever id the files give. Added tokens that a model of vocab_size tokens
-    lacks, such as one for padding, are plain text.
+    Tokens that only the other files in the folder add or name are added as in transformers: with their flags, and with
+    the next free id, whatever id they have there. Those for which a model of vocab_size tokens has no room are plain
+    text.
     """
     from tokenizers import AddedToken, Tokenizer
     content, settings = read_content(path)
@@ -199,14 +199,12 @@ class TokenizerSettings:
     added: list[dict] # tokens with their ids, from added_tokens_decoder or the older added_tokens.json
 
     def named_tokens(self) -> list[dict]:
-        """The special tokens that the fields name, in transformers' order, as objects. In the files, each is a text or
-        an object, and extra_special_tokens is a list of them, or an object that gives each a name.
-        """
-        fields, names = self.fields, [name for name in self.fields if name.endswith("_token")]
-        extra, older = fields.get("extra_special_tokens") or [], fields.get("additional_special_tokens") or []
-        tokens = [fields.get(name) for name in [*NAMED_TOKENS, *names]]
-        tokens += [*extra.values(), *older] if isinstance(extra, dict) else extra or older
-        tokens = [token if isinstance(token, dict) else {"content": token} for token in tokens]
+        """The special tokens in transformers' order, as objects. In the files, each is a text or an object."""
+        names = [*NAMED_TOKENS, *(name for name in self.fields if name.endswith("_token") and name not in NAMED_TOKENS)]
+        extra, older = (self.fields.get(f"{name}_special_tokens") or [] for name in ("extra", "additional"))
+        listed = [*extra.values(), *older] if isinstance(extra, dict) else extra or older
+        tokens = [token if isinstance(token, dict) else {"content": token}
+                  for token in [*map(self.fields.get, names), *listed]]
         return [token for token in tokens if isinstance(token.get("content"), str) and token["content"]]
 
 

@@ -33,6 +33,21 @@ def same_as_transformers(folder, theirs):
             ours(idx, idx)[0], expected, rtol=0, atol=1e-4)
 
 
+def test_a_model_of_2019_loads_from_one_file_and_from_shards_without_an_index(tmp_path):
+    """The config has no model_type, the tensors have no prefix, and mask buffers are among them."""
+    theirs = make_transformers_gpt2(vocab_size=300)
+    edit(tmp_path / "config.json", vocab_size=300, **{name: getattr(theirs.config, name) for name in ALIASES})
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()
+               if name != "lm_head.weight"} | {"h.0.attn.bias": torch.ones(1, 1, 48, 48, dtype=torch.bool)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert same_as_transformers(tmp_path, theirs)
+    (tmp_path / "pytorch_model.bin").unlink()
+    for i in 1, 2:
+        torch.save({name: tensors[name] for name in [*tensors][i - 1::2]},
+                   tmp_path / f"pytorch_model-0000{i}-of-00002.bin")
+    assert same_as_transformers(tmp_path, theirs)
+
+
 # ---- folders as people have them
 
 def edit(path, drop=(), **new):
@@ -68,10 +83,6 @@ def without(*endings):
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if not name.endswith(endings)}
 
 
-def prefixed(tensors):
-    return {f"transformer.{name}": tensor for name, tensor in tensors.items()}
-
-
 def add_prefix_space(folder, name):
     """The tokenizer's class is named in config.json alone."""
     step = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -94,8 +105,6 @@ FOLDERS = { # what is changed, and what a line must say
         name.replace("transformer.wte", "lm_head"): tensor for name, tensor in tensors.items()}), None),
     "no-biases": (lambda folder: resave(folder, without("bias"), as_bin=True), "zeros: 'attn.c_attn.*ln_f.bias, mlp"),
     "no-attention-biases": (lambda folder: resave(folder, without("c_attn.bias")), "zeros: 'attn.c_attn.bias'$"),
-    "accurate": (lambda folder: edit(folder / "config.json", activation_function="gelu_accurate"), None),
-    "tanh": (lambda folder: edit(folder / "config.json", activation_function="gelu_python_tanh"), None),
     "class": (lambda folder: add_prefix_space(folder, "PreTrainedTokenizerFast"), None),
     "unknown-class": (lambda folder: add_prefix_space(folder, "OurTokenizer"), None),
     "gpt2-class": (lambda folder: add_prefix_space(folder, "GPT2TokenizerFast"), None),
@@ -137,7 +146,8 @@ def test_a_folder_gives_the_text_of_transformers(name, tmp_path, messages):
 
 
 @pytest.mark.parametrize("changes", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False},
-                                     {"activation_function": "gelu"}, {"n_inner": 40}, {"tie_word_embeddings": False}])
+                                     {"activation_function": "gelu", "layer_norm_epsilon": 0.1}, {"n_inner": 40},
+                                     {"activation_function": "gelu_accurate"}, {"tie_word_embeddings": False}])
 def test_settings_of_the_architecture_are_followed_also_in_half_precision_and_in_shards(changes, tmp_path):
     theirs = make_transformers_gpt2(vocab_size=300, **changes).half()
     theirs.save_pretrained(tmp_path, max_shard_size="30KB")
@@ -147,15 +157,13 @@ def test_settings_of_the_architecture_are_followed_also_in_half_precision_and_in
     assert same_as_transformers(tmp_path, theirs)
 
 
-@pytest.mark.parametrize("config, message", [
-    ("[1]", "must hold an object"), ('{"model_type": "llama"}', "model_type 'llama'; only gpt2"),
-    ('{"model_type": "gpt2", "activation_function": "relu"}', "activation_function 'relu'; supported"),
-    ('{"model_type": "gpt2"}', "n_layer=12 but holds tensors of 2")])
-def test_a_config_of_another_model_is_refused(config, message, tmp_path):
-    make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=message):
-        load_huggingface(str(tmp_path))
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
+    theirs = make_transformers_gpt2(vocab_size=300)
+    theirs.save_pretrained(tmp_path)
+    shards(tmp_path)
+    stale = {name: -tensor for name, tensor in load_file(tmp_path / "part-1.safetensors").items()}
+    save_file(load_file(tmp_path / "part-2.safetensors") | stale, tmp_path / "part-2.safetensors", {"format": "pt"})
+    assert same_as_transformers(tmp_path, theirs)
 
 
 def dangle(folder, name):
@@ -164,6 +172,10 @@ def dangle(folder, name):
 
 
 @pytest.mark.parametrize("change, message", [
+    (lambda folder: (folder / "config.json").write_text("[1]"), "must hold an object"),
+    (lambda folder: edit(folder / "config.json", model_type="llama"), "model_type 'llama'; only gpt2"),
+    (lambda folder: edit(folder / "config.json", activation_function="relu"), "activation_function 'relu'; supported"),
+    (lambda folder: edit(folder / "config.json", drop=["n_layer"]), "n_layer=12 but holds tensors of 2"),
     (lambda folder: (shards(folder), (folder / "part-2.safetensors").unlink()), "lacks part-2.safetensors, which"),
     (lambda folder: (shards(folder), dangle(folder, "part-1.safetensors")), "lacks part-1.safetensors, which"),
     (lambda folder: (shards(folder), (folder / "model.safetensors.index.json").unlink(),
@@ -174,7 +186,7 @@ def dangle(folder, name):
     (lambda folder: resave(folder, lambda tensors: tensors | {"transformer.h.0.scale": torch.ones(1)}), "h.0.scale: "),
     (lambda folder: edit(folder / "config.json", tie_word_embeddings=False), "lm_head.weight: nothing instead of"),
     (lambda folder: edit(folder / "config.json", hidden_size=64), "n_embd 32, but also hidden_size 64, which means")])
-def test_what_is_missing_and_what_would_change_the_text_is_named(change, message, tmp_path):
+def test_what_is_missing_or_would_change_the_text_is_named(change, message, tmp_path):
     make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
