@@ -9,10 +9,10 @@ from typing import BinaryIO
 import torch
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, nanogpt_names, read_model, tensors_by_name
-from sampling.checkpoints.finding import ALIASES, first_names, huggingface_config
+from sampling.checkpoints.finding import ALIASES, huggingface_config
 from sampling.checkpoints.pickles import StoredTensor
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import first_sentence, read_complete, read_json, reject_damaged
+from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, first_sentence, read_complete, read_json, require
 from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
@@ -23,11 +23,11 @@ GELU = {"gelu": "none", "gelu_python": "none"} | dict.fromkeys(
     ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"], "tanh")
 DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None, "n_positions": 1024,
             "layer_norm_epsilon": 1e-5} # of fields that config.json may lack, as in transformers
-# The fields of generation_config.json that change the text: those with a flag, each with its usual value, and others
+# The fields of generation_config.json that change the text, each with the value that does not: with a flag, and without
 FLAGS = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-NO_FLAGS = ["no_repeat_ngram_size", "bad_words_ids", "num_beams", "typical_p", "epsilon_cutoff", "eta_cutoff",
-            "min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id",
-            "sequence_bias", "exponential_decay_length_penalty", "encoder_repetition_penalty", "penalty_alpha"]
+NO_FLAGS = {"num_beams": 1, "typical_p": 1, "encoder_repetition_penalty": 1} | dict.fromkeys([
+    "no_repeat_ngram_size", "bad_words_ids", "epsilon_cutoff", "eta_cutoff", "min_length", "sequence_bias",
+    "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"], 0)
 
 
 def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
@@ -78,10 +78,10 @@ def warn_about_generation_config(folder: Path, config: dict) -> None:
     """Name the settings that the model's authors sample with. None is applied: the defaults are nanoGPT's."""
     path, tasks = folder / "generation_config.json", config.get("task_specific_params")
     task = tasks.get("text-generation") if isinstance(tasks, dict) else None
-    fields = config | (task if isinstance(task, dict) else {}) | (read_json(path) if path.is_file() else {})
+    fields = config | (task if isinstance(task, dict) else {})
+    fields |= read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
     if asked := [f"{name}={fields[name]!r:.40} ({'--' + name if name in FLAGS else 'no flag'})"
-                 for name in [*FLAGS, *NO_FLAGS]
-                 if fields.get(name) not in (None, [], {}, FLAGS.get(name, 0), FLAGS.get(name, 1))]:
+                 for name, usual in (FLAGS | NO_FLAGS).items() if fields.get(name) not in (None, [], {}, usual)]:
         logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; none of it is applied without the flag")
 
 
@@ -147,7 +147,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
             return [folder / weights], {}
         if places := read_index(folder, weights):
             if missing := sorted(path.name for path in {*places.values()} if not path.is_file()):
-                raise ValueError(f"{folder} lacks {first_names(missing)}, which {weights}.index.json names")
+                raise ValueError(f"{folder} lacks {', '.join(missing)!r:.300}, which {weights}.index.json names")
             return sorted({*places.values()}), places
     for stem, suffix in map(os.path.splitext, WEIGHTS):
         shards = sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*{suffix}")))
@@ -161,5 +161,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 def read_index(folder: Path, weights: str) -> dict[str, Path]:
     """The file that has each tensor, by the index of these weights; empty if there is none."""
     path = folder / f"{weights}.index.json"
-    with reject_damaged(path):
-        return {name: folder / file for name, file in read_json(path)["weight_map"].items()} if path.is_file() else {}
+    shard_of = read_json(path, MAX_CONFIG_BYTES).get("weight_map") if path.is_file() else {}
+    is_map = isinstance(shard_of, dict) and all(isinstance(name, str) for name in shard_of.values())
+    require(is_map, f"cannot read {path}: its weight_map must give the names of files")
+    return {tensor: folder / name for tensor, name in shard_of.items()}

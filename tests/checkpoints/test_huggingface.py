@@ -176,8 +176,8 @@ def dangle(folder, name):
     (lambda folder: edit(folder / "config.json", model_type="llama"), "model_type 'llama'; only gpt2"),
     (lambda folder: edit(folder / "config.json", activation_function="relu"), "activation_function 'relu'; supported"),
     (lambda folder: edit(folder / "config.json", drop=["n_layer"]), "n_layer=12 but holds tensors of 2"),
-    (lambda folder: (shards(folder), (folder / "part-2.safetensors").unlink()), "lacks part-2.safetensors, which"),
-    (lambda folder: (shards(folder), dangle(folder, "part-1.safetensors")), "lacks part-1.safetensors, which"),
+    (lambda folder: (shards(folder), (folder / "part-2.safetensors").unlink()), "lacks 'part-2.safetensors', which"),
+    (lambda folder: (shards(folder), dangle(folder, "part-1.safetensors")), "lacks 'part-1.safetensors', which"),
     (lambda folder: (shards(folder), (folder / "model.safetensors.index.json").unlink(),
                      (folder / "model-00001-of-00002.safetensors").unlink()), "nor all shards of either"),
     (lambda folder: dangle(folder, "model.safetensors"), "neither model.safetensors nor .* leads nowhere"),
@@ -233,14 +233,15 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, run
     folder, api = tmp_path / "someone" / "tiny" / "resolve" / COMMIT, tmp_path / "api" / "models" / "someone" / "tiny"
     size = save_tokenizer("byte-level", folder)
     make_transformers_gpt2(vocab_size=size).save_pretrained(folder)
-    (folder / "tf_model.h5").write_bytes(bytes(10**6))
+    shards(folder)
     files = [{"type": "file", "path": path.name, "rfilename": path.name, "size": path.stat().st_size, "oid": path.name}
              for path in folder.iterdir()]
     write_json(api / "revision" / "main", {"id": "someone/tiny", "sha": COMMIT, "siblings": files})
     write_json(api / "tree" / COMMIT, files)
     first = run_script(*ARGUMENTS, **hub.env)
     assert first.returncode == 0 and first.stdout.startswith("Hello"), first.stderr
-    assert "tokenizer.json" in hub.asked_for and "tf_model.h5" not in hub.asked_for
+    assert {"tokenizer.json", "part-2.safetensors"} <= {*hub.asked_for}
+    assert "model-00001-of-00002.safetensors" not in hub.asked_for, "the index does not name it"
     hub.asked_for.clear()
     offline = run_script(*ARGUMENTS, **hub.env | {"HF_HUB_OFFLINE": "1"})
     assert (offline.returncode, offline.stdout, hub.asked_for) == (0, first.stdout, []), offline.stderr
