@@ -19,8 +19,7 @@ class CharTokenizer(Tokenizer):
     """
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
         self.source, meta = str(path), read_meta(path) if meta is None else meta
-        with reject_damaged(path):
-            self.stoi, self.itos = parse_vocabulary(meta)
+        self.stoi, self.itos = parse_vocabulary(meta, path)
         self.size = 1 + max([*self.stoi.values(), *self.itos])
         self.is_bytes = any(isinstance(symbol, int) for symbol in self.itos.values())
         self.longer = [] if self.is_bytes else [symbol for symbol in self.stoi if len(symbol) > 1]
@@ -41,25 +40,26 @@ class CharTokenizer(Tokenizer):
         return bytes([symbol]) if isinstance(symbol, int) else symbol.encode("utf-8", "replace")
 
 
-def parse_vocabulary(meta: dict) -> tuple[dict, dict]:
+def parse_vocabulary(meta: dict, source: object) -> tuple[dict, dict]:
     """stoi and itos, in which a byte is an int. Raises ValueError unless they map symbols to token ids, and back."""
     def byte_as_int(symbol):
         return symbol[0] if isinstance(symbol, bytes) and len(symbol) == 1 else symbol
 
-    stoi, itos = unwrap(meta.get("stoi")), unwrap(meta.get("itos", {}))
-    if isinstance(itos, list | tuple | str | bytes):
-        require(len(itos) <= MAX_TOKENS, f"its itos has {len(itos)} tokens; at most {MAX_TOKENS} are allowed")
-        itos = dict(enumerate(itos))
-    for name, value in ("stoi", stoi), ("itos", itos):
-        require(isinstance(value, dict), f"its {name} is not a dict, but {describe(value)}")
-    stoi = {byte_as_int(symbol): i for symbol, i in stoi.items()}
-    itos = {i: byte_as_int(symbol) for i, symbol in itos.items()}
-    ids, symbols = [*stoi.values(), *itos], [*stoi, *itos.values()]
-    are_bytes = all(type(symbol) is int and 0 <= symbol < 256 for symbol in symbols)
-    are_ids = all(type(i) is int and 0 <= i < 2**63 for i in ids) # a hash, or a text, of a long number takes long
-    require(ids and are_ids and (are_bytes or {*map(type, symbols)} == {str}),
-            "it must map texts or bytes to token ids in stoi, and token ids to them in itos")
-    return stoi, itos or {i: symbol for symbol, i in stoi.items()}
+    with reject_damaged(source):
+        stoi, itos = unwrap(meta.get("stoi")), unwrap(meta.get("itos", {}))
+        if isinstance(itos, list | tuple | str | bytes):
+            require(len(itos) <= MAX_TOKENS, f"its itos has {len(itos)} tokens; at most {MAX_TOKENS} are allowed")
+            itos = dict(enumerate(itos))
+        for name, value in ("stoi", stoi), ("itos", itos):
+            require(isinstance(value, dict), f"its {name} is not a dict, but {describe(value)}")
+        stoi = {byte_as_int(symbol): i for symbol, i in stoi.items()}
+        itos = {i: byte_as_int(symbol) for i, symbol in itos.items()}
+        ids, symbols = [*stoi.values(), *itos], [*stoi, *itos.values()]
+        are_bytes = all(type(symbol) is int and 0 <= symbol < 256 for symbol in symbols)
+        are_ids = all(type(i) is int and 0 <= i < 2**63 for i in ids) # a hash, or a text, of a long number takes long
+        require(ids and are_ids and (are_bytes or {*map(type, symbols)} == {str}),
+                "it must map texts or bytes to token ids in stoi, and token ids to them in itos")
+        return stoi, itos or {i: symbol for symbol, i in stoi.items()}
 
 
 def named_encoding(meta: dict, source: object) -> str | None:
