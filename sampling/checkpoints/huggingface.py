@@ -162,6 +162,7 @@ def read_index(folder: Path, weights: str) -> dict[str, Path]:
     """The file that has each tensor, by the index of these weights; empty if there is none."""
     path = folder / f"{weights}.index.json"
     shard_of = read_json(path, MAX_CONFIG_BYTES).get("weight_map") if path.is_file() else {}
-    is_map = isinstance(shard_of, dict) and all(isinstance(name, str) for name in shard_of.values())
-    require(is_map, f"cannot read {path}: its weight_map must give the names of files")
+    is_map = isinstance(shard_of, dict) and all(
+        isinstance(name, str) and not Path(name).anchor and ".." not in Path(name).parts for name in shard_of.values())
+    require(is_map, f"cannot read {path}: its weight_map must give the names of files in its folder")
     return {tensor: folder / name for tensor, name in shard_of.items()}
