@@ -23,7 +23,7 @@ from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
 from sampling.outputs.outputs import Outputs, choose_params
 from sampling.params import ALIASES, ModelOptions, check_settings
-from sampling.process import quicken_start
+from sampling.process import expand_paths, quicken_start
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -123,6 +123,7 @@ def command(owns_process=True):
     setup_console(owns_process)
     with report_user_errors(status=2):
         settings = override(globals(), sys.argv[1:], check_settings, ALIASES)
+        globals().update(expand_paths(settings))
     if owns_process:
         quicken_start()
     with report_user_errors():

@@ -9,11 +9,12 @@
 The samples are those of sample.py with the same settings. Importing this package does not import torch; load does.
 """
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sampling.params import ModelOptions, Sample, SamplingParams, Score, Token, check_options
-from sampling.process import shorten_spinning
+from sampling.process import expand_home, shorten_spinning
 
 if TYPE_CHECKING:
     from sampling.text_generator import TextGenerator
@@ -49,16 +50,22 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
 
     from sampling.backends.prepare import choose_device_and_dtype
     from sampling.checkpoints.finding import huggingface_config
-    from sampling.checkpoints.huggingface import load_huggingface
+    from sampling.checkpoints.huggingface import is_hub_id, load_huggingface
     from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
     options = ModelOptions(compile, cuda_graphs, exact, draft)
-    check_options({**vars(options), "device": device, "dtype": dtype, "tokenizer": tokenizer})
+    check_options({**vars(options), "device": device, "dtype": dtype, "name": (name := expand_home(os.fspath(name))),
+                   "tokenizer": (tokenizer := expand_home(tokenizer))})
     torch_device, torch_dtype = choose_device_and_dtype(device, dtype, exact)
     path = Path(name)
     is_folder_of_huggingface = huggingface_config(path) and not (path / "ckpt.pt").is_file()
-    is_huggingface = is_folder_of_huggingface if path.exists() else path.suffix != ".pt"
-    with torch.inference_mode(False): # in the caller's inference mode, the weights could not be used outside of it
-        checkpoint = (load_huggingface if is_huggingface else load_nanogpt)(os.fspath(name), torch_dtype)
-        return TextGenerator(checkpoint, load_tokenizer(checkpoint, tokenizer), torch_device, torch_dtype, options)
+    is_huggingface = is_folder_of_huggingface if os.path.lexists(path) else is_hub_id(name)
+    try: # in the caller's inference mode, the weights could not be used outside of it
+        with torch.inference_mode(False), torch.device("cpu"): # nor on the caller's default device
+            checkpoint = (load_huggingface if is_huggingface else load_nanogpt)(name, torch_dtype)
+            return TextGenerator(checkpoint, load_tokenizer(checkpoint, tokenizer), torch_device, torch_dtype, options)
+    except (OSError, ValueError) as error: # a program has arguments, no flags
+        error.args = [re.sub(r"--(tokenizer)|--(out_dir|init_from)", lambda match: match[1] or "name", argument)
+                      if isinstance(argument, str) else argument for argument in error.args]
+        raise

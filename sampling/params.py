@@ -41,6 +41,7 @@ def optional(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> which values it takes, and how to say so
     "init_from": (lambda v: v not in ("", "scratch"), "must be 'resume' or a Hugging Face id or folder"),
+    "name": (is_nonempty_text, "must be a folder, a file or a Hugging Face id"),
     "tokenizer": (optional(is_nonempty_text), "must be an encoding of tiktoken such as gpt2 or cl100k_base, "
                   "a tokenizer.json or its folder, a meta.pkl, or None"),
     "start": (bool, "is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'"),

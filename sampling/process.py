@@ -49,6 +49,18 @@ def quicken_start() -> None:
     gc.set_threshold(1_000_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none
 
 
+def expand_home(path: str | None) -> str | None:
+    """A path with the home folder for a leading ~, unless a file is called so: in --out_dir=~/x, no shell does it."""
+    return os.path.expanduser(path) if path and not os.path.lexists(path) else path
+
+
+def expand_paths(settings: dict) -> dict:
+    """Replace the settings that are paths by their expanded forms; start has its own: see parse_start."""
+    for name in "init_from", "out_dir", "tokenizer", "out_file", "html_file":
+        settings[name] = expand_home(settings[name])
+    return settings
+
+
 def shorten_spinning() -> None:
     """Make OpenMP's threads sleep soon while they wait for each other. Call this before torch is imported.
 

@@ -3,7 +3,7 @@ import logging
 import math
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -32,6 +32,8 @@ class TextGenerator:
     Takes the weights out of the checkpoint. num_steps: about how many decode steps it will run; None: unknown, or many.
     Raises ValueError or OSError if an option cannot be used.
     """
+
+    has_warned = False # that the window moves, which takes long: once, not for each prompt of a session
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
                  options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None):
@@ -64,8 +66,9 @@ class TextGenerator:
         """The context of each step: without gradients, under autocast for half precision, and outside of the caller's
         inference mode, because its tensors could not be changed elsewhere.
         """
+        has_device = torch.get_default_device().type != "cpu" # of the caller; ours is named, or the CPU
         is_half = self.dtype in (torch.bfloat16, torch.float16)
-        with (torch.inference_mode(False), torch.no_grad(),
+        with (torch.inference_mode(False), torch.no_grad(), torch.device("cpu") if has_device else nullcontext(),
               torch.autocast(self.device.type, self.dtype if is_half else None, enabled=is_half)):
             yield
 

@@ -43,7 +43,7 @@ def test_invalid_arguments_raise(generator, arguments, error, message):
         generator.generate(**{"prompts": "A", "params": PARAMS, **arguments})
 
 
-@pytest.mark.parametrize("settings", [dict(exact=True, compile=True), dict(name="no/such/x")], ids=str)
+@pytest.mark.parametrize("settings", [dict(exact=True, compile=True), dict(name="a/b"), dict(name="")], ids=str)
 def test_invalid_options_and_names_raise_value_error(settings):
     with pytest.raises(ValueError):
         sampling.load(**{"name": DEMO, **settings})
@@ -55,19 +55,21 @@ def test_load_prefers_a_ckpt_pt_to_a_hugging_face_model_and_asks_no_hub_for_a_pt
     save_checkpoint(tmp_path, make_gpt(vocab_size=50257))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert not sampling.load(tmp_path, device="cpu").checkpoint.is_huggingface
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
-        sampling.load(tmp_path / "other.pt")
+    with pytest.raises(FileNotFoundError, match=rf"there is no checkpoint at .*; pass name={tmp_path}/"):
+        sampling.load(tmp_path / "other.pt") # a program has no flags
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at /nope/.*, or name=gpt2"):
+        sampling.load("/nope") # no id of the hub
 
 
-def test_the_default_dtype_and_the_inference_mode_of_the_caller_do_not_matter(generator):
+def test_the_default_dtype_device_and_inference_mode_of_the_caller_do_not_matter(generator):
     expected = texts(generator, "ROMEO:", PARAMS)
     torch.set_default_dtype(torch.float64)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.device("meta"):
             reloaded = sampling.load(DEMO, device="cpu")
             assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
-            assert reloaded.backend.new_cache(1, 1).keys.dtype == np.float32
-            assert len(LINEAR["float32"].signatures) == 1, "it is compiled once"
+        assert reloaded.backend.new_cache(1, 1).keys.dtype == np.float32
+        assert len(LINEAR["float32"].signatures) == 1, "it is compiled once"
     finally:
         torch.set_default_dtype(torch.float32)
     assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected

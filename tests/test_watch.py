@@ -81,6 +81,17 @@ def test_a_model_is_freed_before_the_next_is_loaded(monkeypatch, char_checkpoint
     assert num_alive == num_models * [0] and done.stdout.count(RULE) >= num_models, done.stderr
 
 
+def test_a_save_between_the_wait_and_the_load_is_sampled_once(tmp_path, monkeypatch):
+    path = save_checkpoint(tmp_path, make_gpt())
+    saves = finding.wait_for_saves(tmp_path)
+    next(saves)
+    save_checkpoint(tmp_path, make_gpt(seed=2))
+    nanogpt.load_nanogpt(path)
+    monkeypatch.setattr(finding, "WATCH_POLL", None) # no number of seconds: waiting is an error
+    with pytest.raises(TypeError): # it waits for the next save
+        next(saves)
+
+
 def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, messages):
     path, sizes = tmp_path / "out" / "ckpt.pt", []
     writes = iter([None, b"1", None, None, b"12", b"123", None, "removed", None, b"", b"1", None, None, None, None])
@@ -98,5 +109,5 @@ def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, mess
         sizes.append(path.stat().st_size)
         if len(sizes) == 3:
             path.write_bytes(b"12345") # a save during the run
-    assert sizes == [1, 3, 1, 5] and next(finding.wait_for_saves(path.parent))[0] == 5
+    assert sizes == [1, 3, 1, 5]
     assert messages == [f"waiting for the {which} save of {path}" for which in ("first", "next", "next", "next")]

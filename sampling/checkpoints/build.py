@@ -84,7 +84,8 @@ def tensors_by_name(tensors: object, file: TensorFile, unneeded: list[str] | Non
             unneeded.append(name)
         elif not MASK_BUFFER.search(name):
             require(tensor.dtype.is_floating_point,
-                    f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed")
+                    f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed; for "
+                    "quantized weights, pass the model that they were made from")
             file.check(tensor)
             stored[name] = file, tensor
     claimed = sum(tensor.nbytes for _, tensor in stored.values())

@@ -8,8 +8,9 @@ from typing import BinaryIO
 
 import torch
 
+from sampling.checkpoints.advice import advice
 from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, nanogpt_names, read_model, tensors_by_name
-from sampling.checkpoints.finding import ALIASES, huggingface_config
+from sampling.checkpoints.finding import ALIASES, SAVED, huggingface_config, huggingface_folder
 from sampling.checkpoints.pickles import StoredTensor
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, first_sentence, read_complete, read_json, require
@@ -99,6 +100,9 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
     """The fields of GPTConfig, from config.json. Raises ValueError if the architecture is not GPT-2's."""
     if config.get("model_type", "gpt2") != "gpt2":
         raise ValueError(f"{folder} has model_type {config['model_type']!r:.60}; only gpt2 is supported")
+    if "quantization_config" in config:
+        raise ValueError(f"{folder} holds quantized weights, which only the library that made them can read: pass "
+                         "--init_from with the model that they were made from")
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
         raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
@@ -115,11 +119,19 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 
 def find_model(name_or_folder: str) -> tuple[Path, dict]:
     """The folder with the files of the model, and its config.json."""
-    folder = Path(name_or_folder) if os.path.exists(name_or_folder) else download(name_or_folder)
+    path, is_here = Path(name_or_folder), os.path.lexists(name_or_folder) # also a link that leads nowhere
+    if not (is_here or is_hub_id(name_or_folder)):
+        raise FileNotFoundError(f"there is no model at {path}; {advice(path)}")
+    folder = huggingface_folder(path) if is_here else download(name_or_folder)
     if config := huggingface_config(folder):
         return folder, config
-    raise ValueError(f"{name_or_folder} is here, but is not the folder of a Hugging Face model; for a ckpt.pt pass "
-                     f"--out_dir={name_or_folder}; for the hub's model of this name, run the command in another folder")
+    of_hub = "; for the hub's model of this name, run the command in another folder" * is_hub_id(name_or_folder)
+    raise ValueError(f"{path} is no Hugging Face model; {advice(path)}{of_hub}")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name may be an id of the hub: it is no path, and not the name of a file."""
+    return re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is not None and not SAVED.fullmatch(Path(name).name)
 
 
 def download(name: str) -> Path:
@@ -154,8 +166,8 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
         names = [f"{stem}-{k + 1:05}-of-{len(shards):05}{suffix}" for k in range(len(shards))]
         if shards and [path.name for path in shards] == names:
             return shards, {}
-    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor all shards of either (a "
-                     "link that leads nowhere is no file)")
+    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor all shards of either; "
+                     f"{advice(folder)}")
 
 
 def read_index(folder: Path, weights: str) -> dict[str, Path]:

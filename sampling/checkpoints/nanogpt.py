@@ -1,14 +1,17 @@
 """Loads the ckpt.pt that nanoGPT's train.py wrote, the files of its forks, and the model_*.pt of build-nanogpt."""
 import logging
 import math
+import os
 import re
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
+from sampling.checkpoints.advice import advice, describe_other
 from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, count_init_draws, read_model, tensors_by_name
-from sampling.checkpoints.finding import find_checkpoint, huggingface_config
+from sampling.checkpoints.finding import LOADED, checkpoint_path, file_state, has_weights, huggingface_folder
+from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
 from sampling.checkpoints.untrusted_files import RejectedFileError, read_complete, require
@@ -41,6 +44,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
         if tied := stored.get(HEAD, stored.get(EMBEDDING)): # a tied weight may have one of its names
             stored = {HEAD: tied, EMBEDDING: tied} | stored
         model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args # older checkpoints have no bias there
+        LOADED[path] = file_state(file.fileno())
         return dict(
             raw_config=fields_of(tensor_file.content.get("config")) or {}, # nanoGPT: settings; build-nanogpt: sizes
             iter_num=read_number(tensor_file, "iter_num", "step"),
@@ -49,7 +53,12 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
             num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
             **read_model(model_args, stored, dtype))
 
-    path = find_checkpoint(out_dir)
+    path = checkpoint_path(out_dir)
+    if huggingface_folder(path) != path: # a weight file of GPT-2
+        return load_huggingface(os.fspath(path), dtype)
+    if not os.path.isfile(path) or describe_other(path):
+        is_folder = ", which is a folder" * os.path.isdir(path)
+        raise FileNotFoundError(f"there is no checkpoint at {path}{is_folder}; {advice(Path(out_dir))}")
     checkpoint = Checkpoint(path=str(path), folder=path.parent, **read_complete([path], read))
     logger.info(checkpoint.describe())
     return checkpoint
@@ -62,7 +71,11 @@ def reject_bare_tensors(content: object, folder: Path) -> None:
         require(not any(isinstance(name, str) and ".lora_A" in name for name in tensors),
                 "it holds a LoRA adapter, which is no model alone; merge it with PEFT: "
                 "model.merge_and_unload().save_pretrained(DIR), then pass --init_from=DIR")
-        require(not huggingface_config(folder), f"it belongs to a Hugging Face model; pass --init_from={folder}")
+        require(not has_weights(folder), f"it belongs to a Hugging Face model; pass --init_from={folder}")
+        shapes = [tensor.shape for name, tensor in tensors.items() if str(name).endswith("attn.c_attn.weight")]
+        require(not (shapes and shapes[0][1:] == (3 * shapes[0][0],)), # Conv1D has the transposed weight of a Linear
+                "it holds the tensors of a Hugging Face model, but config.json is missing: copy that beside it, name it"
+                f" model.safetensors, or pytorch_model.bin if torch.save wrote it, and pass --init_from={folder}")
         raise RejectedFileError(f"it holds only a state_dict, and n_head cannot be inferred from its tensors; "
                                 f"{SAVE_WITH_SIZES}")
 
@@ -79,6 +92,9 @@ def model_entries(content: object) -> tuple[object, dict]:
     # Without model_args, config may hold train.py's settings.
     has_sizes = args_key == "model_args" or (fields or {}).keys() >= SIZES
     found = ", ".join(map(describe, list(entries)[:5])) or describe(content)
+    is_omega = isinstance(args, Note) and args.name.startswith("omegaconf.")
+    require(not is_omega, f"its {args_key} is an object of OmegaConf; save a dict in its place, which "
+            f"OmegaConf.to_container(checkpoint[{args_key!r}]) returns")
     require(model_key and has_sizes,
             "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
             f"config, but holds {found:.200}; save both: {SAVE_MODEL}")

@@ -52,7 +52,6 @@ class Engine:
         self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                                full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
-        self.has_warned = False
 
     def generate(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, list[Piece]]]:
         """Yield the samples in order, except those that are already saved, each with its new text.
@@ -165,8 +164,8 @@ class Engine:
         ends = [min(len(sample.prompt_ids), block_size) + self.params.max_new_tokens for sample in samples]
         is_long = seconds * sum(max(0, end - block_size) for end in ends) > LONG_SECONDS
         is_measured = self.backend.max_window_tokens < math.inf # only for CPUBackend
-        if is_long and is_measured and not (self.params.context_shift or self.has_warned):
-            self.has_warned = True
+        if is_long and is_measured and not (self.params.context_shift or self.gpt.has_warned):
+            self.gpt.has_warned = True
             logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT, which takes "
                         "long; --context_shift drops half of a full window instead, which is much faster, but gives "
                         "other text")

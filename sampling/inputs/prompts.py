@@ -12,6 +12,7 @@ from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import RULES, Prompt, Sample, Score
+from sampling.process import expand_home
 
 logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
@@ -25,7 +26,7 @@ EncodedPrompt = tuple[Prompt, list[int]]
 def parse_start(start: str) -> tuple[str, str]:
     """Split the setting start into ("FILE", "LINES" or "JSONL", path), or ("TEXT", start) if it names no file."""
     kind, colon, path = start.partition(":")
-    return (kind, path) if colon and kind in FILE_KINDS else ("TEXT", start)
+    return (kind, expand_home(path)) if colon and kind in FILE_KINDS else ("TEXT", start)
 
 
 def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Prompt]:

@@ -38,7 +38,7 @@ def advance_mt19937(generator: torch.Generator, count: int) -> None:
 
 
 def walk(generator: torch.Generator, count: int) -> None:
-    numbers = torch.empty(min(count, 2**16), dtype=torch.int32) # they stay in the processor's cache
+    numbers = torch.empty(min(count, 2**16), dtype=torch.int32, device="cpu") # they stay in the processor's cache
     for start in range(0, count, 2**16):
         numbers[:count - start].random_(generator=generator)
 

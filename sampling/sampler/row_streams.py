@@ -96,6 +96,6 @@ def exponentials(noise: Tensor) -> Tensor:
 def exponential_is_from_bits() -> bool:
     """Whether bits, which are drawn four times as fast, give the numbers of exponential_ here."""
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-    drawn = [exponentials(draw(torch.empty(4096, dtype=dtype), generator))
+    drawn = [exponentials(draw(torch.empty(4096, dtype=dtype, device="cpu"), generator))
              for dtype, generator in zip((torch.float32, torch.int64), generators, strict=True)]
     return torch.equal(*drawn) and torch.equal(*(generator.get_state() for generator in generators))

@@ -7,6 +7,9 @@ import pathlib
 import pickle
 import random
 import re
+import shlex
+import sys
+import types
 import weakref
 from functools import partial
 
@@ -21,6 +24,7 @@ from sampling import load as sampling_load
 from sampling import model as nanogpt
 from sampling.checkpoints import build
 from sampling.checkpoints.build import EMBEDDING, HEAD, count_init_draws, quantize
+from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.sampler.mt19937 import advance_mt19937
 
@@ -44,42 +48,97 @@ class Slots:
     __init__ = Config.__init__
 
 
+class DictConfig(Config):
+    """Stands for OmegaConf's class, where pickle finds it."""
+    __module__ = "omegaconf"
+
+
+sys.modules.setdefault("omegaconf", types.SimpleNamespace(DictConfig=DictConfig))
+
+
 class Mapping(dict):
     """A subclass of dict, such as those that give items as attributes."""
 
 
 # ---- finding the file
 
-PASS = "pass --out_dir=FOLDER_OR_FILE, or --init_from=gpt2 for GPT-2"
+CONTENTS = {"config.json": b'{"model_type": "gpt2"}', "gpt2_124M.bin": (20240326).to_bytes(4, "little")}
+HUB, NEAR = "models--a--b/snapshots/1f", ", or --init_from=gpt2 for GPT-2"
+ADVICE = [ # what is there, older files first; the setting; a part of the line
+    ("", "out_dir=out", "there is no checkpoint at out/ckpt.pt; pass --out_dir=FOLDER_OR_FILE" + NEAR),
+    ("a/ckpt.pt words/ckpt.pt z/ckpt.pt", "out_dir=wrds/ckpt.pt", "found ckpt.pt in words, z, a; pass --out_dir=words"),
+    ("a/ckpt.pt words/ckpt.pt z/ckpt.pt", "init_from=./q", "found ckpt.pt in z, words, a; pass --out_dir=z" + NEAR),
+    ("a/ckpt.pt runs/x/ckpt.pt b/ckpt.pt", "out_dir=runs", "found ckpt.pt in runs/x; pass --out_dir=runs/x"),
+    ("out/ckpt.pt out/log/x", "out_dir=out/log", "found ckpt.pt in out; pass --out_dir=out" + NEAR),
+    ("out/ckpt.pt", "init_from=out", "out holds ckpt.pt; pass --out_dir=out;"),
+    ("out/ckpt.pt", "init_from=out/ckpt.pt", "found out/ckpt.pt; pass --out_dir=out/ckpt.pt"),
+    ("out/ckpt-200.pt out/ckpt-1.pt", "out_dir=out/ckpt-20.pt", "found out/ckpt-200.pt, out/ckpt-1.pt"),
+    ("x/ckpt.pt o/best.ckpt o/best.bin o/train.bin", "out_dir=o", "found o/best.bin, o/best.ckpt; pass"),
+    ("o/1.pt o/2.pt o/3.pt o/4.pt o/5.pt o/6.pt", "out_dir=o", "found o/6.pt, o/5.pt, o/4.pt, o/3.pt, o/2.pt, ...;"),
+    ("out/ckpt.pt>/gone/ckpt.pt", "out_dir=out", "out/ckpt.pt is a link to /gone/ckpt.pt, which is not there: repair"),
+    ("gpt2>/gone", "init_from=gpt2", "gpt2 is a link to /gone, which is not there"),
+    ("out/ckpt.pt/x", "out_dir=out", "there is no checkpoint at out/ckpt.pt, which is a folder; pass"),
+    ("r/checkpoint-1000/config.json r/checkpoint-1000/model.safetensors r/checkpoint-500/config.json "
+     "r/training_args.bin r/checkpoint-500/pytorch_model.bin r/checkpoint-2000/config.json", "init_from=r",
+     "found models in r/checkpoint-1000, r/checkpoint-500; pass --init_from=r/checkpoint-1000"),
+    *((f"{HUB}/config.json {HUB}/model-00001-of-00001.safetensors", setting, f"in {HUB}; pass --init_from={HUB}")
+      for setting in ("out_dir=models--a--b", "init_from=models--a--b/snapshots", "init_from=.")),
+    ("gpt/config.json gpt/model.safetensors", "out_dir=gpt", "gpt holds a Hugging Face model; pass --init_from=gpt"),
+    ("a'b/config.json a'b/model.safetensors", "out_dir=a'b/ckpt.pt", """pass --init_from='a'"'"'b'"""),
+    ("gpt/config.json gpt/pytorch_model.bin gpt/onnx/x.onnx", "init_from=gpt/onnx", "gpt/onnx/x.onnx is ONNX's: pass"),
+    *(("gpt/model.safetensors", f"init_from=gpt{file}", "gpt/model.safetensors lacks its config.json: copy that")
+      for file in ("", "/model.safetensors")),
+    *((f"x/{file}", setting, f"x/{file} is {what}") for setting in ("out_dir=x", "init_from=x", "out_dir=.")
+      for file, what in [
+          ("tf_model.h5", "TensorFlow's; with"), ("flax_model.msgpack", "Flax's"), ("model.onnx", "ONNX's"),
+          ("gpt2.Q4_K.gguf", "llama.cpp's: pass"), ("adapter_model.safetensors", "an adapter"),
+          ("zero_to_fp32.py", "DeepSpeed's"), ("model.fp16.safetensors", "a variant of the weights: cp x/model.fp16.s"),
+          ("model-1000.index", "TensorFlow's, as"), ("gpt2_124M.bin", "llm.c's"), ("__0_0.distcp", "a part")
+      ]),
+    *((f"x/config.json x/{file}", f"{name}=x/{file}", f"x/{file} is ") for name in ("out_dir", "init_from")
+      for file in ("tf_model.h5", "gpt2.Q4_K.gguf", "gpt2_124M.bin")),
+]
 
 
-def test_a_folder_of_snapshots_names_them_with_the_newest_first(tmp_path):
-    names = ["ckpt-1000-1.3-1.5.pt", "2000_ckpt.pt", "best_model.pt", "a.pt", "b.pt", "model_00001.pt"]
-    for i, name in enumerate(names):
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (i * 100,) * 2)
-    listed = "model_00001.pt, b.pt, a.pt, best_model.pt, 2000_ckpt.pt, ..."
-    for load in load_nanogpt, sampling_load:
-        with pytest.raises(FileNotFoundError) as error:
-            load(tmp_path)
-        assert str(error.value) == f"{tmp_path} holds {listed}, but no ckpt.pt; pass --out_dir={tmp_path / names[-1]}"
+@pytest.mark.parametrize("files, setting, line", ADVICE)
+def test_the_line_says_what_is_there_and_a_command_that_does_not_lead_back(files, setting, line, tmp_path, monkeypatch):
+    def error_for(setting):
+        name, _, value = setting.partition("=")
+        with pytest.raises((OSError, ValueError)) as error:
+            {"out_dir": load_nanogpt, "init_from": load_huggingface}[name](value)
+        return str(error.value)
 
-
-@pytest.mark.parametrize("out_dir, advice", [
-    ("out-shakespear", f"found ckpt.pt in out-shakespeare; {PASS}"),
-    ("runs", f"found ckpt.pt in out-shakespeare, runs/first; {PASS}"),
-    ("x/y/z", f"found ckpt.pt in out-shakespeare; {PASS}"),
-    ("runs/first/ckpt.pth", f"found ckpt.pt in out-shakespeare, runs/first; {PASS}"),
-])
-def test_where_there_is_no_checkpoint_the_error_names_those_that_lie_near(out_dir, advice, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for i, folder in enumerate(["out-shakespeare", "runs/first", "data/a/b"]):
-        pathlib.Path(folder).mkdir(parents=True)
-        pathlib.Path(folder, "ckpt.pt").touch()
-        os.utime(pathlib.Path(folder, "ckpt.pt"), (1000 - i,) * 2)
-    with pytest.raises(FileNotFoundError) as error:
-        load_nanogpt(out_dir)
-    assert str(error.value).startswith(f"there is no checkpoint at {out_dir}") and str(error.value).endswith(advice)
+    for i, (name, _, target) in enumerate(file.partition(">") for file in files.split()):
+        path = pathlib.Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            path.symlink_to(target)
+        else:
+            path.write_bytes(CONTENTS.get(path.name, b""))
+            os.utime(path, (i * 100,) * 2)
+    error = error_for(setting)
+    assert line in error
+    for command in re.findall(r"(?:found|holds) [^;]*; pass --([^ ,;]+)", error):
+        assert "there is no" not in (next_error := error_for(shlex.split(command)[0])) and " is no " not in next_error
+
+
+@pytest.mark.parametrize("load", [load_nanogpt, load_huggingface, sampling_load])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
+def test_a_file_of_a_hugging_face_model_means_its_folder(load, name, tmp_path, gpt2_encoding):
+    model = make_transformers_gpt2()
+    model.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    if name == "pytorch_model.bin": # otherwise, the folder's weights would be others
+        with pytest.raises((OSError, ValueError), match=f"pass (name|--init_from)={tmp_path}"):
+            load(str(tmp_path / name))
+        (tmp_path / "model.safetensors").unlink()
+    loaded = load(str(tmp_path / name))
+    assert (loaded if isinstance(loaded, build.Checkpoint) else loaded.checkpoint).folder == tmp_path
+    (tmp_path / "config.json").unlink()
+    if name != "config.json":
+        with pytest.raises((OSError, ValueError), match=r"config\.json"):
+            load(str(tmp_path / name))
 
 
 # ---- what a Checkpoint holds
@@ -214,26 +273,18 @@ def test_build_nanogpts_files_load_with_its_form_of_gelu(model_key, config_key, 
 @pytest.mark.parametrize("save", [torch.save, save_file])
 def test_the_advice_for_tensors_without_sizes_works(save, tmp_path):
     model = make_gpt(gelu="tanh", tie_word_embeddings=False)
-    path = tmp_path / "model.safetensors" # found in its folder, whatever its format is
+    path = tmp_path / "model.safetensors" # whatever its format is
     weights = {f"module._orig_mod.{name.removeprefix('transformer.')}": tensor.clone()
                for name, tensor in model.state_dict().items()}
     save(weights, path)
     with pytest.raises(ValueError, match="n_head cannot be inferred from its tensors") as error:
-        load_nanogpt(tmp_path)
+        load_nanogpt(path)
     command = str(error.value).split("sizes: ")[1].split(', with "config"')[0]
     for name in SIZES:
         command = command.replace(f"{name}=?", f"{name}={SHAPE[name]}")
     exec(command.replace("model_args", "config").replace("ckpt.pt", str(tmp_path / "ckpt.pt")),
          {"torch": torch, "state_dict": weights})
     assert same_model(tmp_path, model)
-
-
-def test_a_hugging_face_model_as_out_dir(tmp_path):
-    make_transformers_gpt2(vocab_size=300).save_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"holds a Hugging Face model, but no ckpt.pt; .*from={tmp_path}"):
-        load_nanogpt(tmp_path)
-    with pytest.raises(ValueError, match=f"belongs to a Hugging Face model; pass --init_from={tmp_path}"):
-        load_nanogpt(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("content, message", [
@@ -247,6 +298,9 @@ def test_a_hugging_face_model_as_out_dir(tmp_path):
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "'a': torch._utils._rebuild_sparse_tensor"),
     ({"model": {"a": torch.ones(2)}, "model_args": print}, "with fields, got __builtin__.print"),
+    ({"h.0.attn.c_attn.weight": torch.ones(2, 6)}, "the tensors of a Hugging Face model, but config.json is missing"),
+    ({"model": {"a": torch.ones(2)}, "model_args": DictConfig(SHAPE)}, "; save a dict in its place, which OmegaConf.t"),
+    ({"model": {}, "config": DictConfig(SHAPE)}, "OmegaConf.to_container(checkpoint['config'])"),
     ({"model": Config({}), "model_args": SHAPE}, "must hold tensors by name, but holds test_nanogpt.Config"),
     ({"model": {"a": torch.ones(2)}, "model_args": Config({"n_layer": 2, "n_embd": 4})},
      "is an object of test_nanogpt.Config without the fields block_size, vocab_size, n_head"),

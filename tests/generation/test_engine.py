@@ -160,11 +160,11 @@ def test_samples_that_go_past_the_window_come_in_small_batches_one_after_another
     backend = NotingBackend(make_gpt())
     monkeypatch.setattr(backend, "max_window_tokens", 2 * 16 + 5) # two rows
     monkeypatch.setattr(engine, "LONG_SECONDS", 0)
-    samples = make_samples(tokenizer, ["The "], 5)
-    found = run(Generator(tokenizer, backend), samples, PARAMS)
-    assert [sample.text for sample in found] == expected_texts(samples, tokenizer)
+    samples, gpt = make_samples(tokenizer, ["The "], 5), Generator(tokenizer, backend)
+    assert [sample.text for sample in run(gpt, samples, PARAMS)] == expected_texts(samples, tokenizer)
     steps = PARAMS.max_new_tokens
     assert backend.num_rows == [1, *[2] * (steps - 1)] * 2 + [1] * steps, "a prompt is read once for both rows"
+    run(gpt, samples, PARAMS) # as a session's next prompt
     assert len(messages) == 1 and messages[0].startswith("past 16 tokens, each token recomputes the whole window")
     for settings in dict(max_new_tokens=5), dict(context_shift=True): # the window does not move, or not each time
         backend.num_rows.clear()

@@ -94,9 +94,9 @@ WRONG_SETTINGS = [ # an argument, a part of the error line: exit status 2
 UNUSABLE = [ # arguments, a part of the error line: exit status 1
     ("--start=FILE:-", "is empty"),
     ("--start=LINES:- --watch", "watch=True uses the prompts again for each checkpoint"),
-    ("--init_from=no/such/model", "error: 'no/such/model' is no folder here, and did not come from the"),
+    ("--init_from=no/such/model", "error: there is no model at no/such/model; found ckpt.pt in out; pass --o"),
     ("--init_from=gpt2", "error: 'gpt2' is no folder here, and did not come from the Hugging Face hub ("),
-    ("--init_from=out", "for a ckpt.pt pass --out_dir=out"),
+    ("--init_from=out", "out is no Hugging Face model; out holds ckpt.pt; pass --out_dir=out"),
 ]
 
 
@@ -111,6 +111,17 @@ def test_bad_input_is_one_error_line(run_script, tmp_path, arguments, status, me
     assert done.returncode == status and done.stdout == ""
     assert error.startswith("error: ") and message in error
     assert not any("rror" in line for line in others) and (status == 1 or not others)
+
+
+def test_a_leading_tilde_is_the_home_folder_unless_a_file_is_called_so(run_script, tmp_path):
+    save_checkpoint(tmp_path / "home" / "out", make_gpt())
+    (tmp_path / "home" / "prompt").write_text("The ")
+    (tmp_path / "~").mkdir()
+    (tmp_path / "~" / "prompt").write_text("And ")
+    for start, prompt in ("FILE:~/out/../prompt", "The "), ("FILE:~/prompt", "And "):
+        done = run_script("--out_dir=~/out", "--tokenizer=~/out/meta.pkl", "--out_file=~/a.jsonl", "--num_samples=1",
+                          "--device=cpu", f"--start={start}", "--overwrite", cwd=tmp_path, HOME=str(tmp_path / "home"))
+        assert done.stdout.startswith(prompt) and (tmp_path / "home" / "a.jsonl").stat().st_size, done.stderr
 
 
 def test_the_script_runs_nothing_in_a_hostile_pickle(run_script, valid_checkpoint, tmp_path):
