@@ -14,10 +14,7 @@ from torch.nn import functional as F
 
 @dataclass
 class GPTConfig:
-    """nanoGPT's fields and defaults, followed by fields for other GPTs, such as GPT-2.
-
-    Raises ValueError if a value is not possible.
-    """
+    """nanoGPT's fields and defaults, followed by fields for other GPTs, such as GPT-2."""
     block_size: int = 1024
     vocab_size: int = 50304 # GPT-2's 50257, padded to a multiple of 64
     n_layer: int = 12
@@ -29,24 +26,6 @@ class GPTConfig:
     n_inner: int | None = None # inner width of the MLP; None: 4 * n_embd
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = True # lm_head shares the weight of the token embedding
-
-    def __post_init__(self):
-        sizes = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"]
-        for name in sizes if self.n_inner is None else [*sizes, "n_inner"]:
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value < 2**31:
-                raise ValueError(f"{name} must be a whole number, at least 1 and below 2**31; got {value!r:.100}")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd must be a multiple of n_head; got {self.n_embd} and {self.n_head}")
-        for name in "dropout", "layer_norm_epsilon":
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise ValueError(f"{name} must be a number between 0 and 1; got {value!r:.100}")
-        for name in "bias", "tie_word_embeddings":
-            if getattr(self, name) not in (True, False):
-                raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r:.100}")
-        if self.gelu not in ("none", "tanh"):
-            raise ValueError(f"gelu must be 'none' or 'tanh'; got {self.gelu!r:.100}")
 
 
 class KVCache:

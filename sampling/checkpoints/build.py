@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from sampling.checkpoints.pickles import StoredTensor, describe, unwrap
 from sampling.checkpoints.tensor_files import TensorFile
-from sampling.checkpoints.untrusted_files import RejectedFileError, require
+from sampling.checkpoints.untrusted_files import require
 from sampling.model import GPT, GPTConfig
 
 StoredTensors = dict[str, tuple[TensorFile, StoredTensor]] # by nanoGPT's names
@@ -118,12 +118,11 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises RejectedFileError unless there is such a model, and these are its tensors."""
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
     require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
-    try:
-        config = GPTConfig(**model_args)
-    except ValueError as error: # which names the field
-        raise RejectedFileError(str(error)) from None
+    config = GPTConfig(**model_args)
+    require_possible(config)
     require(config.n_layer == num_layers, # a model of 10**9 layers would never be built
             f"it says n_layer={config.n_layer} but holds tensors of {num_layers} layers")
     shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(config).state_dict().items()}
@@ -132,6 +131,20 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
                 for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
     more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
     require(not problems, f"the tensors do not fit the model: {'; '.join(problems[:5])}{more}")
+
+
+def require_possible(config: GPTConfig) -> None:
+    for name, kind in GPTConfig.__annotations__.items():
+        value = getattr(config, name)
+        if kind is int or (name == "n_inner" and value is not None):
+            require(type(value) is int and 1 <= value < 2**31,
+                    f"{name} must be a whole number, at least 1 and below 2**31; got {value!r:.100}")
+        if kind is float:
+            require(isinstance(value, int | float) and 0 <= value <= 1,
+                    f"{name} must be a number between 0 and 1; got {value!r:.100}")
+    require(config.n_embd % config.n_head == 0,
+            f"n_embd must be a multiple of n_head; got {config.n_embd} and {config.n_head}")
+    require(config.gelu in ("none", "tanh"), f"gelu must be 'none' or 'tanh'; got {config.gelu!r:.100}")
 
 
 def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:

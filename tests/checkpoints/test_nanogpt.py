@@ -307,6 +307,11 @@ def test_the_advice_for_tensors_without_sizes_works(save, tmp_path):
     ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": [1, 2]}}, "numbers and text, got n_layer: list"),
     ({"model": {"module.h.x": torch.ones(2), "h._orig_mod.x": torch.ones(2)}, "model_args": {}},
      "two of its tensors are called 'transformer.h.x'"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"n_head": 5}}, "n_embd must be a multiple of n_head; got 768 and"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"n_layer": True}}, "n_layer must be a whole number, at least 1"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"n_inner": "9"}}, "n_inner must be a whole number, at least 1"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"dropout": math.nan}}, "dropout must be a number between 0 and 1;"),
+    ({"model": {"a": torch.ones(2)}, "model_args": {"gelu": "relu"}}, "gelu must be 'none' or 'tanh'; got 'relu'"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
