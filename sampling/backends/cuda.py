@@ -10,8 +10,6 @@ import logging
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,121 +21,28 @@ from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
-ComputeLogits = Callable[[], Tensor] # (B, V)
 capture_lock = threading.Lock() # a process may have one capture at a time, which synchronises the GPU
-free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # of GraphTables that are gone
-
-
-@dataclass
-class GraphSupport:
-    """Whether CUDA graphs work on this GPU. A failure turns them off, and a warning says so."""
-    device: torch.device
-    is_enabled: bool
-
-    def check_logits(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether the logits (B, V) of a graph agree with those of the plain model, as far as rounding allows.
-
-        The mean of the difference is left out, because a constant added to all logits does not change their
-        probabilities. GPT-2's logits lie around -60 to -115, where neighbouring bfloat16 numbers are 0.5 apart: half of
-        that is allowed.
-        """
-        std, mean = torch.std_mean(expected.float(), dim=-1, correction=0) # (B,) each
-        error = (found.float() - expected.float()).std(dim=-1, correction=0)
-        tolerance = 0.005 if expected.dtype == torch.float32 else 0.05 # a wrong key or mask gives more
-        limit = tolerance * std + torch.finfo(expected.dtype).eps / 2 * mean.abs()
-        if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
-            return True
-        worst = (error - limit).argmax()
-        self.is_enabled = False
-        logger.warning(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
-                       f"{error[worst] / std[worst]:.3g} standard deviations; {limit[worst] / std[worst]:.3g} is "
-                       "allowed): continuing with the plain model, which is slower")
-        return False
-
-    def disable_graphs(self, error: Exception) -> None:
-        """Continue without CUDA graphs after this error. Raises ValueError if the GPU cannot be used any more."""
-        while error.__context__ is not None: # the first error says more than those that it caused
-            error = error.__context__
-        reason = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
-        try:
-            torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this process: run it again "
-                             f"with --cuda_graphs=False ({reason})") from None
-        self.is_enabled = False
-        logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
-
-
-class GraphTable:
-    """The graphs of the decode steps of a cache, by how many positions they attend to.
-
-    It keeps no step, which refers to the cache: in such a cycle, both would take memory until a garbage collection.
-    """
-
-    def __init__(self, support: GraphSupport):
-        self.support = support
-        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {} # each with its logits
-        self.stream = self.pool = None # of the captures. The graphs share the pool: they never run at the same time
-
-    def run(self, num_keys: int, step: ComputeLogits, plain: ComputeLogits) -> Tensor:
-        """The logits of a step. The first one with num_keys is captured, and checked: plain runs the plain model.
-
-        Raises what means out of memory; then the next step with num_keys is the first one again.
-        """
-        if num_keys in self.captured:
-            graph, logits = self.captured[num_keys]
-            graph.replay()
-            return logits
-        with capture_lock:
-            try:
-                graph, logits = self.capture(step)
-            except Exception as error: # a driver, an operator or too little memory: each has its own
-                if is_out_of_memory(error):
-                    raise
-                self.support.disable_graphs(error)
-                return plain()
-        expected = plain()
-        if not self.support.check_logits(logits, expected):
-            return expected
-        self.captured[num_keys] = graph, logits
-        return logits
-
-    def capture(self, step: ComputeLogits) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph of the step, which has run once, and its logits (B, V)."""
-        device, graph = self.support.device, torch.cuda.CUDAGraph()
-        caller = torch.cuda.current_stream(device)
-        if self.stream is None: # tables may not share one: cuBLAS keeps a workspace for each stream
-            streams, self.pool = free_streams[device], torch.cuda.graph_pool_handle()
-            self.stream = streams.pop() if streams else torch.cuda.Stream(device)
-            weakref.finalize(self, streams.append, self.stream)
-        self.stream.wait_stream(caller)
-        try:
-            # torch.cuda.graph may leave its own stream current when it fails: the outer block returns to the caller's.
-            with torch.cuda.device(device), torch.cuda.stream(self.stream):
-                step() # creates what must not be created during a capture, such as the workspace of cuBLAS
-                # thread_local: what another thread allocates meanwhile does not end the capture.
-                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                    logits = step()
-        finally: # also if the capture fails, because the first step has written the cache
-            caller.wait_stream(self.stream)
-        graph.replay()
-        torch.cuda.synchronize(device) # raises the errors of the replay
-        return graph, logits
+free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # of caches that are gone
 
 
 class StaticCache(KVCache):
-    """A KV cache, the inputs of a decode step, and the graphs that read and write both in place."""
+    """A KV cache, the inputs of a decode step, and the graphs that read and write both in place.
 
-    def __init__(self, model: GPT, num_rows: int, capacity: int, support: GraphSupport):
-        super().__init__(model.config, num_rows, capacity, support.device, linear_dtype(model))
+    It keeps no step and no backend, which refer to the cache: in such a cycle, all would take memory until a garbage
+    collection.
+    """
+
+    def __init__(self, model: GPT, num_rows: int, capacity: int, device: torch.device):
+        super().__init__(model.config, num_rows, capacity, device, linear_dtype(model))
         self.capacity = capacity
-        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=support.device) # that the step processes
-        self.position = torch.zeros(1, dtype=torch.long, device=support.device) # of this token
-        self.graphs = GraphTable(support)
+        self.token = torch.zeros(num_rows, 1, dtype=torch.long, device=device) # that the step processes
+        self.position = torch.zeros(1, dtype=torch.long, device=device) # of this token
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {} # by number of keys, each with its logits
+        self.stream = self.pool = None # of the captures. The graphs share the pool: they never run at the same time
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only, which need new graphs."""
-        self.graphs = GraphTable(self.graphs.support) # first, because the old graphs hold memory
+        self.graphs = {} # first, because the old graphs hold memory
         super().select_rows(rows)
         self.token = self.token[:len(rows)] # the next step replaces it
 
@@ -145,7 +50,7 @@ class StaticCache(KVCache):
 class CUDABackend(EagerBackend):
     """Computes the logits of a GPT, whose Linears must be cast already: a graph cannot keep cast copies of weights.
 
-    Without cuda_graphs, and with compile, which compiles it, the plain model runs. Changes the precision of matrix
+    Without cuda_graphs, with compile, and once a graph has failed, the plain model runs. Changes the precision of matrix
     products and the choice of attention kernels for the whole process. Thread-safe: a lock admits one thread at a time.
     """
     max_rows = 128 # a guess: the random numbers of each row need a kernel
@@ -157,7 +62,7 @@ class CUDABackend(EagerBackend):
         # No TF32: it selects kernels by shape, so that another batch size could change a token in float32.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
-        self.support = GraphSupport(self.device, is_enabled=cuda_graphs and not compile)
+        self.has_graphs = cuda_graphs and not compile
         self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
         self.lock = threading.Lock()
 
@@ -167,7 +72,7 @@ class CUDABackend(EagerBackend):
             cache, self.idle = self.idle, None
             if cache is None or len(cache.token) != num_rows or cache.capacity < capacity:
                 cache = None # frees its memory before the new cache takes more
-                cache = StaticCache(self.model, num_rows, capacity, self.support)
+                cache = StaticCache(self.model, num_rows, capacity, self.device)
             for layer in cache.layers:
                 layer.zero_() # attention multiplies masked values by 0, so they must not be NaN
         cache.seq_len = 0
@@ -185,18 +90,93 @@ class CUDABackend(EagerBackend):
     @torch.no_grad()
     def logits(self, ids: Tensor, cache: StaticCache | None, num_positions: int = 1) -> Tensor:
         with self.lock: # another thread must not write the inputs of a step before it runs
-            plain_logits = super().logits
             is_decode_step = cache is not None and cache.seq_len > 0 and ids.size(1) == 1
-            if not (is_decode_step and self.support.is_enabled): # a prompt, a full window, or a text that is scored
-                return plain_logits(ids, cache, num_positions)
-            start = cache.seq_len
-            num_keys = min(round_up(start + 1, BUCKET), cache.capacity)
+            if not (is_decode_step and self.has_graphs): # a prompt, a full window, or a text that is scored
+                return super().logits(ids, cache, num_positions)
+            num_keys = min(round_up(cache.seq_len + 1, BUCKET), cache.capacity)
             cache.token.copy_(ids)
-            cache.position.fill_(start)
-            logits = cache.graphs.run(num_keys, lambda: self.decode_step(cache, num_keys),
-                                      lambda: plain_logits(cache.token, cache))
-            cache.seq_len = start + 1 # also if only the graph has run
+            cache.position.fill_(cache.seq_len)
+            if num_keys not in cache.graphs:
+                return self.first_logits(cache, num_keys)
+            graph, logits = cache.graphs[num_keys]
+            graph.replay()
+            cache.seq_len += 1
             return logits
+
+    def first_logits(self, cache: StaticCache, num_keys: int) -> Tensor:
+        """The logits of the first step with num_keys, which is captured, and checked by the plain model.
+
+        Raises what means out of memory; then the next step with num_keys is the first one again.
+        """
+        try:
+            with capture_lock:
+                graph, logits = self.capture(cache, num_keys)
+        except Exception as error: # a driver, an operator or too little memory: each has its own
+            if is_out_of_memory(error):
+                raise
+            self.disable_graphs(error)
+        expected = super().logits(cache.token, cache)
+        if not (self.has_graphs and self.check_logits(logits, expected)):
+            return expected
+        cache.graphs[num_keys] = graph, logits
+        return logits
+
+    def capture(self, cache: StaticCache, num_keys: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """A graph of the step, which has run once, and its logits (B, V)."""
+        graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        if cache.stream is None: # caches may not share one: cuBLAS keeps a workspace for each stream
+            streams = free_streams[self.device]
+            cache.stream = streams.pop() if streams else torch.cuda.Stream(self.device)
+            weakref.finalize(cache, streams.append, cache.stream)
+        if not cache.graphs: # torch refuses a pool whose graphs are gone
+            cache.pool = torch.cuda.graph_pool_handle()
+        cache.stream.wait_stream(caller)
+        try:
+            # torch.cuda.graph may leave its own stream current when it fails: the outer block returns to the caller's.
+            with torch.cuda.device(self.device), torch.cuda.stream(cache.stream):
+                # The first run creates what must not be created during a capture, such as the workspace of cuBLAS.
+                self.decode_step(cache, num_keys)
+                # thread_local: what another thread allocates meanwhile does not end the capture.
+                with torch.cuda.graph(graph, pool=cache.pool, stream=cache.stream, capture_error_mode="thread_local"):
+                    logits = self.decode_step(cache, num_keys)
+        finally: # also if the capture fails, because the first step has written the cache
+            caller.wait_stream(cache.stream)
+        graph.replay()
+        torch.cuda.synchronize(self.device) # raises the errors of the replay
+        return graph, logits
+
+    def disable_graphs(self, error: Exception) -> None:
+        """Continue without CUDA graphs after this error. Raises ValueError if the GPU cannot be used any more."""
+        while error.__context__ is not None: # the first error says more than those that it caused
+            error = error.__context__
+        reason = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            raise ValueError("a CUDA graph failed, and the GPU accepts nothing more from this process: run it again "
+                             f"with --cuda_graphs=False ({reason})") from None
+        self.has_graphs = False
+        logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
+
+    def check_logits(self, found: Tensor, expected: Tensor) -> bool:
+        """Whether the logits (B, V) of a graph agree with those of the plain model, as far as rounding allows.
+
+        If not, continue without CUDA graphs. The mean of the difference is left out, because a constant added to all
+        logits does not change their probabilities. GPT-2's logits lie around -60 to -115, where neighbouring bfloat16
+        numbers are 0.5 apart: half of that is allowed.
+        """
+        std, mean = torch.std_mean(expected.float(), dim=-1, correction=0) # (B,) each
+        error = (found.float() - expected.float()).std(dim=-1, correction=0)
+        tolerance = 0.005 if expected.dtype == torch.float32 else 0.05 # a wrong key or mask gives more
+        limit = tolerance * std + torch.finfo(expected.dtype).eps / 2 * mean.abs()
+        if (error <= limit).all() or not expected.isfinite().all(): # logits that are not finite get their own error
+            return True
+        worst = (error - limit).argmax()
+        self.has_graphs = False
+        logger.warning(f"the fast path for GPUs computes other logits than the plain model here (a difference of "
+                       f"{error[worst] / std[worst]:.3g} standard deviations; {limit[worst] / std[worst]:.3g} is "
+                       "allowed): continuing with the plain model, which is slower")
+        return False
 
     def decode_step(self, cache: StaticCache, num_keys: int) -> Tensor:
         """Process cache.token at cache.position, attending to the S = num_keys first positions -> logits (B, V)."""

@@ -14,7 +14,7 @@ from engines import ON_GPU, Generator, IdTokenizer, Recording, decode, expected_
 from models import make_gpt, normal, random_prompt
 from sampling.backends import cuda
 from sampling.backends.backend import EagerBackend
-from sampling.backends.cuda import CUDABackend, GraphSupport, block_step
+from sampling.backends.cuda import CUDABackend, block_step
 from sampling.backends.prepare import cast_linears
 from sampling.generation import engine
 from sampling.params import Prompt, Sample, SamplingParams
@@ -156,9 +156,9 @@ def test_what_computes_other_logits_never_reaches_the_text(target, name, wrong, 
 
 def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_100_but_for_no_fault():
     """GPT-2's logits lie there. Neighbouring bfloat16 numbers are 0.5 apart."""
-    logits, noise, support = 2.5 * normal(3, 61) - 100, normal(3, 61, seed=1), GraphSupport("cpu", True)
-    assert support.check_logits((logits + 0.2 * noise).bfloat16(), logits.bfloat16())
-    assert not support.check_logits((logits + 0.8 * noise).bfloat16(), logits.bfloat16())
+    logits, noise, backend = 2.5 * normal(3, 61) - 100, normal(3, 61, seed=1), CUDABackend(make_gpt())
+    assert backend.check_logits((logits + 0.2 * noise).bfloat16(), logits.bfloat16())
+    assert not backend.check_logits((logits + 0.8 * noise).bfloat16(), logits.bfloat16())
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
