@@ -33,7 +33,7 @@ class TextGenerator:
     Raises ValueError or OSError if an option cannot be used.
     """
 
-    has_warned = False # that the window moves, which takes long: once, not for each prompt of a session
+    has_announced_window = False # that the window moves, which takes long: once, not for each prompt of a session
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
                  options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None):

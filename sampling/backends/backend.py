@@ -25,7 +25,7 @@ class Backend:
     is_exact = False # whether it computes nanoGPT's logits bit for bit
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
     can_copy_to_int8 = False # whether int8_copy() gives the same model with int8 weights, for caches of this one
-    max_window_tokens = math.inf # a step past block_size gains nothing from more tokens, as far as is known
+    max_window_tokens = math.inf # of a batch that is past block_size: with more, its steps are not more efficient
     full_vocabulary = False # whether top_k masks all logits, as in nanoGPT: see Sampler
     min_flush_steps = 1 # between two copies of tokens to the host, where text streams or may end early
     cache_itemsize = 4 # bytes of a number in the cache
@@ -74,8 +74,7 @@ def compiled(model: GPT) -> Callable[..., Any]:
     A call raises ValueError if torch.compile does not work here, but errors that mean out of memory unchanged.
     """
     logger.info("the model is compiled at its first tokens, which takes about a minute")
-    torch._dynamo.config.recompile_limit = 32 # prefill, steps and windows, each by batch size
-    torch._inductor.config.freezing = model.lm_head.weight.device.type == "cpu" # packs the weights: twice as fast
+    torch.compiler.config.recompile_limit = 32 # prefill, steps and windows, each by batch size
     forward = torch.compile(model, dynamic=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -50,8 +50,8 @@ class StaticCache(KVCache):
 class CUDABackend(EagerBackend):
     """Computes the logits of a GPT, whose Linears must be cast already: a graph cannot keep cast copies of weights.
 
-    Without cuda_graphs, with compile, and once a graph has failed, the plain model runs. Changes the precision of matrix
-    products and the choice of attention kernels for the whole process. Thread-safe: a lock admits one thread at a time.
+    Without cuda_graphs, with compile, and once a graph has failed, the plain model runs. Changes the precision of
+    matrix products and the choice of attention kernels for the whole process. Thread-safe: a lock admits one thread.
     """
     max_rows = 128 # a guess: the random numbers of each row need a kernel
     full_vocabulary = True

@@ -91,7 +91,6 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     if wants_kernels(config, device, dtype, options, num_steps) and has_numba(is_required=dtype == torch.int8):
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8)
-        checkpoint.state_dict = {}
     else:
         gpt = cast_linears(build_gpt(checkpoint), dtype).to(device)
         if options.exact:
@@ -122,14 +121,10 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, o
         return False
     if num_steps is None or dtype == torch.int8:
         return True
-    num_windows = max(0, num_steps - config.block_size) # past block_size, each step recomputes the window
-    step = config.n_layer * SECONDS_PER_LAYER + num_step_weights(config) * SECONDS_PER_WEIGHT
-    return num_steps * step + num_windows * window_seconds(config) >= MIN_EAGER_SECONDS
-
-
-def window_seconds(config: GPTConfig) -> float:
-    """About how long a CPU takes to compute the window of a row."""
-    return config.block_size * num_step_weights(config) * SECONDS_PER_WINDOW_PRODUCT
+    num_windows, num_weights = max(0, num_steps - config.block_size), num_step_weights(config)
+    step = config.n_layer * SECONDS_PER_LAYER + num_weights * SECONDS_PER_WEIGHT
+    window = config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT # past block_size, each step recomputes it
+    return num_steps * step + num_windows * window >= MIN_EAGER_SECONDS
 
 
 def has_numba(is_required: bool) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sampling.backends.backend import Backend
-from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.detokenizer import Detokenizer
 from sampling.params import SamplingParams
 from sampling.sampler.row_streams import RowStreams, RunStream
 
@@ -41,8 +41,7 @@ class Batch:
     once the window moves. rows: the texts of the samples. The maker of a Batch must call release.
     """
 
-    def __init__(self, rows: list[IncrementalDetokenizer], backend: Backend, run_stream: RunStream,
-                 params: SamplingParams):
+    def __init__(self, rows: list[Detokenizer], backend: Backend, run_stream: RunStream, params: SamplingParams):
         self.rows, self.backend, self.params = rows, backend, params
         block_size = backend.config.block_size
         prompts = [row.sample.prompt_ids[-block_size:] for row in rows]
@@ -129,9 +128,9 @@ class Batch:
             self.rows = []
             self.release()
         elif self.backend.should_drop(len(self.rows), len(unfinished)):
-            self.keep(unfinished)
+            self.select_rows(unfinished)
 
-    def keep(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only, everywhere. No step may be pending."""
         self.rows, self.first_steps = [self.rows[i] for i in rows], [self.first_steps[i] for i in rows]
         self.window, self.forced = self.window[rows], self.forced[:, rows]

@@ -5,7 +5,7 @@ from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Piece, Sample, SamplingParams, Token
 
 
-class IncrementalDetokenizer:
+class Detokenizer:
     """Appends tokens to a sample until it has max_new_tokens or a stop text appears, which may span several tokens.
 
     The new text comes as pieces, as soon as no stop text can take it back.

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from sampling.backends.backend import Backend
-from sampling.backends.prepare import window_seconds
 from sampling.generation.batch import Batch, Step
-from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.prompts import log_notices
 from sampling.params import Piece, Sample, SamplingParams, check_exact
 from sampling.process import free_memory, is_out_of_memory, return_freed_memory
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 FLUSH_STEPS = 16 # between two copies of tokens to the host, where nothing depends on the tokens
 MAX_PROPOSALS = 12 # of a draft, in a row
 MIN_LEAD = 0.05 # of a proposal's score over the next one, as a logarithm: below it, the draft is unsure
-LONG_SECONDS = 10 # past the window: a batch that takes longer there is announced
 
 
 class Engine:
@@ -52,6 +50,7 @@ class Engine:
         self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                                full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
+        self.waiting: deque[Detokenizer] = deque() # the rows whose samples are yielded next, in order
 
     def generate(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, list[Piece]]]:
         """Yield the samples in order, except those that are already saved, each with its new text.
@@ -62,16 +61,12 @@ class Engine:
         """
         samples = log_notices(samples, self.gpt.tokenizer, self.backend.config.block_size)
         for batch in self.batches(samples):
-            self.warn_if_slow(batch)
-            rows = [IncrementalDetokenizer(sample, self.gpt.tokenizer, self.params) for sample in batch]
-            waiting = deque(row for row in rows if not row.sample.already_saved)
+            self.announce_window(batch)
+            rows = [Detokenizer(sample, self.gpt.tokenizer, self.params) for sample in batch]
+            self.waiting.extend(row for row in rows if not row.sample.already_saved)
             for group in group_by_length(rows, self.backend.config.block_size, self.params.max_new_tokens):
-                for _ in self.generate_rows(group):
-                    while waiting and waiting[0].is_finished:
-                        row = waiting.popleft()
-                        yield row.sample, row.take_pieces()
-                    if waiting:
-                        yield waiting[0].sample, waiting[0].take_pieces()
+                yield from self.generate_rows(group)
+            yield from self.take_pieces() # with max_new_tokens=0, all rows are finished from the start
 
     def batches(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         """Divide the samples into batches, and leave out batches of which all samples are already saved.
@@ -103,32 +98,35 @@ class Engine:
                 return size - 1
         return len(samples)
 
-    def generate_rows(self, rows: list[IncrementalDetokenizer]) -> Iterator[None]:
-        """Generate rows together, and yield after each flush. If memory runs out, generate half as many at once."""
-        if self.params.max_new_tokens == 0: # all rows are finished
-            yield
-            return
-        while rows:
-            size = min(len(rows), self.batch_size or len(rows))
-            batch, rows = rows[:size], rows[size:]
+    def take_pieces(self) -> Iterator[tuple[Sample, list[Piece]]]:
+        """Yield the waiting samples that are finished, up to the first one that is not, and this one's new pieces."""
+        while self.waiting and self.waiting[0].is_finished:
+            row = self.waiting.popleft()
+            yield row.sample, row.take_pieces()
+        if self.waiting:
+            yield self.waiting[0].sample, self.waiting[0].take_pieces()
+
+    def generate_rows(self, rows: list[Detokenizer]) -> Iterator[tuple[Sample, list[Piece]]]:
+        """Generate rows together, or half as many at once whenever memory runs out. Yields what is new in order."""
+        while rows := [row for row in rows if not row.is_finished]:
+            batch = rows[:self.batch_size]
             try:
                 yield from self.generate_batch(batch)
                 continue
             except (MemoryError, RuntimeError) as error:
-                if size == 1 or not is_out_of_memory(error):
+                if len(batch) == 1 or not is_out_of_memory(error):
                     raise
             # outside of the except clause, because the error holds the tensors of the batch
-            self.batch_size = size // 2
-            logger.warning(f"out of memory with {size} samples at once: continuing with {self.batch_size}")
+            self.batch_size = len(batch) // 2
+            logger.warning(f"out of memory with {len(batch)} samples at once: continuing with {self.batch_size}")
             self.backend.free_buffers()
             return_freed_memory()
-            unfinished = [row for row in batch if not row.is_finished]
-            for row in unfinished:
-                row.restart()
-            rows = unfinished + rows
+            for row in batch:
+                if not row.is_finished:
+                    row.restart()
 
-    def generate_batch(self, rows: list[IncrementalDetokenizer]) -> Iterator[None]:
-        """Generate rows in one batch, and yield after each flush."""
+    def generate_batch(self, rows: list[Detokenizer]) -> Iterator[tuple[Sample, list[Piece]]]:
+        """Generate rows in one batch. After each flush, yields what is new in order."""
         # 1) The first step is the prefill: it reads the prompts.
         with self.gpt.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
@@ -154,21 +152,19 @@ class Engine:
                     # 5) Flush: copy the tokens to the host, and leave out the rows that are finished.
                     batch.flush()
                     batch.drop_finished()
-                yield
+                yield from self.take_pieces()
         finally:
             batch.release()
 
-    def warn_if_slow(self, samples: list[Sample]) -> None:
-        """Say once, before some samples, that they take long past block_size."""
-        block_size, seconds = self.backend.config.block_size, window_seconds(self.backend.config)
-        ends = [min(len(sample.prompt_ids), block_size) + self.params.max_new_tokens for sample in samples]
-        is_long = seconds * sum(max(0, end - block_size) for end in ends) > LONG_SECONDS
-        is_measured = self.backend.max_window_tokens < math.inf # only for CPUBackend
-        if is_long and is_measured and not (self.params.context_shift or self.gpt.has_warned):
-            self.gpt.has_warned = True
-            logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT, which takes "
-                        "long; --context_shift drops half of a full window instead, which is much faster, but gives "
-                        "other text")
+    def announce_window(self, samples: list[Sample]) -> None:
+        """Say once, before some samples, that they go past block_size."""
+        block_size = self.backend.config.block_size
+        longest = min(block_size, max(len(sample.prompt_ids) for sample in samples)) + self.params.max_new_tokens
+        is_exact = self.backend.is_exact # which lacks context_shift
+        if longest > block_size and not (self.params.context_shift or is_exact or self.gpt.has_announced_window):
+            self.gpt.has_announced_window = True
+            logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT; with "
+                        "--context_shift, a full window loses its older half: much faster, but other text")
 
     def sample(self, logits: Tensor, batch: Batch) -> Step:
         """Sample the next tokens from logits (B, V), or take those of longer prompts."""
@@ -183,8 +179,7 @@ class Engine:
         return Step(token, logits.amax(dim=-1, keepdim=True), logprobs, top_ids)
 
 
-def group_by_length(rows: Sequence[IncrementalDetokenizer], block_size: int,
-                    max_new_tokens: int) -> list[list[IncrementalDetokenizer]]:
+def group_by_length(rows: Sequence[Detokenizer], block_size: int, max_new_tokens: int) -> list[list[Detokenizer]]:
     """Group rows whose visible prompts differ in length by at most max_new_tokens, in the order of the samples.
 
     The rows of a batch decode in lockstep from the end of the shortest prompt, so a longer prompt needs extra steps.

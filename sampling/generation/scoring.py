@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sampling.backends.backend import Backend
 from sampling.generation.batch import NOT_FINITE
-from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Piece, SamplingParams, Score, ScoringParams
 from sampling.process import free_memory
@@ -59,7 +59,7 @@ def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringPa
             yield score, detokenizer.take_pieces()
 
 
-def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> IncrementalDetokenizer:
+def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> Detokenizer:
     """What makes the tokens of a text, at most max_tokens. It has the first one already, which is not scored."""
     first_text = tokenizer.incremental_decoder()(score.ids[0])
     score.num_bytes = num_bytes(score.prompt.text) - num_bytes(first_text)
@@ -67,7 +67,7 @@ def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> In
         logger.info(f"a text has {len(score.ids)} tokens: all are scored, but only the first {max_tokens} are saved or "
                     "shown")
     params = SamplingParams(max_new_tokens=min(len(score.ids), max_tokens))
-    detokenizer = IncrementalDetokenizer(score, tokenizer, params)
+    detokenizer = Detokenizer(score, tokenizer, params)
     if max_tokens:
         detokenizer.append(score.ids[0])
     return detokenizer

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import engines
-from engines import PARAMS, PROMPTS, Generator, NotingBackend, decode, expected_ids, expected_texts, make_samples, run
+from engines import PARAMS, PROMPTS, NotingBackend, expected_ids, expected_texts, make_generator, make_samples, run
 from models import CHARS, make_gpt, random_prompt
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.generation import engine, workers
 from sampling.generation.batch import NOT_FINITE
-from sampling.generation.detokenizer import IncrementalDetokenizer
+from sampling.generation.detokenizer import Detokenizer
 from sampling.generation.engine import group_by_length
 from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SamplingParams
@@ -36,13 +36,13 @@ def test_text_inside_and_past_the_window_is_that_of_the_plain_loop(make_backend,
     for name, prompts in WINDOWS.items():
         gpt = make_backend(make_gpt(block_size=block_size))
         expected = expected_ids(prompts, 30, block_size=block_size, device=gpt.device, **settings)
-        assert decode(gpt, prompts, 30, **settings) == expected, name
+        assert engines.decode(gpt, prompts, 30, **settings) == expected, name
 
 
 @pytest.mark.parametrize("batch_size, max_new_tokens", [(1, 20), (3, 20), (99, 20), (3, 0)])
 def test_samples_are_yielded_in_order_with_the_text_that_each_would_have_alone(tokenizer, batch_size, max_new_tokens):
     samples, taken, found = make_samples(tokenizer, PROMPTS, 2), [], []
-    gpt, params = Generator(tokenizer), replace(PARAMS, max_new_tokens=max_new_tokens)
+    gpt, params = make_generator(tokenizer), replace(PARAMS, max_new_tokens=max_new_tokens)
     given = (taken.append(sample) or sample for sample in engines.without_tokens(samples))
     for sample, _ in gpt.run(given, params, batch_size):
         if sample.finish_reason:
@@ -53,8 +53,8 @@ def test_samples_are_yielded_in_order_with_the_text_that_each_would_have_alone(t
 
 
 def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(tokenizer):
-    gpt, params = Generator(tokenizer, EagerBackend(make_gpt(n_embd=256))), replace(PARAMS, num_logprobs=2, stop="e")
-    samples = make_samples(tokenizer, PROMPTS)
+    gpt, samples = make_generator(tokenizer, EagerBackend(make_gpt(n_embd=256))), make_samples(tokenizer, PROMPTS)
+    params = replace(PARAMS, num_logprobs=2, stop="e")
     whole = run(gpt, samples, params, 4)
     samples = [replace(sample, already_saved=sample.index in (0, 1, 2, 5)) for sample in samples]
     assert [sample.tokens for sample in run(gpt, samples, params, 4)] == [whole[i].tokens for i in (3, 4, 6, 7)]
@@ -69,7 +69,7 @@ def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokeni
     monkeypatch.setattr(backend, "max_rows", 8)
     monkeypatch.setattr(backend, "bytes_per_row", {4 + 2: 1, 8 + 2: 2}.get) # of the prompt, and of the new tokens
     samples = make_samples(tokenizer, ["a" * length for length in lengths])
-    run(Generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=2))
+    run(make_generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=2))
     assert [size for i, size in enumerate(backend.num_rows) if i % 2] == sizes, "every other call is a prefill"
 
 
@@ -79,7 +79,7 @@ def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokeni
 ], ids=str)
 def test_prompt_lengths_in_a_group_differ_by_at_most_max_new_tokens(tokenizer, lengths, block_size, expected):
     samples = make_samples(tokenizer, ["a" * length for length in lengths])
-    rows = [IncrementalDetokenizer(sample, tokenizer, PARAMS) for sample in samples]
+    rows = [Detokenizer(sample, tokenizer, PARAMS) for sample in samples]
     groups = group_by_length(rows, block_size, 10)
     assert [[row.sample.index for row in group] for group in groups] == expected
 
@@ -88,7 +88,7 @@ def test_prompt_lengths_in_a_group_differ_by_at_most_max_new_tokens(tokenizer, l
 @torch.no_grad()
 def test_logprobs_are_those_of_the_model_at_temperature_1(tokenizer, num_logprobs, expected_number):
     gpt, params = make_gpt(), replace(PARAMS, temperature=0.5, top_k=9, num_logprobs=num_logprobs)
-    for sample in run(Generator(tokenizer, NotingBackend(make_gpt())), make_samples(tokenizer, PROMPTS), params, 3):
+    for sample in run(make_generator(tokenizer, NotingBackend(gpt)), make_samples(tokenizer, PROMPTS), params, 3):
         ids = list(sample.prompt_ids)
         for token in sample.tokens:
             logprobs = gpt(torch.tensor([ids[-16:]]))[0][0, -1].log_softmax(-1)
@@ -106,14 +106,14 @@ def test_a_sample_ends_where_a_stop_text_begins_and_the_rows_that_stay_keep_thei
     full = expected_texts(samples, tokenizer, 30, device=backend.device)
     stops = [full[0][13:16], full[1][28:30], full[2][:2], full[5][20:24], full[6][9:12] + "\n\n"]
     params = replace(PARAMS, max_new_tokens=30, stop=stops)
-    found = run(Generator(tokenizer, backend), samples, params, batch_size, stream)
+    found = run(make_generator(tokenizer, backend), samples, params, batch_size, stream)
     assert [sample.text for sample in found] == [engines.truncate_at_stop(text, stops) for text in full]
     assert [sample.finish_reason == "length" for sample in found] == [sample.text in full for sample in found]
 
 
 def test_rows_leave_a_batch_when_they_are_finished(tokenizer):
     backend, samples, stops = NotingBackend(make_gpt()), make_samples(tokenizer, ["O"], 6), [*"STOP"]
-    run(Generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=12, stop=stops), 6)
+    run(make_generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=12, stop=stops), 6)
     lengths = [min(12, len(text) + 1) for text in expected_texts(samples, tokenizer, 12, stops)] # with the stop text
     left = [sum(length > step for length in lengths) for step in range(1, max(lengths))] # after each step
     assert len(set(lengths)) > 2 and backend.num_rows == [1, *left], "the prompt is read once"
@@ -130,7 +130,7 @@ def like_a_gpu(backend):
 def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leave(tokenizer, num_rows, stops, leave):
     backend, samples = like_a_gpu(NotingBackend(make_gpt())), make_samples(tokenizer, ["O"], num_rows)
     params = replace(PARAMS, max_new_tokens=24, stop=[*stops])
-    found = run(Generator(tokenizer, backend), samples, params, 36)
+    found = run(make_generator(tokenizer, backend), samples, params, 36)
     assert [sample.text for sample in found] == expected_texts(samples, tokenizer, 24, stops)
     assert backend.num_rows[:2] == [1, num_rows] and (backend.num_rows[-1] < num_rows) == leave
 
@@ -141,7 +141,7 @@ def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leav
 def test_tokens_are_copied_every_16_steps_or_sooner_for_a_reader_or_a_stop_text(tokenizer, is_gpu, stream, stop,
                                                                                num_flushes):
     backend = EagerBackend(make_gpt(block_size=32)) # the window does not move
-    gpt = Generator(tokenizer, like_a_gpu(backend) if is_gpu else backend)
+    gpt = make_generator(tokenizer, like_a_gpu(backend) if is_gpu else backend)
     assert len([*gpt.run(make_samples(tokenizer, ["O"]), replace(PARAMS, stop=stop), 1, stream)]) == num_flushes
 
 
@@ -149,34 +149,36 @@ def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_chara
     samples, backend = make_samples(tokenizer, ["The "], 4), NotingBackend(make_gpt(), failing=[12])
     backend.free_buffers = lambda: messages.append("free")
     stops = [expected_texts(samples, tokenizer)[2][3:6]] # the third sample is finished after 6 tokens
-    found = run(Generator(tokenizer, backend), samples, replace(PARAMS, stop=stops), 4, stream=True)
+    found = run(make_generator(tokenizer, backend), samples, replace(PARAMS, stop=stops), 4, stream=True)
     assert [sample.text for sample in found] == expected_texts(samples, tokenizer, stops=stops)
     assert backend.num_rows[1] == 4 and backend.num_rows[11] == 3, "without the third sample"
     assert max(backend.num_rows[12:]) == 2
-    assert messages == ["out of memory with 4 samples at once: continuing with 2", "free"]
+    assert engines.without_facts(messages) == ["out of memory with 4 samples at once: continuing with 2", "free"]
 
 
-def test_samples_that_go_past_the_window_come_in_small_batches_one_after_another(tokenizer, monkeypatch, messages):
+def test_samples_that_go_past_the_window_come_in_small_batches_one_after_another(tokenizer, messages):
     backend = NotingBackend(make_gpt())
-    monkeypatch.setattr(backend, "max_window_tokens", 2 * 16 + 5) # two rows
-    monkeypatch.setattr(engine, "LONG_SECONDS", 0)
-    samples, gpt = make_samples(tokenizer, ["The "], 5), Generator(tokenizer, backend)
-    assert [sample.text for sample in run(gpt, samples, PARAMS)] == expected_texts(samples, tokenizer)
+    backend.max_window_tokens = 2 * 16 + 5 # two rows
+    samples = make_samples(tokenizer, ["The "], 5)
+    gpt = make_generator(tokenizer, backend)
+    found = run(gpt, samples, PARAMS)
+    assert [sample.text for sample in found] == expected_texts(samples, tokenizer)
     steps = PARAMS.max_new_tokens
     assert backend.num_rows == [1, *[2] * (steps - 1)] * 2 + [1] * steps, "a prompt is read once for both rows"
     run(gpt, samples, PARAMS) # as a session's next prompt
-    assert len(messages) == 1 and messages[0].startswith("past 16 tokens, each token recomputes the whole window")
+    assert sum(line.startswith("past 16 tokens, each token recomputes the whole") for line in messages) == 1
     for settings in dict(max_new_tokens=5), dict(context_shift=True): # the window does not move, or not each time
         backend.num_rows.clear()
-        run(Generator(tokenizer, backend), samples, replace(PARAMS, **settings))
-        assert max(backend.num_rows) == 5
+        messages.clear()
+        run(make_generator(tokenizer, backend), samples, replace(PARAMS, **settings))
+        assert max(backend.num_rows) == 5 and engines.without_facts(messages) == messages[1:]
 
 
 @pytest.mark.parametrize("error, num_tries", [(MemoryError("too large"), 4), (RuntimeError("illegal access"), 1)])
 def test_out_of_memory_with_one_sample_and_other_errors_are_raised(tokenizer, error, num_tries): # 8, 4, 2 and 1
     backend = NotingBackend(make_gpt(), error, failing=range(99))
     with pytest.raises(type(error), match=str(error)):
-        run(Generator(tokenizer, backend), make_samples(tokenizer, ["O"] * 8), PARAMS, 8)
+        run(make_generator(tokenizer, backend), make_samples(tokenizer, ["O"] * 8), PARAMS, 8)
     assert len(backend.num_rows) == num_tries
 
 
@@ -189,13 +191,14 @@ def test_a_sample_whose_logits_are_nan_does_not_finish(tokenizer, backend, strea
         gpt.transformer.wpe.weight[12] = torch.nan # a position that only the longest prompt reaches, in its third step
     params = replace(PARAMS, max_new_tokens=4, **settings)
     with pytest.raises(ValueError) as error:
-        for sample, _ in Generator(tokenizer, backend(gpt)).run(samples, params, 2, stream):
+        for sample, _ in make_generator(tokenizer, backend(gpt)).run(samples, params, 2, stream):
             yielded.update([sample.index] if sample.finish_reason else [])
     assert str(error.value) == NOT_FINITE and yielded == {0, 1}
 
 
 def test_output_of_gloo_goes_to_stderr(capfd, monkeypatch):
-    monkeypatch.setattr("sampling.generation.workers.world_size", lambda: 8)
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **settings: os.write(1, b"a greeting"))
     workers.join()
     os.write(1, b"a sample")
@@ -206,7 +209,7 @@ def test_output_of_gloo_goes_to_stderr(capfd, monkeypatch):
 
 def append_all(tokenizer, ids, max_new_tokens, stop=None, logprobs=None):
     """The sample of these ids, until it is finished, and its new pieces after each. A token is its own alternative."""
-    row = IncrementalDetokenizer(Sample(0, Prompt("a"), [64]), tokenizer, SamplingParams(max_new_tokens, stop=stop))
+    row = Detokenizer(Sample(0, Prompt("a"), [64]), tokenizer, SamplingParams(max_new_tokens, stop=stop))
     taken = []
     for i, token_id in enumerate(ids):
         if not row.is_finished:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import sampling
-from engines import PARAMS, Generator, NotingBackend, make_samples, run
+from engines import PARAMS, NotingBackend, make_generator, make_samples, run
 from models import make_gpt, normal
 from sampling import text_generator
 from sampling.backends.backend import EagerBackend
@@ -21,7 +21,7 @@ def generators(tokenizer, draft):
         for weight in noisy.parameters():
             weight.add_(NOISE[draft] * weight.std() * normal(*weight.shape, seed=5))
     draft, target = NotingBackend(noisy), NotingBackend(make_gpt(block_size=32))
-    return Generator(tokenizer, target, draft), Generator(tokenizer, EagerBackend(make_gpt(block_size=32)))
+    return make_generator(tokenizer, target, draft), make_generator(tokenizer, EagerBackend(make_gpt(block_size=32)))
 
 
 @pytest.mark.parametrize("settings", [
