@@ -2,7 +2,9 @@
 import os
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from engines import PARAMS, PROMPTS, NotingBackend, expected_ids, expected_texts
 from models import CHARS, make_gpt, random_prompt
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cuda import CUDABackend
-from sampling.generation import engine, workers
+from sampling.generation import workers
 from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.generation.engine import group_by_length
@@ -64,10 +66,9 @@ def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(
     (9 * [4], 16, [8, 1]), (9 * [4], 8, [4, 4, 1]), (9 * [4], 0, 9 * [1]),
     ([4, 4, 4, 8, 4, 4, 4, 4], 8, [3, 1, 1, 3])]) # a long prompt makes only its own batch smaller
 def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokenizer, lengths, free, sizes, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
     backend = NotingBackend(make_gpt())
-    monkeypatch.setattr(engine, "free_memory", lambda device: free)
-    monkeypatch.setattr(backend, "max_rows", 8)
-    monkeypatch.setattr(backend, "bytes_per_row", {4 + 2: 1, 8 + 2: 2}.get) # of the prompt, and of the new tokens
+    backend.max_rows, backend.bytes_per_row = 8, {4 + 2: 1, 8 + 2: 2}.get # of the prompt, and of the new tokens
     samples = make_samples(tokenizer, ["a" * length for length in lengths])
     run(make_generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=2))
     assert [size for i, size in enumerate(backend.num_rows) if i % 2] == sizes, "every other call is a prefill"
