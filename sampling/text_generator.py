@@ -107,11 +107,10 @@ class TextGenerator:
 
         With ScoringParams, score texts instead: see score_texts.
         """
-        if isinstance(params, ScoringParams):
-            check_fork()
-            return score_texts(self, samples, params, batch_size)
+        check_fork()
         params = DEFAULT_PARAMS if params is None else params
+        if isinstance(params, ScoringParams):
+            return score_texts(self, samples, params, batch_size)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")
-        check_fork()
         return Engine(self, params, batch_size, stream).generate(samples)

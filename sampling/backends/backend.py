@@ -110,10 +110,9 @@ class ExactBackend(EagerBackend):
 
     A GPU chooses its kernels by the shapes of the operations, and other kernels round differently. So each operation
     has nanoGPT's shape: the batch is 1, and each step computes the whole window. Then the same GPU and torch compute
-    nanoGPT's logits bit for bit, in any dtype. A Sampler with
-    full_vocabulary and in_logits_dtype does so with the tokens.
-    Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole process. Raises ValueError if the
-    device is neither CUDA nor a CPU.
+    nanoGPT's logits bit for bit, in any dtype. A Sampler with full_vocabulary and in_logits_dtype does so with the
+    tokens. Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole process. Raises
+    ValueError if the device is neither CUDA nor a CPU.
     """
     is_exact = full_vocabulary = True
     max_rows = 1
