@@ -29,8 +29,8 @@ class TextGenerator:
     Its methods raise ValueError if a text is empty, if the tokenizer cannot encode it, or if a number is not allowed;
     TypeError if a text is not a str, or if params are of another type.
 
-    Takes the weights out of the checkpoint. num_steps: about how many decode steps it will run; None: unknown, or many.
-    Raises ValueError or OSError if an option cannot be used.
+    Each needs its own checkpoint, whose weights it uses. num_steps: about how many decode steps it will run; None:
+    unknown, or many. Raises ValueError or OSError if an option cannot be used.
     """
 
     has_announced_window = False # that the window moves, which takes long: once, not for each prompt of a session

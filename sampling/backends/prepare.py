@@ -80,7 +80,7 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
 
 def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, options: ModelOptions,
                     num_steps: int | None = None) -> Backend:
-    """The fastest backend for a model. Takes the weights out of the checkpoint.
+    """The fastest backend for a model. It uses the weights of the checkpoint: each needs its own.
 
     dtype may be torch.int8 on a CPU, without compile and exact. num_steps: see count_steps; None: unknown, or many.
     """

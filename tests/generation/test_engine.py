@@ -1,7 +1,6 @@
 """The loop that samples, with every backend; its batches; and how several processes share samples."""
 import os
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import psutil
@@ -120,20 +119,14 @@ def test_rows_leave_a_batch_when_they_are_finished(tokenizer):
     assert len(set(lengths)) > 2 and backend.num_rows == [1, *left], "the prompt is read once"
 
 
-def like_a_gpu(backend):
-    """The backend, with what CUDABackend says about flushes and rows."""
-    backend.min_flush_steps = CUDABackend.min_flush_steps
-    backend.should_drop = partial(CUDABackend.should_drop, backend)
-    return backend
-
-
 @pytest.mark.parametrize("num_rows, stops, leave", [(32, CHARS[::8], False), (33, CHARS[::8], True), (33, "f", False)])
 def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leave(tokenizer, num_rows, stops, leave):
-    backend, samples = like_a_gpu(NotingBackend(make_gpt())), make_samples(tokenizer, ["O"], num_rows)
-    params = replace(PARAMS, max_new_tokens=24, stop=[*stops])
-    found = run(make_generator(tokenizer, backend), samples, params, 36)
+    model, rows, samples = make_gpt(), [], make_samples(tokenizer, ["O"], num_rows)
+    model.register_forward_hook(lambda module, arguments, output: rows.append(len(arguments[0])))
+    gpt, params = make_generator(tokenizer, CUDABackend(model, cuda_graphs=False)), replace(PARAMS, max_new_tokens=24)
+    found = run(gpt, samples, replace(params, stop=[*stops]), 36)
     assert [sample.text for sample in found] == expected_texts(samples, tokenizer, 24, stops)
-    assert backend.num_rows[:2] == [1, num_rows] and (backend.num_rows[-1] < num_rows) == leave
+    assert rows[:2] == [1, num_rows] and (rows[-1] < num_rows) == leave
 
 
 @pytest.mark.parametrize("is_gpu, stream, stop, num_flushes", [
@@ -141,9 +134,9 @@ def test_on_a_gpu_rows_leave_a_batch_only_above_32_rows_and_if_half_of_them_leav
     (True, False, "never", 5)])
 def test_tokens_are_copied_every_16_steps_or_sooner_for_a_reader_or_a_stop_text(tokenizer, is_gpu, stream, stop,
                                                                                num_flushes):
-    backend = EagerBackend(make_gpt(block_size=32)) # the window does not move
-    gpt = make_generator(tokenizer, like_a_gpu(backend) if is_gpu else backend)
-    assert len([*gpt.run(make_samples(tokenizer, ["O"]), replace(PARAMS, stop=stop), 1, stream)]) == num_flushes
+    backend = engines.BACKENDS["no graphs" if is_gpu else "eager"](make_gpt(block_size=32)) # the window does not move
+    samples, params = make_samples(tokenizer, ["O"]), replace(PARAMS, stop=stop)
+    assert len([*make_generator(tokenizer, backend).run(samples, params, 1, stream)]) == num_flushes
 
 
 def test_out_of_memory_in_a_later_step_keeps_finished_samples_and_shows_no_character_twice(tokenizer, messages):
