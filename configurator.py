@@ -158,11 +158,19 @@ def parse(name: str, text: str, types: list[str]) -> Any:
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
     """Return value if it has one of these types, or a float for an int. The error names label and shows given."""
+    value = plain(value)
     if type(value) is int and "int" not in types and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value).__name__ in types:
         return value
     raise ValueError(f"{label} takes {' or '.join(TYPE_NAMES[t] for t in types)}, got {given!r:.100}")
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy or torch as Python's own, a path as text, and a tuple as a list; other values as they are."""
+    if getattr(value, "shape", None) == (): # a number
+        return value.item()
+    return os.fspath(value) if isinstance(value, os.PathLike) else list(value) if isinstance(value, tuple) else value
 
 
 def read_file(path: str, script: str) -> tuple[str, bytes]:

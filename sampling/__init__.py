@@ -13,15 +13,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sampling.params import ModelOptions, Sample, SamplingParams, Score, Token, check_options
-from sampling.process import expand_home, shorten_spinning
-
-if TYPE_CHECKING:
-    from sampling.text_generator import TextGenerator
-
-__version__ = "1.0.0"
-__all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
-
 # model.py and configurator.py lie beside this package in a checkout, and in nanogpt_sample where pip installed it. They
 # are sampling.model and sampling.configurator, because a program, such as nanoGPT, may have a model.py of its own.
 ABOVE = Path(__file__).resolve().parent.parent
@@ -32,10 +23,19 @@ for name, part in ("model.py", b"class KVCache"), ("configurator.py", b"def over
     if not (path.is_file() and part in path.read_bytes()):
         raise ImportError(f"{path} is missing, or belongs to another project")
 
+from sampling.params import ModelOptions, Sample, SamplingParams, Score, Token, check_options, plain  # noqa: E402
+from sampling.process import expand_home, shorten_spinning  # noqa: E402
+
+if TYPE_CHECKING:
+    from sampling.text_generator import TextGenerator
+
+__version__ = "1.0.0"
+__all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
+
 
 def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", compile: bool = False,
          cuda_graphs: bool = True, exact: bool = False, draft: bool = True,
-         tokenizer: str | None = None) -> "TextGenerator":
+         tokenizer: str | os.PathLike | None = None) -> "TextGenerator":
     """Load a model and its tokenizer.
 
     name: a folder with a ckpt.pt, or the file itself; otherwise the Hugging Face id ("gpt2", "user/model") or the
@@ -55,8 +55,8 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
     options = ModelOptions(compile, cuda_graphs, exact, draft)
-    check_options({**vars(options), "device": device, "dtype": dtype, "name": (name := expand_home(os.fspath(name))),
-                   "tokenizer": (tokenizer := expand_home(tokenizer))})
+    name, tokenizer = expand_home(os.fspath(name)), expand_home(plain(tokenizer))
+    check_options({**vars(options), "device": device, "dtype": dtype, "name": name, "tokenizer": tokenizer})
     torch_device, torch_dtype = choose_device_and_dtype(device, dtype, exact)
     path = Path(name)
     is_folder_of_huggingface = huggingface_config(path) and not (path / "ckpt.pt").is_file()
@@ -64,7 +64,8 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     try: # in the caller's inference mode, the weights could not be used outside of it
         with torch.inference_mode(False), torch.device("cpu"): # nor on the caller's default device
             checkpoint = (load_huggingface if is_huggingface else load_nanogpt)(name, torch_dtype)
-            return TextGenerator(checkpoint, load_tokenizer(checkpoint, tokenizer), torch_device, torch_dtype, options)
+            encoding = load_tokenizer(checkpoint, tokenizer)
+            return TextGenerator(checkpoint, encoding, torch_device, torch_dtype, options)
     except (OSError, ValueError) as error: # a program has arguments, no flags
         error.args = [re.sub(r"--(tokenizer)|--(out_dir|init_from)", lambda match: match[1] or "name", argument)
                       if isinstance(argument, str) else argument for argument in error.args]

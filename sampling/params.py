@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from sampling.configurator import plain
 from sampling.process import world_size
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ ALIASES = { # names of Hugging Face, llama.cpp, vLLM and OpenAI -> what to sugge
 def check_values(values: Settings) -> None:
     """Check that each value keeps its rule in RULES. Names without a rule are not checked."""
     for name, (is_allowed, rule) in RULES.items():
-        if name in values and not is_allowed(values[name]):
+        if name in values and not is_allowed(plain(values[name])):
             raise SettingError(f"{name} {rule}; got {values[name]!r:.100}", name)
 
 
@@ -175,6 +176,7 @@ class SamplingParams:
     num_logprobs: int | None = None # 0: log-probabilities of the sampled tokens; n: also of the n most likely ones
 
     def __post_init__(self):
+        vars(self).update({name: plain(value) for name, value in vars(self).items()})
         check_values(vars(self))
 
     @classmethod

@@ -30,9 +30,23 @@ def torchrun_number(name: str, default: int) -> int:
     """A number of torchrun's environment; the default if torchrun did not start this process.
 
     RANK is the process's number among the WORLD_SIZE of the run, LOCAL_RANK among the LOCAL_WORLD_SIZE of its machine.
-    TORCHELASTIC_RUN_ID shows that torchrun started it: a cluster may have a RANK of its own for each process.
     """
-    return int(os.environ[name]) if "TORCHELASTIC_RUN_ID" in os.environ else default
+    return int(os.environ[name]) if torchrun_started_this() else default
+
+
+def torchrun_started_this() -> bool:
+    """Whether this process is one of torchrun's. Its TORCHELASTIC_RUN_ID shows that, unless it is inherited: a training
+    that torchrun started may call sample.py. (A cluster may have a RANK of its own for each process.)
+    """
+    pid, is_named = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
+    with suppress(OSError, IndexError): # not Linux
+        while is_named and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"torchrun" in command or b"torch.distributed" in command: # it was itself started by such a training
+                break
+            is_named = not os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python") # but by a shell
+            pid = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1] # the parent's
+    return is_named
 
 
 def rank() -> int:

@@ -2,6 +2,7 @@
 import math
 from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 
 from project import SCRIPT
@@ -52,6 +53,11 @@ NOT_EXACT = dict(top_p=0.9, min_p=0.1, repetition_penalty=1.1, context_shift=Tru
                  temperature=0.0)
 EXCLUDED += [(dict(exact=True) | {name: value}, f"nanoGPT does: leave out {name}={value!r}, or exact")
              for name, value in NOT_EXACT.items()]
+
+
+def test_numbers_of_numpy_and_tuples_become_plain_values():
+    params = SamplingParams(seed=np.int64(7), temperature=np.float32(0.5), context_shift=np.True_, stop=("a", "b"))
+    assert repr(params) == repr(SamplingParams(seed=7, temperature=0.5, context_shift=True, stop=["a", "b"]))
 
 
 @pytest.mark.parametrize("settings", VALID, ids=str)

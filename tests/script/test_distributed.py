@@ -34,10 +34,10 @@ def torchrun(folder, tiktoken_cache):
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
            "PYTHONPATH": str(folder)}
 
-    def start(num_processes, *arguments, prefix=()):
-        launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "--"
-        started.append(subprocess.Popen([*prefix, sys.executable, *launcher, str(SCRIPT), *arguments], cwd=folder,
-                                        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    def start(num_processes, *arguments, prefix=(), program=("--", SCRIPT)):
+        launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"
+        started.append(subprocess.Popen([*prefix, sys.executable, *launcher, *program, *arguments], cwd=folder, env=env,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                         start_new_session=True))
         return started[-1]
     yield start
@@ -59,6 +59,24 @@ def test_samples_and_files_are_the_same_as_with_one_process(torchrun, run_script
     assert printed == alone.stdout and alone.returncode == 0
     assert (folder / "alone.jsonl").read_bytes() == (folder / "shared.jsonl").read_bytes()
     assert messages.count("parameters on cpu") == 1 and "error" not in messages
+
+
+def test_a_training_under_torchrun_may_call_the_script(torchrun, run_script, folder):
+    """Its variables say RANK=0 of 2, but no other process will come."""
+    (folder / "train.py").write_text(f"""
+import os, subprocess, sys
+if os.environ["RANK"] == "0":
+    subprocess.run(["sh", "-c", '"$@"; exit $?', "sh", sys.executable, {str(SCRIPT)!r}, *sys.argv[1:]], check=True)
+""")
+    printed, messages = torchrun(2, *PROMPTS, program=["--", "train.py"]).communicate(timeout=120)
+    assert printed == run_script(*PROMPTS, cwd=folder).stdout, messages
+
+
+@slow
+def test_torchrun_may_start_the_script_through_a_shell(torchrun, run_script, folder):
+    (folder / "run.sh").write_text(f'"{sys.executable}" "{SCRIPT}" "$@"\nexit $?\n')
+    printed, messages = torchrun(2, *PROMPTS, program=["--no-python", "--", "sh", "run.sh"]).communicate(timeout=120)
+    assert printed == run_script(*PROMPTS, cwd=folder).stdout, messages
 
 
 @slow

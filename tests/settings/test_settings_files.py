@@ -24,6 +24,13 @@ def test_files_and_arguments_apply_in_order(script, arguments, changes):
     assert script(*arguments) == changes
 
 
+def test_numbers_of_numpy_and_paths_are_plain_values(script):
+    write(a="import numpy, pathlib\ncount = numpy.int64(7)\nrate = numpy.float32(0.5)\nflag = numpy.True_\n"
+            "text = pathlib.Path('x')\nends = ('A', 'B')\n")
+    changes = {"text": "x", "count": 7, "rate": 0.5, "flag": True, "ends": ["A", "B"]}
+    assert repr(script("a.py")) == repr(changes)
+
+
 @pytest.mark.parametrize("path", ["else where/a.py", "project/b.py", "-t"])
 def test_a_settings_file_is_found_in_any_folder_and_next_to_the_script(script, path):
     Path("else where").mkdir()
