@@ -132,7 +132,7 @@ def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
     expected = [reference_stop(tokenizer, *ids, stops) for ids in zip(prompts, expected, strict=True)]
 
     params = SamplingParams(max_new_tokens, **sampling, stop=stops, seed=5)
-    gpt, batch_size = engines.Generator(tokenizer, backend), data.draw(st.integers(1, 9))
+    gpt, batch_size = engines.make_generator(tokenizer, backend), data.draw(st.integers(1, 9))
     num_saved = data.draw(st.integers(0, len(prompts))) # this run resumes one that has saved these samples
     samples = [Sample(i, Prompt(""), ids, already_saved=i < num_saved) for i, ids in enumerate(prompts)]
     shown, finished = {}, []
