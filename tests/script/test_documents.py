@@ -14,7 +14,6 @@ from sampling.configurator import find_settings
 
 DOCUMENTS = [PROJECT / "README.md", PROJECT / "SECURITY.md", *sorted((PROJECT / "docs").glob("*.md"))]
 DEMO = PROJECT / "demo"
-SETUP = "python3 -m venv" # how the commands that install packages begin
 
 
 def code_blocks(language):
@@ -25,27 +24,24 @@ def code_blocks(language):
 
 
 def commands():
-    """Every command line with sample.py: those of one process, and the others. Not the first, which has an output."""
-    lines = [line for block in code_blocks("sh") for line in block.values[0].splitlines()
-             if "sample.py" in line and not line.startswith(SETUP)]
+    """Every command line with sample.py: those of one process, and the others."""
+    lines = [line.replace("~/sample.py/", "") for block in code_blocks("sh") for line in block.values[0].splitlines()
+             if "sample.py" in line]
     alone = [line for line in lines if line.startswith("python sample.py ")]
     return alone, [line for line in lines if line not in alone]
 
 
 def examples():
-    """Every example with its output. Slow, but for those in README.md. The first has its command in a block above."""
-    first, = (line for block in code_blocks("sh") for line in block.values[0].splitlines()
-              if line.startswith(SETUP) and "sample.py" in line)
-    command = first.split(" && ")[-1].replace(".venv/bin/", "")
-    examples = [pytest.param(*block.values, id=block.id, marks=() if "README" in block.id else pytest.mark.slow)
-                for block in code_blocks("text")]
-    return [pytest.param(f"$ {command}\n{examples[0].values[0]}", id="README.md-first"), *examples[1:]]
+    """Every example with its output. Slow, but for those in README.md."""
+    return [pytest.param(*block.values, id=block.id, marks=() if "README" in block.id else pytest.mark.slow)
+            for block in code_blocks("text")]
 
 
 @pytest.fixture
 def user_folder(tmp_path, gpt2_folder, monkeypatch):
     """A folder with the files that the commands read. The hub's cache has a small model for each name of GPT-2."""
-    (tmp_path / "demo").symlink_to(DEMO)
+    for name in "demo", "out-shakespeare-char":
+        (tmp_path / name).symlink_to(DEMO)
     for name in "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "distilbert--distilgpt2":
         cached = tmp_path / "hub" / f"models--{name}"
         (cached / "snapshots").mkdir(parents=True)
