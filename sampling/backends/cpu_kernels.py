@@ -5,6 +5,7 @@ S its positions so far, C room for positions in the cache, E width, H heads, D =
 C-contiguous. The backend calls layer_norm, attention and those of LINEAR; the other functions are parts of them.
 """
 import math
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from types import FunctionType
@@ -38,10 +39,11 @@ def parallel(function: FunctionType, weights: str = "") -> Callable[..., Array]:
     """
     function = FunctionType(function.__code__, globals(), function.__name__)
     function.__qualname__ = "_".join(filter(None, [function.__name__, weights, get_host_cpu_name()]))
-    try:
-        return njit(cache=True, parallel=True, **OPTIONS)(function)
-    except RuntimeError: # neither this folder nor the user's cache is writable
-        return njit(parallel=True, **OPTIONS)(function)
+    with suppress(RuntimeError): # neither this folder nor the user's cache is writable
+        cached = njit(cache=True, parallel=True, **OPTIONS)(function)
+        if config.CACHE_DIR or os.path.isabs(cached.stats.cache_path): # a user without a home has a cache in ./~
+            return cached
+    return njit(parallel=True, **OPTIONS)(function)
 
 
 @inner

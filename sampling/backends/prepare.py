@@ -3,6 +3,10 @@
 Raises ValueError if what the user names is not available here.
 """
 import logging
+import os
+import sys
+import warnings
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -86,6 +90,8 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
+    if options.compile: # torch.compile starts Pythons, which would import modules of the working directory
+        os.environ.setdefault("PYTHONSAFEPATH", "1") # from Python 3.11 on
     process.limit_threads()
     config = checkpoint.config
     if wants_kernels(config, device, dtype, options, num_steps) and has_numba(is_required=dtype == torch.int8):
@@ -128,16 +134,42 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, o
 
 
 def has_numba(is_required: bool) -> bool:
-    """Whether numba can be imported. If not, a warning says so, or an error if it is required."""
+    """Whether numba works here. If not, a warning says so, or an error if it is required."""
+    num_threads = torch.get_num_threads()
     try:
-        import numba  # noqa: F401
-        return True
+        numba = import_numba()
+        numba.get_num_threads() # starts its threads, which fails without the layer that NUMBA_THREADING_LAYER names
+        torch.set_num_threads(num_threads) # where both share an OpenMP, numba has changed it
+        if not numba.config.DISABLE_JIT:
+            return True
+        reason, advice = "NUMBA_DISABLE_JIT is set", "unset it"
     except ImportError as error: # also with a Python or a processor that it does not support
-        message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({error}): pip install numba"
+        reason, advice = error, "pip install numba"
+    except Exception as error: # a package or a shared library that it needs is broken, or a variable is wrong
+        reason = f"{type(error).__name__}: {first_sentence(error)}"
+        advice = "pip install --force-reinstall numba, or unset NUMBA_* variables"
+    message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({reason}): {advice}"
     if is_required:
         raise ValueError(message)
     logger.warning(f"{message}; continuing without the kernels, which is slower")
     return False
+
+
+def import_numba() -> ModuleType:
+    """Import numba, if this is the first import, so that it ignores .numba_config.yaml in the working directory.
+
+    That file may come with a stranger's model, and can name a folder of pickles that numba then loads. numba reads it,
+    now and whenever it compiles, only if it can import yaml.
+    """
+    warnings.filterwarnings("ignore", "A Numba config file is found") # and that yaml is missing
+    hidden = {name: sys.modules[name] for name in ["yaml"] if name in sys.modules}
+    sys.modules["yaml"] = None # so that an import raises ImportError
+    try:
+        import numba
+        return numba
+    finally:
+        del sys.modules["yaml"]
+        sys.modules.update(hidden)
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:

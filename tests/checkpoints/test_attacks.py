@@ -5,6 +5,8 @@ import os
 import pickle
 import signal
 import struct
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from attacks import call, tensor, value, write_attack, write_settled
-from models import SHAPE, make_gpt, save_checkpoint
+from models import SHAPE, make_gpt, save_checkpoint, save_meta
+from project import PROJECT, SCRIPT
 from script_process import start_script
 
 pytest_plugins = ["attacks"]
@@ -43,6 +46,36 @@ CODE = { # with pickle.loads, all but the last four make it
     ("GLOBAL-REDUCE", "meta.pkl stoi"), ("GLOBAL-REDUCE", "old model"), ("GLOBAL-REDUCE", "hf model")])
 def test_a_pickle_runs_nothing(name, place, attack, valid_checkpoint, tmp_path):
     attack(tmp_path, "", write_attack(place, CODE[name], tmp_path, valid_checkpoint))
+
+
+# ---- a stranger's folder as the working directory
+
+MODULES = "ctypes", "json", "model", "numba", "readline", "sampling", "sitecustomize", "torch", "tqdm", "typing", "yaml"
+LOAD = "import sampling; print(sampling.load('out', 'cpu', 'int8').generate('A', sampling.SamplingParams(1)))"
+RUN = [SCRIPT, "--max_new_tokens=1", "--device=cpu"]
+NEEDS_SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python knows no PYTHONSAFEPATH")
+
+
+@pytest.mark.parametrize("program, arguments", [
+    ("python", [*RUN, "--dtype=int8"]), ("python", ["../program.py"]),
+    ("torchrun", ["--nproc_per_node=2", *RUN, "--dtype=int8"]),
+    pytest.param("python", [*RUN, "--compile"], marks=[pytest.mark.slow, NEEDS_SAFE_PATH])],
+    ids=["sample.py", "sampling.load", "torchrun", "compile"])
+def test_no_file_that_happens_to_be_in_the_working_directory_changes_what_runs(program, arguments, valid_checkpoint,
+                                                                               tmp_path):
+    folder = tmp_path / "folder"
+    write_settled(folder / "out" / "ckpt.pt", valid_checkpoint)
+    save_meta(folder / "out" / "meta.pkl")
+    for name in MODULES:
+        (folder / f"{name}.py").write_text("open('ran', 'w')")
+    (folder / ".numba_config.yaml").write_text("cache_dir: ran") # numba would load pickles from there, too
+    (tmp_path / "program.py").write_text(LOAD)
+    before = {*os.listdir(folder)}
+    env = {**os.environ, "PYTHONPATH": str(PROJECT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([Path(sys.executable).with_name(program), *arguments], cwd=folder, env=env,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and {*os.listdir(folder)} == before, done.stderr
+    assert "numba" not in done.stderr.lower(), done.stderr
 
 
 # ---- pickles that would crash the process, hang it, or fill its memory
