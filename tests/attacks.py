@@ -18,9 +18,8 @@ import sys
 import zipfile
 
 import pytest
-from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
 
-from models import SHAPE, make_gpt, save_checkpoint, save_meta
+from models import make_gpt, save_checkpoint, save_meta
 from project import PROJECT
 from sampling.checkpoints.build import build_gpt
 from sampling.checkpoints.huggingface import load_huggingface
@@ -110,17 +109,10 @@ def poison(valid_checkpoint, key, piece):
     return out.getvalue()
 
 
-def old_file(key, piece):
-    """A file in the format of torch before 1.6, with this piece of pickle as the value of key."""
-    parts = MAGIC_NUMBER, PROTOCOL_VERSION, {"little_endian": True}, {"model_args": SHAPE}, []
-    *start, content, keys = (pickle.dumps(part, 2) for part in parts)
-    return b"".join([*start, with_entry(content, key, piece), keys])
-
-
 def write_attack(place, piece, folder, valid_checkpoint):
     """Write files with this piece of pickle to folder/out. Return the init_from for it.
 
-    place: "model" or another entry of a ckpt.pt, "old " and such an entry, "stoi" or "x" of "meta.pkl", or "hf" for a
+    place: "model" or another entry of a ckpt.pt, "stoi" or "x" of "meta.pkl", or "hf" for a
     pytorch_model.bin.
     """
     out = folder / "out"
@@ -135,8 +127,7 @@ def write_attack(place, piece, folder, valid_checkpoint):
         write_settled(out / "meta.pkl", with_entry((out / "meta.pkl").read_bytes(), key, piece))
         write_settled(out / "ckpt.pt", valid_checkpoint)
     else:
-        content = old_file(key, piece) if kind == "old" else poison(valid_checkpoint, key, piece)
-        write_settled(out / "ckpt.pt", content)
+        write_settled(out / "ckpt.pt", poison(valid_checkpoint, key, piece))
     return "resume"
 
 

@@ -4,7 +4,6 @@ A pickle is a program of a small machine, and runs code by naming classes and fu
 machine, and imports nothing. A few names stand for functions of this file, and all others for notes, which do nothing.
 A tensor becomes a StoredTensor: where its bytes lie. Any exception means a damaged file.
 """
-import io
 import math
 import pickletools
 import re
@@ -34,7 +33,7 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False) # its repr could print forever
 class Note:
     """Stands in for a class or a function that a pickle names, and for what a call of it would return.
 
@@ -49,8 +48,8 @@ class Note:
 KEY = str | bytes | int | float | None | Note | StoredTensor | torch.dtype # what may be a key, or a part of one
 
 
-def read_pickle(pickled: bytes) -> tuple[Any, int, dict[str, torch.dtype]]:
-    """The content of the first pickle in these bytes, how many of them it has, and the dtypes of its records by key.
+def read_pickle(pickled: bytes) -> Any:
+    """The content of a pickle.
 
     Numbers and texts of numpy are plain ones in it. An example, {"step": np.int64(7)}: the opcodes, and then the stack.
 
@@ -63,13 +62,13 @@ def read_pickle(pickled: bytes) -> tuple[Any, int, dict[str, torch.dtype]]:
         STOP
     """
     reject_lfs_pointer(pickled)
-    stream, stack, memo, notes, dtypes = io.BytesIO(pickled), [], {}, {}, {}
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+    stack, memo, notes = [], {}, {}
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
         require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
         taken = pop(stack, opcode.stack_before)
         match opcode.name:
             case "STOP":
-                return unwrap(taken[0]), stream.tell(), dtypes
+                return unwrap(taken[0])
             case "PUT" | "BINPUT" | "LONG_BINPUT":
                 made = memo[argument] = stack[-1]
             case "MEMOIZE":
@@ -80,7 +79,7 @@ def read_pickle(pickled: bytes) -> tuple[Any, int, dict[str, torch.dtype]]:
                 name = ".".join(part[:80] for part in taken) if taken else argument.replace(" ", ".", 1)
                 made = DTYPES.get(name) or notes.setdefault(name[:80], Note(name[:80]))
             case "PERSID" | "BINPERSID":
-                made = storage(taken[0] if taken else argument, dtypes)
+                made = storage(taken[0] if taken else argument)
             case _:
                 made = execute(opcode.name, argument, taken)
         stack += [made] * len(opcode.stack_after)
@@ -156,11 +155,10 @@ def call(function: Any, arguments: Any) -> Any:
     return known(*arguments) if known else Note(function.name, *arguments[:1])
 
 
-def storage(saved_id: Any, dtypes: dict[str, torch.dtype]) -> StoredTensor | Note:
-    """A whole record, of which tensors are views, for ("storage", dtype, key, device, size). Old files add None."""
+def storage(saved_id: Any) -> StoredTensor | Note:
+    """A whole record, of which tensors are views, for ("storage", dtype, key, device, size)."""
     match saved_id:
-        case ("storage", torch.dtype() as dtype, str() as key, _, _, *rest) if rest in ([], [None]):
-            dtypes.setdefault(key, dtype)
+        case ("storage", torch.dtype() as dtype, str() as key, _, _):
             return StoredTensor(key, dtype, (), (), 0)
     return Note()
 
@@ -236,6 +234,6 @@ def fields_of(value: Any) -> dict | None:
 
 def describe(value: Any) -> str:
     """A short text or number for a message; for other values only their type, as nested values could print forever."""
-    if isinstance(value, str | int | float | None):
+    if isinstance(value, str | float | None) or (isinstance(value, int) and value.bit_length() <= 64):
         return f"{value!r:.60}"
     return value.name if isinstance(value, Note) else type(value).__name__.removeprefix("Stored") # a Tensor

@@ -80,10 +80,11 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
         return read_safetensors(file)
     if start.startswith(b"PK\3\4"):
         return read_zip(file)
-    # A file of zeros is not refused: its writer has written nothing yet.
-    require(OLD_MAGIC in start or not start.strip(b"\0"),
+    require(OLD_MAGIC not in start, "torch.save wrote it in the format from before torch 1.6; save it anew, in Python: "
+            "torch.save(torch.load(path, weights_only=True), path)")
+    require(not start.strip(b"\0"),
             "it is not a checkpoint: neither torch.save nor safetensors wrote it; pass the ckpt.pt of a training")
-    return read_old_file(file)
+    raise ValueError("it holds only zeros") # its writer has written nothing yet
 
 
 def read_zip(file: BinaryIO) -> TensorFile:
@@ -100,33 +101,13 @@ def read_zip(file: BinaryIO) -> TensorFile:
     folder = pickle_name.removesuffix("data.pkl")
     order = archive.open(f"{folder}byteorder").read(9) if f"{folder}byteorder" in infos else None # it could be long
     require(order in (None, sys.byteorder.encode()), "it was saved on a machine with another byte order")
-    content, records = read_pickle(archive.read(pickle_name))[0], {}
+    content, records = read_pickle(archive.read(pickle_name)), {}
     for name, info in infos.items():
         if name.startswith(f"{folder}data/"):
             file.seek(info.header_offset + 26) # of 30 bytes, which a name and an extra field of these lengths follow
             position = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
             records[name.removeprefix(f"{folder}data/")] = position, info.file_size, info.CRC
     return TensorFile(file, content, records)
-
-
-def read_old_file(file: BinaryIO) -> TensorFile:
-    """A file of torch before 1.6: five pickles, and then each record after its number of elements."""
-    position, contents, dtypes = 0, [], {}
-    # The magic number, the version, the machine, the content, the keys of the records in order. All stay in memory, so
-    # each has a limit.
-    for max_bytes in 2**12, 2**12, 2**12, MAX_PICKLE_BYTES, 2**18:
-        file.seek(position)
-        content, length, found = read_pickle(file.read(max_bytes))
-        contents.append(content)
-        position, dtypes = position + length, dtypes | found
-    _, _, machine, saved, keys = contents
-    require(machine["little_endian"] == (sys.byteorder == "little"), "it was saved with another byte order")
-    records = {}
-    for key in keys:
-        file.seek(position)
-        size = int.from_bytes(file.read(8), "little") * dtypes[key].itemsize
-        records[key], position = (position + 8, size, None), position + 8 + size
-    return TensorFile(file, saved, records)
 
 
 def read_safetensors(file: BinaryIO) -> TensorFile:

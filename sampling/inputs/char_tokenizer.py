@@ -10,6 +10,7 @@ from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer,
 NAME_FIELDS = ("has_additional_tokens", "tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type",
                "tokenizer_file", "tokenizer_path", "tokenizer_model", "sentencepiece_model")
 MAX_TOKENS = 2**20 # of a vocabulary: a long text as itos takes many times its size in memory
+MAX_SYMBOL = 1000 # characters of a token: each sampled one is a copy
 CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
 
 
@@ -57,8 +58,9 @@ def parse_vocabulary(meta: dict, source: object) -> tuple[dict, dict]:
         ids, symbols = [*stoi.values(), *itos], [*stoi, *itos.values()]
         are_bytes = all(type(symbol) is int and 0 <= symbol < 256 for symbol in symbols)
         are_ids = all(type(i) is int and 0 <= i < 2**63 for i in ids) # a hash, or a text, of a long number takes long
-        require(ids and are_ids and (are_bytes or {*map(type, symbols)} == {str}),
-                "it must map texts or bytes to token ids in stoi, and token ids to them in itos")
+        are_texts = all(type(symbol) is str and len(symbol) <= MAX_SYMBOL for symbol in symbols)
+        require(ids and are_ids and (are_bytes or are_texts), "it must map texts or bytes to token ids in stoi, and "
+                f"token ids to them in itos; a text may have {MAX_SYMBOL} characters")
         return stoi, itos or {i: symbol for symbol, i in stoi.items()}
 
 
@@ -80,7 +82,7 @@ def named_encoding(meta: dict, source: object) -> str | None:
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
     with open(path, "rb") as file, reject_damaged(path):
-        meta = read_pickle(file.read(MAX_PICKLE_BYTES))[0]
+        meta = read_pickle(file.read(MAX_PICKLE_BYTES))
         require(isinstance(meta, dict), f"it holds {describe(meta)}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most
     return {"stoi": {byte: byte for byte in range(256)}, **meta} if is_named else meta

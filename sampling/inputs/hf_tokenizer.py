@@ -102,10 +102,11 @@ def decodes_whole_text(decoder: dict | None) -> bool:
     be known to act at one place only.
     """
     steps = decoder.get("decoders", [decoder]) if decoder else []
-    joined = [*dropwhile(lambda step: step["type"] not in ("Fuse", "ByteLevel", "Sequence"), steps)]
-    return not all(step["type"] in ("Fuse", "ByteLevel")
-                   or (step["type"] == "Strip" and step["start"] <= CONTEXT and not step["stop"])
-                   or (step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1) for step in joined)
+    joined = [*dropwhile(lambda step: step.get("type") not in ("Fuse", "ByteLevel", "Sequence", None), steps)]
+    return not all(step.get("type") in ("Fuse", "ByteLevel")
+                   or (step.get("type") == "Strip" and step["start"] <= CONTEXT and not step["stop"])
+                   or (step.get("type") == "Replace" and len(step["pattern"].get("String", "")) == 1)
+                   for step in joined)
 
 
 # ---- files

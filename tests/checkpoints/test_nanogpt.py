@@ -159,13 +159,12 @@ def test_fields_of_a_checkpoint_and_the_line_that_describes_it(changes, describe
         assert load_nanogpt(save_checkpoint(tmp_path, make_gpt(), config=other)).raw_config == config
 
 
-@pytest.mark.parametrize("has_checksums, is_zip", [(True, True), (False, True), (False, False)])
-def test_the_checksum_is_of_the_weights_whatever_the_file(has_checksums, is_zip, tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_the_checksum_is_of_the_weights_whatever_the_file(has_checksums, tmp_path, monkeypatch):
     def crc32(weights):
         with monkeypatch.context() as patch:
             patch.setattr("torch.serialization.get_crc32_options", lambda: has_checksums)
-            torch.save({"model": weights, "model_args": SHAPE}, tmp_path / "ckpt.pt",
-                       _use_new_zipfile_serialization=is_zip)
+            torch.save({"model": weights, "model_args": SHAPE}, tmp_path / "ckpt.pt")
         checkpoint = load_nanogpt(tmp_path)
         assert all(torch.equal(checkpoint.state_dict[name], weight) for name, weight in weights.items())
         return checkpoint.crc32
@@ -244,8 +243,7 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
 }
 
 
-@pytest.mark.parametrize("options", [{"pickle_protocol": 2}, {"pickle_protocol": 4},
-                                     {"_use_new_zipfile_serialization": False}], ids=["2", "4", "before-torch-1.6"])
+@pytest.mark.parametrize("options", [{"pickle_protocol": 2}, {"pickle_protocol": 4}], ids=["2", "4"])
 @pytest.mark.parametrize("form", [*WEIGHTS, *ENTRIES])
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
 def test_forms_of_checkpoints_load(form, options, tmp_path, monkeypatch):
