@@ -6,6 +6,7 @@ C-contiguous. The backend calls layer_norm, attention and those of LINEAR; the o
 """
 import math
 import os
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 from types import FunctionType
@@ -18,6 +19,9 @@ from numba import config, njit, prange
 with suppress(RuntimeError): # the features of this processor are unknown
     if config.CPU_FEATURES is None and (features := get_host_cpu_features()).get("avx512f"):
         config.CPU_FEATURES = f"{features.flatten()},-prefer-256-bit"
+# AVX-512 and ARM have 32 vector registers, other processors 16. all_rows keeps its sums in them.
+has_32_registers = "+avx512f" in (config.CPU_FEATURES or "") or platform.machine() in ("aarch64", "arm64")
+OUTPUTS, GROUP = (4, 10) if has_32_registers else (2, 5)
 
 # LLVM may reorder sums, which vectorises them, and fuse products with sums. It may not assume that there are no NaN and
 # no infinity, as fastmath=True would: the sampler must see them to recognise a damaged model.
@@ -123,33 +127,41 @@ def one_row(x: Array, weight: Array, y: Array, first: int, last: int, quarter: i
 
 
 @inner
-def many_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
-    """Outputs first to last of several rows, and those of the other quarters: y[r, o] = weight[o] @ x[r].
+def all_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
+    """Outputs first to last of all rows, and those of the other quarters: y[r, o] = weight[o] @ x[r].
 
-    Four outputs of five rows at once: twenty sums in registers, for which nine numbers are read. The four rows of the
-    weight lie far apart for the same reason as in one_row. They serve ten rows while they are in the L1 cache.
+    OUTPUTS times five sums are computed at once, in registers. Four rows of the weight lie far apart for the same
+    reason as in one_row, and serve GROUP rows of x while they are in the L1 cache. Two of them are faster if five rows
+    of x stay in the L1 cache, and the block of the weight in the L2 cache. A last row alone is left to one_row.
     """
-    end = len(x) - 1
-    for group in range(0, len(x), 10):
-        for o in range(first, last):
-            o1, o2, o3 = o + quarter, o + 2 * quarter, o + 3 * quarter
-            w0, w1, w2, w3 = weight[o], weight[o1], weight[o2], weight[o3]
-            for r in range(group, min(group + 10, len(x)), 5): # beyond the last row, the last one again
-                r1, r2, r3, r4 = min(r + 1, end), min(r + 2, end), min(r + 3, end), min(r + 4, end)
-                x0, x1, x2, x3, x4 = x[r], x[r1], x[r2], x[r3], x[r4]
-                a0 = a1 = a2 = a3 = a4 = b0 = b1 = b2 = b3 = b4 = ZERO
-                c0 = c1 = c2 = c3 = c4 = d0 = d1 = d2 = d3 = d4 = ZERO
-                for i in range(len(x0)):
-                    v0, v1, v2, v3, v4 = x0[i], x1[i], x2[i], x3[i], x4[i]
-                    a, b, c, d = np.float32(w0[i]), np.float32(w1[i]), np.float32(w2[i]), np.float32(w3[i])
-                    a0, a1, a2, a3, a4 = a0 + a * v0, a1 + a * v1, a2 + a * v2, a3 + a * v3, a4 + a * v4
-                    b0, b1, b2, b3, b4 = b0 + b * v0, b1 + b * v1, b2 + b * v2, b3 + b * v3, b4 + b * v4
-                    c0, c1, c2, c3, c4 = c0 + c * v0, c1 + c * v1, c2 + c * v2, c3 + c * v3, c4 + c * v4
-                    d0, d1, d2, d3, d4 = d0 + d * v0, d1 + d * v1, d2 + d * v2, d3 + d * v3, d4 + d * v4
-                y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = a0, a1, a2, a3, a4
-                y[r, o1], y[r1, o1], y[r2, o1], y[r3, o1], y[r4, o1] = b0, b1, b2, b3, b4
-                y[r, o2], y[r1, o2], y[r2, o2], y[r3, o2], y[r4, o2] = c0, c1, c2, c3, c4
-                y[r, o3], y[r1, o3], y[r2, o3], y[r3, o3], y[r4, o3] = d0, d1, d2, d3, d4
+    num_rows = len(x) - 1 if len(x) % 5 == 1 else len(x)
+    end = num_rows - 1
+    for group in range(0, num_rows, GROUP):
+        for start in range(0, 4 * quarter, OUTPUTS * quarter):
+            for o in range(start + first, start + last):
+                o1, o2, o3 = o + quarter, o + (OUTPUTS - 2) * quarter, o + (OUTPUTS - 1) * quarter
+                w0, w1, w2, w3 = weight[o], weight[o1], weight[o2], weight[o3]
+                for r in range(group, min(group + GROUP, num_rows), 5): # beyond the last row, the last one again
+                    r1, r2, r3, r4 = min(r + 1, end), min(r + 2, end), min(r + 3, end), min(r + 4, end)
+                    x0, x1, x2, x3, x4 = x[r], x[r1], x[r2], x[r3], x[r4]
+                    a0 = a1 = a2 = a3 = a4 = b0 = b1 = b2 = b3 = b4 = ZERO
+                    c0 = c1 = c2 = c3 = c4 = d0 = d1 = d2 = d3 = d4 = ZERO
+                    for i in range(len(x0)):
+                        v0, v1, v2, v3, v4 = x0[i], x1[i], x2[i], x3[i], x4[i]
+                        a, b = np.float32(w0[i]), np.float32(w1[i])
+                        a0, a1, a2, a3, a4 = a0 + a * v0, a1 + a * v1, a2 + a * v2, a3 + a * v3, a4 + a * v4
+                        b0, b1, b2, b3, b4 = b0 + b * v0, b1 + b * v1, b2 + b * v2, b3 + b * v3, b4 + b * v4
+                        if OUTPUTS == 4:
+                            c, d = np.float32(w2[i]), np.float32(w3[i])
+                            c0, c1, c2, c3, c4 = c0 + c * v0, c1 + c * v1, c2 + c * v2, c3 + c * v3, c4 + c * v4
+                            d0, d1, d2, d3, d4 = d0 + d * v0, d1 + d * v1, d2 + d * v2, d3 + d * v3, d4 + d * v4
+                    y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = a0, a1, a2, a3, a4
+                    y[r, o1], y[r1, o1], y[r2, o1], y[r3, o1], y[r4, o1] = b0, b1, b2, b3, b4
+                    if OUTPUTS == 4:
+                        y[r, o2], y[r1, o2], y[r2, o2], y[r3, o2], y[r4, o2] = c0, c1, c2, c3, c4
+                        y[r, o3], y[r1, o3], y[r2, o3], y[r3, o3], y[r4, o3] = d0, d1, d2, d3, d4
+    for r in range(num_rows, len(x)):
+        one_row(x[r], weight, y[r], first, last, quarter)
 
 
 def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, residual: Array) -> Array:
@@ -158,10 +170,7 @@ def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, resid
     quarter = len(weight) // 4
     for block in prange((quarter + BLOCK - 1) // BLOCK):
         first, last = block * BLOCK, min(block * BLOCK + BLOCK, quarter)
-        if len(x) == 1:
-            one_row(x[0], weight, y[0], first, last, quarter)
-        else:
-            many_rows(x, weight, y, first, last, quarter)
+        all_rows(x, weight, y, first, last, quarter)
         for start in range(0, 4 * quarter, quarter):
             epilogue(y, start + first, start + last, scales, bias, gelu, residual)
     rest = 4 * quarter

@@ -63,7 +63,7 @@ def one_set_of_types():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
     backend = make_backend(model := make_gpt(**SHAPES[shape]), int8)
-    for num_rows in 1, 2, 5, 12, 33: # with 33, torch multiplies float32
+    for num_rows in 1, 2, 6, 12, 33: # with 33, torch multiplies float32
         expected = all_logits(model, ids := random_prompt(16, num_rows, seed=num_rows), int8)
         for prompt_length in 1, 15:
             cache = backend.new_cache(num_rows, 16)
@@ -72,6 +72,18 @@ def test_prompts_steps_and_windows_have_the_logits_of_the_model(shape, int8):
                 assert_close(backend.logits(ids[:, i:i + 1], cache), expected[:, i])
             assert cache.seq_len == 16
         assert_close(backend.logits(ids, None), expected[:, -1])
+
+
+@pytest.mark.parametrize("outputs, group", [(2, 5), (4, 10)])
+def test_both_sizes_for_the_registers_of_a_processor_give_the_same_sums(outputs, group, monkeypatch):
+    monkeypatch.setattr(kernels, "OUTPUTS", outputs)
+    monkeypatch.setattr(kernels, "GROUP", group)
+    x, weight = torch.randn(12, 9), torch.randn(8, 9)
+    for num_rows in range(1, 13):
+        y = torch.full((num_rows, 8), torch.nan)
+        for first, last in (0, 1), (1, 2):
+            kernels.all_rows.py_func(x[:num_rows].numpy(), weight.numpy(), y.numpy(), first, last, 2)
+        assert_close(y, x[:num_rows] @ weight.T)
 
 
 @pytest.mark.parametrize("length, num_positions", [(2, 2), (5, 1), (5, 5), (30, 1), (30, 4)])
