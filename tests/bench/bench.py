@@ -1,23 +1,24 @@
 """Compares the speed of sample.py with other programs. They run alternately; the results are medians and ratios.
 
     pip install -r requirements.txt -r tests/bench/requirements.txt
-    python tests/bench/bench.py [--rounds=N] [--only=TEXT]
+    python tests/bench/bench.py [--rounds=N] [--only=PATTERN]
     python tests/bench/bench.py --against=FOLDER    # sample.py alone, beside that of another commit, a checkout
 
 llama.cpp takes part if llama-cpp-python is installed (its compilation takes minutes) and LLAMA_CPP names the folder of
 llama.cpp's sources, which have the converter for models.
 
-Writes RESULTS.md and chart.svg beside this file. gpu.py measures a GPU.
+Writes a table and a chart to results/, named after the processor. gpu.py measures a GPU.
 """
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from measure import FULL, HERE, PROJECT, QUARTER, Case, contender, count, make_models, other, sample_py, score_py, timed
-from report import draw_chart, report
+from report import draw_chart, report, slug
 
 
 def all_cases(folder):
@@ -96,18 +97,19 @@ def whole_processes(folder):
 def main():
     """Make the models, time all programs in turn for several rounds, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="only rows with this text in their name, nothing is written")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="only rows that match this regular expression; nothing is written")
     parser.add_argument("--against", type=Path, help="a checkout of another commit; nothing is written")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         make_models(folder, ["124M", "774M", "10.6M", "0.8M"])
-        cases, limits = [case for case in all_cases(folder) if options.only in case.row], []
+        cases, limits = [case for case in all_cases(folder) if re.search(options.only, case.row)], []
         if options.against:
             other_script = options.against.resolve() / "sample.py"
             cases = [one for case in cases if "sample.py" in case.name for one in (case, case.of(other_script))]
-        processes = [(row, name, command, []) for row, name, command in whole_processes(folder) if options.only in row]
+        processes = [(row, name, command, []) for row, name, command in whole_processes(folder)
+                     if re.search(options.only, row)]
         for i in range(options.rounds):
             print(f"round {i + 1} of {options.rounds}", file=sys.stderr, flush=True)
             for case in cases:
@@ -119,8 +121,8 @@ def main():
         table = report(cases, [(row, name, measured) for row, name, _, measured in processes], limits, options.rounds)
     print(table)
     if not (options.only or options.against):
-        (HERE / "RESULTS.md").write_text(table)
-        draw_chart(cases, HERE / "chart.svg")
+        (HERE / "results" / f"{slug()}.md").write_text(table)
+        draw_chart(cases, HERE / "results" / f"{slug()}.svg")
 
 
 if __name__ == "__main__":

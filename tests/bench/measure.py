@@ -29,7 +29,7 @@ class Case:
     def __init__(self, row, name, command, lengths, samples, busy=0):
         self.row, self.name, self.command, self.lengths, self.samples = row, name, command, lengths, samples
         self.busy = busy # the number of other programs, each of which uses one core
-        self.times = {length: [] for length in lengths}
+        self.times, self.memory = {length: [] for length in lengths}, []
 
     def of(self, script):
         def command(length):
@@ -42,17 +42,26 @@ class Case:
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(self.busy)]
         try:
             for length in self.lengths:
-                self.times[length].append(timed(self.command(length))[0])
+                seconds, memory = timed(self.command(length))
+                self.times[length].append(seconds)
+            self.memory.append(memory)
         finally:
             for other in others:
                 other.kill()
                 other.wait()
 
-    def rate(self):
-        """Tokens per second: the median of the rounds."""
+    def rates(self):
+        """Tokens per second in each round."""
         short, long = self.lengths
         rounds = zip(self.times[short], self.times[long], strict=True)
-        return statistics.median(self.samples * (long - short) / (slow - quick) for quick, slow in rounds)
+        return [self.samples * (long - short) / (slow - quick) for quick, slow in rounds]
+
+    def rate(self):
+        return statistics.median(self.rates())
+
+    def over(self, other):
+        """How many times as fast as another case: the median of the rounds."""
+        return statistics.median(ours / theirs for ours, theirs in zip(self.rates(), other.rates(), strict=True))
 
 
 def timed(command):
@@ -105,8 +114,10 @@ def count(samples):
     return f"{samples} sample{'s' * (samples > 1)}"
 
 
-def machine():
-    """The name of the processor, and its number of cores."""
+def processor():
+    """The name of the processor and of its widest vectors, such as "AMD EPYC, AVX512"."""
+    import torch
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return f"{found[1] if found else platform.processor()}, {os.cpu_count()} cores"
+    name = re.sub(r"\(\w+\)| Processor", "", found[1] if found else platform.processor()).strip()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"

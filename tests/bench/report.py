@@ -1,9 +1,11 @@
 """The table and the chart of bench.py."""
+import os
+import re
 import statistics
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from measure import machine
+from measure import processor
 
 
 def report(cases, processes, limits, rounds):
@@ -12,19 +14,33 @@ def report(cases, processes, limits, rounds):
                "llama-cpp-python": "llama_cpp"}
     packages = ", ".join(f"{name} {version(name)}" for name, module in modules.items() if find_spec(module))
     measured = "one round" if rounds == 1 else f"medians of {rounds} rounds"
-    lines = [f"{machine()}; {packages}; {measured}. Memory reads at {limits[0] / 1e9:,.0f} GB/s; "
+    lines = [f"{processor()}, {os.cpu_count()} cores; {packages}; {measured}. "
+             f"Memory reads at {limits[0] / 1e9:,.0f} GB/s; "
              f"matrix products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32.", "",
-             "| | | tokens/s | x nanoGPT's loop |", "|---|---|---:|---:|"]
-    nanogpt = {case.row: case.rate() for case in cases if case.name == "nanoGPT's loop"}
+             "| | | tokens/s | x nanoGPT's loop | sample.py / this | peak memory |", "|---|---|---:|---:|---:|---:|"]
+    nanogpt = {case.row: case for case in cases if case.name == "nanoGPT's loop"}
     for case in cases:
-        ratio = f"{case.rate() / nanogpt[case.row]:.1f}" if case.row in nanogpt else ""
-        lines.append(f"| {case.row} | {case.name} | {shown_rate(case)} | {ratio} |")
+        ours = next((c for c in cases if (c.row, is_8_bit(c)) == (case.row, is_8_bit(case)) and "sample.py" in c.name),
+                    case)
+        cells = [case.row, case.name, shown_rate(case),
+                 f"{case.over(nanogpt[case.row]):.1f}" if case.row in nanogpt else "",
+                 f"{ours.over(case):.2f}" if ours != case else "", f"{statistics.median(case.memory):,.0f} MB"]
+        lines.append(f"| {' | '.join(cells)} |")
     if processes:
         lines += ["", "| whole process | | seconds | peak memory |", "|---|---|---:|---:|"]
     for row, name, measured in processes:
         seconds, memory = (statistics.median(values) for values in zip(*measured, strict=True))
         lines.append(f"| {row} | {name} | {seconds:.2f} | {memory:,.0f} MB |")
     return "\n".join(lines) + "\n"
+
+
+def slug():
+    """The name of the files with the results of this processor."""
+    return re.sub(r"\W+", "-", processor().lower())
+
+
+def is_8_bit(case):
+    return "8" in case.name
 
 
 def shown_rate(case):
