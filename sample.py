@@ -21,7 +21,7 @@ from sampling.configurator import override
 from sampling.generation.workers import run_on_all, serve
 from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
-from sampling.outputs.outputs import Outputs, choose_params
+from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
 from sampling.params import ALIASES, ModelOptions, check_settings
 from sampling.process import expand_paths, quicken_start
 
@@ -75,8 +75,8 @@ def main(settings):
     params = choose_params(settings)
     if settings['interactive']:
         return run_session(params)
-    outputs = Outputs({**settings, **vars(params)}) # params has the seed that was drawn at random
-    run(params, outputs)
+    files = OutputFiles({**settings, **vars(params)}) # params has the seed that was drawn at random
+    run(params, files)
 
 
 def run_session(params):
@@ -85,14 +85,14 @@ def run_session(params):
     run_repl(load_gpt, params, show_probs, start)
 
 
-def run(params, outputs):
+def run(params, files):
     """Generate the samples of all prompts, or score these, and print and save each: once, or from each checkpoint."""
     prompts, samples_per_prompt = read_prompts(start, watch), 1 if score else num_samples
     num_total = len(prompts) * samples_per_prompt if isinstance(prompts, list) else None # None: they come from a pipe
     for _ in wait_for_saves(out_dir) if watch else [None]:
         gpt = load_gpt(num_total)
         samples = make_samples(encode_prompts(prompts, gpt.tokenizer), samples_per_prompt, is_score=score)
-        outputs.begin(gpt, num_total)
+        outputs = Outputs(files, gpt, num_total)
         for sample, pieces in run_on_all(gpt, outputs.resume(samples), params, batch_size, is_tty(sys.stdout)):
             outputs.update(sample, pieces)
         outputs.finish()

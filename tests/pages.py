@@ -3,7 +3,7 @@ import math
 from types import SimpleNamespace
 
 from sampling.outputs import html
-from sampling.outputs.jsonl import LineFormat
+from sampling.outputs.jsonl import Run
 from sampling.params import Prompt, Sample, Token
 
 CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num": 100, "val_loss": 1.5}
@@ -36,6 +36,9 @@ def finished_sample(index, prompt, tokens, finish_reason="length", id=None):
 
 
 class CodePointTokenizer:
+    def fingerprint(self):
+        return ""
+
     def decode(self, ids):
         return "".join(map(chr, ids))
 
@@ -50,8 +53,8 @@ def model_of(crc32="00000000", iter_num=100):
 def write_lines(path, samples, logprobs=5, prompt="ROMEO:\n", id=None, checkpoint=None, **settings):
     """Write the lines of these samples, each a list of tokens, as a run with these settings does. Returns path."""
     saved = {} if logprobs is None else {"logprobs": logprobs}
-    line_format = LineFormat(CHECKPOINT_ID | (checkpoint or {}), RUN | settings | saved)
-    lines = [line_format.line(finished_sample(index, prompt, tokens, id=id)) for index, tokens in enumerate(samples)]
+    run = Run(CHECKPOINT_ID | (checkpoint or {}), RUN | settings | saved)
+    lines = [run.line(finished_sample(index, prompt, tokens, id=id)) for index, tokens in enumerate(samples)]
     path.write_bytes(b"".join(lines))
     return path
 

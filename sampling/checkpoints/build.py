@@ -107,7 +107,7 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
 
     require_fit(model_args, {name: tensor for name, (_, tensor) in stored.items()})
     is_tied = stored[HEAD] == stored[EMBEDDING] or torch.equal(read(HEAD), read(EMBEDDING))
-    state_dict, lines = {}, []
+    state_dict, lines = {}, [f"{GPTConfig(**model_args)}\n"]
     for name, (file, tensor) in sorted(stored.items()): # so the head is before the embedding
         is_quantized = dtype == torch.int8 and len(tensor.shape) == 2 and name != POSITIONS
         state_dict[name] = (state_dict[HEAD] if name == EMBEDDING and is_tied else

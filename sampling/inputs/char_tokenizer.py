@@ -36,6 +36,9 @@ class CharTokenizer(Tokenizer):
                              f"{more}")
         return [self.stoi[symbol] for symbol in symbols]
 
+    def fingerprint(self) -> str:
+        return repr(sorted(self.itos.items()))
+
     def token_bytes(self, token_id: int) -> bytes:
         symbol = self.itos.get(token_id, REPLACEMENT)
         return bytes([symbol]) if isinstance(symbol, int) else symbol.encode("utf-8", "replace")

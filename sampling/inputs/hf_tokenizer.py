@@ -52,6 +52,9 @@ class HFTokenizer(Tokenizer):
                              "one; pass another --start")
         return ids
 
+    def fingerprint(self) -> str:
+        return self.tokenizer.to_str()
+
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
         return HFDecoder(self, prompt_ids)
 

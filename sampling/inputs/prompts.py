@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
 FILE_KINDS = "FILE", *MULTI_KINDS
 # The fields of a line in out_file, besides "prompt" and "id".
-RESULT_FIELDS = frozenset(["version", "index", "text", "num_tokens", "num_bytes", "finish_reason",
-                           "cumulative_logprob", "logprobs", "seed", "checkpoint", "settings"])
+RESULT_FIELDS = frozenset(["version", "index", "prompt_index", "sample_index", "text", "num_tokens", "num_bytes",
+                           "finish_reason", "cumulative_logprob", "logprobs", "seed", "checkpoint", "settings"])
 EncodedPrompt = tuple[Prompt, list[int]]
 
 

@@ -41,6 +41,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The text of a token in UTF-8, which may be a part of a character."""
 
+    def fingerprint(self) -> str:
+        """What another vocabulary would change."""
+        return self.source
+
     def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
         """A decoder for the tokens after prompt_ids."""
         return ByteDecoder(self, prompt_ids)

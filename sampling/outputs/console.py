@@ -58,20 +58,20 @@ def setup_console(owns_process: bool = True) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper): # a notebook has another stream, which takes all characters
         encoding = None if is_tty(sys.stdout) else "utf-8" # in which only lone surrogates are replaced
         sys.stdout.reconfigure(encoding=encoding, errors="replace")
+        with suppress(AttributeError, OSError): # a parent may have made it non-blocking: then a full pipe loses text
+            os.set_blocking(sys.stdout.fileno(), True)
 
 
-def start_progress_bar(num_tokens: int, shows_text: bool = True) -> Any:
+def start_progress_bar(shows_text: bool = True) -> Any:
     """Return a tqdm of tokens, if standard error goes to a terminal that shows no text of samples; otherwise None.
 
-    num_tokens: how many there are already. They do not count for the bar's speed.
     shows_text: whether such text is printed. Whole lines on standard output do not disturb the bar.
     """
     is_pipe = sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode) # tee, for example, shows them there
     if (shows_text and (is_pipe or is_tty(sys.stdout))) or not is_tty(sys.stderr):
         return None
     from tqdm import tqdm
-    _console.bar = tqdm(initial=num_tokens, unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1,
-                        leave=False)
+    _console.bar = tqdm(unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1, leave=False)
     return _console.bar
 
 

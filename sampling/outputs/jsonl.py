@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from sampling.outputs.console import name_write_errors, plural
 from sampling.params import SAMPLING_SETTINGS, Sample, Score, Token, as_list
 
 logger = logging.getLogger(__name__)
-VERSION = 3 # of the fields of a line
+VERSION = 4 # of the fields of a line
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"} # some readers take them for the end of a line
 
 # How the files begin that sample.py writes.
@@ -21,14 +22,10 @@ LINE_START = b'{"version": %d, "index": ' % VERSION # a line of this version
 LINE_START_OF_ANY_VERSION = re.compile(rb'\{"version": \d+, "index": ')
 PAGE = re.compile(rb'<!DOCTYPE html>.*<meta name="generator" content="sample.py">', re.DOTALL)
 
-# Settings that each line repeats; run_settings adds device and dtype. A resumed run has the same values.
-REPRODUCIBILITY_KEYS = ("num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-                        "stop", "seed", "compile", "context_shift", "exact", "tokenizer", "score")
-
 
 @dataclass
-class LineFormat:
-    """Turns samples into lines, and recognises the lines of the same run."""
+class Run:
+    """What decides the samples of a model. Turns them into lines, and recognises the lines of the same run."""
     checkpoint_id: dict[str, Any] # "path", "crc32", "iter_num" and "val_loss"
     settings: dict[str, Any] # with logprobs, only if lines have them: then all lines of a file have the same fields
 
@@ -44,17 +41,28 @@ class LineFormat:
         else:
             results = {"text": sample.text, "num_tokens": sample.num_tokens, "finish_reason": sample.finish_reason,
                        **cumulative, **logprobs, "seed": self.settings["seed"]}
-        text = json.dumps({**first_fields(sample), **results, "checkpoint": self.checkpoint_id,
+        text = json.dumps({**self.first_fields(sample), **results, "checkpoint": self.checkpoint_id,
                            "settings": self.settings}, ensure_ascii=False)
         # A lone surrogate becomes an escape, because UTF-8 has none.
         return text.translate(SEPARATORS).encode("utf-8", errors="backslashreplace") + b"\n"
 
     def check(self, record: Mapping[str, Any], sample: Sample, where: str) -> None:
         """Raise ValueError, with where and the difference, unless this is the record of this sample of this run."""
-        first, checksum = first_fields(sample), "the checkpoint's checksum"
+        first, checksum = self.first_fields(sample), "the checkpoint's checksum"
         saved = {name: value for name, value in record.items() if name in first or name not in RESULT_FIELDS}
         check_equal({**record["settings"], checksum: record["checkpoint"].get("crc32"), **saved},
                     {**self.settings, checksum: self.checkpoint_id["crc32"], **first}, where)
+
+
+    def first_fields(self, sample: Sample) -> dict[str, Any]:
+        """The fields with which the line of a sample begins."""
+        prompt, of_prompt = sample.prompt, {}
+        if not isinstance(sample, Score):
+            of_prompt["prompt_index"], of_prompt["sample_index"] = divmod(
+                sample.index, self.settings.get("num_samples", sys.maxsize)) # of one prompt, there may be more later
+        prompt_id = {} if prompt.id is None else {"id": prompt.id}
+        return {"version": VERSION, "index": sample.index, **of_prompt, "prompt": prompt.text, **prompt_id,
+                **prompt.other_fields}
 
 
 class LinesFile:
@@ -64,9 +72,21 @@ class LinesFile:
     """
 
     def __init__(self, path: str):
-        self.path, self.file, self.is_ours = path, open_output(path), False
+        self.path, self.is_ours, self.is_new = path, False, not os.path.exists(path) # a link may lead nowhere
+        self.file = open_output(path)
 
-    def mark_saved(self, samples: Iterator[Sample], run: LineFormat, watch: bool) -> Iterator[Sample]:
+    @property
+    def size(self) -> int:
+        """In bytes. Raises ValueError if the file is not there any more."""
+        if not is_at(self.path, self.file):
+            raise ValueError(f"{self.path} was moved or deleted while this run wrote to it: its samples are where it "
+                             "was moved to, if anywhere")
+        return os.path.getsize(self.path)
+
+    def remove(self) -> None:
+        os.unlink(os.path.realpath(self.path)) # a link stays
+
+    def mark_saved(self, samples: Iterator[Sample], run: Run, watch: bool) -> Iterator[Sample]:
         """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models.
 
         Raises ValueError, without changing the file, if it is from another run.
@@ -80,8 +100,11 @@ class LinesFile:
                 run.check(record, sample, where)
                 num_saved, sample.already_saved = num_saved + 1, True
                 if isinstance(sample, Score): # for the sums of all texts
-                    sample.num_tokens, sample.num_bytes = record["num_tokens"], record["num_bytes"]
-                    sample.cumulative_logprob = record["cumulative_logprob"]
+                    try:
+                        sample.num_tokens, sample.num_bytes = int(record["num_tokens"]), int(record["num_bytes"])
+                        sample.cumulative_logprob = float(record["cumulative_logprob"])
+                    except (KeyError, TypeError, ValueError, OverflowError):
+                        raise ValueError(f"{where}: its sums are not those that sample.py wrote") from None
                 yield sample
             else:
                 raise ValueError(f"{where}, is one sample more than this run generates: give the file another name, or "
@@ -119,26 +142,18 @@ def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str)
 
 def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
     """The settings that decide the text of a sample, and what is saved. Values with the same meaning become equal."""
-    kept = {name: settings[name] for name in REPRODUCIBILITY_KEYS}
+    is_score, names = settings["score"], [*SAMPLING_SETTINGS, "compile"]
+    is_multi = parse_start(settings["start"])[0] in MULTI_KINDS # a longer run of one prompt may continue the file
+    unused = {"draft"} | (set(SAMPLING_SETTINGS) if is_score else set() if is_multi else {"num_samples"})
+    kept = {name: settings[name] for name in names if name not in unused}
+    kept |= {name: settings[name] for name in ("exact", "tokenizer", "score") if settings[name]}
+    for name, off in ("top_k", 0), ("top_p", 1), ("min_p", 0):
+        if kept.get(name) == off:
+            kept[name] = None
+    if not is_score:
+        kept["stop"] = as_list(kept["stop"])
     logprobs = {} if settings["logprobs"] is None else {"logprobs": settings["logprobs"]}
-    model = {"device": device_type, "dtype": dtype_name, **logprobs}
-    for name in "exact", "tokenizer", "score":
-        if not kept[name]:
-            del kept[name] # a line names it only if it is set
-    if settings["score"]:
-        return {name: value for name, value in kept.items() if name not in SAMPLING_SETTINGS} | model
-    if parse_start(settings["start"])[0] not in MULTI_KINDS:
-        del kept["num_samples"] # a longer run of one prompt may continue the file of a shorter run
-    top_p = None if kept["top_p"] == 1 else kept["top_p"]
-    return {**kept, "top_k": kept["top_k"] or None, "top_p": top_p, "min_p": kept["min_p"] or None,
-            "stop": as_list(kept["stop"]), **model}
-
-
-def first_fields(sample: Sample) -> dict[str, Any]:
-    """The fields with which the line of a sample begins."""
-    prompt = sample.prompt
-    prompt_id = {} if prompt.id is None else {"id": prompt.id}
-    return {"version": VERSION, "index": sample.index, "prompt": prompt.text, **prompt_id, **prompt.other_fields}
+    return {**kept, "device": device_type, "dtype": dtype_name, **logprobs}
 
 
 def token_fields(token: Token) -> dict[str, Any]:
@@ -159,10 +174,14 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
     start = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
+            if not line.strip(): # an editor may add a blank line
+                start += len(line)
+                continue
             record, where = None, f"{path}, line {number}"
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
-            if record is None and not line.endswith(b"\n") and LINE_START.startswith(line[:len(LINE_START)]):
+            is_cut = LINE_START.startswith(line[:len(LINE_START)]) or not line.strip(b"\0") # or zeros, after a crash
+            if record is None and not line.endswith(b"\n") and is_cut:
                 logger.info(f"{where} is truncated, so it is left out")
                 return
             if not (isinstance(record, dict) and all(type(record.get(name)) is kind for name, kind in types.items())
@@ -182,8 +201,13 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
     Raises ValueError or OSError, which names the file, if it cannot be used, if another run has locked it, or if
     sample.py has not written it.
     """
+    with suppress(OSError): # there is no such file, or standard output is closed
+        if os.path.samestat(os.stat(path), os.fstat(1)):
+            raise ValueError(f"{path} is where standard output goes: give another path; out_file=- prints the lines "
+                             "instead of the samples")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path")
+        raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path, or - for "
+                         "standard output")
     with name_write_errors(path):
         file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
     with suppress(ImportError, OSError): # Windows, and file systems without locks
@@ -193,10 +217,22 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
         except BlockingIOError:
             file.close()
             raise ValueError(f"another run writes to {path}: give the file another name") from None
+    if not is_at(path, file): # another run, which has ended, removed it meanwhile
+        file.close()
+        return open_output(path)
     file.seek(0)
     begin = file.read(200) # of a new file nothing, and of a killed run perhaps a part of a line
     if not (LINE_START_OF_ANY_VERSION.match(begin) or LINE_START.startswith(begin) or PAGE.match(begin)):
         file.close()
-        raise ValueError(f"{path} was not written by sample.py, so it is neither continued nor replaced: move it, or "
-                         "give the file another name")
+        raise ValueError(f"{path} was not written by sample.py, or was edited (a line begins with version and index, "
+                         "and no byte-order mark), so it is neither continued nor replaced: move it, or give the file "
+                         "another name")
     return file
+
+
+def is_at(path: str | os.PathLike, file: BinaryIO) -> bool:
+    """Whether an open file is the one at this path."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

@@ -120,13 +120,14 @@ class Progress:
     """
 
     def __init__(self, total_samples: int | None, max_new_tokens: int | None, shows_text: bool = True):
-        self.total_samples, self.max_new_tokens, self.shows_text = total_samples, max_new_tokens, shows_text
+        self.total_samples, self.max_new_tokens = total_samples, max_new_tokens
         self.noun = "sample" if max_new_tokens is not None else "text"
         self.unfinished: set[Sample] = set() # the engine may append tokens to them
         self.num_samples = self.num_tokens = 0 # of finished samples
-        self.start = self.next_time = time.perf_counter() # next_time: when to show something
-        self.first_tokens: tuple[float, int] | None = None # when tokens came for the first time, and how many
-        self.bar = None # a tqdm
+        self.bar = start_progress_bar(shows_text) # a tqdm, or None
+        self.start = time.perf_counter() # the model is loaded
+        self.interval = LOG_INTERVAL if self.bar is None else BAR_INTERVAL
+        self.next_time = self.start + self.interval
 
     def follow(self, samples: Iterable[Sample]) -> Iterator[Sample]:
         """Yield the samples to the engine, which fills them."""
@@ -145,17 +146,15 @@ class Progress:
             self.num_tokens += sample.num_tokens
         if (now := time.perf_counter()) < self.next_time:
             return
+        self.next_time = now + self.interval
         num_tokens = self.num_tokens + sum(sample.num_tokens for sample in self.unfinished)
-        if self.first_tokens is None:
-            self.first_tokens, self.bar = (now, num_tokens), start_progress_bar(num_tokens, self.shows_text)
-        elif self.bar is not None:
+        if self.bar is not None:
             self.bar.total = self.expect_tokens()
             self.bar.set_postfix_str(plural(self.num_samples, self.noun), refresh=False)
             self.bar.update(num_tokens - self.bar.n) # less than 0 after a batch that ran out of memory
         elif not is_tty(sys.stderr):
             self.log_speed(f"{plural(self.num_samples, self.noun)} so far" if self.total_samples is None
                            else f"{self.num_samples} of {plural(self.total_samples, self.noun)}", num_tokens)
-        self.next_time = now + (LOG_INTERVAL if self.bar is None else BAR_INTERVAL)
 
     def expect_tokens(self) -> int | None:
         """How many tokens the run will have at its end; None if unknown. Samples may stop early."""
@@ -176,11 +175,6 @@ class Progress:
             self.log_speed(plural(self.num_samples, self.noun), self.num_tokens, peak)
 
     def log_speed(self, samples: str, num_tokens: int, more: str = "") -> None:
-        """Log the speed since the first tokens, before which the model may compile. If all are first, or for scores,
-        whose first tokens are many, since start.
-        """
-        is_later = self.max_new_tokens is not None and num_tokens > self.first_tokens[1]
-        start, num_before = self.first_tokens if is_later else (self.start, 0)
-        seconds = time.perf_counter() - start
-        logger.info(f"{samples}, {plural(num_tokens, 'token')} in {seconds:.1f} s: "
-                    f"{(num_tokens - num_before) / seconds:.1f} tokens/s{more}")
+        seconds = time.perf_counter() - self.start
+        logger.info(f"{samples}, {plural(num_tokens, 'token')} in {seconds:.1f} s: {num_tokens / seconds:.1f} tokens/s"
+                    f"{more}")

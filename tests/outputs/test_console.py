@@ -90,7 +90,7 @@ def test_a_progress_bar_does_not_disturb_text(read_stderr, monkeypatch, stdout, 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: stdout == "terminal", raising=False)
     with (open(reader), open(writer, "w") as pipe, open(os.devnull, "w") as file,
           redirected(1, pipe if stdout == "pipe" else file)):
-        bar = console.start_progress_bar(10, shows_text)
+        bar = console.start_progress_bar(shows_text)
     assert (bar is not None) == is_shown
     if is_shown:
         bar.close()

@@ -12,7 +12,7 @@ import pytest
 from pages import HOSTILE, RUN, SHOWN, finished_sample, make_page, make_token, make_tokens, write_lines, write_page
 from project import PROJECT
 from sampling.outputs.html import short_names
-from sampling.outputs.jsonl import LineFormat
+from sampling.outputs.jsonl import Run
 from sampling.params import Token
 
 
@@ -104,7 +104,7 @@ def test_numbers_of_tokens_are_short_and_lengths_those_of_javascript(tmp_path):
 def test_a_page_is_made_later_from_files(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", [make_tokens(2), make_tokens(1)])
     expected = make_page(tmp_path / "b.html", lines).read_bytes()
-    lines.write_bytes(lines.read_bytes() + b'{"version": 3, "ind') # of a run that was killed
+    lines.write_bytes(lines.read_bytes() + b'{"version": 4, "ind') # of a run that was killed
     for _ in range(2): # an earlier page is replaced
         done = make_by_command(lines, tmp_path / "a.html")
         assert (done.returncode, done.stdout) == (0, "")
@@ -115,7 +115,7 @@ def test_a_page_is_made_later_from_files(tmp_path):
 
 
 @pytest.mark.parametrize("content, page, message", [
-    (LineFormat({}, RUN).line(finished_sample(0, "O", [])).replace(b'"text"', b'"test"'), "new.html",
+    (Run({}, RUN).line(finished_sample(0, "O", [])).replace(b'"text"', b'"test"'), "new.html",
      "sample 0 lacks a field, or has a wrong one"),
     (b"", "mine.html", "mine.html is not a page of samples, so it is not replaced"),
     (None, "new.html", "error: there is no file '"),

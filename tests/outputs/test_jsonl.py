@@ -7,7 +7,7 @@ import pytest
 from pages import CHECKPOINT_ID, make_token
 from pages import SETTINGS as ALL_SETTINGS
 from sampling.inputs.prompts import RESULT_FIELDS
-from sampling.outputs.jsonl import LineFormat, LinesFile, run_settings
+from sampling.outputs.jsonl import LinesFile, Run, run_settings
 from sampling.params import Prompt, Sample, Token
 
 SETTINGS = {"seed": 1, "stop": []}
@@ -17,13 +17,13 @@ LIKELY = [make_token("a", 0.5, a=0.5, b=0.25, c=0.125), make_token("", 0.7), mak
 
 def line_of(tokens, logprobs=None, sample=SAMPLE):
     settings = SETTINGS if logprobs is None else SETTINGS | {"logprobs": logprobs}
-    return LineFormat(CHECKPOINT_ID, settings).line(replace(sample, tokens=tokens, finish_reason="length"))
+    return Run(CHECKPOINT_ID, settings).line(replace(sample, tokens=tokens, finish_reason="length"))
 
 
 def test_a_line_has_the_fields_of_the_prompt_then_those_of_the_sample():
     line = json.loads(line_of(LIKELY))
-    assert list(line) == ["version", "index", "prompt", "id", "label", "none", "text", "num_tokens", "finish_reason",
-                          "cumulative_logprob", "seed", "checkpoint", "settings"]
+    assert list(line) == ["version", "index", "prompt_index", "sample_index", "prompt", "id", "label", "none", "text",
+                          "num_tokens", "finish_reason", "cumulative_logprob", "seed", "checkpoint", "settings"]
     assert line["text"] == "aé\n" and line["checkpoint"] == CHECKPOINT_ID and line["settings"] == SETTINGS
     assert line.keys() - {"prompt", "id", "label", "none"} <= RESULT_FIELDS # no prompt may have these
 
@@ -68,13 +68,13 @@ def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
     ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),
     ({"checkpoint": None}, ": not written by this version of sample.py"),
-    ({"version": 2}, ": not written by this version of sample.py")], ids=str)
+    ({"version": 3}, ": not written by this version of sample.py")], ids=str)
 def test_a_line_of_another_run_is_refused_with_the_first_difference(tmp_path, changes, message):
     def resume(line):
         (tmp_path / "a.jsonl").write_bytes(line)
         lines = LinesFile(tmp_path / "a.jsonl")
         with lines.file:
-            return list(lines.mark_saved(iter([replace(SAMPLE)]), LineFormat(CHECKPOINT_ID, SETTINGS), watch=False))
+            return list(lines.mark_saved(iter([replace(SAMPLE)]), Run(CHECKPOINT_ID, SETTINGS), watch=False))
     assert resume(line_of(LIKELY))[0].already_saved # whatever its text is
     line = json.dumps(json.loads(line_of([])) | changes).encode()
     with pytest.raises(ValueError) as error:

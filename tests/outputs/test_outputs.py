@@ -8,7 +8,7 @@ import pytest
 from pages import SETTINGS, make_tokens, model_of
 from sampling.outputs import console
 from sampling.outputs.jsonl import open_output
-from sampling.outputs.outputs import Outputs, choose_params
+from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
 from sampling.params import Piece, Prompt, Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning") # files stay open
@@ -19,29 +19,30 @@ def start(tmp_path):
     """Makes the Outputs of a run with a.jsonl and a.html, unless settings say otherwise."""
     console.setup_console(owns_process=False)
     paths = {"out_file": f"{tmp_path}/a.jsonl", "html_file": f"{tmp_path}/a.html"}
-    yield lambda **settings: Outputs(SETTINGS | paths | settings)
+    yield lambda **settings: OutputFiles(SETTINGS | paths | settings)
     console.before_exit.clear()
     gc.collect() # a run that ends early leaves its files open: the warnings must not come in another test
 
 
-def generate(outputs, count, gpt=None, num_finished=99):
-    """Finish samples of a model, as the engine does. Sample i has i + 1 tokens."""
+def generate(files, count, gpt=None, num_finished=99):
+    """Finish samples of a model, as the engine does. Sample i has i + 1 tokens. Returns the Outputs."""
     samples = (Sample(index, Prompt("O"), [79]) for index in range(count))
-    outputs.begin(gpt or model_of(), count)
+    outputs = Outputs(files, gpt or model_of(), count)
     for sample in outputs.resume(samples):
         if not sample.already_saved and sample.index < num_finished:
             sample.tokens, sample.finish_reason = make_tokens(sample.index + 1), "length"
             outputs.update(sample, [Piece(sample.text)])
+    return outputs
 
 
 @pytest.fixture
 def run(start):
     """A run of count samples of each model. It is killed if num_finished is given."""
     def run(count=3, models=(None,), num_finished=None, **settings):
-        outputs = start(**settings)
+        files = start(**settings)
         try:
             for gpt in models:
-                generate(outputs, count, gpt, num_finished or 99)
+                outputs = generate(files, count, gpt, num_finished or 99)
                 if num_finished is None:
                     outputs.finish()
             if num_finished is None:
@@ -49,8 +50,8 @@ def run(start):
                     pass
         finally:
             console.before_exit.clear()
-            if outputs.lines:
-                outputs.lines.file.close()
+            if files.lines:
+                files.lines.file.close()
     return run
 
 
@@ -111,16 +112,15 @@ def test_watch_resumes_the_last_checkpoint_or_goes_on_with_a_newer_one(run, tmp_
     path.write_bytes(cut)
     run(2, [model_of("3" if is_newer else "2")], **watch)
     kept = whole if end == -1 else cut[:cut.rfind(b"\n") + 1] # the complete lines
-    assert path.read_bytes() == (kept + first.replace(b'"1"', b'"3"') if is_newer else whole)
+    assert path.read_bytes() == (kept + first.replace(b"00000001", b"00000003") if is_newer else whole)
 
 
 def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp_path):
-    outputs = start(watch=True)
-    generate(outputs, 2, model_of("1"))
+    outputs = generate(files := start(watch=True), 2, model_of("1"))
     assert not (tmp_path / "a.html").exists()
     outputs.finish()
     assert num_shown(tmp_path) == 2
-    generate(outputs, 2, model_of("2"), num_finished=1)
+    generate(files, 2, model_of("2"), num_finished=1)
     assert num_shown(tmp_path) == 2
     with pytest.raises(SystemExit), console.report_user_errors():
         raise ValueError("the next prompt cannot be encoded")
@@ -162,17 +162,17 @@ def test_lines_on_standard_output_hold_no_commands_for_a_terminal(run, tmp_path,
     run(2, out_file="-", html_file=None)
     assert capsys.readouterr().out == (tmp_path / "a.jsonl").read_text()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    run(1, [model_of("\x9b")], out_file="-", html_file=None)
-    assert '"crc32": "\ufffd"' in capsys.readouterr().out
+    run(1, [model_of(iter_num="\x9b")], out_file="-", html_file=None)
+    assert '"iter_num": "\ufffd"' in capsys.readouterr().out
 
 
 def test_a_sample_is_saved_before_it_is_shown(start, tmp_path, monkeypatch):
     def write(text):
         raise OSError(28, "No space left on device")
-    outputs = start(html_file=None)
+    files = start(html_file=None)
     monkeypatch.setattr(sys.stdout, "write", write)
     with pytest.raises(OSError, match="cannot write 'standard output': No space left on device"):
-        generate(outputs, 2)
+        generate(files, 2)
     assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 1
 
 
