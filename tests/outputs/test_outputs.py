@@ -1,4 +1,5 @@
 """out_file and html_file of a run: what they hold, and how a later run resumes them."""
+import fcntl
 import gc
 import os
 import sys
@@ -10,6 +11,7 @@ from sampling.outputs import console
 from sampling.outputs.jsonl import open_output
 from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
 from sampling.params import Piece, Prompt, Sample
+from script_process import redirected
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning") # files stay open
 
@@ -127,7 +129,7 @@ def test_the_page_is_written_after_each_model_and_before_an_early_end(start, tmp
     assert num_shown(tmp_path) == 3
 
 
-def test_without_out_file_the_lines_stay_until_the_page_is_written(run, files, tmp_path):
+def test_without_out_file_the_lines_stay_until_the_run_is_complete(run, start, files, tmp_path):
     run(2)
     lines, page = (tmp_path / "a.jsonl").read_bytes(), (tmp_path / "a.html").read_bytes()
     for path in tmp_path.iterdir():
@@ -136,10 +138,48 @@ def test_without_out_file_the_lines_stay_until_the_page_is_written(run, files, t
     assert files() == {"a.html.jsonl": lines[:lines.index(b"\n") + 1]}
     run(2, out_file=None)
     assert files() == {"a.html": page}
+    (tmp_path / "a.html").unlink()
+    generate(start(out_file=None), 2)
+    console.end_run(1) # the disk is full, for example
+    assert files() == {"a.html": page, "a.html.jsonl": lines}
+    run(2, out_file=None)
     for settings in {}, {"out_file": None}: # no page is replaced without its lines
         with pytest.raises(ValueError, match="exists already, and nothing is overwritten"):
             run(2, **settings)
         assert files()["a.html"] == page
+
+
+@pytest.mark.parametrize("more", [b"\n \r\n", b"\0" * 300], ids=["blank-lines", "zeros"])
+def test_what_an_editor_or_a_crash_adds_at_the_end_is_removed(run, files, tmp_path, more):
+    run()
+    whole = files()
+    (tmp_path / "a.jsonl").write_bytes(whole["a.jsonl"] + more)
+    run()
+    assert files() == whole
+
+
+def test_only_a_file_that_the_run_has_created_is_removed(start, tmp_path):
+    (tmp_path / "mine").touch()
+    (tmp_path / "link").symlink_to("created")
+    for name in "mine", "link":
+        start(out_file=f"{tmp_path}/{name}", html_file=None)
+        console.end_run(1)
+    assert sorted(os.listdir(tmp_path)) == ["link", "mine"]
+
+
+def test_a_file_that_another_run_removes_meanwhile_is_made_again(start, tmp_path, monkeypatch):
+    path, flock = tmp_path / "a.jsonl", fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: (path.unlink() if opened.pop() else None, flock(*arguments)))
+    opened = [False, True]
+    generate(start(html_file=None), 1)
+    assert path.read_bytes().count(b"\n") == 1
+
+
+def test_a_file_that_is_moved_during_the_run_is_an_error_that_says_so(start, tmp_path):
+    generate(start(html_file=None), 1)
+    (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
+    with pytest.raises(ValueError, match=r"a\.jsonl was moved or deleted while this run wrote to it"):
+        console.end_run(0)
 
 
 def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, start, files, messages):
@@ -193,6 +233,10 @@ def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, 
         for settings in {"out_file": f"{tmp_path}/{path}"}, {"out_file": None, "html_file": f"{tmp_path}/{path}"}:
             with pytest.raises((ValueError, OSError), match=reason):
                 start(**settings)
+    with open(tmp_path / "samples", "wb") as file, redirected(1, file), pytest.raises(ValueError, match="out_file=-"):
+        start(out_file=file.name)
+    with pytest.raises(ValueError, match="is the file of the prompts"):
+        start(out_file=file.name, start=f"JSONL:{file.name}", overwrite=True)
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(ValueError, match="standard output is closed"):
         start(out_file=None, html_file=None)

@@ -1,14 +1,17 @@
 """Runs that end early: printed and saved samples are complete, and the same command resumes the run."""
+import array
+import fcntl
 import os
 import re
 import resource
 import shutil
 import signal
+import termios
 import time
 
 import pytest
 
-from models import make_gpt, save_checkpoint
+from models import CHARS, make_gpt, save_checkpoint, save_meta
 from project import RULE
 from script_process import CLOSED, start_script
 from terminal import Terminal
@@ -157,3 +160,27 @@ def test_closed_streams_are_ignored(char_checkpoint):
                            stdin=CLOSED, stderr=CLOSED)
     printed, _ = process.communicate()
     assert process.returncode == 0 and printed.decode() == f"Hi\n{RULE}\n" * 2
+
+
+def test_a_standard_output_that_does_not_block_gets_all_samples(prepared, folder):
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.set_blocking(writer, False)
+    process = start_script(*RUN, cwd=folder, stdout=writer)
+    os.close(writer)
+    size = array.array("i", [0])
+    while size[0] < 4000 and process.poll() is None: # the pipe is not full
+        fcntl.ioctl(reader, termios.FIONREAD, size)
+        time.sleep(0.1)
+    with open(reader, "rb") as pipe:
+        assert pipe.read() == b"".join(prepared[1]) and process.wait(timeout=60) == 0, process.stderr.read()
+    process.communicate()
+
+
+@pytest.mark.parametrize("change", [
+    lambda out: save_meta(out / "meta.pkl", CHARS[::-1]), lambda out: save_checkpoint(out, make_gpt(n_head=1))],
+    ids=["vocabulary", "n_head"])
+def test_another_model_with_the_same_weights_is_no_resumed_run(run_script, folder, change):
+    assert run_script(*RUN, cwd=folder).returncode == 0
+    change(folder / "out")
+    assert "the checkpoint's checksum is" in run_script(*RUN, cwd=folder).stderr
