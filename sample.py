@@ -20,10 +20,10 @@ from sampling.checkpoints.finding import wait_for_saves
 from sampling.configurator import override
 from sampling.generation.workers import run_on_all, serve
 from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
-from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console, system_interrupts
+from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console
 from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
 from sampling.params import ALIASES, ModelOptions, check_settings
-from sampling.process import expand_paths, quicken_start
+from sampling.process import expand_paths, quicken_start, system_interrupts
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model

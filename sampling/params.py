@@ -4,6 +4,7 @@ import math
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -156,6 +157,8 @@ def choose_seed(seed: int | str, flag: str = "--seed") -> int:
 
 def warn_about_stops(stop_texts: list[str]) -> None:
     for text in stop_texts:
+        if text != (composed := unicodedata.normalize("NFC", text)):
+            logger.warning(f"the stop text {text!a:.100} is decomposed (NFD); most texts have {composed!a:.100}")
         if "\\n" in text:
             logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, "
                            "write the text in quotes, as Python does: --stop='\"\\n\"'")

@@ -8,10 +8,11 @@ import gc
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 OUT_OF_MEMORY = re.compile(
     "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
     "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED") # cuBLAS reports the latter if there is no memory for its workspace
+END_SIGNALS = signal.SIGINT, signal.SIGTERM # SIGINT: Ctrl-C
+owns_process = False # whether no other code runs in this process; sample.py says so
 first_pid = 0 # of the process that loaded the first model
 
 
@@ -73,6 +76,28 @@ def expand_paths(settings: dict) -> dict:
     for name in "init_from", "out_dir", "tokenizer", "out_file", "html_file":
         settings[name] = expand_home(settings[name])
     return settings
+
+
+@contextmanager
+def system_interrupts() -> Iterator[None]:
+    """Let the system end the process at Ctrl-C or SIGTERM inside this block, if it is the script's own process.
+
+    Python calls a handler only between two operations, and a stranger's file can ask for one that takes minutes.
+    """
+    handlers = {number: signal.getsignal(number) for number in END_SIGNALS} if owns_process else {}
+    ours = {number: handler for number, handler in handlers.items() if callable(handler)} # others are the system's
+    try:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of an exception's message, or the name of the exception's type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
 
 
 def shorten_spinning() -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from sampling import process
 from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
 from sampling.checkpoints.build import Checkpoint, build_gpt
-from sampling.checkpoints.untrusted_files import first_sentence
 from sampling.model import GPT, GPTConfig
 from sampling.params import ModelOptions
 
@@ -52,8 +51,8 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError as error: # torch has no code for this GPU, or its driver is too old
         if process.is_out_of_memory(error):
             raise
-        reason = (f"the GPU cannot run torch {torch.__version__} ({first_sentence(error)}): update its driver, or "
-                  "install a build of torch that supports it (https://pytorch.org/get-started)")
+        reason = (f"the GPU cannot run torch {torch.__version__} ({process.first_sentence(error)}): update its driver, "
+                  "or install a build of torch that supports it (https://pytorch.org/get-started)")
     if name != "auto":
         raise ValueError(f"{reason}, or use device=cpu")
     logger.warning(f"{reason}; continuing on the CPU")
@@ -146,7 +145,7 @@ def has_numba(is_required: bool) -> bool:
     except ImportError as error: # also with a Python or a processor that it does not support
         reason, advice = error, "pip install numba"
     except Exception as error: # a package or a shared library that it needs is broken, or a variable is wrong
-        reason = f"{type(error).__name__}: {first_sentence(error)}"
+        reason = f"{type(error).__name__}: {process.first_sentence(error)}"
         advice = "pip install --force-reinstall numba, or unset NUMBA_* variables"
     message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({reason}): {advice}"
     if is_required:

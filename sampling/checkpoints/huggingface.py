@@ -13,8 +13,9 @@ from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, nanogpt_name
 from sampling.checkpoints.finding import ALIASES, SAVED, huggingface_config, huggingface_folder
 from sampling.checkpoints.pickles import StoredTensor
 from sampling.checkpoints.tensor_files import read_tensor_file
-from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, first_sentence, read_complete, read_json, require
+from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_complete, read_json, require
 from sampling.model import GPTConfig
+from sampling.process import first_sentence
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors", "pytorch_model.bin" # each of which may be sharded

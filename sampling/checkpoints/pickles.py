@@ -14,8 +14,8 @@ import torch
 
 from sampling.checkpoints.untrusted_files import reject_lfs_pointer, require
 
-# Valid files stay below these limits: the pickle of a GPT-2 XL with its optimizer has a tenth of the first two.
-MAX_PICKLE_BYTES, MAX_OPCODES = 2**23, 2**21
+MAX_PICKLE_BYTES = 2**23 # of a meta.pkl
+MAX_OPCODES = 2**21 # ten times what a GPT-2 XL with its optimizer has; and one for eight bytes, such as a loss has
 MAX_PARTS = 64 # of a tuple that is a key, and dimensions of a tensor
 MARK = object() # on the stack, before the values that one opcode takes together
 
@@ -63,8 +63,9 @@ def read_pickle(pickled: bytes) -> Any:
     """
     reject_lfs_pointer(pickled)
     stack, memo, notes = [], {}, {}
+    max_opcodes = MAX_OPCODES + len(pickled) // 8
     for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
-        require(count < MAX_OPCODES, f"its pickle has more than {MAX_OPCODES} opcodes")
+        require(count < max_opcodes, f"its pickle has more than {max_opcodes} opcodes")
         taken = pop(stack, opcode.stack_before)
         match opcode.name:
             case "STOP":

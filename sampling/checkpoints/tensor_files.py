@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, StoredTensor, read_pickle, stored_tensor
+from sampling.checkpoints.pickles import StoredTensor, read_pickle, stored_tensor
 from sampling.checkpoints.untrusted_files import reject_lfs_pointer, require
 
 CHUNK = 2**20 # bytes that are read at once; the processor's cache still has them when their CRC is computed
@@ -97,7 +97,6 @@ def read_zip(file: BinaryIO) -> TensorFile:
     has_crcs = any(info.CRC for info in infos.values()) # torch.save has an option to leave them out
     for info in infos.values():
         info.CRC = info.CRC if has_crcs else None # zipfile does not check None
-    require(infos[pickle_name].file_size <= MAX_PICKLE_BYTES, f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
     folder = pickle_name.removesuffix("data.pkl")
     order = archive.open(f"{folder}byteorder").read(9) if f"{folder}byteorder" in infos else None # it could be long
     require(order in (None, sys.byteorder.encode()), "it was saved on a machine with another byte order")

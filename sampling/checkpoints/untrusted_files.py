@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sampling.process import is_out_of_memory
+from sampling.process import first_sentence, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds
@@ -19,7 +19,8 @@ MAX_CONFIG_BYTES = 2**20 # of a config.json: parsing it takes many times its siz
 # ---- errors
 
 class RejectedFileError(ValueError):
-    """Says why a file, or a text, cannot be used: for good, so it is not read again."""
+    """Says why a file, or a text, cannot be used: for good, so it is not read again. path: None if it names no file."""
+    path: object = None
 
 
 def require(condition: object, reason: str) -> None:
@@ -35,11 +36,6 @@ def reject_lfs_pointer(start: bytes) -> None:
             "'git lfs pull' in its folder")
 
 
-def first_sentence(error: BaseException) -> str:
-    """The first sentence of an exception's message, or the name of the exception's type if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
-
-
 @contextmanager
 def reject_damaged(source: object) -> Iterator[None]:
     """Turn an exception inside the block into a RejectedFileError that names the source. An exception of another type
@@ -49,13 +45,14 @@ def reject_damaged(source: object) -> Iterator[None]:
         yield
     except Exception as e: # for a damaged file, json, zipfile and torch may raise any exception
         is_rejected = isinstance(e, RejectedFileError)
-        has_name = str(e).startswith("cannot read ") if is_rejected else isinstance(e, OSError) and e.filename
-        if has_name or is_out_of_memory(e):
+        if getattr(e, "path", None) or getattr(e, "filename", None) or is_out_of_memory(e):
             raise
         reason = str(e) if is_rejected else (
             f"it is damaged or incomplete ({first_sentence(e)}); copy it again, or use another one")
         one_line = " ".join(reason.splitlines()) # a name in a file may have a newline
-        raise RejectedFileError(f"cannot read {source}: {one_line:.1000}") from None
+        error = RejectedFileError(f"cannot read {source}: {one_line:.1000}")
+        error.path = source
+        raise error from None
 
 
 # ---- text and JSON

@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from sampling.params import Piece, Sample, SamplingParams
-from sampling.process import rank, world_size
+from sampling.process import rank, system_interrupts, world_size
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
@@ -24,7 +24,8 @@ def join() -> None:
     stdout = os.dup(1)
     os.dup2(2, 1) # with some versions of torch, Gloo prints a greeting
     # The timeout is long, because a lost process raises an error at once, whatever the timeout.
-    dist.init_process_group("gloo", timeout=timedelta(days=7))
+    with system_interrupts(): # if they never come
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
     os.dup2(stdout, 1)
     os.close(stdout)
 

@@ -1,6 +1,7 @@
 """The meta.pkl of a nanoGPT data set: a vocabulary of characters, bytes or longer texts, or a tokenizer's name."""
 import os
 import re
+import unicodedata
 
 from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle, unwrap
 from sampling.checkpoints.untrusted_files import reject_damaged, require
@@ -26,12 +27,16 @@ class CharTokenizer(Tokenizer):
         self.longer = [] if self.is_bytes else [symbol for symbol in self.stoi if len(symbol) > 1]
 
     def encode(self, text: str) -> list[int]:
+        text = text if "\ufeff" in self.stoi or self.is_bytes else text.removeprefix("\ufeff") # a byte-order mark
         symbols = encode_utf8(text) if self.is_bytes else text
         if unknown := [symbol for symbol in dict.fromkeys(symbols) if symbol not in self.stoi]:
             listed = "; ".join(f"{symbol!r} at {symbols.index(symbol) + 1}" for symbol in unknown[:5])
             known = bytes(sorted(self.stoi)) if self.is_bytes else "".join(sorted({*self.stoi}.difference(self.longer)))
             more = f", and longer tokens, which no prompt has, such as {self.longer[0]!r:.40}" if self.longer else ""
             more += r"""; for a newline pass --start='"\n"'""" if "\\" in unknown else ""
+            composed = unicodedata.normalize("NFC", text)
+            if self.stoi.keys() >= set(composed):
+                more += f"; it has them composed: save the prompt in Unicode's form NFC, here {composed!r:.60}"
             raise ValueError(f"the prompt has characters that {self.source} lacks: {listed}; it has {known!r:.200}"
                              f"{more}")
         return [self.stoi[symbol] for symbol in symbols]

@@ -12,7 +12,7 @@ from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import RULES, Prompt, Sample, Score
-from sampling.process import expand_home
+from sampling.process import expand_home, system_interrupts
 
 logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
@@ -47,7 +47,8 @@ def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[Enco
     """The prompts with their token ids: a list or an iterator, as the prompts are."""
     def encode(prompt):
         try:
-            return prompt, tokenizer.encode(prompt.text)
+            with system_interrupts(): # a stranger's tokenizer may take long
+                return prompt, tokenizer.encode(prompt.text)
         except ValueError as error:
             raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
     encoded = map(encode, prompts)
@@ -65,8 +66,9 @@ def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index
 def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
     """Yield the prompts in a file, which is read line by line."""
     source, number, is_empty = "standard input" if path == "-" else path, 0, True
-    try: # utf-8-sig skips a byte-order mark
-        with open(0 if path == "-" else path, encoding="utf-8-sig", closefd=path != "-") as file:
+    encoding = "utf-8" if kind == "FILE" else "utf-8-sig" # which skips a byte-order mark; nanoGPT keeps it
+    try:
+        with open(0 if path == "-" else path, encoding=encoding, closefd=path != "-") as file:
             for number, line in enumerate([file.read()] if kind == "FILE" else file, 1):
                 location = source if kind == "FILE" else f"{source}, line {number}"
                 text = line if kind == "FILE" else line.rstrip("\n")

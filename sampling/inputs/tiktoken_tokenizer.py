@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from sampling.checkpoints.untrusted_files import first_sentence
 from sampling.inputs.hf_tokenizer import HFTokenizer
 from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, Tokenizer, call_library, encode_utf8
+from sampling.process import first_sentence
 
 logger = logging.getLogger(__name__)
 

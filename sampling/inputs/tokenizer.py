@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any
 
-from sampling.checkpoints.untrusted_files import RejectedFileError, first_sentence
+from sampling.checkpoints.untrusted_files import RejectedFileError
+from sampling.process import first_sentence
 
 # The encodings of tiktoken, and how many tokens each has.
 ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
+from sampling import process
 from sampling.process import is_out_of_memory, rank
 
 # Symbols for control characters, except tab and newline, and for characters that change the direction of text. A
 # terminal would interpret the characters.
 CONTROL_PICTURES = {**{i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\t\n"}, 0x7f: "\u2421",
                     **dict.fromkeys([*range(0x80, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)], "\ufffd")}
-END_SIGNALS = signal.SIGINT, signal.SIGTERM # SIGINT: Ctrl-C
 
 
 class ConsoleHandler(logging.Handler):
     """Shows the messages of the package on the standard error of the moment, if the process has one."""
-    rank, owns_process = 0, False # see setup_console
+    rank = 0 # see setup_console
     bar = None # the progress bar, a tqdm: messages are shown above it
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -49,9 +49,9 @@ def setup_console(owns_process: bool = True) -> None:
     package.addHandler(_console) # once, however often this is called
     package.setLevel(logging.ERROR if rank() else logging.INFO)
     package.propagate = False
-    _console.rank, _console.owns_process, _console.bar = rank(), owns_process, None
+    process.owns_process, _console.rank, _console.bar = owns_process, rank(), None
     before_exit.clear() # of a run that ended in an internal error
-    for number in END_SIGNALS if owns_process else ():
+    for number in process.END_SIGNALS if owns_process else ():
         # A shell's background job ignores Ctrl-C. A KeyboardInterrupt would be swallowed by torch while it is imported.
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, end_by_signal)
@@ -79,20 +79,6 @@ def clear_bar() -> None:
     """Make room for a line: the bar comes again with its next update."""
     if _console.bar is not None:
         _console.bar.clear()
-
-
-@contextmanager
-def system_interrupts() -> Iterator[None]:
-    """Let the system end the process at Ctrl-C or SIGTERM inside this block, if the script would end it.
-
-    Python calls a handler only between two operations, and a stranger's file can ask for one that takes minutes.
-    """
-    numbers = [number for number in END_SIGNALS if signal.getsignal(number) is end_by_signal]
-    for number in numbers:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number in numbers: # not after an error, which ends the script anyway
-        signal.signal(number, end_by_signal)
 
 
 @contextmanager
@@ -135,7 +121,7 @@ def hard_exit(status: int = 0) -> NoReturn:
         end_run(status)
     except (OSError, ValueError) as error:
         logger.error(error)
-    if not _console.owns_process:
+    if not process.owns_process:
         traceback.clear_frames(sys.exc_info()[2]) # closes the run's files: a notebook keeps its latest traceback
         sys.exit(status)
     os._exit(status)

@@ -27,6 +27,12 @@ def test_text_is_encoded_character_by_character(tmp_path):
     assert decode(20) == CHARS[20] and decode(10**9) == decode(10**9, True) == "\ufffd"
 
 
+def test_a_decomposed_prompt_gets_the_composed_form(tmp_path):
+    tokenizer = load(tmp_path, {"stoi": {"é": 0, "a": 1}})
+    with pytest.raises(ValueError, match="save the prompt in Unicode's form NFC, here 'aé'"):
+        tokenizer.encode("ae\u0301")
+
+
 def test_longer_texts_are_joined_but_never_looked_up(tmp_path):
     tokenizer = load(tmp_path, {"stoi": WORDS, "itos": [*WORDS]})
     assert tokenizer.encode("x \n") == [4, 3, 0] and tokenizer.decode([1, 4, 2, 9]) == "e4xNf3\ufffd"

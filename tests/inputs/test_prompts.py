@@ -13,7 +13,7 @@ def test_a_prompt_is_a_text_or_a_file_or_each_line_of_one_that_is_not_empty(tmp_
     path = tmp_path / "a:b" # only the first colon counts
     path.write_bytes("\ufeff a \r\n\n\té\n".encode())
     assert [prompt.text for prompt in read_prompts(f"LINES:{path}")] == [" a ", "\té"]
-    assert [prompt.text for prompt in read_prompts(f"FILE:{path}")] == [" a \n\n\té\n"]
+    assert [prompt.text for prompt in read_prompts(f"FILE:{path}")] == ["\ufeff a \n\n\té\n"] # as in nanoGPT
 
 
 def test_a_text_that_names_a_file_gets_a_line(tmp_path, monkeypatch, messages):
@@ -36,6 +36,7 @@ def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path):
     assert samples == [(5, *encoded[0]), (6, *encoded[0]), (7, *encoded[1]), (8, *encoded[1])]
     with pytest.raises(ValueError, match="line 1: the prompt has characters that"):
         encode_prompts([Prompt("é", location="line 1")], TOKENIZER)
+    assert TOKENIZER.encode("\ufeffab") == TOKENIZER.encode("ab"), "a byte-order mark that no vocabulary has"
 
 
 @pytest.mark.parametrize("start, content, message", [
