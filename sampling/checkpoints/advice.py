@@ -5,32 +5,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from shlex import quote
 
-import numpy as np
-
-from sampling.checkpoints.finding import WEIGHTS, checkpoint_path, first_names, flag_for, folder_of, newest_first
+from sampling.checkpoints.finding import WEIGHTS, checkpoint_path, flag_for, folder_of, newest_first
 
 CONVERT = ("with transformers 4 and {}: python -c 'import sys, transformers as t; t.GPT2LMHeadModel.from_pretrained("
            "sys.argv[1], {}=True).save_pretrained(sys.argv[1])' {{folder}}; then pass --init_from={{folder}}")
-PASS_FOLDER, PASS_CONVERTED = "; then pass --init_from={folder}", "; then pass --init_from=converted"
-LLM_C = 20240326 # its models begin with this number
 OTHERS = { # files that are no model for us: what each is, and what makes a model of it
     "adapter_model.*": "an adapter, which is no model alone; with peft: python -c 'import peft, sys; peft.AutoPeftModel"
                        "ForCausalLM.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained(sys.argv[2])' "
-                       "{folder} converted" + PASS_CONVERTED,
+                       "{folder} converted; then pass --init_from=converted",
     "tf_model.h5": "TensorFlow's; " + CONVERT.format("TensorFlow", "from_tf"),
     "flax_model.msgpack": "Flax's; " + CONVERT.format("Flax", "from_flax"),
     "*.index": "TensorFlow's, as gpt-2-simple saves it; with transformers 4 and TensorFlow: python -m transformers."
                "models.gpt2.convert_gpt2_original_tf_checkpoint_to_pytorch --gpt2_checkpoint_path={folder} --gpt2_"
-               "config_file={folder}/hparams.json --pytorch_dump_folder_path={folder}" + PASS_FOLDER,
+               "config_file={folder}/hparams.json --pytorch_dump_folder_path={folder}; then pass --init_from={folder}",
     "*.gguf": "llama.cpp's: pass --init_from with the model that it was made from",
     "*.onnx": "ONNX's: pass --init_from with the model that it was exported from",
     "zero_to_fp32.py": "DeepSpeed's, which saved a model in parts; join them: python -m deepspeed.utils.zero_to_fp32 "
-                       "{folder} {folder}" + PASS_FOLDER,
-    "*.distcp": "a part of a distributed checkpoint; join all: python -m torch.distributed.checkpoint.format_utils "
-                "dcp_to_torch {folder} joined.pt; then pass --out_dir=joined.pt",
-    "model.*.safetensors": "a variant of the weights: cp {file} {folder}/model.safetensors" + PASS_FOLDER,
-    "*.bin": "llm.c's; with its dev/eval/export_hf.py: python export_hf.py --dtype=float32 --spin= --input={file} "
-             "--output=converted" + PASS_CONVERTED,
+                       "{folder} {folder}; then pass --init_from={folder}",
+    "model.*.safetensors": "a variant of the weights: cp {file} {folder}/model.safetensors; pass --init_from={folder}",
 }
 
 
@@ -65,14 +57,13 @@ def found(path: Path, places: Iterable[Path]) -> str:
                 f"for weights that nanoGPT trained, pass {flag}")
     names = [name for name in names if flag_for(Path(name))[:6] == flag[:6]]
     what = "" if first.is_file() else "ckpt.pt in " if "--out_dir" in flag else "models in "
-    return f"found {what}{first_names(names)}; pass {flag}"
+    return f"found {what}{', '.join(names[:5])}{', ...' * (len(names) > 5)}; pass {flag}"
 
 
 def describe_other(path: Path) -> str:
     """What the file at path, or one in this folder, is, and what makes a model of it; '' if OTHERS does not have it."""
-    files = list(filter(os.path.isfile, [path, *sorted(path.glob("*"))]))
     for pattern, what in OTHERS.items():
-        for file in files:
-            if file.match(pattern) and (pattern != "*.bin" or np.fromfile(file, "<i4", 1).tolist() == [LLM_C]):
+        for file in filter(os.path.isfile, [path, *sorted(path.glob(pattern))]):
+            if file.match(pattern):
                 return f"{file} is {what.format(file=quote(str(file)), folder=quote(str(file.parent)))}"
     return ""

@@ -77,15 +77,14 @@ def tensors_by_name(tensors: object, file: TensorFile, unneeded: list[str] | Non
     named, reason, stored = unwrap(tensors), "it must hold tensors by name, but holds ", {}
     require(isinstance(named, dict) and named, reason + describe(tensors or None))
     for name, tensor in named.items():
-        require(isinstance(name, str) and isinstance(tensor, StoredTensor),
-                f"{reason}{describe(name)}: {describe(tensor)}")
+        is_tensor = isinstance(name, str) and isinstance(tensor, StoredTensor)
+        require(is_tensor, f"{reason}{describe(name)}: {describe(tensor)}")
     for name, tensor in nanogpt_names(named).items():
         if unneeded is not None and UNNEEDED.match(name):
             unneeded.append(name)
         elif not MASK_BUFFER.search(name):
             require(tensor.dtype.is_floating_point,
-                    f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed; for "
-                    "quantized weights, pass the model that they were made from")
+                    f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed, not quantized")
             file.check(tensor)
             stored[name] = file, tensor
     claimed = sum(tensor.nbytes for _, tensor in stored.values())
@@ -129,19 +128,18 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     found = {name: tensor.shape for name, tensor in tensors.items()}
     problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
                 for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
-    more = f"; {len(problems) - 5} more" if len(problems) > 5 else ""
-    require(not problems, f"the tensors do not fit the model: {'; '.join(problems[:5])}{more}")
+    require(not problems, f"the tensors do not fit the model ({len(problems)} differ): {'; '.join(problems[:5])}")
 
 
 def require_possible(config: GPTConfig) -> None:
     for name, kind in GPTConfig.__annotations__.items():
         value = getattr(config, name)
         if kind is int or (name == "n_inner" and value is not None):
-            require(type(value) is int and 1 <= value < 2**31,
-                    f"{name} must be a whole number, at least 1 and below 2**31; got {value!r:.100}")
+            is_size = type(value) is int and 1 <= value < 2**31
+            require(is_size, f"{name} must be a whole number, at least 1 and below 2**31; got {value!r:.100}")
         if kind is float:
-            require(isinstance(value, int | float) and 0 <= value <= 1,
-                    f"{name} must be a number between 0 and 1; got {value!r:.100}")
+            is_share = isinstance(value, int | float) and 0 <= value <= 1
+            require(is_share, f"{name} must be a number between 0 and 1; got {value!r:.100}")
     require(config.n_embd % config.n_head == 0,
             f"n_embd must be a multiple of n_head; got {config.n_embd} and {config.n_head}")
     require(config.gelu in ("none", "tanh"), f"gelu must be 'none' or 'tanh'; got {config.gelu!r:.100}")
@@ -178,7 +176,6 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """(O, I)."""
         return self.values.shape
 
 
@@ -212,10 +209,7 @@ def empty_gpt(config: GPTConfig) -> GPT:
 
 
 class SkipInit(TorchFunctionMode):
-    """Skips torch's init functions, because a checkpoint has all weights.
-
-    On the meta device, the first call of one would make torch import modules, which takes a second.
-    """
+    """Skips torch's init functions: on the meta device, their first call imports modules, which takes a second."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         is_init = func.__name__ in ("kaiming_uniform_", "uniform_", "normal_", "fill_", "zero_")

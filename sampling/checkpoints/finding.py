@@ -19,8 +19,7 @@ SAVED = re.compile(r"(?!adapter|optimizer|sched|scaler|rng_state|training_args|(
 WATCH_POLL = 0.5 # seconds between two looks at a file that a training will save
 ALIASES = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
            "n_positions": "max_position_embeddings"} # other names that a config.json may use, as in transformers
-State = tuple[int, int, int] # what changes when a file is written
-LOADED: dict[Path, State] = {} # of each ckpt.pt that was loaded, the save that it was
+LOADED: dict[Path, tuple] = {} # the state of each ckpt.pt when it was loaded
 
 
 def checkpoint_path(out_dir: str | Path) -> Path:
@@ -63,10 +62,6 @@ def flag_for(path: Path) -> str:
     return f"--init_from={shlex.quote(str(path))}" if has_weights(path) else ""
 
 
-def first_names(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
 def newest_first(paths: Iterable[Path]) -> list[Path]:
     """Those of these paths that hold a model, each once."""
     def age(path: Path) -> tuple:
@@ -92,8 +87,8 @@ def wait_for_saves(out_dir: str | Path) -> Iterator[None]:
         last = LOADED.get(path, state) # a newer one than that of the wait, if the training saved it in between
 
 
-def file_state(file: Path | int) -> State | None:
-    """The state of the file at this path, or with this descriptor; None if there is none now."""
+def file_state(file: Path | int) -> tuple | None:
+    """What changes when the file at this path, or with this descriptor, is written; None if there is none now."""
     with suppress(OSError):
         status = os.stat(file)
         return status.st_size, status.st_mtime_ns, status.st_ino

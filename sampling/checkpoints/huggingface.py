@@ -27,9 +27,8 @@ DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_
             "layer_norm_epsilon": 1e-5} # of fields that config.json may lack, as in transformers
 # The fields of generation_config.json that change the text, each with the value that does not: with a flag, and without
 FLAGS = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-NO_FLAGS = {"num_beams": 1, "typical_p": 1, "encoder_repetition_penalty": 1} | dict.fromkeys([
-    "no_repeat_ngram_size", "bad_words_ids", "epsilon_cutoff", "eta_cutoff", "min_length", "sequence_bias",
-    "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"], 0)
+NO_FLAGS = {"num_beams": 1, "typical_p": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
+            "bad_words_ids": [], "suppress_tokens": []}
 
 
 def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
@@ -78,12 +77,10 @@ def missing_biases(stored: dict) -> dict:
 
 def warn_about_generation_config(folder: Path, config: dict) -> None:
     """Name the settings that the model's authors sample with. None is applied: the defaults are nanoGPT's."""
-    path, tasks = folder / "generation_config.json", config.get("task_specific_params")
-    task = tasks.get("text-generation") if isinstance(tasks, dict) else None
-    fields = config | (task if isinstance(task, dict) else {})
-    fields |= read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
+    path = folder / "generation_config.json"
+    fields = config | (read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}) # older files are one
     if asked := [f"{name}={fields[name]!r:.40} ({'--' + name if name in FLAGS else 'no flag'})"
-                 for name, usual in (FLAGS | NO_FLAGS).items() if fields.get(name) not in (None, [], {}, usual)]:
+                 for name, usual in (FLAGS | NO_FLAGS).items() if fields.get(name) not in (None, usual)]:
         logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; none of it is applied without the flag")
 
 
@@ -102,17 +99,15 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
     if config.get("model_type", "gpt2") != "gpt2":
         raise ValueError(f"{folder} has model_type {config['model_type']!r:.60}; only gpt2 is supported")
     if "quantization_config" in config:
-        raise ValueError(f"{folder} holds quantized weights, which only the library that made them can read: pass "
-                         "--init_from with the model that they were made from")
+        raise ValueError(f"{folder} holds quantized weights: pass --init_from with the model that they were made from")
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
         raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
-    fields = DEFAULTS | {name: config[name] for name in DEFAULTS.keys() & config.keys()}
+    fields = {name: config.get(name, config.get(ALIASES.get(name), usual)) for name, usual in DEFAULTS.items()}
     for name, other in ALIASES.items():
-        if config.get(name, config.get(other)) != config.get(other, config.get(name)):
+        if config.get(other, fields[name]) != fields[name]:
             raise ValueError(f"{folder} has {name} {config[name]!r:.60}, but also {other} {config[other]!r:.60}, which "
                              "means the same; remove the wrong one from config.json")
-        fields[name] = config.get(other, fields[name])
     return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation], "bias": True} | fields
 
 
@@ -142,8 +137,7 @@ def download(name: str) -> Path:
         folder = Path(snapshot_download(name, allow_patterns=FILES))
         if not (folder / WEIGHTS[0]).is_file():
             shards = {*(read_index(folder, WEIGHTS[0]) or read_index(folder, WEIGHTS[1])).values()}
-            names = [str(path.relative_to(folder)) for path in shards]
-            folder = Path(snapshot_download(name, allow_patterns=names or WEIGHTS[1:]))
+            folder = Path(snapshot_download(name, allow_patterns=[*shards] or WEIGHTS[1:]))
         return folder
     except (OSError, ValueError) as error: # all errors of the hub are of these types
         raise ValueError(f"{name!r:.100} is no folder here, and did not come from the Hugging Face hub "
@@ -158,7 +152,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     for weights in WEIGHTS:
         if (folder / weights).is_file():
             return [folder / weights], {}
-        if places := read_index(folder, weights):
+        if places := {tensor: folder / name for tensor, name in read_index(folder, weights).items()}:
             if missing := sorted(path.name for path in {*places.values()} if not path.is_file()):
                 raise ValueError(f"{folder} lacks {', '.join(missing)!r:.300}, which {weights}.index.json names")
             return sorted({*places.values()}), places
@@ -171,11 +165,11 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
                      f"{advice(folder)}")
 
 
-def read_index(folder: Path, weights: str) -> dict[str, Path]:
-    """The file that has each tensor, by the index of these weights; empty if there is none."""
+def read_index(folder: Path, weights: str) -> dict[str, str]:
+    """The name of the file that has each tensor, by the index of these weights; empty if there is none."""
     path = folder / f"{weights}.index.json"
     shard_of = read_json(path, MAX_CONFIG_BYTES).get("weight_map") if path.is_file() else {}
     is_map = isinstance(shard_of, dict) and all(
         isinstance(name, str) and not Path(name).anchor and ".." not in Path(name).parts for name in shard_of.values())
     require(is_map, f"cannot read {path}: its weight_map must give the names of files in its folder")
-    return {tensor: folder / name for tensor, name in shard_of.items()}
+    return shard_of

@@ -18,11 +18,9 @@ from sampling.checkpoints.untrusted_files import RejectedFileError, read_complet
 from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
-SAVE_MODEL = 'torch.save({"model": model.state_dict(), "config": vars(model.config)}, "ckpt.pt")'
 SAVE_WITH_SIZES = ( # with only these five sizes, "config" selects the tanh form of GELU
-    'save it with its sizes: torch.save({"model": state_dict, "model_args": dict(block_size=?, vocab_size=?, '
-    'n_layer=?, n_head=?, n_embd=?)}, "ckpt.pt"), with "config" instead of "model_args" for a model of build-nanogpt '
-    "or minGPT; then pass --out_dir=ckpt.pt")
+    'torch.save({"model": state_dict, "model_args": dict(block_size=?, vocab_size=?, n_layer=?, n_head=?, n_embd=?)}, '
+    '"ckpt.pt"), with "config" instead of "model_args" for a model of build-nanogpt or minGPT')
 SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # all fields of build-nanogpt's GPTConfig
 KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
 # Fields of forks that may be on and change nothing when a trained model samples.
@@ -68,16 +66,10 @@ def reject_bare_tensors(content: object, folder: Path) -> None:
     """Raises RejectedFileError for tensors alone, and says where the sizes may be."""
     tensors = fields_of(content) or {}
     if tensors and all(isinstance(tensor, StoredTensor) for tensor in tensors.values()):
-        require(not any(isinstance(name, str) and ".lora_A" in name for name in tensors),
-                "it holds a LoRA adapter, which is no model alone; merge it with PEFT: "
-                "model.merge_and_unload().save_pretrained(DIR), then pass --init_from=DIR")
         require(not has_weights(folder), f"it belongs to a Hugging Face model; pass --init_from={folder}")
-        shapes = [tensor.shape for name, tensor in tensors.items() if str(name).endswith("attn.c_attn.weight")]
-        require(not (shapes and shapes[0][1:] == (3 * shapes[0][0],)), # Conv1D has the transposed weight of a Linear
-                "it holds the tensors of a Hugging Face model, but config.json is missing: copy that beside it, name it"
-                f" model.safetensors, or pytorch_model.bin if torch.save wrote it, and pass --init_from={folder}")
-        raise RejectedFileError(f"it holds only a state_dict, and n_head cannot be inferred from its tensors; "
-                                f"{SAVE_WITH_SIZES}")
+        raise RejectedFileError("it holds only a state_dict, and n_head cannot be inferred from its tensors; copy its "
+                                f"config.json beside it if Hugging Face wrote it, and pass --init_from={folder}; "
+                                f"otherwise save it with its sizes, and pass --out_dir=ckpt.pt: {SAVE_WITH_SIZES}")
 
 
 def model_entries(content: object) -> tuple[object, dict]:
@@ -92,12 +84,10 @@ def model_entries(content: object) -> tuple[object, dict]:
     # Without model_args, config may hold train.py's settings.
     has_sizes = args_key == "model_args" or (fields or {}).keys() >= SIZES
     found = ", ".join(map(describe, list(entries)[:5])) or describe(content)
-    is_omega = isinstance(args, Note) and args.name.startswith("omegaconf.")
-    require(not is_omega, f"its {args_key} is an object of OmegaConf; save a dict in its place, which "
-            f"OmegaConf.to_container(checkpoint[{args_key!r}]) returns")
     require(model_key and has_sizes,
             "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
-            f"config, but holds {found:.200}; save both: {SAVE_MODEL}")
+            f'config, but holds {found:.200}; save both: torch.save({{"model": model.state_dict(), "config": '
+            'vars(model.config)}, "ckpt.pt")')
     require(fields is not None, f"its {args_key} must be a dict or an object with fields, got {describe(args)}")
     missing = [name for name in KNOWN_FIELDS if name in SIZES - fields.keys()]
     require(isinstance(unwrap(args), dict) or not missing, # a dict may lack fields that have defaults

@@ -46,11 +46,9 @@ class HFTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         encode_utf8(text) # which checks it
-        ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
-        if not ids:
-            raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}, but a sample needs at least "
-                             "one; pass another --start")
-        return ids
+        if ids := call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids):
+            return ids
+        raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}: pass another --start")
 
     def fingerprint(self) -> str:
         return self.tokenizer.to_str()
@@ -61,9 +59,8 @@ class HFTokenizer(Tokenizer):
     def is_known(self, token_id: int) -> bool:
         return token_id < self.size and self.tokenizer.id_to_token(token_id) is not None
 
-    def text_of(self, ids: list[int]) -> str:
-        decode = self.tokenizer.decode
-        return call_library(lambda: decode(ids, skip_special_tokens=False)) if ids else "" # some decoders fail at []
+    def text_of(self, ids: list[int]) -> str: # some decoders fail at []
+        return call_library(lambda: self.tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
 
 
 class HFDecoder(IncrementalDecoder):
@@ -71,7 +68,6 @@ class HFDecoder(IncrementalDecoder):
 
     The library's DecodeStream does so too, but fails if bytes that form no character follow bytes that do.
     """
-
     def __init__(self, tokenizer: HFTokenizer, prompt_ids: Sequence[int]):
         self.tokenizer, self.held = tokenizer, []
         known = [i for i in prompt_ids[-1000:] if tokenizer.is_known(i)]
@@ -83,11 +79,10 @@ class HFDecoder(IncrementalDecoder):
     def __call__(self, token_id: int, last: bool = False) -> str:
         tokenizer, is_known = self.tokenizer, self.tokenizer.is_known(token_id)
         held, may_wait = [*self.held, token_id] if is_known else self.held, is_known and not last
-        if may_wait and (tokenizer.decodes_whole or (token_id in tokenizer.byte_ids and len(held) < MAX_HELD)):
-            self.held = held
-            return ""
-        before, after = tokenizer.text_of(self.context), tokenizer.text_of(self.context + held)
-        if may_wait and after.endswith(REPLACEMENT) and len(held) < MAX_HELD + 4: # a character has at most 4 bytes
+        waits = may_wait and (tokenizer.decodes_whole or (token_id in tokenizer.byte_ids and len(held) < MAX_HELD))
+        before, after = ("", "") if waits else map(tokenizer.text_of, (self.context, self.context + held))
+        # A character has at most 4 bytes.
+        if waits or (may_wait and after.endswith(REPLACEMENT) and len(held) < MAX_HELD + 4):
             self.held = held
             return ""
         while not after.startswith(before): # a character of the prompt was incomplete
