@@ -31,13 +31,10 @@ VECTOR_SIZE = 16 # normal_ uses another algorithm for smaller tensors
 
 @dataclass
 class Checkpoint:
-    """The content of a ckpt.pt, or of the files of a Hugging Face model. It is data only: nothing in a file was run.
-
-    The tensors have nanoGPT's names and fit config. They are float32, or QuantizedWeights where int8 was asked for.
-    """
+    """The content of a ckpt.pt, or of the files of a Hugging Face model: data only. Nothing in a file was run."""
     path: str # the file, or the folder or Hugging Face id as it was given; for messages and JSONL
     config: GPTConfig
-    state_dict: dict
+    state_dict: dict # by nanoGPT's names: tensors in float32, or QuantizedWeights where int8 was asked for
     folder: Path # of the file or the model; it may hold the tokenizer
     crc32: str = "" # a checksum of the tensors, 8 hexadecimal digits
     is_huggingface: bool = False # otherwise it is a ckpt.pt
@@ -54,9 +51,7 @@ class Checkpoint:
 
 
 def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by nanoGPT's names: torch.compile, DDP and FSDP add wrappers, and a class around the GPT adds a prefix. A
-    file of the transformer alone lacks one. Raises ValueError if two names become one.
-    """
+    """Tensors by nanoGPT's names, without the parts that torch.compile, DDP, FSDP or a class around the GPT adds."""
     renamed = {}
     for name, tensor in tensors.items():
         parts = [part for part in name.split(".") if part not in WRAPPERS]
@@ -71,8 +66,7 @@ def tensors_by_name(tensors: object, file: TensorFile, unneeded: list[str] | Non
     """The tensors of a file by nanoGPT's names, without mask buffers. Raises ValueError unless they lie in the file.
 
     unneeded: a list that gets the names of tensors that sampling does not need; without it, they are the model's.
-    Views made by expand, one record under many names, or records that overlap can claim far more bytes than the file
-    has. Twice its bytes are allowed, because a tied head is stored once and named twice.
+    Views made by expand, or records that overlap, can claim far more bytes than the file has. A tied head claims twice.
     """
     named, reason, stored = unwrap(tensors), "it must hold tensors by name, but holds ", {}
     require(isinstance(named, dict) and named, reason + describe(tensors or None))
@@ -96,8 +90,7 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
     """Read the tensors. Returns the fields config, state_dict and crc32 of a Checkpoint.
 
     dtype: with torch.int8, the weights of Linears and the token embedding are quantized as soon as they are read, so
-    that one such weight is in memory in float32 at a time; all else is float32. The head, which makes logits of the
-    last layer's output, is mostly tied: it has the numbers of the token embedding, and then is the same object.
+    that one such weight is in memory in float32 at a time; all else is float32. A tied head is the embedding's object.
     """
     def read(name: str) -> Tensor:
         file, tensor = stored[name]
@@ -118,20 +111,7 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     """Raises RejectedFileError unless there is such a model, and these are its tensors."""
-    num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
-    require(num_layers <= MAX_LAYERS, f"it holds tensors of {num_layers} layers; at most {MAX_LAYERS} are allowed")
     config = GPTConfig(**model_args)
-    require_possible(config)
-    require(config.n_layer == num_layers, # a model of 10**9 layers would never be built
-            f"it says n_layer={config.n_layer} but holds tensors of {num_layers} layers")
-    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(config).state_dict().items()}
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
-                for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
-    require(not problems, f"the tensors do not fit the model ({len(problems)} differ): {'; '.join(problems[:5])}")
-
-
-def require_possible(config: GPTConfig) -> None:
     for name, kind in GPTConfig.__annotations__.items():
         value = getattr(config, name)
         if kind is int or (name == "n_inner" and value is not None):
@@ -143,14 +123,21 @@ def require_possible(config: GPTConfig) -> None:
     require(config.n_embd % config.n_head == 0,
             f"n_embd must be a multiple of n_head; got {config.n_embd} and {config.n_head}")
     require(config.gelu in ("none", "tanh"), f"gelu must be 'none' or 'tanh'; got {config.gelu!r:.100}")
+    num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
+    require(config.n_layer == num_layers <= MAX_LAYERS, # a model of 10**9 layers would never be built
+            f"it says n_layer={config.n_layer} but holds tensors of {num_layers} layers; at most {MAX_LAYERS} may be")
+    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(config).state_dict().items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
+                for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
+    require(not problems, f"the tensors do not fit the model ({len(problems)} differ): {'; '.join(problems[:5])}")
 
 
 def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:
     """How many 32-bit random numbers nanoGPT's GPT(config) draws on the CPU for a model with these tensors.
 
-    nanoGPT sets the seed and builds the model, before it loads the checkpoint and samples. PyTorch first initialises
-    every Linear (weight and bias, uniform_) and Embedding (normal_). nanoGPT then initialises the weights of both with
-    normal_, and every c_proj.weight once more. A tied lm_head counts under both of its names.
+    It builds the model after it sets the seed. PyTorch initialises every Linear (weight and bias, uniform_) and
+    Embedding (normal_). nanoGPT then initialises the weights of both with normal_, and every c_proj.weight once more.
     """
     draws = num_small = 0
     for name, tensor in tensors.items():

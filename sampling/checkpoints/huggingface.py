@@ -146,9 +146,7 @@ def download(name: str) -> Path:
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The weight files, in transformers' order, and which has which tensor, where an index says so. Last come shards
-    without an index, which must be a complete set.
-    """
+    """The weight files, in transformers' order, and which of them has which tensor, where an index says so."""
     for weights in WEIGHTS:
         if (folder / weights).is_file():
             return [folder / weights], {}
@@ -159,7 +157,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     for stem, suffix in map(os.path.splitext, WEIGHTS):
         shards = sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*{suffix}")))
         names = [f"{stem}-{k + 1:05}-of-{len(shards):05}{suffix}" for k in range(len(shards))]
-        if shards and [path.name for path in shards] == names:
+        if shards and [path.name for path in shards] == names: # a complete set without an index
             return shards, {}
     raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor all shards of either; "
                      f"{advice(folder)}")

@@ -86,22 +86,20 @@ def model_entries(content: object) -> tuple[object, dict]:
     found = ", ".join(map(describe, list(entries)[:5])) or describe(content)
     require(model_key and has_sizes,
             "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
-            f'config, but holds {found:.200}; save both: torch.save({{"model": model.state_dict(), "config": '
-            'vars(model.config)}, "ckpt.pt")')
+            f"config, but holds {found:.200}; save both: {SAVE_WITH_SIZES}")
     require(fields is not None, f"its {args_key} must be a dict or an object with fields, got {describe(args)}")
-    missing = [name for name in KNOWN_FIELDS if name in SIZES - fields.keys()]
+    missing = ", ".join(sorted(SIZES - fields.keys()))
     require(isinstance(unwrap(args), dict) or not missing, # a dict may lack fields that have defaults
-            f"its {args_key} is an object of {describe(args)} without the fields {', '.join(missing)}")
+            f"its {args_key} is an object of {describe(args)} without the fields {missing}")
     known = fields.keys() & KNOWN_FIELDS
     for name in known:
-        require(isinstance(fields[name], str | int | float | None),
-                f"its {args_key} must hold numbers and text, got {name}: {describe(fields[name])}")
+        is_plain = isinstance(fields[name], str | int | float | None)
+        require(is_plain, f"its {args_key} must hold numbers and text, got {name}: {describe(fields[name])}")
     others = [name[:100] if isinstance(name, str) else describe(name) for name in fields.keys() - known if fields[name]]
     active = sorted(name for name in others if not HARMLESS_FIELD.fullmatch(name))
     require(not active,
-            f"its {args_key} has fields that a GPT does not have: {', '.join(active):.200}; if the model is a GPT, "
-            f'save only a GPT\'s fields: torch.save({{"model": model.state_dict(), "{args_key}": '
-            f'{{name: getattr(model.config, name) for name in {sorted(known)}}}}}, "ckpt.pt")')
+            f"its {args_key} has fields that a GPT does not have: {', '.join(active):.200}; if the model is a GPT all "
+            f"the same, save only the fields {', '.join(sorted(known))}")
     # build-nanogpt trains with the tanh form of GELU. nanoGPT uses the exact form, and also has dropout and bias.
     is_gpt_config = args_key == "config" or (isinstance(args, Note) and args.name.rpartition(".")[2] == "GPTConfig")
     gelu = {"gelu": "tanh"} if is_gpt_config and known == SIZES else {}

@@ -6,7 +6,6 @@ Raises ValueError for a file that cannot be read, and for a text that cannot be 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import dropwhile, takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -21,12 +20,10 @@ OTHER_FILES = "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bp
 NAMED_TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 SETTINGS_FILES = "config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 FLAGS = {"single_word", "lstrip", "rstrip", "normalized", "special"} # of an added token
-# The classes of transformers that read the older files as we do, and their special tokens where a folder names none.
+# The classes of transformers that read the older files as we do
 CLASSES = {"vocab.json": ["", "GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "CodeGenTokenizer"],
            "vocab.txt": ["", "BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"]}
-GPT2_TOKENS = {"unk_token": "<|endoftext|>"}
-BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]",
-               "mask_token": "[MASK]"}
+BERT_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")} # unless named
 
 
 class HFTokenizer(Tokenizer):
@@ -72,17 +69,17 @@ class HFDecoder(IncrementalDecoder):
         self.tokenizer, self.held = tokenizer, []
         known = [i for i in prompt_ids[-1000:] if tokenizer.is_known(i)]
         run = [*takewhile(tokenizer.byte_ids.__contains__, reversed(known))][::-1]
-        if not tokenizer.text_of(run).endswith(REPLACEMENT): # its characters are complete: no token continues them
-            run = []
-        self.context = self.context_of(known) + run
+        is_open = tokenizer.text_of(run).endswith(REPLACEMENT) # otherwise no token continues its last character
+        self.context = self.context_of(known) + run * is_open
 
     def __call__(self, token_id: int, last: bool = False) -> str:
         tokenizer, is_known = self.tokenizer, self.tokenizer.is_known(token_id)
         held, may_wait = [*self.held, token_id] if is_known else self.held, is_known and not last
-        waits = may_wait and (tokenizer.decodes_whole or (token_id in tokenizer.byte_ids and len(held) < MAX_HELD))
-        before, after = ("", "") if waits else map(tokenizer.text_of, (self.context, self.context + held))
-        # A character has at most 4 bytes.
-        if waits or (may_wait and after.endswith(REPLACEMENT) and len(held) < MAX_HELD + 4):
+        if may_wait and (tokenizer.decodes_whole or (token_id in tokenizer.byte_ids and len(held) < MAX_HELD)):
+            self.held = held
+            return ""
+        before, after = tokenizer.text_of(self.context), tokenizer.text_of(self.context + held)
+        if may_wait and after.endswith(REPLACEMENT) and len(held) < MAX_HELD + 4: # a character has at most 4 bytes
             self.held = held
             return ""
         while not after.startswith(before): # a character of the prompt was incomplete
@@ -114,24 +111,24 @@ def find_tokenizer(folder: Path) -> Path | None:
     for name in "tokenizer.json", "vocab.json", "vocab.txt":
         if os.path.lexists(folder / name):
             return folder / name
-    settings = read_settings(folder)
-    name = "custom code" if "auto_map" in settings.fields else settings.class_name
+    fields, _ = read_settings(folder)
+    name = "custom code" if "auto_map" in fields else fields["tokenizer_class"]
     other = next((file for file in OTHER_FILES if os.path.lexists(folder / file)), name)
-    if other not in ("", "GPT2Tokenizer"):
-        raise ValueError(f"{folder} has {other:.60}, but no tokenizer.json; transformers may make one: "
-                         "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
-    return None
+    if other in ("", "GPT2Tokenizer"):
+        return None
+    raise ValueError(f"{folder} has {other:.60}, but no tokenizer.json; transformers may make one: "
+                     "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
 
 
 def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
     """The library's tokenizer with this main file, and its content as that of a tokenizer.json.
 
-    Tokens that only the other files in the folder add or name are added as in transformers: with their flags, and with
-    the next free id, whatever id they have there. Those for which a model of vocab_size tokens has no room are plain
-    text.
+    Tokens that only the other files add or name are added as in transformers: with their flags, and the next free id,
+    whatever id they have there. Those for which a model of vocab_size tokens has no room are plain text.
     """
     from tokenizers import AddedToken, Tokenizer
-    content, settings = read_content(path)
+    fields, added = read_settings(path.parent)
+    content, usual_tokens = read_content(path, fields)
     with reject_damaged(path):
         vocab, listed = content["model"]["vocab"], content.get("added_tokens") or []
         # Padding, truncation and the post-processor would change a prompt, and dropout makes encoding random.
@@ -141,28 +138,28 @@ def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
         texts = {i: text for text, i in vocab.items()} if isinstance(vocab, dict) else {
             i: entry[0] for i, entry in enumerate(vocab)}
         require(texts and len(texts) == len(vocab), "its vocabulary is empty, or gives two tokens the same id")
-        known = {token["content"]: token["id"] for token in [*listed, *settings.added]}
+        known = {token["content"]: token["id"] for token in [*listed, *added]}
         for text, token_id in known.items():
-            require(texts.get(token_id, text) == text,
-                    f"the id {token_id!s:.20} of its added token {text!r:.60} is another token's")
-        named = [token | {"special": True} for token in settings.named_tokens() if token["content"] not in known]
+            is_free = texts.get(token_id, text) == text
+            require(is_free, f"the id {token_id!s:.20} of its added token {text!r:.60} is another token's")
+        named = named_tokens(usual_tokens | fields)
+        added = sorted(added, key=itemgetter("id")) + [token | {"special": True} for token in named
+                                                       if token["content"] not in known]
         tokenizer = call_library(lambda: Tokenizer.from_str(json.dumps(content)))
-        for token in sorted(settings.added, key=itemgetter("id")) + named:
+        for token in added:
             text = token["content"]
             if tokenizer.token_to_id(text) is not None or tokenizer.get_vocab_size() < vocab_size:
                 tokenizer.add_tokens([AddedToken(text, **{flag: token[flag] for flag in FLAGS & token.keys()})])
     return tokenizer, content
 
 
-def read_content(path: Path) -> tuple[dict, "TokenizerSettings"]:
-    """The content of a tokenizer.json for this main file, and the settings, which then name the tokens of the class."""
-    settings = read_settings(path.parent)
-    name, fields = settings.class_name, settings.fields
+def read_content(path: Path, fields: dict) -> tuple[dict, dict]:
+    """The content of a tokenizer.json for this main file and settings, and the special tokens of the class."""
+    name = fields["tokenizer_class"]
     with reject_damaged(path):
         require(path.name not in CLASSES or name in CLASSES[path.name],
                 f"a tokenizer of the class {name!r:.60} needs a tokenizer.json, not {path.name}")
         if path.name == "vocab.txt":
-            settings.fields = BERT_TOKENS | fields
             unknown, pieces = fields.get("unk_token") or "[UNK]", read_text(path).removesuffix("\n").split("\n")
             normalizer = {"type": "BertNormalizer", "clean_text": True, "strip_accents": fields.get("strip_accents"),
                           "handle_chinese_chars": fields.get("tokenize_chinese_chars", True),
@@ -171,7 +168,7 @@ def read_content(path: Path) -> tuple[dict, "TokenizerSettings"]:
                      "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown,
                      "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
             return {"normalizer": normalizer, "pre_tokenizer": {"type": "BertPreTokenizer"}, "model": model,
-                    "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, settings
+                    "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, BERT_TOKENS
         content = read_json(path)
         if path.name == "vocab.json": # BPE.read_file skips ids that are no numbers, and truncates large ones
             merges = read_text(path.with_name("merges.txt")).removesuffix("\n").split("\n")
@@ -179,44 +176,34 @@ def read_content(path: Path) -> tuple[dict, "TokenizerSettings"]:
         else:
             require(isinstance(content.get("model"), dict), "it has no model, so it is not a tokenizer.json")
             is_bpe = content["model"].get("type") == "BPE" and "ByteLevel" in json.dumps(content.get("pre_tokenizer"))
-            if not (is_bpe and (name in CLASSES["vocab.json"] if name else settings.is_gpt2)):
-                return content, settings
+            if not (is_bpe and (name in CLASSES["vocab.json"] if name else fields["is_gpt2"])):
+                return content, {}
         # These classes take the vocabulary and the merges alone.
-        settings.fields = GPT2_TOKENS | fields
         step = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True,
                 "add_prefix_space": fields.get("add_prefix_space") or False}
         model = {"type": "BPE", "vocab": content["model"]["vocab"], "merges": content["model"]["merges"]}
-        return content | {"normalizer": None, "pre_tokenizer": step, "decoder": step, "model": model}, settings
+        content |= {"normalizer": None, "pre_tokenizer": step, "decoder": step, "model": model}
+        return content, {"unk_token": "<|endoftext|>"}
 
 
-@dataclass
-class TokenizerSettings:
-    """What the JSON files of a folder say about its tokenizer, beside the main file."""
-    fields: dict # of tokenizer_config.json, and of the older special_tokens_map.json
-    class_name: str # without "Fast"; empty if none is named
-    is_gpt2: bool # whether the model is GPT-2
-    added: list[dict] # tokens with their ids, from added_tokens_decoder or the older added_tokens.json
-
-    def named_tokens(self) -> list[dict]:
-        """The special tokens in transformers' order, as objects. In the files, each is a text or an object."""
-        names = [*NAMED_TOKENS, *(name for name in self.fields if name.endswith("_token") and name not in NAMED_TOKENS)]
-        extra, older = (self.fields.get(f"{name}_special_tokens") or [] for name in ("extra", "additional"))
-        listed = [*extra.values(), *older] if isinstance(extra, dict) else extra or older
-        tokens = [token if isinstance(token, dict) else {"content": token}
-                  for token in [*map(self.fields.get, names), *listed]]
-        return [token for token in tokens if isinstance(token.get("content"), str) and token["content"]]
-
-
-def read_settings(folder: Path) -> TokenizerSettings:
-    """Read the JSON files of a folder, and merge them as transformers does."""
+def read_settings(folder: Path) -> tuple[dict, list[dict]]:
+    """What the JSON files of a folder say, merged as transformers does: the settings, and the added tokens with ids."""
     with reject_damaged(folder):
         config, fields, older, ids = (read_json(path) if os.path.lexists(path) else {}
                                       for path in map(folder.joinpath, SETTINGS_FILES))
-        name = str(fields.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
-        settings = TokenizerSettings(fields, name, config.get("model_type") == "gpt2", [
-            token | {"id": int(token_id)} for token_id, token in fields.get("added_tokens_decoder", {}).items()])
+        added = [token | {"id": int(token_id)} for token_id, token in fields.get("added_tokens_decoder", {}).items()]
         if "added_tokens_decoder" not in fields: # then older files have them
-            settings.fields = fields | older
-            special = {token["content"] for token in settings.named_tokens()}
-            settings.added = [{"content": text, "id": i, "special": text in special} for text, i in ids.items()]
-    return settings
+            fields = fields | older
+            special = {token["content"] for token in named_tokens(fields)}
+            added = [{"content": text, "id": i, "special": text in special} for text, i in ids.items()]
+        name = str(fields.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
+    return fields | {"tokenizer_class": name, "is_gpt2": config.get("model_type") == "gpt2"}, added
+
+
+def named_tokens(fields: dict) -> list[dict]:
+    """The special tokens in transformers' order, as objects. In the files, each is a text or an object."""
+    names = dict.fromkeys([*NAMED_TOKENS, *(name for name in fields if name.endswith("_token"))])
+    extra, older = (fields.get(f"{name}_special_tokens") or [] for name in ("extra", "additional"))
+    listed = [*extra.values(), *older] if isinstance(extra, dict) else extra or older
+    tokens = [token if isinstance(token, dict) else {"content": token} for token in [*map(fields.get, names), *listed]]
+    return [token for token in tokens if isinstance(token.get("content"), str) and token["content"]]

@@ -11,7 +11,6 @@ from sampling.inputs.tokenizer import ENCODINGS, REPLACEMENT, Tokenizer, call_li
 from sampling.process import first_sentence
 
 logger = logging.getLogger(__name__)
-
 HOST = "https://openaipublic.blob.core.windows.net"
 GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
 
@@ -24,9 +23,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         encode_utf8(text) # which checks it
-        encode, special = self.encoding.encode, {"<|endoftext|>"}
-        return call_library(lambda: encode(text, allowed_special=special, disallowed_special=()),
-                            "; mostly because of a million blanks in a row: shorten them")
+        return call_library(
+            lambda: self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=()),
+            "; mostly because of a million blanks in a row: shorten them")
 
     def token_bytes(self, token_id: int) -> bytes:
         try:
@@ -56,9 +55,8 @@ def load_encoding(name: str) -> Tokenizer:
         except Exception as error:
             logger.info(f"{encoding_label(name)}: {source} failed ({type(error).__name__}: {first_sentence(error)})")
     raise ValueError(
-        f"{encoding_label(name)} is not on this machine, and could not be downloaded: on a machine with internet "
-        f"access, get {' and '.join(urls)}, save {'them' if len(urls) > 1 else 'it'} as {' and '.join(files)} in a "
-        "folder here, and set TIKTOKEN_CACHE_DIR to that folder")
+        f"{encoding_label(name)} is not on this machine, and could not be downloaded: elsewhere, get "
+        f"{' and '.join(urls)}, save it as {' and '.join(files)}, and set TIKTOKEN_CACHE_DIR to that folder")
 
 
 def from_hub_cache() -> HFTokenizer | None:

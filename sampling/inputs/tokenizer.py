@@ -30,9 +30,7 @@ class IncrementalDecoder:
 
 
 class Tokenizer:
-    """Turns text into token ids and back. Unknown ids decode to U+FFFD: a model's vocabulary may be padded. A subclass
-    has token_bytes, or a decoder of its own.
-    """
+    """Turns text into token ids and back. A subclass has token_bytes or a decoder; unknown ids decode to U+FFFD."""
     size: int # of the vocabulary
     source: str # where the vocabulary is from, for messages
 

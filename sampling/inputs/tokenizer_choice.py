@@ -3,7 +3,6 @@ import logging
 import os
 from itertools import chain
 from pathlib import Path
-from shlex import quote
 
 from sampling.checkpoints.build import Checkpoint
 from sampling.configurator import suggest
@@ -66,10 +65,8 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
         return encoding
     if vocab_size not in GPT2_SIZES:
         searched = ", ".join(dict.fromkeys(map(os.path.abspath, folders)))
-        meant = Path("data", dataset, "meta.pkl") if is_named and len(folders) == 1 else None # nanoGPT would open it
-        advice = f"if you trust the checkpoint, pass --tokenizer={quote(str(meant)):.300}" if meant else ADVICE
         raise ValueError(f"no tokenizer is in {searched:.1000}, and GPT-2's encoding has 50257 tokens, but the model "
-                         f"has {vocab_size}; {advice}")
+                         f"has {vocab_size}; {ADVICE}")
     if checkpoint.is_huggingface:
         logger.info(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     return "gpt2"
