@@ -120,8 +120,7 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
         if kind is float:
             is_share = isinstance(value, int | float) and 0 <= value <= 1
             require(is_share, f"{name} must be a number between 0 and 1; got {value!r:.100}")
-    require(config.n_embd % config.n_head == 0,
-            f"n_embd must be a multiple of n_head; got {config.n_embd} and {config.n_head}")
+    require(config.n_embd % config.n_head == 0, f"n_head must divide n_embd; got {config.n_head} and {config.n_embd}")
     require(config.gelu in ("none", "tanh"), f"gelu must be 'none' or 'tanh'; got {config.gelu!r:.100}")
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
     require(config.n_layer == num_layers <= MAX_LAYERS, # a model of 10**9 layers would never be built

@@ -14,7 +14,7 @@ from sampling.checkpoints.finding import LOADED, checkpoint_path, file_state, ha
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
-from sampling.checkpoints.untrusted_files import RejectedFileError, read_complete, require
+from sampling.checkpoints.untrusted_files import read_complete, require
 from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
     """
     def read(file: BinaryIO) -> dict:
         tensor_file = read_tensor_file(file)
-        reject_bare_tensors(tensor_file.content, Path(file.name).parent)
-        tensors, model_args = model_entries(tensor_file.content)
+        tensors, model_args = model_entries(tensor_file.content, Path(file.name).parent)
         stored = tensors_by_name(tensors, tensor_file)
         if tied := stored.get(HEAD, stored.get(EMBEDDING)): # a tied weight may have one of its names
             stored = {HEAD: tied, EMBEDDING: tied} | stored
@@ -62,17 +61,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
     return checkpoint
 
 
-def reject_bare_tensors(content: object, folder: Path) -> None:
-    """Raises RejectedFileError for tensors alone, and says where the sizes may be."""
-    tensors = fields_of(content) or {}
-    if tensors and all(isinstance(tensor, StoredTensor) for tensor in tensors.values()):
-        require(not has_weights(folder), f"it belongs to a Hugging Face model; pass --init_from={folder}")
-        raise RejectedFileError("it holds only a state_dict, and n_head cannot be inferred from its tensors; copy its "
-                                f"config.json beside it if Hugging Face wrote it, and pass --init_from={folder}; "
-                                f"otherwise save it with its sizes, and pass --out_dir=ckpt.pt: {SAVE_WITH_SIZES}")
-
-
-def model_entries(content: object) -> tuple[object, dict]:
+def model_entries(content: object, folder: Path) -> tuple[object, dict]:
     """The entry with the tensors, and the fields of GPTConfig. nanoGPT saves the entries model and model_args;
     build-nanogpt saves model and config. Raises ValueError if a field may change what the model computes.
     """
@@ -84,9 +73,12 @@ def model_entries(content: object) -> tuple[object, dict]:
     # Without model_args, config may hold train.py's settings.
     has_sizes = args_key == "model_args" or (fields or {}).keys() >= SIZES
     found = ", ".join(map(describe, list(entries)[:5])) or describe(content)
-    require(model_key and has_sizes,
+    is_complete = model_key and has_sizes
+    require(is_complete or not has_weights(folder), f"it belongs to a Hugging Face model; pass --init_from={folder}")
+    require(is_complete,
             "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
-            f"config, but holds {found:.200}; save both: {SAVE_WITH_SIZES}")
+            f"config, but holds {found:.200}; copy its config.json beside it if Hugging Face wrote it, and pass "
+            f"--init_from={folder}; otherwise save it with its sizes, and pass --out_dir=ckpt.pt: {SAVE_WITH_SIZES}")
     require(fields is not None, f"its {args_key} must be a dict or an object with fields, got {describe(args)}")
     missing = ", ".join(sorted(SIZES - fields.keys()))
     require(isinstance(unwrap(args), dict) or not missing, # a dict may lack fields that have defaults

@@ -127,8 +127,7 @@ def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
     whatever id they have there. Those for which a model of vocab_size tokens has no room are plain text.
     """
     from tokenizers import AddedToken, Tokenizer
-    fields, added = read_settings(path.parent)
-    content, usual_tokens = read_content(path, fields)
+    content, fields, added = read_content(path)
     with reject_damaged(path):
         vocab, listed = content["model"]["vocab"], content.get("added_tokens") or []
         # Padding, truncation and the post-processor would change a prompt, and dropout makes encoding random.
@@ -142,19 +141,18 @@ def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
         for text, token_id in known.items():
             is_free = texts.get(token_id, text) == text
             require(is_free, f"the id {token_id!s:.20} of its added token {text!r:.60} is another token's")
-        named = named_tokens(usual_tokens | fields)
-        added = sorted(added, key=itemgetter("id")) + [token | {"special": True} for token in named
-                                                       if token["content"] not in known]
+        named = [token | {"special": True} for token in named_tokens(fields) if token["content"] not in known]
         tokenizer = call_library(lambda: Tokenizer.from_str(json.dumps(content)))
-        for token in added:
+        for token in sorted(added, key=itemgetter("id")) + named:
             text = token["content"]
             if tokenizer.token_to_id(text) is not None or tokenizer.get_vocab_size() < vocab_size:
                 tokenizer.add_tokens([AddedToken(text, **{flag: token[flag] for flag in FLAGS & token.keys()})])
     return tokenizer, content
 
 
-def read_content(path: Path, fields: dict) -> tuple[dict, dict]:
-    """The content of a tokenizer.json for this main file and settings, and the special tokens of the class."""
+def read_content(path: Path) -> tuple[dict, dict, list[dict]]:
+    """The content of a tokenizer.json for this main file, and read_settings' result with the tokens of the class."""
+    fields, added = read_settings(path.parent)
     name = fields["tokenizer_class"]
     with reject_damaged(path):
         require(path.name not in CLASSES or name in CLASSES[path.name],
@@ -168,7 +166,7 @@ def read_content(path: Path, fields: dict) -> tuple[dict, dict]:
                      "unk_token": unknown["content"] if isinstance(unknown, dict) else unknown,
                      "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
             return {"normalizer": normalizer, "pre_tokenizer": {"type": "BertPreTokenizer"}, "model": model,
-                    "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, BERT_TOKENS
+                    "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, BERT_TOKENS | fields, added
         content = read_json(path)
         if path.name == "vocab.json": # BPE.read_file skips ids that are no numbers, and truncates large ones
             merges = read_text(path.with_name("merges.txt")).removesuffix("\n").split("\n")
@@ -177,13 +175,13 @@ def read_content(path: Path, fields: dict) -> tuple[dict, dict]:
             require(isinstance(content.get("model"), dict), "it has no model, so it is not a tokenizer.json")
             is_bpe = content["model"].get("type") == "BPE" and "ByteLevel" in json.dumps(content.get("pre_tokenizer"))
             if not (is_bpe and (name in CLASSES["vocab.json"] if name else fields["is_gpt2"])):
-                return content, {}
+                return content, fields, added
         # These classes take the vocabulary and the merges alone.
         step = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True,
                 "add_prefix_space": fields.get("add_prefix_space") or False}
         model = {"type": "BPE", "vocab": content["model"]["vocab"], "merges": content["model"]["merges"]}
         content |= {"normalizer": None, "pre_tokenizer": step, "decoder": step, "model": model}
-        return content, {"unk_token": "<|endoftext|>"}
+        return content, {"unk_token": "<|endoftext|>"} | fields, added
 
 
 def read_settings(folder: Path) -> tuple[dict, list[dict]]:
