@@ -126,6 +126,10 @@ def write_attack(place, piece, folder, valid_checkpoint):
     if kind == "meta.pkl":
         write_settled(out / "meta.pkl", with_entry((out / "meta.pkl").read_bytes(), key, piece))
         write_settled(out / "ckpt.pt", valid_checkpoint)
+    elif kind == "old": # the format of torch before 1.6
+        parts = MAGIC_NUMBER, PROTOCOL_VERSION, {"little_endian": True}, {"model_args": SHAPE}, []
+        *start, content, keys = (pickle.dumps(part, 2) for part in parts)
+        write_settled(out / "ckpt.pt", b"".join([*start, with_entry(content, key, piece), keys]))
     else:
         write_settled(out / "ckpt.pt", poison(valid_checkpoint, key, piece))
     return "resume"

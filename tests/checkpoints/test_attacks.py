@@ -25,7 +25,7 @@ DAMAGED = "is damaged or incomplete"
 # ---- pickles that would run code
 
 RAN = value("ran") # the folder that attacks make
-CODE = { # with pickle.loads, all but the last four make it
+CODE = { # with pickle.loads, all but the last two make it
     "GLOBAL-REDUCE": b"cos\nmkdir\n(" + RAN + b"tR",
     "STACK_GLOBAL": value("os") + value("mkdir") + b"\x93" + RAN + b"\x85R",
     "INST": b"(" + RAN + b"ios\nmkdir\n",
@@ -35,8 +35,6 @@ CODE = { # with pickle.loads, all but the last four make it
     "APPEND": b"ctypes\nSimpleNamespace\n)R}" + value("append") + b"cos\nmkdir\nsb" + RAN + b"a",
     "EXT1": b"\x82\x12" + RAN + b"\x85R", # attacks.py gives this code to os.mkdir
     "BINPERSID": b"(" + value("module") + b"cos\nmkdir\n" + RAN + RAN + b"tQ",
-    "escape-codes": b"cx\x1b[31mred\x07\nmk\x1b]0;title\x07dir\n(" + RAN + b"tR",
-    "a-long-name": b"c" + b"x" * 10**6 + b"\nmkdir\n(" + RAN + b"tR",
     "an-import": b"cimported\nname\n",
 }
 

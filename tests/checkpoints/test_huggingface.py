@@ -106,7 +106,6 @@ FOLDERS = { # what is changed, and what a line must say
     "no-biases": (lambda folder: resave(folder, without("bias"), as_bin=True), "zeros: 'attn.c_attn.*ln_f.bias, mlp"),
     "no-attention-biases": (lambda folder: resave(folder, without("c_attn.bias")), "zeros: 'attn.c_attn.bias'$"),
     "class": (lambda folder: add_prefix_space(folder, "PreTrainedTokenizerFast"), None),
-    "unknown-class": (lambda folder: add_prefix_space(folder, "OurTokenizer"), None),
     "gpt2-class": (lambda folder: add_prefix_space(folder, "GPT2TokenizerFast"), None),
     "object-of-tokens": (lambda folder: edit(folder / "tokenizer_config.json", extra_special_tokens={
         "a_token": "<a>", "b_token": ADDED | {"content": "<b>", "__type": "AddedToken"}}, pad_token="<c>"), None),

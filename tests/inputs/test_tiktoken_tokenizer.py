@@ -1,6 +1,5 @@
 """TiktokenTokenizer, GPT-2's byte-pair encoding, and where its vocabulary comes from."""
 import hashlib
-import random
 
 import pytest
 import tiktoken
@@ -37,18 +36,14 @@ def test_text_is_encoded_as_by_gpt2(gpt2_encoding):
 
 
 def test_hugging_faces_cache_has_the_same_encoding_and_is_before_downloads(leave_hub_cache, tiktoken_cache, messages):
-    theirs, rng = TiktokenTokenizer(), random.Random(1)
+    theirs = TiktokenTokenizer()
     leave_hub_cache("openai-community--gpt2", gpt2_tokenizer_json(tiktoken_cache))
     ours, other = load_encoding("gpt2"), load_encoding("r50k_base") # two names of one encoding
     assert messages == [] and other.source == ours.source
     assert [ours.decode([i]) for i in range(50304)] == [theirs.decode([i]) for i in range(50304)]
     assert ours.size == theirs.size
     for text in random_texts("gpt2", 300):
-        text += rng.choice(["!", "  x", " \n\n a", "'ll 123'S", "ﷺ" * 5])
-        prompt_ids, ids = ours.encode(text), rng.choices(range(50300), k=rng.choice([1, 9, 40]))
-        assert prompt_ids == theirs.encode(text) and ours.decode(ids) == theirs.decode(ids)
-        decode, is_last = ours.incremental_decoder(prompt_ids), [False] * (len(ids) - 1) + [True]
-        assert "".join(map(decode, ids, is_last)) == theirs.decode(ids)
+        assert ours.encode(text + " \n\n a'll 123'S") == theirs.encode(text + " \n\n a'll 123'S")
 
 
 def test_each_failure_is_said_once_and_the_error_says_what_to_get(leave_hub_cache, messages):

@@ -9,7 +9,7 @@ import tiktoken
 import torch
 
 from hf_tokenizers import save_tokenizer
-from models import CHARS, make_gpt, save_checkpoint, save_meta
+from models import CHARS, save_meta
 from sampling.checkpoints.build import Checkpoint
 from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.model import GPTConfig
@@ -122,10 +122,3 @@ def test_a_padded_vocabulary_gets_a_warning_if_it_is_mostly_padding(name, vocab_
     load(vocab_size, name=name)
     found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(found) == bool(warning) and re.search(warning or "", "".join(found))
-
-
-def test_the_script_takes_a_tokenizer(run_script, here):
-    save_checkpoint(here / "out", make_gpt(vocab_size=300), meta=False)
-    (here / "bytes.pkl").write_bytes(pickle.dumps({"tokenizer": "byte"}))
-    done = run_script("--start=Hé ", "--num_samples=1", "--max_new_tokens=5", "--tokenizer=bytes.pkl", cwd=here)
-    assert done.returncode == 0 and done.stdout.startswith("Hé ")
