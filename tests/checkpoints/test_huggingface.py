@@ -176,7 +176,6 @@ def dangle(folder, name):
     (lambda folder: edit(folder / "config.json", activation_function="relu"), "activation_function 'relu'; supported"),
     (lambda folder: edit(folder / "config.json", quantization_config={}), "holds quantized weights: pass"),
     (lambda folder: edit(folder / "config.json", drop=["n_layer"]), "n_layer=12 but holds tensors of 2"),
-    (lambda folder: (shards(folder), (folder / "part-2.safetensors").unlink()), "lacks 'part-2.safetensors', which"),
     (lambda folder: (shards(folder), dangle(folder, "part-1.safetensors")), "lacks 'part-1.safetensors', which"),
     (lambda folder: (shards(folder), (folder / "model.safetensors.index.json").unlink(),
                      (folder / "model-00001-of-00002.safetensors").unlink()), "nor all shards of either"),
