@@ -112,8 +112,7 @@ def poison(valid_checkpoint, key, piece):
 def write_attack(place, piece, folder, valid_checkpoint):
     """Write files with this piece of pickle to folder/out. Return the init_from for it.
 
-    place: "model" or another entry of a ckpt.pt, "stoi" or "x" of "meta.pkl", or "hf" for a
-    pytorch_model.bin.
+    place: "model" or another entry of a ckpt.pt, "stoi" or "x" of "meta.pkl", or "hf" for a pytorch_model.bin.
     """
     out = folder / "out"
     save_meta(out / "meta.pkl")
@@ -126,10 +125,6 @@ def write_attack(place, piece, folder, valid_checkpoint):
     if kind == "meta.pkl":
         write_settled(out / "meta.pkl", with_entry((out / "meta.pkl").read_bytes(), key, piece))
         write_settled(out / "ckpt.pt", valid_checkpoint)
-    elif kind == "old": # the format of torch before 1.6
-        parts = MAGIC_NUMBER, PROTOCOL_VERSION, {"little_endian": True}, {"model_args": SHAPE}, []
-        *start, content, keys = (pickle.dumps(part, 2) for part in parts)
-        write_settled(out / "ckpt.pt", b"".join([*start, with_entry(content, key, piece), keys]))
     else:
         write_settled(out / "ckpt.pt", poison(valid_checkpoint, key, piece))
     return "resume"

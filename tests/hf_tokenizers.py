@@ -22,8 +22,7 @@ def make(model, trainer, special, size=300, **parts):
     tokenizer = Tokenizer(model)
     for name, part in parts.items():
         setattr(tokenizer, name, part)
-    limits = {} if trainer is trainers.WordLevelTrainer else {"vocab_size": size}
-    tokenizer.train_from_iterator(LINES, trainer(special_tokens=special.split(), show_progress=False, **limits))
+    tokenizer.train_from_iterator(LINES, trainer(special_tokens=special.split(), show_progress=False, vocab_size=size))
     return tokenizer
 
 

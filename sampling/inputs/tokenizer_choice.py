@@ -45,9 +45,7 @@ def tokenizer_named(name: str, vocab_size: int) -> Tokenizer | str:
     path = find_tokenizer(given) or given / "meta.pkl" if given.is_dir() else given
     if not (path.is_file() and (path.suffix in (".json", ".pkl") or path.name == "vocab.txt")):
         raise ValueError(f"there is no tokenizer {name!r:.200}{suggest(name, ENCODINGS)}; {ADVICE}")
-    if found := tokenizer_in(path, vocab_size):
-        return found
-    raise ValueError(f"{name} has no stoi, and names no tokenizer")
+    return tokenizer_in(path, vocab_size) or CharTokenizer(path) # which says that a meta.pkl has no stoi
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:

@@ -42,7 +42,6 @@ class Mapping(dict):
 
 # ---- finding the file
 
-CONTENTS = {"config.json": b'{"model_type": "gpt2"}'}
 HUB, NEAR = "models--a--b/snapshots/1f", ", or --init_from=gpt2 for GPT-2"
 ADVICE = [ # what is there, older files first; the setting; a part of the line
     ("", "out_dir=out", "there is no checkpoint at out/ckpt.pt; pass --out_dir=FOLDER_OR_FILE" + NEAR),
@@ -93,7 +92,7 @@ def test_the_line_says_what_is_there_and_a_command_that_does_not_lead_back(files
         if target:
             path.symlink_to(target)
         else:
-            path.write_bytes(CONTENTS.get(path.name, b""))
+            path.write_text('{"model_type": "gpt2"}' * (path.name == "config.json"))
             os.utime(path, (i * 100,) * 2)
     error = error_for(setting)
     assert line in error
