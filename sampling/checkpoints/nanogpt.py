@@ -77,8 +77,9 @@ def model_entries(content: object, folder: Path) -> tuple[object, dict]:
     require(is_complete or not has_weights(folder), f"it belongs to a Hugging Face model; pass --init_from={folder}")
     require(is_complete,
             "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
-            f"config, but holds {found:.200}; copy its config.json beside it if Hugging Face wrote it, and pass "
-            f"--init_from={folder}; otherwise save it with its sizes, and pass --out_dir=ckpt.pt: {SAVE_WITH_SIZES}")
+            f"config, but holds {found:.200}; if Hugging Face wrote it, name it pytorch_model.bin, copy its "
+            f"config.json beside it, and pass --init_from={folder}; otherwise save it with its sizes, and pass "
+            f"--out_dir=ckpt.pt: {SAVE_WITH_SIZES}")
     require(fields is not None, f"its {args_key} must be a dict or an object with fields, got {describe(args)}")
     missing = ", ".join(sorted(SIZES - fields.keys()))
     require(isinstance(unwrap(args), dict) or not missing, # a dict may lack fields that have defaults

@@ -242,7 +242,7 @@ def test_build_nanogpts_files_load_with_its_form_of_gelu(model_key, config_key, 
 def test_the_advice_for_tensors_without_sizes_works(tmp_path):
     model, path = make_gpt(gelu="tanh"), tmp_path / "model.safetensors" # whatever its format is
     torch.save(model.state_dict(), path)
-    with pytest.raises(ValueError, match=r"but holds .*; copy its config") as error:
+    with pytest.raises(ValueError, match=r"but holds .*name it pytorch_model\.bin") as error:
         load_nanogpt(path)
     command = str(error.value).split("ckpt.pt: ")[1].split(', with "config"')[0]
     for name in SIZES:
@@ -255,7 +255,7 @@ def test_the_advice_for_tensors_without_sizes_works(tmp_path):
 @pytest.mark.parametrize("content, message", [
     (b"GGUF" + bytes(4000), "it is not a checkpoint: neither torch.save nor safetensors wrote it"),
     (b"version https://git-lfs.github.com/spec/v1\n", "only a pointer of Git LFS"),
-    ({"epoch": 9, "state_dict": {"a": torch.ones(2)}}, "but holds 'epoch', 'state_dict'; copy its config.json beside"),
+    ({"epoch": 9, "state_dict": {"a": torch.ones(2)}}, "but holds 'epoch', 'state_dict'; if Hugging Face wrote it"),
     ({"model": {}, "model_args": SIZES | {"rope": True, "norm": "rms", "gelu": "tanh"}},
      "its model_args has fields that a GPT does not have: norm, rope;"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
