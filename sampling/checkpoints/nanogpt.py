@@ -14,7 +14,7 @@ from sampling.checkpoints.finding import LOADED, checkpoint_path, file_state, ha
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
-from sampling.checkpoints.untrusted_files import read_complete, require
+from sampling.checkpoints.untrusted_files import RejectedFileError, read_complete, require
 from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,9 @@ def model_entries(content: object, folder: Path) -> tuple[object, dict]:
     # Without model_args, config may hold train.py's settings.
     has_sizes = args_key == "model_args" or (fields or {}).keys() >= SIZES
     found = ", ".join(map(describe, list(entries)[:5])) or describe(content)
+    if isinstance(args, Note) and args.name.startswith("omegaconf."):
+        raise RejectedFileError(f"its {args_key} is an object of OmegaConf; save a dict in its place, which "
+                                f"OmegaConf.to_container(checkpoint[{args_key!r}]) returns")
     is_complete = model_key and has_sizes
     require(is_complete or not has_weights(folder), f"it belongs to a Hugging Face model; pass --init_from={folder}")
     require(is_complete,

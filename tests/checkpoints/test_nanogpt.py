@@ -6,9 +6,11 @@ import pathlib
 import random
 import re
 import shlex
+import sys
 import weakref
 from argparse import Namespace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +31,14 @@ SIZES = {name: SHAPE[name] for name in ("block_size", "vocab_size", "n_layer", "
 
 class GPTConfig(Namespace):
     """build-nanogpt saves an object of its class of this name."""
+
+
+class DictConfig(Namespace):
+    """Stands for OmegaConf's class, where pickle finds it."""
+    __module__ = "omegaconf"
+
+
+sys.modules.setdefault("omegaconf", SimpleNamespace(DictConfig=DictConfig))
 
 
 class Slots:
@@ -261,6 +271,7 @@ def test_the_advice_for_tensors_without_sizes_works(tmp_path):
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "'a': torch._utils._rebuild_sparse_tensor"),
     ({"model": {"a": torch.ones(2)}, "model_args": print}, "with fields, got __builtin__.print"),
+    ({"model": {}, "config": DictConfig(**SHAPE)}, "OmegaConf.to_container(checkpoint['config'])"),
     ({"model": Namespace(), "model_args": SHAPE}, "must hold tensors by name, but holds argparse.Namespace"),
     ({"model": {"a": torch.ones(2)}, "model_args": Namespace(n_layer=2, n_embd=4)},
      "is an object of argparse.Namespace without the fields block_size, n_head, vocab_size"),
