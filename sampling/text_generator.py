@@ -4,6 +4,8 @@ import math
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -72,19 +74,24 @@ class TextGenerator:
               torch.autocast(self.device.type, self.dtype if is_half else None, enabled=is_half)):
             yield
 
-    def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
-                 batch_size: int | None = None) -> list[Sample]:
-        """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows."""
-        check_values({"num_samples": num_samples, "batch_size": batch_size})
-        encoded = self.encode([prompts] if isinstance(prompts, str) else prompts)
-        samples = make_samples(encoded, num_samples)
-        return [sample for sample, _ in self.run(samples, params, batch_size) if sample.finish_reason]
+    def __repr__(self) -> str:
+        size = f"{self.num_params / 1e6:.2f}M parameters"
+        return f"<{self.checkpoint.path}: {size} on {self.device} in {self.dtype_name}>"
 
-    def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yield the text of one sample in parts, while it is generated."""
-        for _, pieces in self.run(make_samples(self.encode([prompt]), 1), params, batch_size=1, stream=True):
-            if text := "".join(piece.text for piece in pieces):
-                yield text
+    def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
+                 batch_size: int | None = None, **settings: Any) -> list[Sample]:
+        """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
+
+        settings: fields of SamplingParams, in place of those of params.
+        """
+        check_values({"num_samples": num_samples, "batch_size": batch_size})
+        samples = make_samples(self.encode(prompts), num_samples)
+        return [sample for sample, _ in self.run(samples, params, batch_size, **settings) if sample.finish_reason]
+
+    def stream(self, prompt: str, params: SamplingParams | None = None, **settings: Any) -> Iterator[str]:
+        """Yield the text of one sample in parts, while it is generated. settings: as for generate."""
+        steps = self.run(make_samples(self.encode([prompt]), 1), params, batch_size=1, stream=True, **settings)
+        return (text for _, pieces in steps if (text := "".join(piece.text for piece in pieces)))
 
     def score(self, text: str, num_logprobs: int = 0) -> Score:
         """How likely the model finds each token of a text, and num_logprobs of the most likely tokens in its place."""
@@ -92,9 +99,9 @@ class TextGenerator:
         *_, (score, _) = self.run(make_samples(self.encode([text]), 1, is_score=True), ScoringParams(num_logprobs or 0))
         return score
 
-    def encode(self, prompts: Iterable[str]) -> list[EncodedPrompt]:
-        prompts = list(prompts)
-        for prompt in prompts:
+    def encode(self, prompts: str | Iterable[str]) -> list[EncodedPrompt]:
+        is_one = isinstance(prompts, str) or not isinstance(prompts, Iterable)
+        for prompt in (prompts := [prompts] if is_one else list(prompts)):
             if not isinstance(prompt, str):
                 raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")
             if not prompt:
@@ -102,7 +109,8 @@ class TextGenerator:
         return list(encode_prompts(map(Prompt, prompts), self.tokenizer))
 
     def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,
-            batch_size: int | None = None, stream: bool = False) -> Iterator[tuple[Sample, list[Piece]]]:
+            batch_size: int | None = None, stream: bool = False,
+            **settings: Any) -> Iterator[tuple[Sample, list[Piece]]]:
         """Generate samples that have no tokens yet, and yield each with its new text: see Engine.generate.
 
         With ScoringParams, score texts instead: see score_texts.
@@ -113,4 +121,4 @@ class TextGenerator:
             return score_texts(self, samples, params, batch_size)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")
-        return Engine(self, params, batch_size, stream).generate(samples)
+        return Engine(self, replace(params, **settings), batch_size, stream).generate(samples)

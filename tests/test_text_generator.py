@@ -25,7 +25,7 @@ def generator():
 def test_samples_are_those_of_the_script(generator, run_script):
     done = run_script(f"--out_dir={DEMO}", "--device=cpu", "--start=ROMEO:", "--num_samples=3", "--max_new_tokens=12",
                       "--temperature=0.9")
-    samples = generator.generate("ROMEO:", PARAMS, num_samples=3)
+    samples = generator.generate("ROMEO:", num_samples=3, max_new_tokens=12, temperature=0.9)
     assert "".join(f"ROMEO:{sample.text}\n---------------\n" for sample in samples) == done.stdout
     assert "".join(generator.stream("ROMEO:", PARAMS)) == samples[0].text
     assert texts(generator, iter(["ROMEO:", "A"]), PARAMS, num_samples=2)[:2] == [samples[0].text, samples[1].text]
@@ -33,13 +33,16 @@ def test_samples_are_those_of_the_script(generator, run_script):
 
 @pytest.mark.parametrize("arguments, error, message", [
     (dict(prompts=["A", [1, 2]]), TypeError, r"^a prompt must be a str; got \[1, 2\]$"),
-    (dict(prompts=None), TypeError, "not iterable"), (dict(prompts=["A", ""]), ValueError, "^a prompt is empty"),
+    (dict(prompts=5), TypeError, "^a prompt must be a str; got 5$"), (dict(prompts=["A", ""]), ValueError, "^a prompt is empty"),
     (dict(params={"seed": 1}), TypeError, r"^params must be a SamplingParams; got \{'seed': 1\}$"),
     (dict(num_samples=0), ValueError, "^num_samples must"), (dict(batch_size="2"), ValueError, "^batch_size must"),
 ], ids=str)
 def test_invalid_arguments_raise(generator, arguments, error, message):
     with pytest.raises(error, match=message):
         generator.generate(**{"prompts": "A", "params": PARAMS, **arguments})
+    with pytest.raises(TypeError, match="must be a str"):
+        generator.stream(5) # at once
+    assert repr(generator) == f"<{DEMO}/ckpt.pt: 2.77M parameters on cpu in float32>"
 
 
 @pytest.mark.parametrize("settings", [dict(exact=True, compile=True), dict(name="a/b"), dict(name="")], ids=str)
