@@ -74,15 +74,10 @@ def main(settings):
     """Sample from a model, or in a session. settings: all, by name."""
     params = choose_params(settings)
     if settings['interactive']:
-        return run_session(params)
+        from sampling.repl import run_repl
+        return run_repl(load_gpt, params, settings['show_probs'], settings['start'])
     files = OutputFiles({**settings, **vars(params)}) # params has the seed that was drawn at random
     run(params, files)
-
-
-def run_session(params):
-    """Ask for prompts, and answer each with a sample."""
-    from sampling.repl import run_repl
-    run_repl(load_gpt, params, show_probs, start)
 
 
 def run(params, files):

@@ -203,8 +203,7 @@ class ScoringParams:
 
 
 # What only sampling has, not scoring.
-SAMPLING_SETTINGS = ("num_samples", "draft",
-                     *(f.name for f in fields(SamplingParams) if f.name != "num_logprobs"))
+SAMPLING_SETTINGS = "num_samples", "draft", *(f.name for f in fields(SamplingParams) if f.name != "num_logprobs")
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,26 @@ def join() -> None:
 
 def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams, batch_size: int | None,
                stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
-    """Rank 0: what gpt.run yields, with the help of the other processes."""
-    if world_size() == 1:
-        yield from gpt.run(samples, params, batch_size, stream)
-        return
-    samples = iter(samples)
+    """Rank 0: what gpt.run yields, with the help of the other processes. An error of the samples, such as a bad line of
+    a pipe, is raised when those before it are done.
+    """
+    errors = []
+    samples = hold_errors(samples, errors)
+    yield from (gpt.run(samples, params, batch_size, stream) if world_size() == 1 else
+                run_in_shares(gpt, samples, params, batch_size, stream))
+    if errors:
+        raise errors[0]
+
+
+def hold_errors(samples: Iterable[Sample], errors: list[ValueError]) -> Iterator[Sample]:
+    try:
+        yield from samples
+    except ValueError as error:
+        errors.append(error)
+
+
+def run_in_shares(gpt: "TextGenerator", samples: Iterator[Sample], params: SamplingParams, batch_size: int | None,
+                  stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
     while batch := list(islice(samples, world_size() * (batch_size or gpt.backend.max_rows))):
         bounds = [len(batch) * rank // world_size() for rank in range(world_size() + 1)]
         shares = [batch[start:end] for start, end in pairwise(bounds)]

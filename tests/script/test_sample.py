@@ -73,6 +73,13 @@ def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint
     assert "standard input, line 1: the prompt has 39 tokens, but the model sees only the last 16" in done.stderr
 
 
+def test_a_bad_line_of_a_pipe_ends_the_run_after_the_lines_before_it(run_script, char_checkpoint):
+    done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=2", "--max_new_tokens=5", "--start=JSONL:-",
+                      stdin=b'{"prompt": "A"}\n{"prompt": "B"}\n{"text": "C"}\n')
+    assert done.returncode == 1 and done.stdout.count(RULE) == 4
+    assert "error: standard input, line 3: every line must be an object with a prompt" in done.stderr
+
+
 def test_a_random_seed_is_printed_and_saved_and_gives_the_samples_again(run_script, char_checkpoint, tmp_path):
     run = f"--out_dir={char_checkpoint}", "--num_samples=2", "--max_new_tokens=30"
     first = run_script(*run, "--seed=random", "--out_file=a.jsonl", cwd=tmp_path)
