@@ -79,9 +79,9 @@ def warn_about_generation_config(folder: Path, config: dict) -> None:
     """Name the settings that the model's authors sample with. None is applied: the defaults are nanoGPT's."""
     path = folder / "generation_config.json"
     fields = config | (read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}) # older files are one
-    if asked := [f"{name}={fields[name]!r:.40} ({'--' + name if name in FLAGS else 'no flag'})"
+    if asked := [f"--{name}={fields[name]!r:.40}" if name in FLAGS else f"{name}={fields[name]!r:.40} (no flag)"
                  for name, usual in (FLAGS | NO_FLAGS).items() if fields.get(name) not in (None, usual)]:
-        logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; none of it is applied without the flag")
+        logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; nothing is applied without a flag")
 
 
 def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
