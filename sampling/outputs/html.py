@@ -191,10 +191,13 @@ def surprisal(logprob: float | None) -> int | None:
 def command() -> None:
     """Run with the command line's arguments, as nanogpt-compare or as python -m sampling.outputs.html."""
     setup_console()
+    name = "python -m sampling.outputs.html" if sys.argv[0] == __file__ else Path(sys.argv[0]).stem
+    usage = f"give one or more files of samples, and the page: {name} samples.jsonl page.html"
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        return print(f"{__doc__.partition(chr(10))[0]}\n{usage}")
     *paths, page = sys.argv[1:] or [""]
     if not paths or page == "-":
-        raise ValueError("give one or more files of samples, and the page: "
-                         "python -m sampling.outputs.html samples.jsonl page.html")
+        raise ValueError(usage)
     for path in paths:
         if not os.path.isfile(path):
             raise ValueError(f"there is no file {path!r:.200}")

@@ -114,6 +114,11 @@ def test_a_page_is_made_later_from_files(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "a.html", "b.html"}
 
 
+def test_help_is_help():
+    done = make_by_command("--help")
+    assert (done.returncode, done.stderr) == (0, "") and "python -m sampling.outputs.html samples.jsonl" in done.stdout
+
+
 @pytest.mark.parametrize("content, page, message", [
     (Run({}, RUN).line(finished_sample(0, "O", [])).replace(b'"text"', b'"test"'), "new.html",
      "sample 0 lacks a field, or has a wrong one"),
