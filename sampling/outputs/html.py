@@ -42,7 +42,7 @@ def find_samples(files: list[str]) -> tuple[Rows, list[dict[str, Any]]]:
             checkpoint = record["checkpoint"]
             settings = {name: value for name, value in record["settings"].items() if name != "logprobs"}
             info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"),
-                    "validation loss": checkpoint.get("val_loss"), **settings}
+                    "validation loss": round_loss(checkpoint.get("val_loss")), **settings}
             if len(files) > 1:
                 info = {"file": names[file], **info}
             key = json.dumps([checkpoint.get("crc32"), info])
@@ -60,11 +60,13 @@ def write_page(path: str | os.PathLike, files: list[str]) -> int:
     if not rows:
         raise ValueError(f"{path} is not written, because there is no sample to show")
     values = {name: [info.get(name) for info in infos] for name in dict.fromkeys(chain.from_iterable(infos))}
-    differing = [name for name in values if values[name] != values[name][:1] * len(infos)]
     models = short_names(values["checkpoint"])
-    labels = [", ".join({"file": info.get("file"), "checkpoint": model}.get(name) or f"{name} {info[name]}"
-                        for name in differing if name in info) for model, info in zip(models, infos, strict=True)]
-    settings = {name: " · ".join(map(repr, values[name] if name in differing else values[name][:1])) for name in values}
+    shown = {**values, "checkpoint": models}
+    differing = [name for name in shown if shown[name] != shown[name][:1] * len(infos)]
+    labels = [", ".join(shown[name][run] if name in ("file", "checkpoint") else f"{name} {info[name]}"
+                        for name in differing if name in info) for run, info in enumerate(infos)]
+    texts = {name: list(map(str, values[name])) for name in values}
+    settings = {name: " · ".join(of_runs if len(set(of_runs)) > 1 else of_runs[:1]) for name, of_runs in texts.items()}
     noun = "scores" if "score" in infos[0] else "samples"
     kind = noun.capitalize() if len(infos) == 1 else f"Comparison of {noun}"
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -171,6 +173,11 @@ def short_names(paths: Sequence[str | None]) -> list[str]:
         if len(set(names)) == len(set(map(tuple, parts))):
             break
     return names
+
+
+def round_loss(loss: Any) -> Any:
+    """The loss with four digits after the point, as train.py prints it; None or a stranger's text as it is."""
+    return f"{loss:.4f}" if isinstance(loss, float) else loss
 
 
 def clean(text: str) -> str:

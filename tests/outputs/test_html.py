@@ -32,7 +32,7 @@ def test_a_page_holds_the_samples_and_the_settings_of_a_file(tmp_path):
     assert text.count("<b>a &lt; b</b>") == 2 and "1 token, stopped at the length limit" in text
     assert "<title>Samples from out-letters</title>" in text and "<dt>temperature</dt><dd>0.8</dd>" in text
     assert "<dt>iteration</dt><dd>100</dd>" in text and "<dt>file" not in text
-    assert "<dt>validation loss</dt><dd>1.5</dd>" in text
+    assert "<dt>validation loss</dt><dd>1.5000</dd>" in text
     assert '<article id="sample-1" aria-labelledby="title-1"><h2 id="title-1">Sample 1, id {&quot;x&quot;: ' in text
     assert text.endswith("</main>\n</body>\n</html>\n") and [len(tokens) for tokens in data_of(page)] == [2, 1]
 
@@ -75,12 +75,12 @@ def test_several_runs_stand_side_by_side_with_the_settings_that_differ(tmp_path,
 def test_other_prompts_stand_below_each_other_and_checkpoints_of_one_file_beside_each_other(tmp_path):
     lines = [write_lines(tmp_path / "part", [make_tokens(1)], **run).read_bytes() for run in (
         {}, {"checkpoint": {"iter_num": 200, "val_loss": 1.25, "crc32": "1"}}, {"prompt": "KING:"},
-        {"checkpoint": {"iter_num": 200, "crc32": "2"}})]
+        {"checkpoint": {"iter_num": 200, "crc32": "2", "path": "../out-letters/ckpt.pt"}})] # of the same name
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     rows = make_page(tmp_path / "a.html", tmp_path / "a.jsonl").read_text(encoding="utf-8").split("<section>")[1:]
     headings = [re.findall("<h3.*?>(.*?)</h", row) for row in rows]
-    assert headings == [["iteration 100, validation loss 1.5", "iteration 200, validation loss 1.25",
-                         "iteration 200, validation loss 1.5"], ["iteration 100, validation loss 1.5"]]
+    assert headings == [["iteration 100, validation loss 1.5000", "iteration 200, validation loss 1.2500",
+                         "iteration 200, validation loss 1.5000"], ["iteration 100, validation loss 1.5000"]]
 
 
 def test_hostile_text_is_escaped(tmp_path):
