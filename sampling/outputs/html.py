@@ -111,8 +111,11 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
         return fill(template, number=str(index), tag="h2", heading=heading, prompt=prompt, label=title.lower(),
                     **article_values(record))
     articles = []
-    for run, record in records.items():
-        label = escape(labels[run] or f"run {run}")
+    for run, label in enumerate(labels):
+        if run not in records: # its place stays empty, so that columns line up
+            articles.append("<div></div>")
+            continue
+        record, label = records[run], escape(label or f"run {run}")
         articles.append(fill(template, number=f"{index}-{run}", tag="h3", heading=label, prompt="",
                              label=f"{title.lower()}, {label}", **article_values(record)))
     return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'

@@ -119,10 +119,14 @@ def test_all_samples_are_printed_in_colour(view):
 
 @pytest.mark.parametrize("width, num_columns", [(1200, 2), (400, 1)])
 def test_runs_stand_side_by_side_where_there_is_room(view, tmp_path, width, num_columns):
-    files = [write_lines(tmp_path / name, [make_tokens(60)] * 3, seed=seed) for seed, name in enumerate("ab")]
+    files = [write_lines(tmp_path / name, [make_tokens(60)] * (2 + seed), seed=seed) for seed, name in enumerate("ab")]
     page = view(make_page(tmp_path / "page.html", *files), viewport={"width": width, "height": 900})
     lefts = page.evaluate("[...document.querySelectorAll('article')].map(e => e.getBoundingClientRect().left)")
-    assert len(lefts) == 6 and len(set(lefts)) == num_columns
+    assert len(lefts) == 5 and len(set(lefts)) == num_columns
+    assert lefts[1] == lefts[4] # a sample that only the second run has
+    assert page.locator(".legend").count() == 1
+    page.goto(write_page(tmp_path / "plain.html", [make_tokens(1)], logprobs=None).as_uri())
+    assert page.locator(".legend").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
