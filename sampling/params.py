@@ -118,6 +118,9 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
 
     flags: those that the command line sets. In a settings file, score ignores what only sampling has.
     """
+    if settings["interactive"] and "num_samples" in flags:
+        raise SettingError("interactive=True prints one sample for each prompt: leave out num_samples, and type :again "
+                           "for another", "num_samples")
     if settings["score"]:
         if useless := [name for name in SAMPLING_SETTINGS if name in flags]:
             raise SettingError(f"score=True generates no samples: leave out {', '.join(useless)}, or score", "score")
@@ -155,13 +158,14 @@ def choose_seed(seed: int | str, flag: str = "--seed") -> int:
     return seed
 
 
-def warn_about_stops(stop_texts: list[str]) -> None:
+def warn_about_stops(stop_texts: list[str], newline: str = "--stop='\"\\n\"'") -> None:
+    """newline: how a user asks for one."""
     for text in stop_texts:
         if text != (composed := unicodedata.normalize("NFC", text)):
             logger.warning(f"the stop text {text!a:.100} is decomposed (NFD); most texts have {composed!a:.100}")
         if "\\n" in text:
             logger.warning(f"the stop text {text!r:.100} has a backslash and the letter n; if you mean a newline, "
-                           "write the text in quotes, as Python does: --stop='\"\\n\"'")
+                           f"write the text in quotes, as Python does: {newline}")
 
 
 @dataclass(frozen=True)

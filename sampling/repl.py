@@ -16,7 +16,7 @@ from typing import get_args
 from sampling.configurator import parse, suggest
 from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
-from sampling.outputs.console import end_line, is_tty
+from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
 from sampling.params import Prompt, Sample, SamplingParams, ScoringParams, check_exact, choose_seed, warn_about_stops
 from sampling.process import is_out_of_memory
@@ -31,6 +31,7 @@ Put a prompt that begins with a colon in quotes: ":like this". Several pasted li
   :continue          continue the last sample
   :again             generate another sample for the last prompt; after :continue, another continuation
   :score TEXT        say how likely the model finds a text, or FILE:text.txt; without one, the last prompt and sample
+  :save FILE         append the last prompt and sample to a file
   :reload            load the model again, such as a newer ckpt.pt
   :temperature       show a setting: {', '.join(TYPES)}
   :temperature=0.5   change it; a bare :show_probs or :context_shift means =True, as on the command line
@@ -106,7 +107,7 @@ class Session:
 
     def respond(self, line: str) -> None:
         """Run a command, or print a sample for a prompt."""
-        if line == "exit" or (line.startswith(":") and "\n" not in line):
+        if line in ("exit", "help", "?") or (line.startswith(":") and "\n" not in line):
             self.run_command(line.removeprefix(":").strip())
         elif line:
             self.print_samples(parse("start", line, ["str"]))
@@ -167,8 +168,10 @@ class Session:
         name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
         if name not in COMMANDS:
             self.change_setting(name.replace("-", "_"), text)
-        elif name == "score":
-            self.print_scores(text)
+        elif name == "score" and re.match(r"score\s*=", command):
+            raise ValueError(":score is no setting: type :score and a text, or :score alone for the last sample")
+        elif name in ("score", "save"):
+            (self.print_scores if name == "score" else self.save)(text)
         elif text:
             raise ValueError(f":{name} takes no value")
         elif name in ("again", "continue") and self.last is None:
@@ -191,6 +194,8 @@ class Session:
                              "all commands; put a prompt that begins with a colon in quotes")
         if not text and TYPES[name] != ["bool"]:
             return self.show_settings([name])
+        if name == "stop": # a newline is meant, and a shell would take the outer quotes away
+            text = '"\\n"' if text in ("\\n", "'\"\\n\"'") else text
         is_random = name == "seed" and text == "random"
         value = choose_seed(text, ":seed") if is_random else parse(name, text or "True", TYPES[name])
         change = {"num_logprobs": 0 if value else None} if name == "show_probs" else {name: value}
@@ -203,7 +208,7 @@ class Session:
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
-            warn_about_stops(params.stop_texts)
+            warn_about_stops(params.stop_texts, ':stop="\\n"')
         self.show_settings([name])
 
     def sample_again(self) -> None:
@@ -216,6 +221,13 @@ class Session:
         else: # after a stop text or Ctrl-C, token_ids has tokens that the user did not see
             ids = self.printer.tokenizer.encode(text)
         self.print_sample(Sample(self.next_index, Prompt(text), ids), shows_prompt=False)
+
+    def save(self, path: str) -> None:
+        """Append the last prompt and sample to a file."""
+        if self.last is None or not path:
+            raise ValueError("type :save and the name of a file, after a sample")
+        with name_write_errors(path), open(path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.write(f"{self.last.prompt.text}{self.last_text}\n{RULE}\n")
 
     def reload(self) -> None:
         """Load the model, or load it again, with the settings of the session."""
@@ -232,7 +244,7 @@ class Session:
 
 COMMANDS = {**dict.fromkeys(["help", "h", "?"], Session.show_help), "settings": Session.show_settings,
             "again": Session.sample_again, "continue": Session.continue_last, "score": Session.print_scores,
-            "reload": Session.reload, **dict.fromkeys(["quit", "q", "exit"], Session.quit)}
+            "save": Session.save, "reload": Session.reload, **dict.fromkeys(["quit", "q", "exit"], Session.quit)}
 
 
 def complete(line: str, index: int) -> str | None:

@@ -69,12 +69,17 @@ ANSWERS = { # what a user types, and a part of the message
     ":top_p=0.9": "error: exact=True does only what nanoGPT does",
     ":": "error: unknown command ':'; :help lists all commands",
     ":stop": "stop=None",
+    ":stop=\\n": "stop='\\n'\n",
+    """:stop='"\\n"'""": "stop='\\n'\n",
+    ":stop=a\\n": """write the text in quotes, as Python does: :stop="\\n"\n""",
     ":again 3": "error: :again takes no value",
-    ":help": "Ctrl-D ends the session",
+    **dict.fromkeys([":help", "help", "?"], "Ctrl-D ends the session."),
+    ":score=True": "error: :score is no setting",
     ":seed=random": "drawn at random; :seed=",
     '""': "error: the prompt is empty, but a sample needs something to continue, such as a newline",
     "b\udcffd": "lacks: '\\udcff' at 2", # a byte that is not UTF-8
     "FILE:-": "error: this session reads standard input itself",
+    ":save": "error: type :save and the name of a file",
     "FILE:--seed.txt": "error: cannot read the prompt file '--seed.txt'",
 }
 
@@ -140,6 +145,11 @@ def test_a_character_that_a_sample_began_comes_whole_when_it_is_continued(run_sc
     done = run_script(f"--out_dir={tmp_path}", "--interactive", "--device=cpu", "--max_new_tokens=6", "--temperature=0",
                       stdin="🙂\n:continue\n:max_new_tokens=1\n:continue\n:continue\n".encode())
     assert done.stdout.split(RULE) == ["🙂🙂\ufffd", "🙂🙂", "\ufffd", "", ""]
+
+
+def test_the_last_sample_is_saved_below_others(reply, tmp_path):
+    done = reply(f"The \n:save {tmp_path}/a.txt\nO\n:save {tmp_path}/a.txt\n")
+    assert (tmp_path / "a.txt").read_text() == done.stdout
 
 
 def test_after_a_stop_text_a_sample_continues_what_was_shown(reply, run):
@@ -215,6 +225,10 @@ def test_a_session_ends_without_its_streams_not_without_memory(reply, monkeypatc
     done = reply(":score a\nThe \n")
     assert done.returncode == status and message in done.stderr
     assert done.stderr.count("error") == done.stdout.count(RULE) == bool(message) # it went on with a sample
+
+
+def test_a_session_refuses_a_number_of_samples(reply):
+    assert reply("", "--num_samples=2").stderr.startswith("error: interactive=True prints one sample for each prompt")
 
 
 def test_a_session_needs_both_streams(char_checkpoint):
