@@ -159,7 +159,6 @@ def choose_seed(seed: int | str, flag: str = "--seed") -> int:
 
 
 def warn_about_stops(stop_texts: list[str], newline: str = "--stop='\"\\n\"'") -> None:
-    """newline: how a user asks for one."""
     for text in stop_texts:
         if text != (composed := unicodedata.normalize("NFC", text)):
             logger.warning(f"the stop text {text!a:.100} is decomposed (NFD); most texts have {composed!a:.100}")

@@ -40,9 +40,10 @@ def find_samples(files: list[str]) -> tuple[Rows, list[dict[str, Any]]]:
     for file in files:
         for _, start, _, record in read_records(file):
             checkpoint = record["checkpoint"]
+            loss = checkpoint.get("val_loss")
             settings = {name: value for name, value in record["settings"].items() if name != "logprobs"}
             info = {"checkpoint": checkpoint.get("path"), "iteration": checkpoint.get("iter_num"),
-                    "validation loss": round_loss(checkpoint.get("val_loss")), **settings}
+                    "validation loss": f"{loss:.4f}" if isinstance(loss, float) else loss, **settings}
             if len(files) > 1:
                 info = {"file": names[file], **info}
             key = json.dumps([checkpoint.get("crc32"), info])
@@ -176,11 +177,6 @@ def short_names(paths: Sequence[str | None]) -> list[str]:
         if len(set(names)) == len(set(map(tuple, parts))):
             break
     return names
-
-
-def round_loss(loss: Any) -> Any:
-    """The loss with four digits after the point, as train.py prints it; None or a stranger's text as it is."""
-    return f"{loss:.4f}" if isinstance(loss, float) else loss
 
 
 def clean(text: str) -> str:
