@@ -36,6 +36,10 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
         if os.path.isfile(start):
             logger.info(f"the prompt is the text {start!r:.100}; to read the file, pass --start=FILE:{start}")
         return [Prompt(start)]
+    if kind == "FILE" and path.endswith(".jsonl"):
+        logger.info(f"the prompt is the whole text of {path}; for a prompt in each line, pass --start=JSONL:{path}")
+    if path.endswith((".bin", ".npy")):
+        raise ValueError(f"{path} is a file of tokens, as a prepare.py writes it: give the text that it was made from")
     is_pipe = kind in MULTI_KINDS and (path == "-" or (os.path.exists(path) and not os.path.isfile(path)))
     if watch and is_pipe:
         raise ValueError("watch=True uses the prompts again for each checkpoint: save them in a file")

@@ -45,6 +45,7 @@ def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path):
     ("JSONL:p", '{"prompt": ""}', "p, line 2: every line must be an object with a prompt"),
     ("JSONL:p", '{"prompt": "a", "id": 1e999}', r"p, line 2: every line must .* \(Out of range float"),
     ("JSONL:p", "[" * 10**5, r"p, line 2: every line must .*\(maximum recursion depth"),
+    ("FILE:val.bin", "", "val.bin is a file of tokens, as a prepare.py writes it: give the text"),
     ("LINES:p", "é", r"p is not UTF-8 after line 1 \(.*\): save it as UTF-8"),
 ], ids=lambda value: str(value)[:30])
 def test_the_error_names_what_is_no_prompt(tmp_path, monkeypatch, start, content, message):
