@@ -194,7 +194,7 @@ def group_by_length(rows: Sequence[Detokenizer], block_size: int, max_new_tokens
     return list(groups.values())
 
 
-# ---- speculative decoding that keeps the text: docs/speculation.md explains why
+# ---- speculative decoding that keeps the text: docs/reproducibility.md explains why
 
 def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
     """The tokens (1, k) that the draft samples after the window of a single row, up to the first of which it is unsure.
