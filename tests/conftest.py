@@ -119,9 +119,12 @@ def messages():
 
 
 @pytest.fixture(autouse=True)
-def matmul_settings():
-    """Restore the settings of torch that a backend changes on a GPU: with TF32, later tests had other logits."""
+def process_settings():
+    """Restore what a backend changes: on a GPU torch's settings (with TF32, later tests had other logits), and with
+    compile how later Pythons find modules.
+    """
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.set_float32_matmul_precision(precision)
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    os.environ.pop("PYTHONSAFEPATH", None)

@@ -57,7 +57,7 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     rounds = [(line["checkpoint"]["iter_num"], line["index"]) for line in lines]
     assert rounds == [(100, 0), (100, 1), (200, 0), (200, 1)]
-    assert (tmp_path / "a.html").read_text().count(">iteration 200, validation loss 1.25</h3>") == 2
+    assert (tmp_path / "a.html").read_text().count(">iteration 200, validation loss 1.2500</h3>") == 2
     alone = run_script(*RUN[:4], cwd=tmp_path).stdout
     assert alone == "".join(f"The {line['text']}\n{RULE}\n" for line in lines[2:])
     with watching(tmp_path) as wait_for: # the same command goes on where the run was
@@ -65,7 +65,7 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
         wait_for("waiting")
 
 
-@pytest.mark.parametrize("flags, num_models", [(["--watch"], 3), (["--interactive"], 2)], ids=str)
+@pytest.mark.parametrize("flags, num_models", [(["--watch", "--num_samples=2"], 3), (["--interactive"], 2)], ids=str)
 def test_a_model_is_freed_before_the_next_is_loaded(monkeypatch, char_checkpoint, run_script, flags, num_models):
     backends, num_alive, prepare, load = weakref.WeakSet(), [], text_generator.prepare_backend, nanogpt.load_nanogpt
 
@@ -76,7 +76,7 @@ def test_a_model_is_freed_before_the_next_is_loaded(monkeypatch, char_checkpoint
     monkeypatch.setattr(text_generator, "prepare_backend", prepare_and_note)
     monkeypatch.setattr(nanogpt, "load_nanogpt", lambda *args: num_alive.append(len(backends)) or load(*args))
     monkeypatch.setattr(finding, "wait_for_saves", lambda out_dir: range(3))
-    run = f"--out_dir={char_checkpoint}", "--device=cpu", "--num_samples=2", "--max_new_tokens=9"
+    run = f"--out_dir={char_checkpoint}", "--device=cpu", "--max_new_tokens=9"
     done = run_script(*run, *flags, stdin=b"The \n:reload\n:again\n") # of a session
     assert num_alive == num_models * [0] and done.stdout.count(RULE) >= num_models, done.stderr
 

@@ -116,7 +116,7 @@ FOLDERS = { # what is changed, and what a line must say
         ADDED | {"id": 492, "special": False}]), None),
     "authors": (lambda folder: (edit(folder / "config.json", temperature=1.0, top_k=50, num_beams=1), edit(
         folder / "generation_config.json", repetition_penalty=1.5, no_repeat_ngram_size=3, max_length=50)),
-        r"with repetition_penalty=1\.5 \(--repetition_penalty\), no_repeat_ngram_size=3 \(no flag\); none")}
+        r"with --repetition_penalty=1\.5, no_repeat_ngram_size=3 \(no flag\); nothing is")}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
