@@ -75,7 +75,7 @@ def main(settings):
     params = choose_params(settings)
     if settings['interactive']:
         from sampling.repl import run_repl
-        return run_repl(load_gpt, params, settings['show_probs'], settings['start'])
+        return run_repl(load_gpt, params, show_probs, start)
     files = OutputFiles({**settings, **vars(params)}) # params has the seed that was drawn at random
     run(params, files)
 

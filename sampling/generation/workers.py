@@ -37,8 +37,10 @@ def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: Sampling
     """
     errors = []
     samples = hold_errors(samples, errors)
-    yield from (gpt.run(samples, params, batch_size, stream) if world_size() == 1 else
-                run_in_shares(gpt, samples, params, batch_size, stream))
+    if world_size() == 1:
+        yield from gpt.run(samples, params, batch_size, stream)
+    else:
+        yield from run_in_shares(gpt, samples, params, batch_size, stream)
     if errors:
         raise errors[0]
 
