@@ -9,8 +9,12 @@ settings files (Python that assigns settings) and --key=value, --key value, or a
 """
 import inspect
 import os
+import signal
 import sys
 
+if (__name__ == '__main__' and inspect.currentframe().f_back is None # not a notebook's %run
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler): # nor a shell's background job
+    signal.signal(signal.SIGINT, signal.SIG_DFL) # no traceback while modules are imported
 sys.path.append(os.path.dirname(os.path.realpath(__file__))) # for runpy, python -I, and python -m with a symbolic link
 try:
     from sampling import __version__ as __version__  # --version prints it

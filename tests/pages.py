@@ -45,7 +45,8 @@ class CodePointTokenizer:
 
 def model_of(crc32="00000000", iter_num=100):
     """What Outputs needs of a TextGenerator."""
-    checkpoint = SimpleNamespace(path="out/ckpt.pt", crc32=crc32, iter_num=iter_num, val_loss=1.5)
+    checkpoint = SimpleNamespace(path="out/ckpt.pt", crc32=crc32, iter_num=iter_num, val_loss=1.5,
+                                 describe=lambda: f"iteration {iter_num}")
     return SimpleNamespace(checkpoint=checkpoint, tokenizer=CodePointTokenizer(), device=SimpleNamespace(type="cpu"),
                            dtype_name="float32")
 

@@ -10,7 +10,7 @@ from sampling.inputs.prompts import parse_start
 from sampling.outputs import html
 from sampling.outputs.console import before_exit, is_tty, plural
 from sampling.outputs.jsonl import PAGE, LinesFile, Run, open_output, run_settings
-from sampling.outputs.printer import Printer, Progress
+from sampling.outputs.printer import RULE, Printer, Progress
 from sampling.params import Piece, Sample, SamplingParams, ScoringParams
 from sampling.process import peak_memory
 
@@ -91,6 +91,8 @@ class Outputs:
         self.run = Run(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
         self.files, self.device = files, gpt.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
+        if settings["watch"] and not files.uses_stdout:
+            self.printer.write(f"{checkpoint.describe()}\n{RULE}\n") # the samples of the next checkpoint follow
         is_score = settings["score"]
         self.progress = Progress(num_total, None if is_score else settings["max_new_tokens"],
                                  shows_text=not is_score or settings["show_probs"])
