@@ -111,6 +111,8 @@ def write_model(folder, **parts):
 def test_dropout_is_left_out(tmp_path): # and so is what else would change a prompt: the kind byte-level
     write_model(tmp_path, model={"dropout": 0.9})
     assert all(load(tmp_path).encode("abcab") == [3, 2, 3] for _ in range(9))
+    write_model(tmp_path, decoder={"pattern": {"String": "a"}, "content": "A"}) # no type
+    assert "".join(stream(load(tmp_path), [3, 2])) == load(tmp_path).text_of([3, 2])
 
 
 ADDED = {"id": 4, "content": "<a>"} | dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)

@@ -72,7 +72,8 @@ def test_nothing_is_read_outside_of_the_data_folder(here):
     ({"tokenizer": "tiktoken", "tiktoken_encoding": "my_own"}, "tiktoken_encoding is 'my_own'"),
     ({"tokenizer": "sentencepiece", "stoi": {"a": 0}, "itos": {0: "a"}}, "tokenizer is 'sentencepiece'"),
     ({"tiktoken_encoding": "cl100k_base", "has_additional_tokens": True}, "has_additional_tokens is True"),
-    ({"tokenizer": {"type": "bpe"}, "stoi": {"a": 0}}, "tokenizer is dict")], ids=str)
+    ({"tokenizer": {"type": "bpe"}, "stoi": {"a": 0}}, "tokenizer is dict"),
+    ({"tokenizer": 10**5000}, "tokenizer is int")], ids=lambda value: value if isinstance(value, str) else "")
 def test_a_tokenizer_that_is_named_is_believed(meta, error):
     for content, settings in (meta, {}), ({"vocab_size": 100277}, meta): # in the file, and in the checkpoint
         Path("meta.pkl").write_bytes(pickle.dumps(content))
