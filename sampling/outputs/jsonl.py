@@ -53,7 +53,6 @@ class Run:
         check_equal({**record["settings"], checksum: record["checkpoint"].get("crc32"), **saved},
                     {**self.settings, checksum: self.checkpoint_id["crc32"], **first}, where)
 
-
     def first_fields(self, sample: Sample) -> dict[str, Any]:
         """The fields with which the line of a sample begins."""
         prompt, of_prompt = sample.prompt, {}
@@ -100,11 +99,10 @@ class LinesFile:
                 run.check(record, sample, where)
                 num_saved, sample.already_saved = num_saved + 1, True
                 if isinstance(sample, Score): # for the sums of all texts
-                    try:
-                        sample.num_tokens, sample.num_bytes = int(record["num_tokens"]), int(record["num_bytes"])
-                        sample.cumulative_logprob = float(record["cumulative_logprob"])
-                    except (KeyError, TypeError, ValueError, OverflowError):
-                        raise ValueError(f"{where}: its sums are not those that sample.py wrote") from None
+                    sums = [record.get(name) for name in ("num_tokens", "num_bytes", "cumulative_logprob")]
+                    if [type(value) for value in sums] != [int, int, float]:
+                        raise ValueError(f"{where}: its sums are not those that sample.py wrote")
+                    sample.num_tokens, sample.num_bytes, sample.cumulative_logprob = sums
                 yield sample
             else:
                 raise ValueError(f"{where}, is one sample more than this run generates: give the file another name, or "

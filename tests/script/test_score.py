@@ -56,6 +56,16 @@ def test_a_file_of_scores_resumes_with_the_same_sums(run_script, folder):
     assert samples.returncode == 1 and "is from another run" in samples.stderr
 
 
+@pytest.mark.parametrize("name, value", [("num_tokens", None), ("num_bytes", "5"), ("cumulative_logprob", 10**400)])
+def test_a_file_with_other_sums_is_not_resumed(run_script, folder, name, value):
+    command = "--start=The ", "--score", "--out_file=scores.jsonl"
+    run_script(*command, cwd=folder)
+    record = json.loads((folder / "scores.jsonl").read_text())
+    (folder / "scores.jsonl").write_text(json.dumps({**record, name: value}) + "\n")
+    done = run_script(*command, cwd=folder)
+    assert (done.returncode, done.stdout) == (1, "") and "line 1: its sums are not those" in done.stderr
+
+
 def test_lines_and_the_page_have_each_token(run_script, folder):
     done = run_script("--start=JSONL:prompts.jsonl", "--score", "--out_file=a.jsonl", "--logprobs=2",
                       "--html_file=page.html", cwd=folder)
