@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend
-from sampling.backends.cpu_kernels import CACHE_BLOCK
 from sampling.checkpoints.build import QuantizedWeight, quantize
-from sampling.model import GPTConfig
+from sampling.model import GPTConfig, KVCache
 
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
@@ -28,26 +27,6 @@ MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is fast
 WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
 
 run_lock, this_thread = Lock(), local() # the lock, because one of numba's threading layers serves one thread at a time
-
-
-class CPUCache:
-    """A KVCache in another layout: room for capacity positions in each row, in float32."""
-
-    def __init__(self, config: GPTConfig, num_rows: int, capacity: int):
-        num_blocks, D = -(-capacity // CACHE_BLOCK), config.n_embd // config.n_head
-        # The inner loops of attention are over positions, so they are the last axis. They are in blocks, so that
-        # attention reads neighbouring memory, whatever the capacity: (layers, B, H, C / 64, D, 64).
-        shape = 2, config.n_layer, num_rows, config.n_head, num_blocks, D, CACHE_BLOCK
-        self.keys, self.values = torch.empty(shape, dtype=torch.float32).numpy()
-        self.seq_len = 0 # filled positions
-
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep these rows only. They move to the front of the same memory, because a second cache might not fit."""
-        num_blocks = -(-self.seq_len // CACHE_BLOCK) # the rest is unused, and may not be in memory yet
-        for array in self.keys, self.values:
-            for layer in array[:, :, :, :num_blocks]:
-                layer[:len(rows)] = layer[rows]
-        self.keys, self.values = self.keys[:, :len(rows)], self.values[:, :len(rows)]
 
 
 class Linear:
@@ -105,11 +84,11 @@ class CPUBackend(Backend):
     def int8_copy(self) -> "CPUBackend":
         return CPUBackend(self.config, self.weights, int8=True)
 
-    def new_cache(self, num_rows: int, capacity: int) -> CPUCache:
-        return CPUCache(self.config, num_rows, capacity)
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
+        return KVCache(self.config, num_rows, capacity, self.device, torch.float32)
 
     @torch.inference_mode()
-    def logits(self, ids: Tensor, cache: CPUCache | None, num_positions: int = 1) -> Tensor:
+    def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
         (B, T), start = ids.shape, 0 if cache is None else cache.seq_len
         rows = ids.flatten().numpy()
         x = self.wte.weight[rows] * self.wte.scales[rows, None] # (R, E)
@@ -125,24 +104,20 @@ class CPUBackend(Backend):
             cache.seq_len += T
         return torch.from_numpy(self.lm_head(self.ln_f(x)))
 
-    def attention(self, qkv: np.ndarray, cache: CPUCache | None, layer: int, B: int, num_last: int) -> np.ndarray:
+    def attention(self, qkv: np.ndarray, cache: KVCache | None, layer: int, B: int, num_last: int) -> np.ndarray:
         """Queries, keys and values (R, 3 * E) of a layer -> results of attention (B * num_last, E) for the last
         positions of each row. Appends the keys and values to the cache.
         """
         E, H = self.config.n_embd, self.config.n_head
         T, start = len(qkv) // B, 0 if cache is None else cache.seq_len
-        if cache is not None and num_last == T <= MAX_KERNEL_TOKENS and cache.keys.shape[1] == B:
-            work = 2 * len(qkv) * (start + T) * E
-            return run_kernel(kernels.attention, work, qkv, cache.keys[layer], cache.values[layer], start)
+        if cache is not None and num_last == T <= MAX_KERNEL_TOKENS and cache.layers[layer].size(1) == B:
+            work, (keys, values) = 2 * len(qkv) * (start + T) * E, cache.layers[layer].numpy() # (B, H, C, D) each
+            return run_kernel(kernels.attention, work, qkv, keys, values, start)
         q, k, v = torch.from_numpy(qkv).view(B, T, 3, H, E // H).permute(2, 0, 3, 1, 4) # (B, H, T, D) each
         if cache is not None:
-            keys, values = (torch.from_numpy(array[layer]).transpose(3, 4) for array in (cache.keys, cache.values))
-            for block in range(start // CACHE_BLOCK, -(-(start + T) // CACHE_BLOCK)):
-                first = block * CACHE_BLOCK - start # of its positions, among the new tokens
-                new, at = slice(max(0, first), first + CACHE_BLOCK), slice(max(0, -first), min(CACHE_BLOCK, T - first))
-                keys[:, :, block, at], values[:, :, block, at] = k[:, :, new], v[:, :, new] # one row goes to all rows
-            if start:
-                k, v = (array[:B].flatten(2, 3)[:, :, :start + T] for array in (keys, values)) # (B, H, S, D) each
+            keys, values = cache.layers[layer][..., :start + T, :]
+            keys[:, :, start:], values[:, :, start:] = k, v # one row goes to all rows
+            k, v = keys[:B], values[:B] # (B, H, S, D) each
         q, S = q[:, :, -num_last:], start + T
         mask = torch.ones(num_last, S, dtype=torch.bool).tril(S - num_last) if 1 < num_last < S else None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < num_last == S)
@@ -172,7 +147,7 @@ def compile_kernels(dtype: str) -> None:
     If that fails, as with a damaged file or a full disk, it removes the indexes of the cache and tries once more.
     """
     with run_lock:
-        x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1, CACHE_BLOCK), np.float32)
+        x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)
         calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
                  kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL)}
         is_new, num_threads = False, torch.get_num_threads()

@@ -28,7 +28,6 @@ OUTPUTS, GROUP = (4, 10) if has_32_registers else (2, 5)
 FLAGS = {"reassoc", "contract", "arcp", "nsz"}
 Array = np.ndarray
 BLOCK = 16 # neighbouring outputs that a thread computes at once
-CACHE_BLOCK = 64 # neighbouring positions in the cache
 ZERO, ONE = np.float32(0), np.float32(1)
 
 OPTIONS = dict(nogil=True, fastmath=FLAGS, error_model="numpy")
@@ -216,29 +215,35 @@ def softmax(scores: Array) -> None:
 
 @inner
 def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start: int, y: Array) -> None:
-    """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (C / 64, D, 64)."""
+    """One head of one sample. q, new_k, new_v, y: (T, D). The cache k, v: (C, D).
+
+    Four positions that lie far apart are read at once, as in one_row. Beyond the last one, it is read with weight 0.
+    """
     num_tokens, width = q.shape
-    scores, scale = np.empty(start + num_tokens, np.float32), np.float32(1 / math.sqrt(width))
+    scores, scale = np.empty(start + num_tokens + 3, np.float32), np.float32(1 / math.sqrt(width))
+    qt, yt = np.empty(width, np.float32), np.empty(width, np.float32) # contiguous
     for t in range(num_tokens):
-        last, scores_t = start + t, scores[:start + t + 1]
-        k[last // CACHE_BLOCK, :, last % CACHE_BLOCK] = new_k[t]
-        v[last // CACHE_BLOCK, :, last % CACHE_BLOCK] = new_v[t]
-        scores_t[:] = ZERO
-        for first in range(0, last + 1, CACHE_BLOCK):
-            block, part = k[first // CACHE_BLOCK], scores_t[first:first + CACHE_BLOCK]
+        last, quarter = start + t, (start + t) // 4 + 1
+        k[last], v[last], yt[:] = new_k[t], new_v[t], ZERO
+        for d in range(width):
+            qt[d] = q[t, d] * scale
+        for s in range(quarter):
+            s1, s2, s3 = s + quarter, s + 2 * quarter, s + 3 * quarter
+            k0, k1, k2, k3 = k[s], k[min(s1, last)], k[min(s2, last)], k[min(s3, last)]
+            sum0 = sum1 = sum2 = sum3 = ZERO
             for d in range(width):
-                kd, qd = block[d], q[t, d] * scale
-                for s in range(len(part)):
-                    part[s] += qd * kd[s]
-        softmax(scores_t)
-        y[t] = ZERO
-        for first in range(0, last + 1, CACHE_BLOCK):
-            block, part = v[first // CACHE_BLOCK], scores_t[first:first + CACHE_BLOCK]
+                sum0, sum1 = sum0 + qt[d] * k0[d], sum1 + qt[d] * k1[d]
+                sum2, sum3 = sum2 + qt[d] * k2[d], sum3 + qt[d] * k3[d]
+            scores[s], scores[s1], scores[s2], scores[s3] = sum0, sum1, sum2, sum3
+        softmax(scores[:last + 1])
+        scores[last + 1:] = ZERO
+        for s in range(quarter):
+            s1, s2, s3 = s + quarter, s + 2 * quarter, s + 3 * quarter
+            v0, v1, v2, v3 = v[s], v[min(s1, last)], v[min(s2, last)], v[min(s3, last)]
+            p0, p1, p2, p3 = scores[s], scores[s1], scores[s2], scores[s3]
             for d in range(width):
-                vd, total = block[d], ZERO
-                for s in range(len(part)):
-                    total += part[s] * vd[s]
-                y[t, d] += total
+                yt[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
+        y[t] = yt
 
 
 @parallel
@@ -246,9 +251,9 @@ def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
     """T new tokens of each sample attend to the tokens up to themselves -> (B * T, E).
 
     qkv (B * T, 3 * E): their queries, keys and values. The keys and values are stored in the cache, keys and values
-    (B, H, C / 64, D, 64), from position start on.
+    (B, H, C, D), from position start on.
     """
-    num_samples, num_heads, _, width, _ = keys.shape
+    num_samples, num_heads, _, width = keys.shape
     num_tokens = len(qkv) // num_samples
     y = np.empty((len(qkv), num_heads * width), np.float32)
     for i in prange(num_samples * num_heads):
