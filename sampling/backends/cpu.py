@@ -22,7 +22,7 @@ from sampling.model import GPTConfig, KVCache
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
-MAX_KERNEL_ROWS = 32 # with more rows, F.linear is as fast in float32, or faster
+MAX_KERNEL_ROWS = 32 if kernels.has_32_registers else 64 # with more rows, F.linear is as fast in float32, or faster
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
 
