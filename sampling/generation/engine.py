@@ -206,10 +206,10 @@ def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
     ids, cache = batch.window, batch.cache # (1, S)
     if cache is None or cache.seq_len == 0: # past the window, or before the prefill
         return ids[:, :0]
-    streams, seq_len, room = batch.streams.fork(), cache.seq_len, batch.backend.config.block_size - ids.size(1)
-    for _ in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
+    seq_len, room = cache.seq_len, batch.backend.config.block_size - ids.size(1)
+    for i in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
         logits = draft.logits(ids[:, cache.seq_len:], cache)
-        scores, candidates = sampler.scores(logits, ids, None if sampler.is_greedy else streams.next())
+        scores, candidates = sampler.scores(logits, ids, None if sampler.is_greedy else batch.streams.peek(i))
         token = sampler.pick(scores, candidates)
         ids = torch.cat([ids, token], dim=1)
         if sampler.lead(scores) < MIN_LEAD:

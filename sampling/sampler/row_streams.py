@@ -4,7 +4,7 @@ nanoGPT samples its texts one after another from one random stream: sample k sta
 numbers into it. RowStreams gives each row of a batch a generator of its own at this place. So a batch gets the same
 tokens as samples that are generated one after another.
 """
-from copy import copy
+from collections import deque
 from functools import cache
 
 import torch
@@ -58,19 +58,23 @@ class RowStreams:
         self.device, source = run.device, run.generator.device
         dtype = torch.int64 if self.device.type == "cpu" and exponential_is_from_bits() else torch.float32
         self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=source) # (B, V): the latest draw
+        self.ahead: deque[Tensor] = deque() # the numbers of the next steps that were peeked at
 
     def select_rows(self, rows: list[int]) -> None:
         self.generators, self.first_steps = [self.generators[i] for i in rows], [self.first_steps[i] for i in rows]
         self.numbers = self.numbers[:len(rows)]
 
-    def fork(self) -> "RowStreams":
-        """Streams that draw the numbers of the next steps, but leave these streams where they are."""
-        other = copy(self)
-        other.generators = [generator.clone_state() for generator in self.generators]
-        return other
-
     def next(self) -> Tensor:
         """The numbers (B, V) of the next step: see exponentials. The next call may overwrite them."""
+        return self.ahead.popleft() if self.ahead else self.draw_step()
+
+    def peek(self, num_steps: int) -> Tensor:
+        """The numbers that next will return after so many other calls. A draft uses them first."""
+        while len(self.ahead) <= num_steps:
+            self.ahead.append(self.draw_step().clone())
+        return self.ahead[num_steps]
+
+    def draw_step(self) -> Tensor:
         for row, generator, first_step in zip(self.numbers, self.generators, self.first_steps, strict=True):
             if self.step >= first_step:
                 draw(row, generator)
