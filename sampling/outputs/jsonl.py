@@ -232,5 +232,5 @@ def is_at(path: str | os.PathLike, file: BinaryIO) -> bool:
     """Whether an open file is the one at this path."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
