@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from sampling.outputs.console import name_write_errors, plural, report_user_errors, setup_console
-from sampling.outputs.jsonl import PAGE, read_records
+from sampling.outputs.jsonl import PAGE, SCORE_FIELDS, read_records
 from sampling.outputs.printer import summary
 from sampling.params import Prompt, Score
 
 logger = logging.getLogger("sampling.outputs.html") # not __name__: this file is also run as a script
 NUM_ALTERNATIVES = 5 # of the most likely tokens, shown for each token
 FINISH_REASONS = {"length": "stopped at the length limit", "stop": "stopped at a stop text"}
-SCORE_FIELDS = "num_tokens", "num_bytes", "cumulative_logprob"
 Rows = dict[tuple[str, int], dict[int, tuple[str, int]]] # prompt, index -> number of a run -> file, position in it
 
 

@@ -15,6 +15,7 @@ from sampling.params import SAMPLING_SETTINGS, Sample, Score, Token, as_list
 
 logger = logging.getLogger(__name__)
 VERSION = 4 # of the fields of a line
+SCORE_FIELDS = "num_tokens", "num_bytes", "cumulative_logprob"
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"} # some readers take them for the end of a line
 
 # How the files begin that sample.py writes.
@@ -99,7 +100,7 @@ class LinesFile:
                 run.check(record, sample, where)
                 num_saved, sample.already_saved = num_saved + 1, True
                 if isinstance(sample, Score): # for the sums of all texts
-                    sums = [record.get(name) for name in ("num_tokens", "num_bytes", "cumulative_logprob")]
+                    sums = list(map(record.get, SCORE_FIELDS))
                     if [type(value) for value in sums] != [int, int, float]:
                         raise ValueError(f"{where}: its sums are not those that sample.py wrote")
                     sample.num_tokens, sample.num_bytes, sample.cumulative_logprob = sums
