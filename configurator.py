@@ -43,7 +43,7 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable
 
     validate gets all settings, and the names of those that flags set. Its ValueError has the attribute names: which
     settings it is about. aliases: what to suggest for names of other programs. Logs one line that lists the changes. An
-    error leaves scope as it was. --help prints the settings, --version prints __version__, and both exit.
+    error leaves scope as it was. --help and --version print, and exit.
     """
     settings, arguments = find_settings(scope["__file__"]), list(arguments)
     if {"--help", "-h", "--version"} & set(arguments):
@@ -123,13 +123,10 @@ def to_argument(name: str, setting: Setting) -> str:
 
 def parse_argument(arguments: list[str], settings: dict[str, Setting], aliases: Mapping[str, str]) -> tuple[str, Any]:
     """Pop --key=value, --key value or a bare --key (for True) from the front of arguments; return name and value."""
-    flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
     key, equals, text = arguments.pop(0).partition("=")
     name = key.removeprefix("--").replace("-", "_")
     if name not in settings:
-        unknown = dict.fromkeys([key, *(flag for flag in flags if flag[2:].replace("-", "_") not in settings)])
-        hint = suggest(name.removeprefix("_"), settings, aliases) if len(unknown) == 1 else ""
-        raise ValueError(f"unknown setting{'s' * (len(unknown) > 1)} {', '.join(unknown):.500}{hint}"
+        raise ValueError(f"unknown setting {key:.200}{suggest(name.removeprefix('_'), settings, aliases)}"
                          f"{'' if key.startswith('--') else '; settings begin with --'}; --help lists all settings")
     types = settings[name].types
     if equals:
@@ -179,9 +176,8 @@ def read_file(path: str, script: str) -> tuple[str, bytes]:
     try:
         source = b"\0" if os.path.isdir(found) else Path(found).read_bytes()
     except (OSError, ValueError) as e: # ValueError: the path has a null byte
-        advice = "" if path.endswith(".py") else '; a value with spaces needs quotes: --start="Once upon a time"'
         raise ValueError(f"cannot read the settings file {path!r:.200}: {getattr(e, 'strerror', e)}; give settings as "
-                         f"--key=value{advice}") from None
+                         '--key=value; a value with spaces needs quotes: --start="Once upon a time"') from None
     if b"\0" in source: # a folder, or a checkpoint
         raise ValueError(f"{path!r:.200} is not a settings file; if a model is there, pass --out_dir={path:.200}")
     return found, source

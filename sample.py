@@ -27,7 +27,7 @@ from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
 from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console
 from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
 from sampling.params import ALIASES, ModelOptions, check_settings
-from sampling.process import expand_paths, quicken_start, system_interrupts
+from sampling.process import expand_paths, shorten_spinning, system_interrupts
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -124,7 +124,7 @@ def command(owns_process=True):
         settings = override(globals(), sys.argv[1:], check_settings, ALIASES)
         globals().update(expand_paths(settings))
     if owns_process:
-        quicken_start()
+        shorten_spinning()
     with report_user_errors():
         serve(load_gpt) or main(settings) # torchrun may have started several processes: only the first runs main
     if owns_process:

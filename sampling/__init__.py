@@ -44,7 +44,7 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
 
     Changes settings of the whole process: on a CPU glibc's malloc, and how long the threads of OpenMP spin; on CUDA the
     current device, the precision of matrix products and the attention kernels; with compile, torch.compile's limits and
-    PYTHONSAFEPATH, so that the Pythons that torch starts import nothing from the working directory.
+    PYTHONSAFEPATH.
     """
     shorten_spinning() # of the kernels' threads; of torch's, too, if torch is not imported yet
     import torch

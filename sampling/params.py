@@ -114,10 +114,7 @@ def check_values(values: Settings) -> None:
 
 
 def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
-    """Check all settings of sample.py, by name.
-
-    flags: those that the command line sets. In a settings file, score ignores what only sampling has.
-    """
+    """Check settings of sample.py. flags: those of the command line; in a file, score ignores what it cannot use."""
     if settings["interactive"] and "num_samples" in flags:
         raise SettingError("interactive=True prints one sample for each prompt: leave out num_samples, and type :again "
                            "for another", "num_samples")
@@ -185,14 +182,6 @@ class SamplingParams:
         vars(self).update({name: plain(value) for name, value in vars(self).items()})
         check_values(vars(self))
 
-    @classmethod
-    def from_settings(cls, settings: Settings, num_logprobs: int | None) -> "SamplingParams":
-        """Take the parameters from sample.py's settings, which also have other names."""
-        values = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
-        params = cls(**values | {"seed": choose_seed(settings["seed"]), "num_logprobs": num_logprobs})
-        warn_about_stops(params.stop_texts)
-        return params
-
     @property
     def stop_texts(self) -> list[str]:
         return as_list(self.stop)
@@ -200,7 +189,6 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class ScoringParams:
-    """What to find out about a text."""
     num_logprobs: int = 0 # how many of the most likely tokens in the place of each one
     max_tokens: int = 10**9 # to keep of a text. All are scored, but a book has a million
 

@@ -1,10 +1,6 @@
-"""What concerns the whole process: its place among those of torchrun, its threads, the cores and memory it may use.
-
-sample.py imports this file before torch.
-"""
+"""What concerns the whole process: its place among those of torchrun, its threads, the cores and memory it may use."""
 import ctypes
 import errno
-import gc
 import math
 import os
 import re
@@ -30,16 +26,13 @@ first_pid = 0 # of the process that loaded the first model
 
 
 def torchrun_number(name: str, default: int) -> int:
-    """A number of torchrun's environment; the default if torchrun did not start this process.
-
-    RANK is the process's number among the WORLD_SIZE of the run, LOCAL_RANK among the LOCAL_WORLD_SIZE of its machine.
-    """
+    """A number of torchrun's environment; the default if torchrun did not start this process."""
     return int(os.environ[name]) if torchrun_started_this() else default
 
 
 def torchrun_started_this() -> bool:
-    """Whether this process is one of torchrun's. Its TORCHELASTIC_RUN_ID shows that, unless it is inherited: a training
-    that torchrun started may call sample.py. (A cluster may have a RANK of its own for each process.)
+    """Whether this process is one of torchrun's. Its TORCHELASTIC_RUN_ID shows that (a cluster, too, may set a RANK),
+    unless it is inherited: a training that torchrun started may call sample.py.
     """
     pid, is_named = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
     with suppress(OSError, IndexError): # not Linux
@@ -60,14 +53,8 @@ def world_size() -> int:
     return torchrun_number("WORLD_SIZE", 1)
 
 
-def quicken_start() -> None:
-    """For a process that runs only the script, before torch is imported."""
-    shorten_spinning()
-    gc.set_threshold(1_000_000) # looking for garbage more often takes 0.15 s while torch is loaded, and finds none
-
-
 def expand_home(path: str | None) -> str | None:
-    """A path with the home folder for a leading ~, unless a file is called so: in --out_dir=~/x, no shell does it."""
+    """A path with the home folder for a leading ~, unless a file is called so. In --out_dir=~/x, no shell does it."""
     return os.path.expanduser(path) if path and not os.path.lexists(path) else path
 
 
@@ -80,9 +67,8 @@ def expand_paths(settings: dict) -> dict:
 
 @contextmanager
 def system_interrupts() -> Iterator[None]:
-    """Let the system end the process at Ctrl-C or SIGTERM inside this block, if it is the script's own process.
-
-    Python calls a handler only between two operations, and a stranger's file can ask for one that takes minutes.
+    """Let the system end the script's own process at Ctrl-C or SIGTERM inside this block. Python calls a handler only
+    between two operations, and a stranger's file can ask for one that takes minutes.
     """
     handlers = {number: signal.getsignal(number) for number in END_SIGNALS} if owns_process else {}
     ours = {number: handler for number, handler in handlers.items() if callable(handler)} # others are the system's
@@ -96,23 +82,22 @@ def system_interrupts() -> Iterator[None]:
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first sentence of an exception's message, or the name of the exception's type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0][:200]
 
 
 def shorten_spinning() -> None:
     """Make OpenMP's threads sleep soon while they wait for each other. Call this before torch is imported.
 
-    By default they spin for up to 20 ms, on cores that the thread that they wait for may need. On two cores of an Intel
-    Xeon, GPT-2 in int8 generates 101 tokens/s if they spin for a tenth of a millisecond, and 72 if they sleep at once;
-    if another program uses one core, 43 and 62. The user's own settings are kept.
+    By default they spin for up to 20 ms, on cores that others may need. On two cores of an Intel Xeon, GPT-2 in int8
+    generates 101 tokens/s if they spin for a tenth of a millisecond, and 72 if they sleep at once; if another program
+    uses one core, 43 and 62. The user's own settings are kept.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "0" if cores_are_busy() else "3000"
 
 
 def cores_are_busy() -> bool:
-    """Whether other programs use at least half of the cores now. False if that is unknown. Takes 10 ms."""
+    """Whether other programs use at least half of the cores now. False if that is unknown."""
     num_running = []
     try:
         for _ in range(5):
@@ -136,8 +121,8 @@ def check_fork() -> None:
 
 
 def read_cgroups(*files: str) -> Iterator[list[str]]:
-    """The words in these files of each control group (version 2) of this process, from its own up to the root, in which
-    the first word is a limit. A container is such a group.
+    """The words of these files in each control group (version 2) of this process, such as a container, from its own up
+    to the root, if the first word is a limit.
     """
     with suppress(OSError): # not Linux
         own = OWN_CGROUPS.read_text().partition("0::")[2] # such as "0::/docker/1f"
@@ -149,17 +134,12 @@ def read_cgroups(*files: str) -> Iterator[list[str]]:
                     yield words
 
 
-def count_cores() -> int:
-    """How many cores this process may keep busy: a container may have less time than its cores."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([num_cores, *(math.ceil(int(quota) / int(period)) for quota, period in read_cgroups("cpu.max"))])
-
-
 def limit_threads() -> None:
-    """Let torch, and so the kernels, use no more threads than cores, unless the user has chosen a number."""
+    """Let torch, and so the kernels, use no more threads than a container has the time of, unless the user chose."""
     import torch
+    limits = [math.ceil(int(quota) / int(period)) for quota, period in read_cgroups("cpu.max")]
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), count_cores()))
+        torch.set_num_threads(min([torch.get_num_threads(), *limits])) # torch has counted the cores
 
 
 def peak_memory(device: "torch.device") -> int | None:
@@ -174,18 +154,15 @@ def peak_memory(device: "torch.device") -> int | None:
 
 
 def free_memory(device: "torch.device") -> int:
-    """How many bytes this process may still use on a device. In a container, the page cache that it can drop is free.
-
-    A GPU's memory is not divided: if processes share a GPU and it runs out of memory, the engine halves its batches.
-    """
+    """How many bytes this process may still use on a device. Processes of one machine share RAM, but not a GPU."""
     if device.type == "cuda":
         import torch
         return torch.cuda.mem_get_info(device)[0]
     import psutil
     free = [psutil.virtual_memory().available]
     for limit, used, *stat in read_cgroups("memory.max", "memory.current", "memory.stat"):
-        free.append(int(limit) - int(used) + int(stat[stat.index("inactive_file") + 1]))
-    return max(0, min(free)) // torchrun_number("LOCAL_WORLD_SIZE", 1) # which share this machine
+        free.append(int(limit) - int(used) + int(stat[stat.index("inactive_file") + 1])) # a cache that can be dropped
+    return max(0, min(free)) // torchrun_number("LOCAL_WORLD_SIZE", 1)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -200,10 +177,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def disable_malloc_trim() -> None:
-    """Make the C library keep freed memory instead of returning it to the system. Has an effect only with glibc.
-
-    Every step allocates and frees the same megabytes. If the memory were returned, each page would cost a page fault at
-    the next step.
+    """Make glibc keep freed memory instead of returning it to the system. Every step allocates and frees the same
+    megabytes, and each page that was returned would cost a page fault at the next step.
     """
     with suppress(AttributeError, OSError, TypeError): # another system, or another C library
         libc = ctypes.CDLL(None)

@@ -3,10 +3,8 @@ import io
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
@@ -26,14 +24,14 @@ logger = logging.getLogger(__name__)
 # The settings that a command may change, and the names that configurator gives to the types of their values.
 TYPES = {f.name: [t.__name__ for t in get_args(f.type) or [f.type]]
          for f in fields(SamplingParams) if f.name != "num_logprobs"} | {"show_probs": ["bool"]}
-HELP = f"""Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
+HELP = """Type a prompt in the form of --start: text, "text\\n" with escapes, or FILE:prompt.txt.
 Put a prompt that begins with a colon in quotes: ":like this". Several pasted lines are one prompt.
   :continue          continue the last sample
   :again             generate another sample for the last prompt; after :continue, another continuation
   :score TEXT        say how likely the model finds a text, or FILE:text.txt; without one, the last prompt and sample
   :save FILE         append the last prompt and sample to a file
   :reload            load the model again, such as a newer ckpt.pt
-  :temperature       show a setting: {', '.join(TYPES)}
+  :temperature       show a setting
   :temperature=0.5   change it; a bare :show_probs or :context_shift means =True, as on the command line
   :settings          show all settings
   :help              show this help
@@ -42,9 +40,8 @@ Tab completes a command, Ctrl-C ends the sample, Ctrl-D ends the session."""
 
 
 def run_repl(load: Callable[[], TextGenerator], params: SamplingParams, show_probs: bool, start: str) -> None:
-    """Read prompts and commands from standard input until it ends. start: the first prompt, unless it is blank.
-
-    load: loads the model, at the start and for :reload. params, show_probs: the initial settings.
+    """Read prompts and commands from standard input until it ends. load: loads the model, at the start and for :reload.
+    params, show_probs: the initial settings. start: the first prompt, unless it is blank.
     """
     if sys.stdin is None or sys.stdout is None:
         raise ValueError("interactive=True needs standard input and standard output, but one of them is closed")
@@ -106,7 +103,6 @@ class Session:
             logger.error(f"out of memory ({error!s:.200}): use a shorter prompt, or fewer max_new_tokens")
 
     def respond(self, line: str) -> None:
-        """Run a command, or print a sample for a prompt."""
         if line in ("exit", "help", "?") or (line.startswith(":") and "\n" not in line):
             self.run_command(line.removeprefix(":").strip())
         elif line:
@@ -117,7 +113,6 @@ class Session:
             raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
 
     def encode(self, start: str) -> Iterable[tuple[Prompt, list[int]]]:
-        """The prompts that start names, with their token ids."""
         if not start:
             raise ValueError('the prompt is empty, but a sample needs something to continue, such as a newline: "\\n"')
         kind, path = parse_start(start)
@@ -126,7 +121,6 @@ class Session:
         return encode_prompts(read_prompts(start), self.printer.tokenizer)
 
     def print_samples(self, start: str) -> None:
-        """Print a sample for each prompt that start names."""
         for sample in make_samples(self.encode(start), 1, self.next_index):
             if not self.print_sample(sample):
                 break
@@ -164,7 +158,6 @@ class Session:
         return not interrupts
 
     def run_command(self, command: str) -> None:
-        """Run the command that was typed after the colon."""
         name, text = (*re.split(r"\s*=\s*|\s+", command, maxsplit=1), "")[:2]
         if name not in COMMANDS:
             self.change_setting(name.replace("-", "_"), text)
@@ -180,9 +173,7 @@ class Session:
             COMMANDS[name](self)
 
     def show_help(self) -> None:
-        for line in HELP.split("\n"):
-            logger.info(textwrap.fill(line, shutil.get_terminal_size().columns, break_on_hyphens=False,
-                                      subsequent_indent=" " * 21 if line.startswith(" ") else ""))
+        logger.info(HELP)
 
     def show_settings(self, names: Iterable[str] = TYPES) -> None:
         values = {**vars(self.params), "show_probs": self.show_probs}
@@ -223,14 +214,12 @@ class Session:
         self.print_sample(Sample(self.next_index, Prompt(text), ids), shows_prompt=False)
 
     def save(self, path: str) -> None:
-        """Append the last prompt and sample to a file."""
         if self.last is None or not path:
             raise ValueError("type :save and the name of a file, after a sample")
         with name_write_errors(path), open(path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
             file.write(f"{self.last.prompt.text}{self.last_text}\n{RULE}\n")
 
     def reload(self) -> None:
-        """Load the model, or load it again, with the settings of the session."""
         self.gpt = None # its memory must be free before the next model is loaded
         self.gpt = self.load()
         new, old = self.gpt.tokenizer, self.printer and self.printer.tokenizer

@@ -20,21 +20,18 @@ from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams,
 from sampling.process import check_fork, free_memory
 
 logger = logging.getLogger(__name__)
-MIN_DRAFT_WEIGHTS = 50_000_000 # of a model that waits for memory
+MIN_DRAFT_WEIGHTS = 50_000_000 # of a model whose steps wait for memory
 MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
 DEFAULT_OPTIONS, DEFAULT_PARAMS = ModelOptions(), SamplingParams()
 
 
 class TextGenerator:
-    """A model with its tokenizer on its device. Several threads may use it at once.
+    """A model with its tokenizer on its device. Several threads may use it at once. It uses the checkpoint's weights.
 
-    Its methods raise ValueError if a text is empty, if the tokenizer cannot encode it, or if a number is not allowed;
-    TypeError if a text is not a str, or if params are of another type.
-
-    Each needs its own checkpoint, whose weights it uses. num_steps: about how many decode steps it will run; None:
-    unknown, or many. Raises ValueError or OSError if an option cannot be used.
+    num_steps: about how many decode steps it will run; None: unknown, or many. Raises ValueError or OSError if an
+    option cannot be used. Its methods raise ValueError if a text is empty, if the tokenizer cannot encode it, or if a
+    number is not allowed; TypeError if a text is not a str, or if params are of another type.
     """
-
     has_announced_window = False # that the window moves, which takes long: once, not for each prompt of a session
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
@@ -51,9 +48,7 @@ class TextGenerator:
         return str(self.dtype).removeprefix("torch.")
 
     def draft_for(self, num_tokens: int) -> Backend | None:
-        """The draft for so many tokens of a single sample, if any. It is made when it pays for the first time: for a
-        model that waits for memory, if there is memory for a copy.
-        """
+        """The draft for so many tokens of a single sample, if any. It is made when it pays for the first time."""
         size = num_step_weights(self.backend.config) # and the bytes of a copy
         with self.draft_lock:
             if (self.may_draft and self.backend.can_copy_to_int8 and num_tokens >= MIN_DRAFT_TOKENS
@@ -81,7 +76,6 @@ class TextGenerator:
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None, **settings: Any) -> list[Sample]:
         """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
-
         settings: fields of SamplingParams, in place of those of params.
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
@@ -111,10 +105,7 @@ class TextGenerator:
     def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,
             batch_size: int | None = None, stream: bool = False,
             **settings: Any) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Generate samples that have no tokens yet, and yield each with its new text: see Engine.generate.
-
-        With ScoringParams, score texts instead: see score_texts.
-        """
+        """Generate samples, or score them: see Engine.generate and score_texts. Yields each with its new text."""
         check_fork()
         params = DEFAULT_PARAMS if params is None else params
         if isinstance(params, ScoringParams):

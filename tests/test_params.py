@@ -7,6 +7,7 @@ import pytest
 
 from project import SCRIPT
 from sampling.configurator import find_settings
+from sampling.outputs.outputs import choose_params
 from sampling.params import SamplingParams, check_settings
 
 DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
@@ -89,7 +90,7 @@ def test_a_run_of_several_processes_has_nobody_who_types_or_watches(name, monkey
 
 
 def test_params_come_from_the_settings_and_are_validated_when_created_or_replaced():
-    params = SamplingParams.from_settings(DEFAULTS | dict(top_k=3, stop="a", context_shift=True), 2)
+    params = choose_params(DEFAULTS | dict(top_k=3, stop="a", context_shift=True, out_file="a", logprobs=2))
     assert params == SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)
     assert params.stop_texts == ["a"] and SamplingParams(stop=None).stop_texts == []
     for name, value in ("top_k", -1), ("seed", "random"), ("num_logprobs", -1):

@@ -50,10 +50,8 @@ class Linear:
 
 
 class CPUBackend(Backend):
-    """Computes the logits of a GPT, without copying the float32 weights of the checkpoint.
-
-    weights: by nanoGPT's names. int8: round all weights that are not QuantizedWeights yet; activations and sums are
-    float32 all the same.
+    """Computes the logits of a GPT, without copying its float32 weights, which are named as nanoGPT's. int8: round
+    those that are not QuantizedWeights yet; activations and sums are float32 all the same.
     """
     device, max_window_tokens = torch.device("cpu"), 1280
 
@@ -142,9 +140,8 @@ def run_kernel(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
 
 
 def compile_kernels(dtype: str) -> None:
-    """Load the kernels for weights of this dtype ("float32" or "int8") from numba's cache, or compile and save them.
-
-    If that fails, as with a damaged file or a full disk, it removes the indexes of the cache and tries once more.
+    """Load the kernels for weights of this dtype from numba's cache, or compile and save them. If that fails, as with a
+    damaged file or a full disk, remove the indexes of the cache and try once more.
     """
     with run_lock:
         x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)

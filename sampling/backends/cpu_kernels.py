@@ -79,7 +79,6 @@ TANH = (-2.80885487e-06, 1.87247376e-05, 1.02340362e-04, -1.09109089e-03, 1.5797
 
 @inner
 def gelu_of(x: np.float32, form: tuple[float, ...]) -> np.float32:
-    """GELU of x in the form EXACT or TANH."""
     p = ZERO
     for coefficient in form:
         p = p * abs(x) + np.float32(coefficient)
@@ -88,10 +87,7 @@ def gelu_of(x: np.float32, form: tuple[float, ...]) -> np.float32:
 
 @inner
 def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int, residual: Array) -> None:
-    """What follows the sums y[:, first:last]: scales, bias, GELU, and the residual unless it is empty.
-
-    gelu: 0 none, 1 the exact form, 2 the tanh form.
-    """
+    """Apply to the sums y[:, first:last]: scales, bias, GELU (0 none, 1 exact, 2 tanh), and the residual if any."""
     scales, bias = scales[first:last], bias[first:last]
     for r in range(len(y)):
         yr, residual_r = y[r, first:last], residual[min(r, len(residual) - 1), first:last]
@@ -108,10 +104,8 @@ def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: 
 
 @inner
 def one_row(x: Array, weight: Array, y: Array, first: int, last: int, quarter: int) -> None:
-    """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x.
-
-    Four rows of the weight that lie far apart are four streams for the processor's prefetcher, which one core needs to
-    read memory at its full rate.
+    """Outputs first to last of one row, and those of the other quarters: y[o] = weight[o] @ x. Four rows of the weight
+    that lie far apart are four streams for the prefetcher, which one core needs to read memory at its full rate.
     """
     for o in range(first, last):
         o1, o2, o3 = o + quarter, o + 2 * quarter, o + 3 * quarter
@@ -250,8 +244,7 @@ def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start:
 def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
     """T new tokens of each sample attend to the tokens up to themselves -> (B * T, E).
 
-    qkv (B * T, 3 * E): their queries, keys and values. The keys and values are stored in the cache, keys and values
-    (B, H, C, D), from position start on.
+    qkv (B * T, 3 * E): their queries, keys and values. The cache (B, H, C, D) gets the latter from position start on.
     """
     num_samples, num_heads, _, width = keys.shape
     num_tokens = len(qkv) // num_samples

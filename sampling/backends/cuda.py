@@ -26,10 +26,8 @@ free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # 
 
 
 class StaticCache(KVCache):
-    """A KV cache, the inputs of a decode step, and the graphs that read and write both in place.
-
-    It keeps no step and no backend, which refer to the cache: in such a cycle, all would take memory until a garbage
-    collection.
+    """A KV cache, the inputs of a decode step, and the graphs that read and write both in place. It refers to no step
+    and no backend, which refer to it: such a cycle would keep its memory until a garbage collection.
     """
 
     def __init__(self, model: GPT, num_rows: int, capacity: int, device: torch.device):
@@ -104,9 +102,8 @@ class CUDABackend(EagerBackend):
             return logits
 
     def first_logits(self, cache: StaticCache, num_keys: int) -> Tensor:
-        """The logits of the first step with num_keys, which is captured, and checked by the plain model.
-
-        Raises what means out of memory; then the next step with num_keys is the first one again.
+        """The logits of the first step with num_keys, which is captured, and checked by the plain model. Raises what
+        means out of memory; then the next step with num_keys is the first one again.
         """
         try:
             with capture_lock:
@@ -159,11 +156,9 @@ class CUDABackend(EagerBackend):
         logger.warning(f"CUDA graphs do not work here ({reason}): continuing without them, which is slower")
 
     def check_logits(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether the logits (B, V) of a graph agree with those of the plain model, as far as rounding allows.
-
-        If not, continue without CUDA graphs. The mean of the difference is left out, because a constant added to all
-        logits does not change their probabilities. GPT-2's logits lie around -60 to -115, where neighbouring bfloat16
-        numbers are 0.5 apart: half of that is allowed.
+        """Whether the logits (B, V) of a graph agree with the plain model's, as far as rounding allows. If not, go on
+        without CUDA graphs. A constant added to all logits changes no probability, so the mean of the difference is
+        left out. GPT-2's logits lie around -60 to -115, where bfloat16 numbers are 0.5 apart: half of that is allowed.
         """
         std, mean = torch.std_mean(expected.float(), dim=-1, correction=0) # (B,) each
         error = (found.float() - expected.float()).std(dim=-1, correction=0)
@@ -190,9 +185,8 @@ class CUDABackend(EagerBackend):
 
 
 def block_step(block: Block, x: Tensor, layer: Tensor, position: Tensor, mask: Tensor, num_keys: int) -> Tensor:
-    """Block.forward for one more token: (B, 1, E) -> (B, 1, E). mask (1, S) is added to the scores of the S keys.
-
-    Writes the token's key and value into layer (2, B, H, capacity, D).
+    """Block.forward for one more token: (B, 1, E) -> (B, 1, E). Its key and value go into layer (2, B, H, capacity, D).
+    mask (1, S) is added to the scores of the S keys.
     """
     qkv = block.attn.split_heads(block.ln_1(x)) # (B, 1, E) -> (3, B, H, 1, D)
     layer.index_copy_(3, position, qkv[1:])

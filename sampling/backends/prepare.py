@@ -1,7 +1,4 @@
-"""Chooses the device, the dtype and the backend for a checkpoint, and prepares the backend.
-
-Raises ValueError if what the user names is not available here.
-"""
+"""Chooses the device, the dtype and the backend for a checkpoint. Raises ValueError if what is named is not here."""
 import logging
 import os
 import sys
@@ -60,9 +57,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.dtype:
-    """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere.
-
-    exact: choose as nanoGPT does, which takes bfloat16 even where the GPU emulates it.
+    """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere. exact: as nanoGPT,
+    which takes bfloat16 even where the GPU emulates it.
     """
     if name == "int8" and device.type != "cpu":
         raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
@@ -155,10 +151,8 @@ def has_numba(is_required: bool) -> bool:
 
 
 def import_numba() -> ModuleType:
-    """Import numba, if this is the first import, so that it ignores .numba_config.yaml in the working directory.
-
-    That file may come with a stranger's model, and can name a folder of pickles that numba then loads. numba reads it,
-    now and whenever it compiles, only if it can import yaml.
+    """Import numba so that it ignores .numba_config.yaml in the working directory: that file may come with a stranger's
+    model, and can name a folder of pickles that numba then loads. numba reads it only if its first import finds yaml.
     """
     warnings.filterwarnings("ignore", "A Numba config file is found") # and that yaml is missing
     hidden = {name: sys.modules[name] for name in ["yaml"] if name in sys.modules}

@@ -44,7 +44,6 @@ class Checkpoint:
     raw_config: dict = field(default_factory=dict) # the settings of train.py, or config.json: plain data of any type
 
     def describe(self) -> str:
-        """One line for the user: what was loaded."""
         iteration = "" if self.iter_num is None else f"iteration {self.iter_num}"
         loss = "" if self.val_loss is None else f"validation loss {self.val_loss:.4f}"
         return f"{self.path}: {', '.join(filter(None, [iteration, loss])) or 'loaded'}"

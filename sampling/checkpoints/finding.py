@@ -1,12 +1,15 @@
-"""Where the checkpoint that the user means lies, and waiting for its next save."""
+"""Where the checkpoint that the user means lies, the wait for its next save, and what to do where no model is found: a
+command that works, and never leads back to the error.
+"""
+import difflib
 import logging
 import os
 import re
-import shlex
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 
 from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_json
 
@@ -50,16 +53,11 @@ def huggingface_folder(path: Path) -> Path:
     return path.parent if is_part and has_weights(path.parent) and not is_other else path
 
 
-def folder_of(path: Path) -> Path:
-    """The folder that is meant: path, or the folder of a file that is called as models are, or is there."""
-    return path.parent if not os.path.isdir(path) and (SAVED.fullmatch(path.name) or os.path.isfile(path)) else path
-
-
 def flag_for(path: Path) -> str:
     """The flag that loads the model at path; '' if there is none."""
     if os.path.isfile(path / "ckpt.pt") or (SAVED.fullmatch(path.name) and os.path.isfile(path)):
-        return f"--out_dir={shlex.quote(str(path))}"
-    return f"--init_from={shlex.quote(str(path))}" if has_weights(path) else ""
+        return f"--out_dir={quote(str(path))}"
+    return f"--init_from={quote(str(path))}" if has_weights(path) else ""
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
@@ -69,6 +67,71 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
         file = next(filter(os.path.isfile, (path / "ckpt.pt", path / "config.json")), path)
         return int(step[1]) if step else -1, os.path.getmtime(file), path.name
     return sorted({os.path.realpath(path): path for path in paths if flag_for(path)}.values(), key=age, reverse=True)
+
+
+# ---- what to do where no model is found
+
+CONVERT = ("with transformers 4 and {}: python -c 'import sys, transformers as t; t.GPT2LMHeadModel.from_pretrained("
+           "sys.argv[1], {}=True).save_pretrained(sys.argv[1])' {{folder}}; then pass --init_from={{folder}}")
+OTHERS = { # files that are no model for us: what each is, and what makes a model of it
+    "adapter_model.*": "an adapter, which is no model alone; with peft: python -c 'import peft, sys; peft.AutoPeftModel"
+                       "ForCausalLM.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained(sys.argv[2])' "
+                       "{folder} converted; then pass --init_from=converted",
+    "tf_model.h5": "TensorFlow's; " + CONVERT.format("TensorFlow", "from_tf"),
+    "flax_model.msgpack": "Flax's; " + CONVERT.format("Flax", "from_flax"),
+    "*.index": "TensorFlow's, as gpt-2-simple saves it; with transformers 4 and TensorFlow: python -m transformers."
+               "models.gpt2.convert_gpt2_original_tf_checkpoint_to_pytorch --gpt2_checkpoint_path={folder} --gpt2_"
+               "config_file={folder}/hparams.json --pytorch_dump_folder_path={folder}; then pass --init_from={folder}",
+    "*.gguf": "llama.cpp's: pass --init_from with the model that it was made from",
+    "*.onnx": "ONNX's: pass --init_from with the model that it was exported from",
+    "zero_to_fp32.py": "DeepSpeed's, which saved a model in parts; join them: python -m deepspeed.utils.zero_to_fp32 "
+                       "{folder} {folder}; then pass --init_from={folder}",
+    "model.*.safetensors": "a variant of the weights: cp {file} {folder}/model.safetensors; pass --init_from={folder}",
+}
+
+
+def advice(path: Path) -> str:
+    """What is at path or near it, and the command that loads it or makes a model of it."""
+    is_file = os.path.isfile(path) or (SAVED.fullmatch(path.name) and not os.path.isdir(path)) # or is called like one
+    wanted, place = checkpoint_path(path), path.parent if is_file else path
+    for part in wanted, *wanted.parents:
+        if os.path.islink(part) and not os.path.exists(part):
+            return f"{part} is a link to {os.readlink(part)}, which is not there: repair or replace the link"
+        if os.path.isdir(part) and not os.access(part, os.X_OK):
+            return f"you have no permission to look into {part}: ask its owner for a copy"
+    flag = flag_for(place)
+    if "--init_from" in flag or (flag and place == path):
+        return f"{place} holds {'a Hugging Face model' if '--init_from' in flag else 'ckpt.pt'}; pass {flag}"
+    inside = [folder for pattern in ("*", "*/*", "*/snapshots/*") for folder in place.glob(pattern)]
+    beside = found(place, filter(os.path.isdir, [place.parent, *place.parent.glob("*"), *Path().glob("*")]))
+    return (found(path, (file for file in place.glob("*") if os.path.isfile(file) and not describe_other(file)))
+            or describe_other(path) or describe_other(wanted) or found(place, filter(os.path.isdir, inside))
+            or next(filter(None, map(describe_other, inside)), None)
+            or f"{beside or 'pass --out_dir=FOLDER_OR_FILE'}, or --init_from=gpt2 for GPT-2")
+
+
+def found(path: Path, places: Iterable[Path]) -> str:
+    """Which places hold a model: first those called like a path that is no folder, then the newest. '' if none."""
+    names = list(map(str, newest_first(places)))
+    like = [] if os.path.isdir(path) else difflib.get_close_matches(str(path), names, len(names) or 1)
+    if not (names := list(dict.fromkeys([*like, *names]))):
+        return ""
+    first, flag = Path(names[0]), flag_for(Path(names[0]))
+    if WEIGHTS.fullmatch(first.name):
+        return (f"{first} lacks its config.json: copy that beside it, and pass --init_from={quote(str(first.parent))}; "
+                f"for weights that nanoGPT trained, pass {flag}")
+    names = [name for name in names if flag_for(Path(name))[:6] == flag[:6]]
+    what = "" if first.is_file() else "ckpt.pt in " if "--out_dir" in flag else "models in "
+    return f"found {what}{', '.join(names[:5])}{', ...' * (len(names) > 5)}; pass {flag}"
+
+
+def describe_other(path: Path) -> str:
+    """What the file at path, or one in this folder, is, and what makes a model of it; '' if OTHERS does not have it."""
+    for pattern, what in OTHERS.items():
+        for file in filter(os.path.isfile, [path, *sorted(path.glob(pattern))]):
+            if file.match(pattern):
+                return f"{file} is {what.format(file=quote(str(file)), folder=quote(str(file.parent)))}"
+    return ""
 
 
 # ---- waiting for the next save

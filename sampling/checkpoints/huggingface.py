@@ -8,9 +8,8 @@ from typing import BinaryIO
 
 import torch
 
-from sampling.checkpoints.advice import advice
 from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, nanogpt_names, read_model, tensors_by_name
-from sampling.checkpoints.finding import ALIASES, SAVED, huggingface_config, huggingface_folder
+from sampling.checkpoints.finding import ALIASES, SAVED, advice, huggingface_config, huggingface_folder
 from sampling.checkpoints.pickles import StoredTensor
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_complete, read_json, require

@@ -8,13 +8,12 @@ from typing import BinaryIO
 
 import torch
 
-from sampling.checkpoints.advice import advice, describe_other
+from sampling.checkpoints import finding
 from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, count_init_draws, read_model, tensors_by_name
-from sampling.checkpoints.finding import LOADED, checkpoint_path, file_state, has_weights, huggingface_folder
 from sampling.checkpoints.huggingface import load_huggingface
 from sampling.checkpoints.pickles import Note, StoredTensor, describe, fields_of, unwrap
 from sampling.checkpoints.tensor_files import TensorFile, read_tensor_file
-from sampling.checkpoints.untrusted_files import RejectedFileError, read_complete, require
+from sampling.checkpoints.untrusted_files import read_complete, require
 from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
         if tied := stored.get(HEAD, stored.get(EMBEDDING)): # a tied weight may have one of its names
             stored = {HEAD: tied, EMBEDDING: tied} | stored
         model_args = {"bias": "transformer.ln_f.bias" in stored} | model_args # older checkpoints have no bias there
-        LOADED[path] = file_state(file.fileno())
+        finding.LOADED[path] = finding.file_state(file.fileno())
         return dict(
             raw_config=fields_of(tensor_file.content.get("config")) or {}, # nanoGPT: settings; build-nanogpt: sizes
             iter_num=read_number(tensor_file, "iter_num", "step"),
@@ -50,12 +49,12 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32) -> Che
             num_init_draws=count_init_draws({name: tensor for name, (_, tensor) in stored.items()}),
             **read_model(model_args, stored, dtype))
 
-    path = checkpoint_path(out_dir)
-    if huggingface_folder(path) != path: # a weight file of GPT-2
+    path = finding.checkpoint_path(out_dir)
+    if finding.huggingface_folder(path) != path: # a weight file of GPT-2
         return load_huggingface(os.fspath(path), dtype)
-    if not os.path.isfile(path) or describe_other(path):
+    if not os.path.isfile(path) or finding.describe_other(path):
         is_folder = ", which is a folder" * os.path.isdir(path)
-        raise FileNotFoundError(f"there is no checkpoint at {path}{is_folder}; {advice(Path(out_dir))}")
+        raise FileNotFoundError(f"there is no checkpoint at {path}{is_folder}; {finding.advice(Path(out_dir))}")
     checkpoint = Checkpoint(path=str(path), folder=path.parent, **read_complete([path], read))
     logger.info(checkpoint.describe())
     return checkpoint
@@ -73,11 +72,11 @@ def model_entries(content: object, folder: Path) -> tuple[object, dict]:
     # Without model_args, config may hold train.py's settings.
     has_sizes = args_key == "model_args" or (fields or {}).keys() >= SIZES
     found = ", ".join(map(describe, list(entries)[:5])) or describe(content)
-    if isinstance(args, Note) and args.name.startswith("omegaconf."):
-        raise RejectedFileError(f"its {args_key} is an object of OmegaConf; save a dict in its place, which "
-                                f"OmegaConf.to_container(checkpoint[{args_key!r}]) returns")
+    require(not (isinstance(args, Note) and args.name.startswith("omegaconf.")), f"its {args_key} is an object of "
+            f"OmegaConf; save a dict in its place, which OmegaConf.to_container(checkpoint[{args_key!r}]) returns")
     is_complete = model_key and has_sizes
-    require(is_complete or not has_weights(folder), f"it belongs to a Hugging Face model; pass --init_from={folder}")
+    require(is_complete or not finding.has_weights(folder),
+            f"it belongs to a Hugging Face model; pass --init_from={folder}")
     require(is_complete,
             "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
             f"config, but holds {found:.200}; if Hugging Face wrote it, name it pytorch_model.bin, copy its "

@@ -30,7 +30,6 @@ def require(condition: object, reason: str) -> None:
 
 
 def reject_lfs_pointer(start: bytes) -> None:
-    """Raises RejectedFileError if a file that starts with these bytes is a pointer of Git LFS."""
     require(not start.startswith(b"version https://git-lfs"),
             "it is only a pointer of Git LFS to the file; get the file itself: run 'git lfs install' and then "
             "'git lfs pull' in its folder")

@@ -139,7 +139,6 @@ class Batch:
             self.cache.select_rows(rows)
 
     def release(self) -> None:
-        """Give the cache back to the backend."""
         if self.cache is not None:
             self.backend.release(self.cache)
             self.cache = None

@@ -6,9 +6,8 @@ from sampling.params import Piece, Sample, SamplingParams, Token
 
 
 class Detokenizer:
-    """Appends tokens to a sample until it has max_new_tokens or a stop text appears, which may span several tokens.
-
-    The new text comes as pieces, as soon as no stop text can take it back.
+    """Appends tokens to a sample until it has max_new_tokens or a stop text appears, which may span several tokens. The
+    new text comes as pieces, as soon as no stop text can take it back.
     """
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer, params: SamplingParams):
@@ -19,7 +18,7 @@ class Detokenizer:
     def restart(self) -> None:
         """Remove all tokens. The pieces that were taken already do not come again."""
         self.sample.tokens = []
-        self.decode = self.tokenizer.incremental_decoder(self.sample.prompt_ids)
+        self.decode = self.tokenizer.decoder(self.sample.prompt_ids)
         self.pieces: list[Piece] = []
         self.withheld: list[Piece] = [] # with these, a stop text may begin
         self.logprob: float | None = None # of the tokens since the last text: a character may have several
@@ -31,17 +30,13 @@ class Detokenizer:
         return self.sample.finish_reason is not None
 
     def take_pieces(self) -> list[Piece]:
-        """The pieces since the last call."""
         pieces = self.pieces[self.num_taken:]
         self.num_taken += len(pieces)
         return pieces
 
     def append(self, token_id: int, logprob: float | None = None, top: Sequence[float] = (),
                top_ids: Sequence[int] = ()) -> None:
-        """Append the next token, and set the finish reason if it is the last one.
-
-        top, top_ids: the log-probabilities of the most likely tokens, and their ids.
-        """
+        """Append the next token, and set the finish reason if it is the last one. top, top_ids: the most likely."""
         sample = self.sample
         is_last = len(sample.tokens) + 1 == self.params.max_new_tokens
         top_texts = [self.decode.peek(top_id, is_last) for top_id in top_ids]

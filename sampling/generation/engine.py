@@ -56,8 +56,7 @@ class Engine:
         """Yield the samples in order, except those that are already saved, each with its new text.
 
         After each flush, the first unfinished sample comes with its pieces since the last time, perhaps none. A
-        finished sample comes once, with the rest of its pieces.
-        Raises ValueError if logits were NaN or infinite.
+        finished sample comes once, with the rest of its pieces. Raises ValueError if logits were NaN or infinite.
         """
         samples = log_notices(samples, self.gpt.tokenizer, self.backend.config.block_size)
         for batch in self.batches(samples):
@@ -126,7 +125,6 @@ class Engine:
                     row.restart()
 
     def generate_batch(self, rows: list[Detokenizer]) -> Iterator[tuple[Sample, list[Piece]]]:
-        """Generate rows in one batch. After each flush, yields what is new in order."""
         # 1) The first step is the prefill: it reads the prompts.
         with self.gpt.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
@@ -157,7 +155,6 @@ class Engine:
             batch.release()
 
     def announce_window(self, samples: list[Sample]) -> None:
-        """Say once, before some samples, that they go past block_size."""
         block_size = self.backend.config.block_size
         longest = min(block_size, max(len(sample.prompt_ids) for sample in samples)) + self.params.max_new_tokens
         is_exact = self.backend.is_exact # which lacks context_shift
@@ -180,9 +177,8 @@ class Engine:
 
 
 def group_by_length(rows: Sequence[Detokenizer], block_size: int, max_new_tokens: int) -> list[list[Detokenizer]]:
-    """Group rows whose visible prompts differ in length by at most max_new_tokens, in the order of the samples.
-
-    The rows of a batch decode in lockstep from the end of the shortest prompt, so a longer prompt needs extra steps.
+    """Group rows whose visible prompts differ in length by at most max_new_tokens, in the order of the samples: in a
+    batch, a longer prompt takes extra steps.
     """
     lengths = [min(len(row.sample.prompt_ids), block_size) for row in rows]
     shortest, group_of, groups = -math.inf, {}, {} # a group has the name of its shortest length

@@ -37,9 +37,7 @@ class Window(NamedTuple):
 def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringParams,
                 batch_size: int | None = None) -> Iterator[tuple[Score, list[Piece]]]:
     """Score the texts that are not saved already. Yields them in order, each after each of its windows, with its new
-    pieces. batch_size: how many windows to compute at once, at most.
-
-    Raises ValueError if logits were NaN or infinite.
+    pieces. batch_size: of windows, at most. Raises ValueError if logits were NaN or infinite.
     """
     new = (score for score in scores if not score.already_saved)
     most = batch_size or gpt.backend.max_rows
@@ -61,7 +59,7 @@ def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringPa
 
 def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> Detokenizer:
     """What makes the tokens of a text, at most max_tokens. It has the first one already, which is not scored."""
-    first_text = tokenizer.incremental_decoder()(score.ids[0])
+    first_text = tokenizer.decoder()(score.ids[0])
     score.num_bytes = num_bytes(score.prompt.text) - num_bytes(first_text)
     if 0 < max_tokens < len(score.ids):
         logger.info(f"a text has {len(score.ids)} tokens: all are scored, but only the first {max_tokens} are saved or "
@@ -85,22 +83,13 @@ def windows(scores: Iterable[Score], block_size: int) -> Iterator[Window]:
                          start == 0, end >= len(score.ids) - 1)
 
 
-def batches(all_windows: Iterable[Window], backend: Backend, most: int) -> Iterator[list[Window]]:
+def batches(all_windows: Iterator[Window], backend: Backend, most: int) -> Iterator[list[Window]]:
     """Divide the windows, in order, into those that are computed at once, at most so many."""
     bytes_per_token = 8 * backend.config.vocab_size + 100 * backend.config.n_embd # of logits and activations
     max_tokens = min(MAX_BATCH_TOKENS, free_memory(backend.device) // 2 // bytes_per_token)
-    batch, longest = [], 0
-    for window in all_windows:
-        longest = max(longest, len(window.ids))
-        if batch and longest * (len(batch) + 1) > max_tokens:
-            yield batch
-            batch, longest = [], len(window.ids)
-        batch.append(window)
-        if len(batch) == most: # at once: the next text of a pipe may come late
-            yield batch
-            batch, longest = [], 0
-    if batch:
-        yield batch
+    while waiting := list(islice(all_windows, most)):
+        size = max(1, max_tokens // max(len(window.ids) for window in waiting))
+        yield from (waiting[i:i + size] for i in range(0, len(waiting), size))
 
 
 def score_windows(backend: Backend, batch: list[Window], num_top: int) -> list[tuple[list, list, list]]:

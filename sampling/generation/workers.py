@@ -6,6 +6,7 @@ place in the random stream, so the samples are the same as with one process.
 import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,40 +17,23 @@ if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
 
 
-def join() -> None:
-    """Meet the other processes of this run, if torchrun started several."""
-    if world_size() == 1:
-        return
-    import torch.distributed as dist
-    stdout = os.dup(1)
-    os.dup2(2, 1) # with some versions of torch, Gloo prints a greeting
-    # The timeout is long, because a lost process raises an error at once, whatever the timeout.
-    with system_interrupts(): # if they never come
-        dist.init_process_group("gloo", timeout=timedelta(days=7))
-    os.dup2(stdout, 1)
-    os.close(stdout)
-
-
 def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams, batch_size: int | None,
                stream: bool) -> Iterator[tuple[Sample, list[Piece]]]:
     """Rank 0: what gpt.run yields, with the help of the other processes. An error of the samples, such as a bad line of
     a pipe, is raised when those before it are done.
     """
     errors = []
-    samples = hold_errors(samples, errors)
-    if world_size() == 1:
-        yield from gpt.run(samples, params, batch_size, stream)
-    else:
-        yield from run_in_shares(gpt, samples, params, batch_size, stream)
+
+    def without_errors() -> Iterator[Sample]:
+        try:
+            yield from samples
+        except ValueError as error:
+            errors.append(error)
+
+    run = gpt.run if world_size() == 1 else partial(run_in_shares, gpt)
+    yield from run(without_errors(), params, batch_size, stream)
     if errors:
         raise errors[0]
-
-
-def hold_errors(samples: Iterable[Sample], errors: list[ValueError]) -> Iterator[Sample]:
-    try:
-        yield from samples
-    except ValueError as error:
-        errors.append(error)
 
 
 def run_in_shares(gpt: "TextGenerator", samples: Iterator[Sample], params: SamplingParams, batch_size: int | None,
@@ -70,10 +54,18 @@ def run_in_shares(gpt: "TextGenerator", samples: Iterator[Sample], params: Sampl
 
 
 def serve(load: Callable[[], "TextGenerator"]) -> bool:
-    """Meet the other processes. Return False on rank 0. On the others, load the model, generate the shares that rank 0
-    hands out, and return True when there are no more.
+    """Meet the other processes, if torchrun started several. Return False on rank 0. On the others, load the model,
+    generate the shares that rank 0 hands out, and return True when there are no more.
     """
-    join()
+    if world_size() > 1:
+        import torch.distributed as dist
+        stdout = os.dup(1)
+        os.dup2(2, 1) # with some versions of torch, Gloo prints a greeting
+        # The timeout is long, because a lost process raises an error at once, whatever the timeout.
+        with system_interrupts(): # if they never come
+            dist.init_process_group("gloo", timeout=timedelta(days=7))
+        os.dup2(stdout, 1)
+        os.close(stdout)
     if not rank():
         return False
     gpt = load()

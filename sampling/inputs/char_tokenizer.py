@@ -74,7 +74,6 @@ def parse_vocabulary(meta: dict, source: object) -> tuple[dict, dict]:
 
 def named_encoding(meta: dict, source: object) -> str | None:
     """The encoding of tiktoken that a meta.pkl, or a checkpoint's settings, name; None if they name no tokenizer.
-
     Raises ValueError for any other tokenizer: its tokens must not be read as something else.
     """
     for field in NAME_FIELDS:

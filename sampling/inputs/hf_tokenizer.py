@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sampling.checkpoints.untrusted_files import read_json, read_text, reject_damaged, require
-from sampling.inputs.tokenizer import REPLACEMENT, IncrementalDecoder, Tokenizer, call_library, encode_utf8
+from sampling.inputs.tokenizer import REPLACEMENT, Decoder, Tokenizer, call_library, encode_utf8
 
 CONTEXT = 8 # the text of a token depends on at most this many tokens before it, unless the decoder sees the whole text
 MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
@@ -50,7 +50,7 @@ class HFTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return self.tokenizer.to_str()
 
-    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
+    def decoder(self, prompt_ids: Sequence[int] = ()) -> Decoder:
         return HFDecoder(self, prompt_ids)
 
     def is_known(self, token_id: int) -> bool:
@@ -60,10 +60,9 @@ class HFTokenizer(Tokenizer):
         return call_library(lambda: self.tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
 
 
-class HFDecoder(IncrementalDecoder):
-    """Decodes the last few tokens with the new ones, and returns what these add.
-
-    The library's DecodeStream does so too, but fails if bytes that form no character follow bytes that do.
+class HFDecoder(Decoder):
+    """Decodes the last few tokens with the new ones, and returns what these add. The library's DecodeStream does so
+    too, but fails if bytes that form no character follow bytes that do.
     """
     def __init__(self, tokenizer: HFTokenizer, prompt_ids: Sequence[int]):
         self.tokenizer, self.held = tokenizer, []

@@ -49,14 +49,13 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
 
 def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[EncodedPrompt] | Iterator[EncodedPrompt]:
     """The prompts with their token ids: a list or an iterator, as the prompts are."""
-    def encode(prompt):
+    def encode(prompt: Prompt) -> EncodedPrompt:
         try:
             with system_interrupts(): # a stranger's tokenizer may take long
                 return prompt, tokenizer.encode(prompt.text)
         except ValueError as error:
             raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
-    encoded = map(encode, prompts)
-    return list(encoded) if isinstance(prompts, list) else encoded
+    return [encode(prompt) for prompt in prompts] if isinstance(prompts, list) else map(encode, prompts)
 
 
 def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index: int = 0,
@@ -68,7 +67,6 @@ def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index
 
 
 def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
-    """Yield the prompts in a file, which is read line by line."""
     source, number, is_empty = "standard input" if path == "-" else path, 0, True
     encoding = "utf-8" if kind == "FILE" else "utf-8-sig" # which skips a byte-order mark; nanoGPT keeps it
     try:
@@ -89,7 +87,6 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
 
 
 def parse_json_line(line: str, location: str) -> Prompt:
-    """The prompt in a line of JSON."""
     reason = ""
     try:
         fields = json.loads(line)
@@ -112,10 +109,9 @@ def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int
     """Yield the samples. Says once if the model does not see the whole of a new prompt."""
     is_said = False
     for sample in samples:
-        prompt, ids = sample.prompt, sample.prompt_ids
+        ids, location = sample.prompt_ids, sample.prompt.location
         if len(ids) > block_size and not (is_said or sample.already_saved):
             is_said = True
-            at = f"{prompt.location}: " if prompt.location else ""
-            logger.info(f"{at}the prompt has {len(ids)} tokens, but the model sees only the last {block_size} of any "
-                        f"prompt, here from {tokenizer.decode(ids[-block_size:])[:40]!r} on")
+            logger.info(f"{location + ': ' * bool(location)}the prompt has {len(ids)} tokens, but the model sees only "
+                        f"the last {block_size} of any, here from {tokenizer.decode(ids[-block_size:])[:40]!r} on")
         yield sample

@@ -1,4 +1,4 @@
-"""Tokenizer and IncrementalDecoder, the base classes of all tokenizers, and what the tokenizers share."""
+"""Tokenizer and Decoder, the base classes of all tokenizers, and what the tokenizers share."""
 import codecs
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
@@ -14,23 +14,10 @@ ADVICE = (f"pass --tokenizer=NAME|FILE: an encoding of tiktoken ({', '.join(ENCO
           "folder, or a meta.pkl")
 
 
-class IncrementalDecoder:
-    """Decodes one sequence, token by token. The attributes of a decoder are replaced, never changed.
-
-    Without a prompt, the joined texts are what Tokenizer.decode returns. With a prompt, they are what the tokens add to
-    its text. A character that spans several tokens comes whole with the last of them, also if the prompt has the first.
-    """
-
-    def __call__(self, token_id: int, last: bool = False) -> str:
-        """The text that the next token adds. last: no token follows, so an incomplete character becomes U+FFFD."""
-
-    def peek(self, token_id: int, last: bool = False) -> str:
-        """What a call would return for this token. It is not added to the sequence."""
-        return copy(self)(token_id, last)
-
-
 class Tokenizer:
-    """Turns text into token ids and back. A subclass has token_bytes or a decoder; unknown ids decode to U+FFFD."""
+    """Turns text into token ids and back. A subclass has token_bytes, or a decoder of its own. Unknown ids decode to
+    U+FFFD.
+    """
     size: int # of the vocabulary
     source: str # where the vocabulary is from, for messages
 
@@ -44,32 +31,42 @@ class Tokenizer:
         """What another vocabulary would change."""
         return self.source
 
-    def incremental_decoder(self, prompt_ids: Sequence[int] = ()) -> IncrementalDecoder:
+    def decoder(self, prompt_ids: Sequence[int] = ()) -> "Decoder":
         """A decoder for the tokens after prompt_ids."""
-        return ByteDecoder(self, prompt_ids)
+        return Decoder(self, prompt_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids: of a list, or of a torch tensor or numpy array of one dimension."""
-        ids, decoder = [int(i) for i in ids], self.incremental_decoder()
+        ids, decoder = [int(i) for i in ids], self.decoder()
         return "".join(decoder(token_id, last=i == len(ids)) for i, token_id in enumerate(ids, 1))
 
 
-class ByteDecoder(IncrementalDecoder):
-    """Joins the bytes of tokens. It holds those of an incomplete character."""
+class Decoder:
+    """Decodes one sequence, token by token. This one joins the bytes of tokens. It holds those of an incomplete
+    character: the character comes whole with the last of its tokens, also if the prompt has the first.
+
+    Without a prompt, the joined texts are what Tokenizer.decode returns. With a prompt, they are what the tokens add to
+    its text. The attributes are replaced, never changed.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
-        self.token_bytes, self.held, self.shown = tokenizer.token_bytes, b"", ""
+        self.tokenizer, self.held, self.shown = tokenizer, b"", ""
         for token_id in prompt_ids[-4:]: # a character has at most four bytes
             self(token_id)
         self.shown = REPLACEMENT if self.held else "" # what the text of the prompt has for an incomplete character
 
     def __call__(self, token_id: int, last: bool = False) -> str:
-        data = self.held + self.token_bytes(token_id)
+        """The text that the next token adds. last: no token follows, so an incomplete character becomes U+FFFD."""
+        data = self.held + self.tokenizer.token_bytes(token_id)
         text, num_read = codecs.utf_8_decode(data, "replace", last)
         self.held = data[num_read:]
         if text:
             text, self.shown = text.removeprefix(self.shown), ""
         return text
+
+    def peek(self, token_id: int, last: bool = False) -> str:
+        """What a call would return for this token. It is not added to the sequence."""
+        return copy(self)(token_id, last)
 
 
 def encode_utf8(text: str) -> bytes:

@@ -64,7 +64,6 @@ def setup_console(owns_process: bool = True) -> None:
 
 def start_progress_bar(shows_text: bool = True) -> Any:
     """Return a tqdm of tokens, if standard error goes to a terminal that shows no text of samples; otherwise None.
-
     shows_text: whether such text is printed. Whole lines on standard output do not disturb the bar.
     """
     is_pipe = sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode) # tee, for example, shows them there
@@ -83,9 +82,8 @@ def clear_bar() -> None:
 
 @contextmanager
 def report_user_errors(status: int = 1) -> Iterator[None]:
-    """End the script with one line, of limited length, for every error that a user can cause.
-
-    status: the exit status for ValueError and OSError; other errors of the user give 1.
+    """End the script with one line, of limited length, for every error that a user can cause. status: the exit status
+    for ValueError and OSError; other errors of the user give 1.
     """
     try:
         yield
@@ -157,7 +155,6 @@ def end_line() -> None:
 
 
 def sanitize(text: str) -> str:
-    """Replace control characters by symbols, except tab and newline."""
     return text.translate(CONTROL_PICTURES)
 
 

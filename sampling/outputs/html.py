@@ -52,10 +52,7 @@ def find_samples(files: list[str]) -> tuple[Rows, list[dict[str, Any]]]:
 
 
 def write_page(path: str | os.PathLike, files: list[str]) -> int:
-    """Write the page of the samples in some files, and return how many there are.
-
-    Raises ValueError, which names the line, if sample.py did not write it.
-    """
+    """Write the page of the samples in some files, and return how many there are."""
     rows, infos = find_samples(files)
     if not rows:
         raise ValueError(f"{path} is not written, because there is no sample to show")
@@ -71,8 +68,10 @@ def write_page(path: str | os.PathLike, files: list[str]) -> int:
     kind = noun.capitalize() if len(infos) == 1 else f"Comparison of {noun}"
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, article, tail = template.split("<!-- split here -->\n")
-    # The browser applies the style and runs the script with these hashes, and no others.
-    hashes = {element: content_hash(head, element) for element in ("style", "script")}
+    contents = {name: head.partition(f"<{name}>")[2].partition(f"</{name}>")[0] for name in ("style", "script")}
+    # The Content-Security-Policy allows the style and the script with these hashes, and no others.
+    hashes = {name: "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+              for name, content in contents.items()}
     path = os.path.realpath(path) # a link stays
     temporary = f"{path}.{os.getpid()}.part"
     with name_write_errors(path):
@@ -92,10 +91,7 @@ def write_page(path: str | os.PathLike, files: list[str]) -> int:
 
 
 def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: list[str]) -> str:
-    """HTML for the samples of one prompt and index. If there is only one run, it is one article.
-
-    labels: what distinguishes each run from the others.
-    """
+    """HTML for the samples of one prompt and index: one article, or if there are several runs, one for each label."""
     records = {}
     for run, (path, start) in sorted(places.items()):
         with open(path, "rb") as file:
@@ -162,12 +158,6 @@ def fill(template: str, **values: str) -> str:
     return re.sub(r"{{(\w+)}}", lambda match: values[match[1]], template)
 
 
-def content_hash(page: str, element: str) -> str:
-    """The hash of an element's text, as a Content-Security-Policy has it."""
-    text = page.partition(f"<{element}>")[2].partition(f"</{element}>")[0]
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 def short_names(paths: Sequence[str | None]) -> list[str]:
     """Names for the paths of files or models: the last parts of each, as few as tell them apart, without ckpt.pt."""
     parts = [[part for part in Path(str(path or "")).parts if part not in ("/", "..", "ckpt.pt")] for path in paths]
@@ -194,7 +184,6 @@ def surprisal(logprob: float | None) -> int | None:
 
 @report_user_errors()
 def command() -> None:
-    """Run with the command line's arguments, as nanogpt-compare or as python -m sampling.outputs.html."""
     setup_console()
     name = "python -m sampling.outputs.html" if sys.argv[0] == __file__ else Path(sys.argv[0]).stem
     usage = f"give one or more files of samples, and the page: {name} samples.jsonl page.html"

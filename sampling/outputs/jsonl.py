@@ -55,7 +55,6 @@ class Run:
                     {**self.settings, checksum: self.checkpoint_id["crc32"], **first}, where)
 
     def first_fields(self, sample: Sample) -> dict[str, Any]:
-        """The fields with which the line of a sample begins."""
         prompt, of_prompt = sample.prompt, {}
         if not isinstance(sample, Score):
             of_prompt["prompt_index"], of_prompt["sample_index"] = divmod(
@@ -66,9 +65,8 @@ class Run:
 
 
 class LinesFile:
-    """A file of lines, locked for this run.
-
-    is_ours: whether its lines are known to be of this run. Otherwise, the first write replaces them.
+    """A file of lines, locked for this run. Unless is_ours (they are known to be of this run), the first write replaces
+    them.
     """
 
     def __init__(self, path: str):
@@ -87,9 +85,8 @@ class LinesFile:
         os.unlink(os.path.realpath(self.path)) # a link stays
 
     def mark_saved(self, samples: Iterator[Sample], run: Run, watch: bool) -> Iterator[Sample]:
-        """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models.
-
-        Raises ValueError, without changing the file, if it is from another run.
+        """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models. Raises
+        ValueError, without changing the file, if it is from another run.
         """
         num_saved, end, lacks_newline = 0, 0, False
         for where, start, line, record in read_records(self.path):
@@ -166,7 +163,6 @@ def round_logprob(logprob: float | None) -> float | None:
 
 def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
     """Yield the place of each line for messages, its position, the line and its record, but no truncated last line.
-
     Raises ValueError if sample.py did not write a line, or if another version did.
     """
     types = {"version": int, "index": int, "prompt": str, "settings": dict, "checkpoint": dict}
@@ -195,10 +191,8 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
 # ---- files
 
 def open_output(path: str | os.PathLike) -> BinaryIO:
-    """Open a file for reading and appending, and lock it for this run. Its content stays.
-
-    Raises ValueError or OSError, which names the file, if it cannot be used, if another run has locked it, or if
-    sample.py has not written it.
+    """Open a file for reading and appending, and lock it for this run. Its content stays. Raises ValueError or OSError,
+    which names it, if it cannot be used, if another run has locked it, or if sample.py has not written it.
     """
     with suppress(OSError): # there is no such file, or standard output is closed
         if os.path.samestat(os.stat(path), os.fstat(1)):

@@ -4,6 +4,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from sampling.inputs.prompts import parse_start
@@ -11,7 +12,7 @@ from sampling.outputs import html
 from sampling.outputs.console import before_exit, is_tty, plural
 from sampling.outputs.jsonl import PAGE, LinesFile, Run, open_output, run_settings
 from sampling.outputs.printer import RULE, Printer, Progress
-from sampling.params import Piece, Sample, SamplingParams, ScoringParams
+from sampling.params import Piece, Sample, SamplingParams, ScoringParams, choose_seed, warn_about_stops
 from sampling.process import peak_memory
 
 if TYPE_CHECKING: # the import would load torch
@@ -26,8 +27,7 @@ class OutputFiles:
 
     The lines are in out_file, or on standard output. If there is only an html_file, they are in PAGE.jsonl until the
     run is over. Lines that the file already holds stay. With overwrite, the first write removes them: a run that fails
-    earlier changes no file.
-    Raises ValueError or OSError, which names the file, if out_file or html_file cannot be used.
+    earlier changes no file. Raises ValueError or OSError, which names the file, if one of them cannot be used.
     """
 
     def __init__(self, settings: Mapping[str, Any]):
@@ -141,4 +141,7 @@ def choose_params(settings: Mapping[str, Any]) -> SamplingParams | ScoringParams
         return ScoringParams(num_logprobs or 0, MAX_SCORED_TOKENS if needs_tokens else 0)
     if num_logprobs is None and (settings["out_file"] or settings["show_probs"]):
         num_logprobs = 0
-    return SamplingParams.from_settings(settings, num_logprobs)
+    values = {field.name: settings[field.name] for field in fields(SamplingParams) if field.name in settings}
+    params = SamplingParams(**values | {"seed": choose_seed(settings["seed"]), "num_logprobs": num_logprobs})
+    warn_about_stops(params.stop_texts)
+    return params

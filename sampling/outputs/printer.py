@@ -42,9 +42,8 @@ class Printer:
         self.reset_total()
 
     def update(self, sample: Sample, pieces: Iterable[Piece], shows_prompt: bool = True) -> None:
-        """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when it is finished.
-
-        Of a text that is scored, print its pieces only with their probabilities, and then its score.
+        """Print the new pieces of a sample, after its prompt (if shows_prompt), and the rule when it is finished. Of a
+        text that is scored, print its pieces only with their probabilities, and then its score.
         """
         if sample is not self.sample:
             self.sample, prompt_ids = sample, sample.prompt_ids if shows_prompt else []
@@ -62,11 +61,9 @@ class Printer:
             self.unprinted = []
 
     def reset_total(self) -> None:
-        """Begin a new total of the texts that are scored."""
         self.total, self.num_scores = Score(0, Prompt("all"), []), 0
 
     def add_to_total(self, sample: Sample) -> None:
-        """Add the score of a text, if it is one, to the total."""
         if isinstance(sample, Score):
             self.num_scores += 1
             self.total.num_tokens += sample.num_tokens

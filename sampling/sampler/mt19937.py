@@ -61,7 +61,6 @@ def jump(generator: torch.Generator, num_blocks: int) -> None:
 
 @cache
 def x_pow_mod(n: int) -> int:
-    """The polynomial x**n mod P."""
     *low_exponents, _ = exponents(characteristic_polynomial())
     power = 1
     for bit in f"{n:b}": # square and multiply, from the highest bit of n down

@@ -250,7 +250,7 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, run
 def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_path):
     content = json.loads(gpt2_tokenizer_json(tiktoken_cache))
     write_json(tmp_path / "openai-community/gpt2/resolve/main/tokenizer.json", content)
-    code = ("import sys; from sampling.inputs.tiktoken_tokenizer import *; logger.setLevel('INFO'); "
+    code = ("import sys; from sampling.inputs.tokenizer_choice import *; logger.setLevel('INFO'); "
             "logger.addHandler(logging.StreamHandler(sys.stdout)); print(load_encoding('gpt2').encode('Hello world'))")
     command, env = [sys.executable, "-c", code], {**os.environ, **hub.env, "HTTPS_PROXY": "http://127.0.0.1:9"}
     dead = subprocess.run(command, cwd=PROJECT, env={**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, capture_output=True)

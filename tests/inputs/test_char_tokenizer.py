@@ -23,7 +23,7 @@ def test_text_is_encoded_character_by_character(tmp_path):
     tokenizer = load(tmp_path, {"stoi": {char: i for i, char in enumerate(CHARS)}, "itos": dict(enumerate(CHARS))})
     assert tokenizer.decode(tokenizer.encode(CHARS[::-1])) == CHARS[::-1] and tokenizer.size == len(CHARS)
     assert tokenizer.decode([20, len(CHARS), 21]) == f"{CHARS[20]}\ufffd{CHARS[21]}"
-    decode = tokenizer.incremental_decoder()
+    decode = tokenizer.decoder()
     assert decode(20) == CHARS[20] and decode(10**9) == decode(10**9, True) == "\ufffd"
 
 
@@ -56,7 +56,7 @@ def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     ("€".encode(), [0xAC, 65], "\ufffdA"), ("\ufffd".encode(), [65], "A"),
     (b"", [*"🙂A".encode()], "🙂A")], ids=str)
 def test_a_character_that_begins_in_the_prompt_comes_whole(tmp_path, prompt, ids, text):
-    decode = load(tmp_path, BYTES).incremental_decoder([*prompt])
+    decode = load(tmp_path, BYTES).decoder([*prompt])
     peeked = [(decode.peek(i), decode.peek(ids[0], True), decode.peek(i), decode(i)) for i in ids]
     assert "".join(found for *_, found in peeked) == text and all(a == b == c for a, _, b, c in peeked)
 

@@ -15,7 +15,7 @@ def load(folder, vocab_size=10**6):
 
 def stream(tokenizer, ids, prompt_ids=()):
     """The texts of these ids, token by token. Each peek says what a token would add, and changes nothing."""
-    decode, texts = tokenizer.incremental_decoder(prompt_ids), []
+    decode, texts = tokenizer.decoder(prompt_ids), []
     for i, token_id in enumerate(ids):
         is_last = i == len(ids) - 1
         peeked = [decode.peek(other, is_last) for other in (token_id, ids[0], token_id)]

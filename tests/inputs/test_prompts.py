@@ -59,5 +59,5 @@ def test_the_first_new_prompt_that_is_long_is_logged(messages):
     samples = [Sample(i, Prompt(text, location=f"a.txt, line {i}"), TOKENIZER.encode(text), already_saved=i == 0)
                for i, text in enumerate(["b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 17])]
     assert [*log_notices(samples, TOKENIZER, 16)] == samples
-    assert messages == ["a.txt, line 2: the prompt has 20 tokens, but the model sees only the last 16 of any prompt, "
+    assert messages == ["a.txt, line 2: the prompt has 20 tokens, but the model sees only the last 16 of any, "
                         "here from 'deeeeeeeeeeeeeee' on"]

@@ -6,7 +6,7 @@ import tiktoken
 
 from hf_tokenizers import gpt2_tokenizer_json, random_texts
 from project import GPT2_FILES
-from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer, load_encoding
+from sampling.inputs.tokenizer_choice import TiktokenTokenizer, load_encoding
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from oracles import reference_generate
 from project import PROJECT
 from sampling.configurator import find_settings, override
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
+from sampling.inputs.tokenizer_choice import TiktokenTokenizer
 from sampling.params import Prompt, Sample, SamplingParams, check_settings
 
 pytestmark = pytest.mark.fuzz
@@ -68,7 +68,7 @@ def test_any_arguments_and_any_settings_file_give_settings_or_a_one_line_error(t
     except ValueError as error:
         assert scope == SCOPE and len(str(error)) < 1000
         # The message is not one of Python's own. It names the wrong argument, setting or file.
-        known = "|".join(["unknown settings? -", "cannot read the settings file", "--", r".*mine\.py", *SETTINGS])
+        known = "|".join(["unknown setting -", "cannot read the settings file", "--", r".*mine\.py", *SETTINGS])
         assert re.match(known, str(error)) or " is not a settings file" in str(error), error
         return
     assert settings.keys() == SETTINGS.keys() and all(scope[name] is value for name, value in settings.items())
@@ -89,7 +89,7 @@ def tokenizers(tmp_path, gpt2_encoding):
 def reference_stop(tokenizer, prompt_ids, token_ids, stops):
     """Slow reference: search the whole text after every token -> (token ids, text, finish reason)."""
     for n in range(1, len(token_ids) + 1):
-        decode = tokenizer.incremental_decoder(prompt_ids)
+        decode = tokenizer.decoder(prompt_ids)
         text = "".join(decode(token_id, i == len(token_ids) - 1) for i, token_id in enumerate(token_ids[:n]))
         if starts := [text.index(stop) for stop in stops if stop in text]:
             return token_ids[:n], text[:min(starts)], "stop"

@@ -9,7 +9,7 @@ from attacks import call, value, write_attack
 from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint
 from oracles import nanogpt_samples
 from project import RULE
-from sampling.inputs.tiktoken_tokenizer import TiktokenTokenizer
+from sampling.inputs.tokenizer_choice import TiktokenTokenizer
 
 
 def printed(texts):
