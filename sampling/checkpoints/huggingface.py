@@ -3,14 +3,12 @@ import logging
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import BinaryIO
 
 import torch
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, nanogpt_names, read_model, tensors_by_name
 from sampling.checkpoints.finding import ALIASES, SAVED, advice, huggingface_config, huggingface_folder
-from sampling.checkpoints.pickles import StoredTensor
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_complete, read_json, require
 from sampling.model import GPTConfig
@@ -36,10 +34,11 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
     dtype and errors: as in nanogpt.load_nanogpt. A warning names what the files hold, but the model does not use.
     """
     folder, config = find_model(name_or_folder)
-    model_args, (paths, shard_of), notes = gpt2_model_args(config, folder), weight_files(folder), {}
+    model_args, (paths, shard_of), unneeded = gpt2_model_args(config, folder), weight_files(folder), []
 
     def read(*weights: BinaryIO) -> dict:
-        stored, unneeded, places = {}, [], nanogpt_names(shard_of)
+        unneeded.clear() # of an attempt before
+        stored, places = {}, nanogpt_names(shard_of)
         for path, file in zip(paths, weights, strict=True):
             tensor_file = read_tensor_file(file)
             for name, (_, tensor) in tensors_by_name(tensor_file.content, tensor_file, unneeded).items():
@@ -49,29 +48,18 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
                     stored[name] = tensor_file, tensor
         if config.get("tie_word_embeddings", True) and (tied := stored.get(EMBEDDING, stored.get(HEAD))):
             stored = {EMBEDDING: tied, HEAD: tied} | stored # a head that differs is used, as in transformers
-        biases = missing_biases(stored)
-        notes.update({"sampling does not need": unneeded, "are missing, so they are zeros": biases})
-        fields = read_model(model_args, stored | biases, dtype)
+        has_biases = any(name.endswith(".bias") for name in stored) # an exported nanoGPT model may have none
+        fields = read_model(model_args | {"bias": has_biases}, stored, dtype)
         scale_queries(fields["state_dict"], config, fields["config"])
         return fields
 
     checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, raw_config=config,
                             **read_complete(paths, read))
     logger.info(checkpoint.describe())
-    for note, names in notes.items():
-        if kinds := sorted({re.sub(r"^transformer\.(h\.\d+\.)?", "", name) for name in names}):
-            logger.warning(f"{folder}: tensors that {note}: {', '.join(kinds)!r:.500}") # a stranger chose their names
+    if kinds := sorted({re.sub(r"^transformer\.(h\.\d+\.)?", "", name) for name in unneeded}):
+        logger.warning(f"{folder}: tensors that sampling does not need: {', '.join(kinds)!r:.500}")
     warn_about_generation_config(folder, config)
     return checkpoint
-
-
-def missing_biases(stored: dict) -> dict:
-    """Zeros for the biases that no layer has, as in an exported nanoGPT model with bias=False; no others."""
-    found = {re.sub(r"\d+", "", name) for name in stored} # without the number of the layer
-    zeros = SimpleNamespace(read=lambda bias: torch.zeros(bias.shape), records={"": (0, 0, 0)}) # in place of a file
-    biases = {name.removesuffix("weight") + "bias": (zeros, StoredTensor("", torch.float32, tensor.shape[:1], (1,), 0))
-              for name, (_, tensor) in stored.items() if re.fullmatch(r"transformer\.(h\.|ln_f).*\.weight", name)}
-    return {name: bias for name, bias in biases.items() if re.sub(r"\d+", "", name) not in found}
 
 
 def warn_about_generation_config(folder: Path, config: dict) -> None:
@@ -107,7 +95,7 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
         if config.get(other, fields[name]) != fields[name]:
             raise ValueError(f"{folder} has {name} {config[name]!r:.60}, but also {other} {config[other]!r:.60}, which "
                              "means the same; remove the wrong one from config.json")
-    return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation], "bias": True} | fields
+    return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation]} | fields
 
 
 # ---- files
@@ -153,13 +141,8 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
             if missing := sorted(path.name for path in {*places.values()} if not path.is_file()):
                 raise ValueError(f"{folder} lacks {', '.join(missing)!r:.300}, which {weights}.index.json names")
             return sorted({*places.values()}), places
-    for stem, suffix in map(os.path.splitext, WEIGHTS):
-        shards = sorted(filter(Path.is_file, folder.glob(f"{stem}-*-of-*{suffix}")))
-        names = [f"{stem}-{k + 1:05}-of-{len(shards):05}{suffix}" for k in range(len(shards))]
-        if shards and [path.name for path in shards] == names: # a complete set without an index
-            return shards, {}
-    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor all shards of either; "
-                     f"{advice(folder)}")
+    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor an index of the shards of "
+                     f"either; {advice(folder)}")
 
 
 def read_index(folder: Path, weights: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 Rank 0 makes the samples, hands out a share of them at a time, and gathers them again, in order. Each sample has its own
 place in the random stream, so the samples are the same as with one process.
 """
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -15,6 +16,8 @@ from sampling.process import rank, system_interrupts, world_size
 
 if TYPE_CHECKING: # the import would load torch
     from sampling.text_generator import TextGenerator
+
+logger = logging.getLogger(__name__)
 
 
 def run_on_all(gpt: "TextGenerator", samples: Iterable[Sample], params: SamplingParams, batch_size: int | None,
@@ -61,6 +64,7 @@ def serve(load: Callable[[], "TextGenerator"]) -> bool:
         import torch.distributed as dist
         stdout = os.dup(1)
         os.dup2(2, 1) # with some versions of torch, Gloo prints a greeting
+        logger.info(f"waiting for the other {world_size() - 1} processes that torchrun has started")
         # The timeout is long, because a lost process raises an error at once, whatever the timeout.
         with system_interrupts(): # if they never come
             dist.init_process_group("gloo", timeout=timedelta(days=7))

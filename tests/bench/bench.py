@@ -7,18 +7,21 @@
 llama.cpp takes part if llama-cpp-python is installed (its compilation takes minutes) and LLAMA_CPP names the folder of
 llama.cpp's sources, which have the converter for models.
 
-Writes a table and a chart to results/, named after the processor. gpu.py measures a GPU.
+Writes a table to results/, named after the processor. gpu.py measures a GPU.
 """
 import argparse
 import os
+import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from measure import FULL, HERE, PROJECT, QUARTER, Case, contender, count, make_models, other, sample_py, score_py, timed
-from report import draw_chart, report, slug
 
 
 def all_cases(folder):
@@ -94,6 +97,47 @@ def whole_processes(folder):
     ]
 
 
+def report(cases, processes, limits, rounds):
+    """The table."""
+    limits = [statistics.median(values) for values in zip(*limits, strict=True)]
+    modules = {"torch": "torch", "transformers": "transformers", "ctranslate2": "ctranslate2",
+               "llama-cpp-python": "llama_cpp"}
+    packages = ", ".join(f"{name} {version(name)}" for name, module in modules.items() if find_spec(module))
+    measured = "one round" if rounds == 1 else f"medians of {rounds} rounds"
+    lines = [f"{processor()}, {os.cpu_count()} cores; {packages}; {measured}. "
+             f"Memory reads at {limits[0] / 1e9:,.0f} GB/s; "
+             f"matrix products run at {limits[1] / 1e9:,.0f} GFLOP/s in float32.", "",
+             "| | | tokens/s | x nanoGPT's loop | sample.py / this | peak memory |", "|---|---|---:|---:|---:|---:|"]
+    nanogpt = {case.row: case for case in cases if case.name == "nanoGPT's loop"}
+    for case in cases:
+        ours = next((c for c in cases if (c.row, is_8_bit(c)) == (case.row, is_8_bit(case)) and "sample.py" in c.name),
+                    case)
+        rate = case.rate()
+        cells = [case.row, case.name, f"{rate:.1f}" if rate < 9.95 else f"{rate:,.0f}",
+                 f"{case.over(nanogpt[case.row]):.1f}" if case.row in nanogpt else "",
+                 f"{ours.over(case):.2f}" if ours != case else "", f"{statistics.median(case.memory):,.0f} MB"]
+        lines.append(f"| {' | '.join(cells)} |")
+    if processes:
+        lines += ["", "| whole process | | seconds | peak memory |", "|---|---|---:|---:|"]
+    for row, name, measured in processes:
+        seconds, memory = (statistics.median(values) for values in zip(*measured, strict=True))
+        lines.append(f"| {row} | {name} | {seconds:.2f} | {memory:,.0f} MB |")
+    return "\n".join(lines) + "\n"
+
+
+def is_8_bit(case):
+    return "8" in case.name
+
+
+def processor():
+    """The name of the processor and of its widest vectors, such as "AMD EPYC, AVX512"."""
+    import torch
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    name = re.sub(r"\(\w+\)| Processor", "", found[1] if found else platform.processor()).strip()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def main():
     """Make the models, time all programs in turn for several rounds, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,8 +165,8 @@ def main():
         table = report(cases, [(row, name, measured) for row, name, _, measured in processes], limits, options.rounds)
     print(table)
     if not (options.only or options.against):
-        (HERE / "results" / f"{slug()}.md").write_text(table)
-        draw_chart(cases, HERE / "results" / f"{slug()}.svg")
+        name = re.sub(r"\W+", "-", processor().lower())
+        (HERE / "results" / f"{name}.md").write_text(table)
 
 
 if __name__ == "__main__":

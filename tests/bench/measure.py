@@ -1,7 +1,5 @@
 """Times whole processes for the benchmarks."""
 import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -112,12 +110,3 @@ def make_models(folder, names):
 def count(samples):
     """Such as "1 sample" or "10 samples"."""
     return f"{samples} sample{'s' * (samples > 1)}"
-
-
-def processor():
-    """The name of the processor and of its widest vectors, such as "AMD EPYC, AVX512"."""
-    import torch
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    name = re.sub(r"\(\w+\)| Processor", "", found[1] if found else platform.processor()).strip()
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
