@@ -137,13 +137,11 @@ def has_numba(is_required: bool) -> bool:
         torch.set_num_threads(num_threads) # where both share an OpenMP, numba has changed it
         if not numba.config.DISABLE_JIT:
             return True
-        reason, advice = "NUMBA_DISABLE_JIT is set", "unset it"
-    except ImportError as error: # also with a Python or a processor that it does not support
-        reason, advice = error, "pip install numba"
-    except Exception as error: # a package or a shared library that it needs is broken, or a variable is wrong
+        reason = "NUMBA_DISABLE_JIT is set"
+    except Exception as error: # it, or what it needs, is missing or broken, or a variable is wrong
         reason = f"{type(error).__name__}: {process.first_sentence(error)}"
-        advice = "pip install --force-reinstall numba, or unset NUMBA_* variables"
-    message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({reason}): {advice}"
+    message = (f"the compiled kernels for CPUs, and dtype=int8, need numba ({reason}): pip install --force-reinstall "
+               "numba, or unset NUMBA_* variables")
     if is_required:
         raise ValueError(message)
     logger.warning(f"{message}; continuing without the kernels, which is slower")

@@ -64,7 +64,7 @@ def serve(load: Callable[[], "TextGenerator"]) -> bool:
         import torch.distributed as dist
         stdout = os.dup(1)
         os.dup2(2, 1) # with some versions of torch, Gloo prints a greeting
-        logger.info(f"waiting for the other {world_size() - 1} processes that torchrun has started")
+        logger.info("waiting for the other processes that torchrun has started")
         # The timeout is long, because a lost process raises an error at once, whatever the timeout.
         with system_interrupts(): # if they never come
             dist.init_process_group("gloo", timeout=timedelta(days=7))

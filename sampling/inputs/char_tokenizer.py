@@ -24,16 +24,14 @@ class CharTokenizer(Tokenizer):
         self.stoi, self.itos = parse_vocabulary(meta, path)
         self.size = 1 + max([*self.stoi.values(), *self.itos])
         self.is_bytes = any(isinstance(symbol, int) for symbol in self.itos.values())
-        self.longer = [] if self.is_bytes else [symbol for symbol in self.stoi if len(symbol) > 1]
 
     def encode(self, text: str) -> list[int]:
         text = text if "\ufeff" in self.stoi or self.is_bytes else text.removeprefix("\ufeff") # a byte-order mark
         symbols = encode_utf8(text) if self.is_bytes else text
         if unknown := [symbol for symbol in dict.fromkeys(symbols) if symbol not in self.stoi]:
             listed = "; ".join(f"{symbol!r} at {symbols.index(symbol) + 1}" for symbol in unknown[:5])
-            known = bytes(sorted(self.stoi)) if self.is_bytes else "".join(sorted({*self.stoi}.difference(self.longer)))
-            more = f", and longer tokens, which no prompt has, such as {self.longer[0]!r:.40}" if self.longer else ""
-            more += r"""; for a newline pass --start='"\n"'""" if "\\" in unknown else ""
+            known = bytes(sorted(self.stoi)) if self.is_bytes else "".join(sorted(s for s in self.stoi if len(s) == 1))
+            more = r"""; for a newline pass --start='"\n"'""" if "\\" in unknown else ""
             composed = unicodedata.normalize("NFC", text)
             if self.stoi.keys() >= set(composed):
                 more += f"; it has them composed: save the prompt in Unicode's form NFC, here {composed!r:.60}"

@@ -70,11 +70,8 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
         return encoding
     if vocab_size not in GPT2_SIZES:
         searched = ", ".join(dict.fromkeys(map(os.path.abspath, folders)))
-        is_outside = is_named and len(folders) == 1 # of data: nanoGPT would open it
-        advice = (f"if you trust the checkpoint, pass --tokenizer={Path('data', dataset, 'meta.pkl')!s:.300}"
-                  if is_outside else ADVICE)
         raise ValueError(f"no tokenizer is in {searched:.1000}, and GPT-2's encoding has 50257 tokens, but the model "
-                         f"has {vocab_size}; {advice}")
+                         f"has {vocab_size}; {ADVICE}")
     if checkpoint.is_huggingface:
         logger.info(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     return "gpt2"

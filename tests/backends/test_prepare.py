@@ -54,11 +54,9 @@ def test_kernels_are_for_runs_of_a_second_in_float32_and_for_int8(config, device
 
 
 @pytest.mark.parametrize("broken, reason", [
-    ("numba.py: raise ImportError('none')", r"none\): pip install numba"),
-    ("coverage.py:", r"AttributeError: .*\): pip install --force-reinstall numba, or unset"),
-    ("llvmlite.py: raise OSError('no libLLVM')", r"OSError: no libLLVM\): pip install --force"),
-    ("NUMBA_DISABLE_JIT", r"NUMBA_DISABLE_JIT is set\): unset it"),
-    ("NUMBA_THREADING_LAYER", r"ValueError: .*requested '1' is unknown.*\): pip install --force-")], ids=str)
+    ("llvmlite.py: raise OSError('no libLLVM')", "OSError: no libLLVM"), # which numba needs
+    ("NUMBA_DISABLE_JIT", "NUMBA_DISABLE_JIT is set"),
+    ("NUMBA_THREADING_LAYER", "ValueError: .*requested '1' is unknown.*")], ids=str)
 def test_where_numba_does_not_work_a_line_says_so_and_torch_runs_alone(broken, reason, char_checkpoint, tmp_path):
     name, is_package, code = broken.partition(": " if ": " in broken else ":")
     if is_package: # an installed package that numba needs, or numba itself, is another one
@@ -66,13 +64,13 @@ def test_where_numba_does_not_work_a_line_says_so_and_torch_runs_alone(broken, r
     process = start_script(f"--out_dir={char_checkpoint}", "--device=cpu", "--interactive", "--max_new_tokens=1",
                            env={"PYTHONPATH": str(tmp_path)} if is_package else {name: "1"})
     _, stderr = process.communicate()
-    assert re.search(f"^warning: .* need numba \\({reason}.*; continuing without the kernels, which is slower\n",
+    assert re.search(f"^warning: .* need numba \\({reason}\\): .*; continuing without the kernels, which is slower\n",
                      stderr.decode(), re.M) and process.returncode == 0, stderr
 
 
 def test_without_numba_int8_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None) # then the import raises ImportError
-    with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba .*: pip install numba$"):
+    with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba \(ModuleNotFoundError: "):
         choose_dtype(CPU, "int8")
 
 

@@ -63,7 +63,7 @@ def test_nothing_is_read_outside_of_the_data_folder(here):
     save_meta(here / "elsewhere" / "meta.pkl")
     (here / "elsewhere" / "tokenizer_config.json").write_text('{"tokenizer_class": "Secret"}')
     for dataset in "../elsewhere", "a/../../elsewhere", str(here / "elsewhere"):
-        with pytest.raises(ValueError, match=rf"^no tokenizer is in (?!.*elsewhere.*;).*{Path('data', dataset)}/meta"):
+        with pytest.raises(ValueError, match=r"^no tokenizer is in (?!.*elsewhere)"):
             load(len(CHARS), here / "project" / "out", dataset=dataset)
 
 
