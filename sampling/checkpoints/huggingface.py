@@ -57,7 +57,7 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
                             **read_complete(paths, read))
     logger.info(checkpoint.describe())
     if kinds := sorted({re.sub(r"^transformer\.(h\.\d+\.)?", "", name) for name in unneeded}):
-        logger.warning(f"{folder}: tensors that sampling does not need: {', '.join(kinds)!r:.500}")
+        logger.warning(f"{folder}: tensors that sampling does not need: {', '.join(kinds)!r:.500}") # a stranger's
     warn_about_generation_config(folder, config)
     return checkpoint
 
