@@ -131,6 +131,7 @@ def end_run(status: int) -> None:
 
 
 def end_by_signal(number: int, _: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN) # a second Ctrl-C would end before_exit
     hard_exit(128 + number)
 
 

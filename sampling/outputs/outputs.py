@@ -63,13 +63,11 @@ class OutputFiles:
             self.page_end = end
 
     def close(self, status: int) -> None:
-        """Write the page of a run that ends early. Remove the lines that were only for the page of a run that is
-        complete, and a file that this run has created and left empty. After Ctrl-C or SIGTERM, say how the run goes on.
+        """Write the page of a run that ends early. After Ctrl-C or SIGTERM, say how the run goes on. Remove the lines
+        that were only for the page of a run that is complete, and a file that this run has created and left empty.
         """
         self.write_page()
         lines, size = self.lines, self.lines.size
-        if (size == self.page_end and not (self.keeps_lines or status)) or (lines.is_new and size == 0):
-            lines.remove() # while it is locked
         if status in (130, 143): # Ctrl-C, SIGTERM
             noun = "text" if self.settings["score"] else "sample"
             with open(lines.path, "rb") as file:
@@ -77,6 +75,8 @@ class OutputFiles:
             without = " and without --overwrite" if self.settings["overwrite"] else ""
             logger.info(f"{lines.path} holds {plural(count, noun)}: the same command with the same seed{without} goes "
                         "on after them" if count else f"no {noun} was finished, so nothing new is saved")
+        if (size == self.page_end and not (self.keeps_lines or status)) or (lines.is_new and size == 0):
+            lines.remove() # while it is locked
         lines.file.close()
 
 

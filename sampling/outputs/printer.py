@@ -72,7 +72,7 @@ class Printer:
 
     def print_total(self) -> None:
         """Print the score of all texts together, if there were several."""
-        if self.num_scores > 1:
+        if self.num_scores > 1 and self.total.num_tokens:
             self.write(f"all: {summary(self.total)}\n")
 
     def write(self, text: str) -> None:

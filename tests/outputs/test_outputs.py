@@ -183,6 +183,13 @@ def test_a_file_that_is_moved_during_the_run_is_an_error_that_says_so(start, tmp
         console.end_run(0)
 
 
+@pytest.mark.parametrize("paths", [{"html_file": None}, {"out_file": None}], ids=str)
+def test_ctrl_c_before_the_first_sample_leaves_no_file_and_says_so(start, files, messages, paths):
+    generate(start(**paths), 2, num_finished=0)
+    console.end_run(130)
+    assert files() == {} and messages == ["no sample was finished, so nothing new is saved"]
+
+
 def test_overwrite_replaces_both_files_when_the_first_sample_is_finished(run, start, files, messages):
     run(2)
     whole = files()
