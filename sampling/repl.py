@@ -33,7 +33,7 @@ Put a prompt that begins with a colon in quotes: ":like this". Several pasted li
   :reload            load the model again, such as a newer ckpt.pt
   :temperature       show a setting
   :temperature=0.5   change it; a bare :show_probs or :context_shift means =True, as on the command line
-  :settings          show all settings
+  :settings          show these settings; others are fixed in a session
   :help              show this help
   :quit              end the session; :q, exit and Ctrl-D do the same
 Tab completes a command, Ctrl-C ends the sample, Ctrl-D ends the session."""
