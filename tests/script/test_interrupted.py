@@ -69,6 +69,7 @@ def test_a_signal_leaves_complete_samples(prepared, folder, finish, number, stat
             time.sleep(0.005)
         time.sleep(moment)
         process.send_signal(number)
+        time.sleep(0.005)
         process.send_signal(number) # a user may press Ctrl-C twice
         printed, messages = process.communicate()
         assert process.returncode in (status, 0) and b"Traceback" not in messages and b"rror" not in messages, messages

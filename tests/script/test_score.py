@@ -15,6 +15,7 @@ from script_process import PIPE, start_script
 def folder(tmp_path):
     save_checkpoint(tmp_path / "out", make_gpt())
     (tmp_path / "prompts.txt").write_text("The \nO\nWhat is it?\nThou\n")
+    (tmp_path / "single.txt").write_text("T\nO\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "The ", "id": "act 2", "by": "me"}\n{"prompt": "Thou"}\n')
     return tmp_path
 
@@ -25,6 +26,7 @@ def names(stdout):
 
 @pytest.mark.parametrize("start, expected", [
     ("The ", ["'The '"]), ("FILE:-", ["standard input"]),
+    ("LINES:single.txt", ["single.txt, line 1", "single.txt, line 2"]), # no token is scored, so there is no sum
     ("LINES:prompts.txt", [f"prompts.txt, line {i}" for i in (1, 2, 3, 4)] + ["all"]),
     ("JSONL:prompts.jsonl", ["act 2", "prompts.jsonl, line 2", "all"]),
 ])
