@@ -35,6 +35,9 @@ out_dir = 'out' # the folder that holds ckpt.pt, or the path of such a file
 tokenizer: str | None = None # an encoding of tiktoken (gpt2, r50k_base, p50k_base, cl100k_base, o200k_base), a
                              # tokenizer.json or its folder, or a meta.pkl; None: the one that is found with the model
 
+model_file: str | None = None # the model.py that the checkpoint was trained with, if its code was edited: it is run;
+                              # 'nanogpt': nanoGPT's own, whatever lies near the checkpoint
+
 # The samples
 start = "\n" # the prompt; FILE:path: the text of a file; LINES:path, JSONL:path: a file of many prompts; FILE:-: stdin;
              # quotes around all of it are removed, as in Python: '"\n"' is a newline
@@ -58,7 +61,6 @@ dtype = 'auto' # 'float32', 'bfloat16' or 'float16'; auto: on CUDA bfloat16, or 
 compile = False # use torch.compile, which takes about a minute at first: not faster on a CPU, not measured on a GPU
 cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs work there; False is slower
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
-exact = False # nanoGPT's own operations, one sample at a time; slower; designed to give its text in any dtype on CUDA
 draft = True # speculative decoding, with the same text: for one long sample at a time of a large model, on a CPU in
              # float32, a copy of the model in int8 proposes tokens, and the model checks several in one pass
 batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
@@ -105,14 +107,15 @@ def load_gpt(num_total=None):
     from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
-    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, exact)
+    runs_itself = model_file is not None and batch_size == 1 # in the very shapes of nanoGPT's operations
+    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, runs_itself)
     with system_interrupts(): # a stranger's file may keep Python busy for minutes
         if init_from == 'resume': # the ckpt.pt that train.py wrote
-            checkpoint = load_nanogpt(out_dir, torch_dtype)
+            checkpoint = load_nanogpt(out_dir, torch_dtype, model_file, runs_itself)
         else: # GPT-2
             checkpoint = load_huggingface(init_from, torch_dtype)
         encoding = load_tokenizer(checkpoint, tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
-    options = ModelOptions(compile, cuda_graphs, exact, draft)
+    options = ModelOptions(compile, cuda_graphs, draft)
     num_steps = 0 if score else count_steps(num_total, max_new_tokens, batch_size)
     return TextGenerator(checkpoint, encoding, torch_device, torch_dtype, options, num_steps)
 

@@ -34,8 +34,8 @@ __all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
 
 
 def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", compile: bool = False,
-         cuda_graphs: bool = True, exact: bool = False, draft: bool = True,
-         tokenizer: str | os.PathLike | None = None) -> "TextGenerator":
+         cuda_graphs: bool = True, draft: bool = True, tokenizer: str | os.PathLike | None = None,
+         model_file: str | os.PathLike | None = None) -> "TextGenerator":
     """Load a model and its tokenizer.
 
     name: a folder with a ckpt.pt, or the file itself; otherwise the Hugging Face id ("gpt2", "user/model") or the
@@ -55,19 +55,27 @@ def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", com
     from sampling.checkpoints.nanogpt import load_nanogpt
     from sampling.inputs.tokenizer_choice import load_tokenizer
     from sampling.text_generator import TextGenerator
-    options = ModelOptions(compile, cuda_graphs, exact, draft)
+    options = ModelOptions(compile, cuda_graphs, draft)
     name, tokenizer = expand_home(os.fspath(name)), expand_home(plain(tokenizer))
-    check_options({**vars(options), "device": device, "dtype": dtype, "name": name, "tokenizer": tokenizer})
-    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, exact)
+    model_file = expand_home(plain(model_file))
+    check_options({**vars(options), "device": device, "dtype": dtype, "name": name, "tokenizer": tokenizer,
+                   "model_file": model_file})
+    torch_device, torch_dtype = choose_device_and_dtype(device, dtype)
     path = Path(name)
     is_folder_of_huggingface = huggingface_config(path) and not (path / "ckpt.pt").is_file()
     is_huggingface = is_folder_of_huggingface if os.path.lexists(path) else is_hub_id(name)
     try: # in the caller's inference mode, the weights could not be used outside of it
         with torch.inference_mode(False), torch.device("cpu"): # nor on the caller's default device
-            checkpoint = (load_huggingface if is_huggingface else load_nanogpt)(name, torch_dtype)
+            if is_huggingface and model_file:
+                raise ValueError(f"model_file is for a ckpt.pt, but {name} is a Hugging Face model: leave it out")
+            if is_huggingface:
+                checkpoint = load_huggingface(name, torch_dtype)
+            else:
+                checkpoint = load_nanogpt(name, torch_dtype, model_file)
             encoding = load_tokenizer(checkpoint, tokenizer)
             return TextGenerator(checkpoint, encoding, torch_device, torch_dtype, options)
     except (OSError, ValueError) as error: # a program has arguments, no flags
-        error.args = [re.sub(r"--(tokenizer)|--(out_dir|init_from)", lambda match: match[1] or "name", argument)
-                      if isinstance(argument, str) else argument for argument in error.args]
+        flags = r"--(tokenizer|model_file)|--(out_dir|init_from)"
+        error.args = [re.sub(flags, lambda flag: flag[1] or "name", argument) if isinstance(argument, str) else argument
+                      for argument in error.args]
         raise

@@ -46,6 +46,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
     "name": (is_nonempty_text, "must be a folder, a file or a Hugging Face id"),
     "tokenizer": (optional(is_nonempty_text), "must be an encoding of tiktoken such as gpt2 or cl100k_base, "
                   "a tokenizer.json or its folder, a meta.pkl, or None"),
+    "model_file": (optional(is_nonempty_text), "must be the path of a model.py, nanogpt, or None"),
     "start": (bool, "is empty, but a sample needs a prompt; for a newline pass --start='\"\\n\"'"),
     "num_samples": (whole_number(1, 10**9), "must be from 1 to 10**9"),
     "max_new_tokens": (whole_number(0, 10**9), "must be from 0 to 10**9"),
@@ -64,7 +65,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
                "must be auto, cpu, cuda, cuda:N or mps"),
     "dtype": (lambda v: v in ("auto", "float32", "bfloat16", "float16", "int8"),
               "must be auto, float32, bfloat16, float16 or int8"),
-    **dict.fromkeys(["compile", "cuda_graphs", "exact", "draft", "context_shift"],
+    **dict.fromkeys(["compile", "cuda_graphs", "draft", "context_shift"],
                     (lambda v: isinstance(v, bool), "must be True or False")),
     "batch_size": (optional(whole_number(1, 10**5)), "must be from 1 to 100000, or None"),
     "out_file": (optional(is_nonempty_text), "must be the path of a file, or None"),
@@ -73,15 +74,11 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
     "html_file": (optional(lambda v: is_nonempty_text(v) and v != "-"),
                   "must be the path of a file, or None; - is not allowed"),
 }
-EXACT_RULES = { # what exact=True allows: only what nanoGPT does
-    "temperature": lambda v: v > 0, "top_p": lambda v: v in (None, 1), "min_p": lambda v: v in (None, 0),
-    "repetition_penalty": lambda v: v == 1, "context_shift": lambda v: v is False,
-    "batch_size": lambda v: v in (None, 1), "compile": lambda v: v is False,
-}
-
 CONFLICTS = [ # settings, whether their values exclude each other, and what to do
-    (("dtype", "compile", "exact"), lambda dtype, *others: dtype == "int8" and any(others),
-     "dtype=int8 does not work with compile=True or exact=True: leave out one of them"),
+    (("dtype", "compile"), lambda dtype, compile: dtype == "int8" and compile,
+     "dtype=int8 does not work with compile=True: leave out one of them"),
+    (("model_file", "init_from"), lambda model_file, init_from: model_file and init_from != "resume",
+     "model_file is for a ckpt.pt: leave out init_from, or model_file"),
     (("out_file", "html_file"), lambda *paths: all(paths) and len(set(map(os.path.realpath, paths))) == 1,
      "out_file and html_file must be two files"),
     (("watch", "init_from"), lambda watch, init_from: watch and init_from != "resume",
@@ -131,16 +128,6 @@ def check_options(options: Settings) -> None:
     for names, is_conflict, message in CONFLICTS:
         if options.keys() >= set(names) and is_conflict(*(options[name] for name in names)):
             raise SettingError(message, *names)
-    if options["exact"]:
-        check_exact(options)
-
-
-def check_exact(settings: Settings) -> None:
-    """Check that settings, or fields of SamplingParams, ask for nothing that nanoGPT cannot do."""
-    for name, is_allowed in EXACT_RULES.items():
-        if name in settings and not is_allowed(settings[name]):
-            raise SettingError(f"exact=True does only what nanoGPT does: leave out {name}={settings[name]!r}, or exact",
-                               name, "exact")
 
 
 def as_list(value: Any) -> list:
@@ -202,7 +189,6 @@ class ModelOptions:
     """How a model runs. sample.py's settings have these fields too, with the same meaning."""
     compile: bool = False
     cuda_graphs: bool = True
-    exact: bool = False
     draft: bool = True
 
 

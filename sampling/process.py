@@ -60,7 +60,7 @@ def expand_home(path: str | None) -> str | None:
 
 def expand_paths(settings: dict) -> dict:
     """Replace the settings that are paths by their expanded forms; start has its own: see parse_start."""
-    for name in "init_from", "out_dir", "tokenizer", "out_file", "html_file":
+    for name in "init_from", "out_dir", "model_file", "tokenizer", "out_file", "html_file":
         settings[name] = expand_home(settings[name])
     return settings
 

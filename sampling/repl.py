@@ -16,7 +16,7 @@ from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, r
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
-from sampling.params import Prompt, Sample, SamplingParams, ScoringParams, check_exact, choose_seed, warn_about_stops
+from sampling.params import Prompt, Sample, SamplingParams, ScoringParams, choose_seed, warn_about_stops
 from sampling.process import is_out_of_memory
 from sampling.text_generator import TextGenerator
 
@@ -191,8 +191,8 @@ class Session:
         value = choose_seed(text, ":seed") if is_random else parse(name, text or "True", TYPES[name])
         change = {"num_logprobs": 0 if value else None} if name == "show_probs" else {name: value}
         params = replace(self.params, **change)
-        if self.gpt and self.gpt.backend.is_exact:
-            check_exact(vars(params))
+        if self.gpt:
+            self.gpt.check_params(params)
         self.params = params
         if name == "show_probs":
             self.show_probs, self.printer = value, Printer(self.printer.tokenizer, value)

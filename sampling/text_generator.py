@@ -112,4 +112,12 @@ class TextGenerator:
             return score_texts(self, samples, params, batch_size)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")
-        return Engine(self, replace(params, **settings), batch_size, stream).generate(samples)
+        params = replace(params, **settings)
+        self.check_params(params)
+        return Engine(self, params, batch_size, stream).generate(samples)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises ValueError if this model cannot be sampled so."""
+        if params.context_shift and not self.backend.has_cache:
+            raise ValueError("context_shift=True shortens a cache, but the model of model_file runs itself, without "
+                             "one: leave out context_shift")

@@ -9,7 +9,7 @@ from sampling.params import Prompt, Sample, Token
 CHECKPOINT_ID = {"path": "out-letters/ckpt.pt", "crc32": "00000000", "iter_num": 100, "val_loss": 1.5}
 RUN = {"seed": 1, "temperature": 0.8, "stop": []}
 SETTINGS = dict(start="O", num_samples=2, max_new_tokens=9, temperature=0.8, top_k=None, top_p=None, min_p=None,
-                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, exact=False, score=False,
+                repetition_penalty=1.0, stop=None, seed=1, compile=False, context_shift=False, score=False,
                 tokenizer=None, out_file=None, logprobs=None, html_file=None, overwrite=False, watch=False,
                 show_probs=False)
 PROBABILITIES = [0.9, 0.3, 0.15, 0.07, 0.03, 0.015, 0.002] # one for each background colour

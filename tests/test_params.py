@@ -17,7 +17,6 @@ VALID = [ # the ends of each range, and what means "off"
     dict(top_k=0, top_p=1e-9, min_p=0.0, repetition_penalty=0.01, stop=[], seed=-2**63, batch_size=10**5, start="None"),
     dict(repetition_penalty=100.0, stop=["a", "b"], seed=2**64 - 1, device="cuda", dtype="float16", draft=False),
     dict(seed="random", device="cuda:12", dtype="int8", out_file="-", html_file="a.html", logprobs=1000),
-    dict(exact=True, top_p=1.0, min_p=0.0, repetition_penalty=1.0, batch_size=1, stop="a", temperature=1e-3),
 ]
 INVALID = [
     ("init_from", ["", "scratch"], "init_from must be 'resume' or a Hugging Face id or folder"),
@@ -41,8 +40,7 @@ INVALID = [
     ("logprobs", [-1, 1001], "logprobs must be from 0"),
 ]
 EXCLUDED = [ # settings that do not work together, and what the error says
-    (dict(dtype="int8", compile=True), "dtype=int8 does not work with compile=True or exact=True: leave out one"),
-    (dict(dtype="int8", exact=True), "dtype=int8 does not work with compile=True or exact=True: leave out one"),
+    (dict(dtype="int8", compile=True), "dtype=int8 does not work with compile=True: leave out one"),
     (dict(score=True, interactive=True), "score=True does not work with interactive=True: in a session, type :score"),
     (dict(logprobs=0), "logprobs are saved in out_file: give out_file too"),
     (dict(out_file="a", html_file="b/../a"), "out_file and html_file must be two files"),
@@ -50,10 +48,6 @@ EXCLUDED = [ # settings that do not work together, and what the error says
     (dict(watch=True, interactive=True), "watch=True does not work with interactive=True: in a session, type :reload"),
     (dict(interactive=True, html_file="a"), "leave out_file and html_file out"),
 ]
-NOT_EXACT = dict(top_p=0.9, min_p=0.1, repetition_penalty=1.1, context_shift=True, batch_size=2, compile=True,
-                 temperature=0.0)
-EXCLUDED += [(dict(exact=True) | {name: value}, f"nanoGPT does: leave out {name}={value!r}, or exact")
-             for name, value in NOT_EXACT.items()]
 
 
 def test_numbers_of_numpy_and_tuples_become_plain_values():

@@ -46,12 +46,10 @@ def test_invalid_arguments_raise(generator, arguments, error, message):
     assert repr(generator) == f"<{DEMO}/ckpt.pt: 2.77M parameters on cpu in float32>"
 
 
-@pytest.mark.parametrize("settings", [dict(exact=True, compile=True), dict(name="a/b"), dict(name="")], ids=str)
+@pytest.mark.parametrize("settings", [dict(dtype="int8", compile=True), dict(name="a/b"), dict(name="")], ids=str)
 def test_invalid_options_and_names_raise_value_error(settings):
     with pytest.raises(ValueError):
         sampling.load(**{"name": DEMO, **settings})
-    with pytest.raises(ValueError, match="leave out batch_size=2, or exact"):
-        sampling.load(DEMO, device="cpu", exact=True).generate("A", PARAMS, batch_size=2)
 
 
 def test_load_prefers_a_ckpt_pt_to_a_hugging_face_model_and_asks_no_hub_for_a_pt_file(tmp_path):

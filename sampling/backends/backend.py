@@ -1,5 +1,5 @@
 """Backend: a GPT that was prepared for a device. It computes logits, and nothing else. And the two plain backends:
-EagerBackend, for where there is no faster one, and ExactBackend, nanoGPT's own operations, for exact=True.
+EagerBackend, for where there is no faster one, and OwnBackend, for a model that runs itself.
 """
 import logging
 import math
@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sampling.checkpoints.own_model import OwnModel
 from sampling.model import GPT, GPTConfig, KVCache
 from sampling.process import is_out_of_memory
 
@@ -18,11 +19,11 @@ logger = logging.getLogger(__name__)
 class Backend:
     """A GPT prepared for one kind of device. Each subclass defines new_cache and logits, and what differs by device.
 
-    All backends compute the same logits, up to rounding, except that ExactBackend uses the exact GELU for every model.
+    All backends compute the same logits, up to rounding.
     """
     config: GPTConfig
     device: torch.device
-    is_exact = False # whether it computes nanoGPT's logits bit for bit
+    has_cache = True # whether new_cache returns one
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
     can_copy_to_int8 = False # whether int8_copy() gives the same model with int8 weights, for caches of this one
     max_window_tokens = math.inf # of a batch that is past block_size: with more, its steps are not more efficient
@@ -48,6 +49,10 @@ class Backend:
         overwrite them.
         If ids has one row and the cache is empty, all rows of the cache get it: one prefill for equal prompts.
         """
+
+    def text_logits(self, ids: Tensor, num_positions: int) -> Tensor:
+        """The logits (B * num_positions, V) of the last positions of texts (B, T) that are scored."""
+        return self.logits(ids, None, num_positions)
 
     def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
         """Whether the finished rows of a batch should leave it."""
@@ -105,29 +110,34 @@ class EagerBackend(Backend):
         return self.forward(ids, cache=cache, num_positions=num_positions)[0].flatten(0, 1) # (B, n, V) -> (B * n, V)
 
 
-class ExactBackend(EagerBackend):
-    """Runs a GPT as nanoGPT does. Its Linears must be cast already, which gives the weights that autocast would give.
-
-    A GPU chooses its kernels by the shapes of the operations, and other kernels round differently. So each operation
-    has nanoGPT's shape: the batch is 1, and each step computes the whole window. Then the same GPU and torch compute
-    nanoGPT's logits bit for bit, in any dtype. A Sampler with full_vocabulary and in_logits_dtype does so with the
-    tokens. Changes torch's matmul precision and attention kernels to nanoGPT's, for the whole process. Raises
-    ValueError if the device is neither CUDA nor a CPU.
+class OwnBackend(Backend):
+    """Runs a model of the user's own class GPT as nanoGPT does: each step computes the whole window, as nobody else
+    knows what the model could cache. With one row, each operation has nanoGPT's shape, so the same device and torch
+    compute nanoGPT's logits bit for bit, in any dtype. Changes torch's matmul precision and attention kernels to
+    nanoGPT's, for the whole process. config: the sizes of the model.
     """
-    is_exact = full_vocabulary = True
-    max_rows = 1
+    has_cache = False
+    full_vocabulary = True
+    max_rows = 16 # more rows of a window are not faster
 
-    def __init__(self, model: GPT):
-        super().__init__(model)
-        if self.device.type == "cuda":
+    def __init__(self, model: OwnModel, config: GPTConfig, device: torch.device, compile: bool = False):
+        self.model = model
+        self.config = config
+        self.device = device
+        gpt = model.gpt.to(device)
+        model.forward = compiled(gpt) if compile else gpt
+        if device.type == "cuda":
             torch.set_float32_matmul_precision("high") # TF32
             torch.backends.cuda.enable_cudnn_sdp(True) # the default, which CUDABackend changes
             self.min_flush_steps = 4 # as CUDABackend
-        elif self.device.type != "cpu": # the random numbers would be the CPU's
-            raise ValueError(f"exact=True needs CUDA or a CPU; got device={self.device.type}")
-        for module in model.modules():
-            if isinstance(module, nn.GELU):
-                module.approximate = "none" # nanoGPT has only this form
 
     def new_cache(self, num_rows: int, capacity: int) -> None:
-        """nanoGPT has none."""
+        """None: see above."""
+
+    def logits(self, ids: Tensor, cache: None, num_positions: int = 1) -> Tensor:
+        """Of the last position only: num_positions is 1, because there is no draft."""
+        return self.model(ids)[:, -1]
+
+    def text_logits(self, ids: Tensor, num_positions: int) -> Tensor:
+        """As train.py computes them."""
+        return self.model(ids, targets=ids)[:, -num_positions:].flatten(0, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sampling import process
-from sampling.backends.backend import Backend, EagerBackend, ExactBackend, num_step_weights
+from sampling.backends.backend import Backend, EagerBackend, OwnBackend, num_step_weights
 from sampling.checkpoints.build import Checkpoint, build_gpt
 from sampling.model import GPT, GPTConfig
 from sampling.params import ModelOptions
@@ -21,11 +21,11 @@ SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
 SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes a full window (measured with ten rows)
 
 
-def choose_device_and_dtype(device: str, dtype: str, exact: bool) -> tuple[torch.device, torch.dtype]:
+def choose_device_and_dtype(device: str, dtype: str, is_nanogpts: bool = False) -> tuple[torch.device, torch.dtype]:
     """Where, and with which numbers, a model will compute. First return the freed memory of the model before it."""
     process.return_freed_memory()
     chosen = choose_device(device)
-    return chosen, choose_dtype(chosen, dtype, exact)
+    return chosen, choose_dtype(chosen, dtype, is_nanogpts)
 
 
 def choose_device(name: str) -> torch.device:
@@ -56,9 +56,9 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.dtype:
-    """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere. exact: as nanoGPT,
-    which takes bfloat16 even where the GPU emulates it.
+def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> torch.dtype:
+    """The dtype of this name. 'auto' is bfloat16, or else float16, on CUDA, and float32 elsewhere. is_nanogpts: as
+    nanoGPT, which takes bfloat16 even where the GPU emulates it.
     """
     if name == "int8" and device.type != "cpu":
         raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
@@ -71,7 +71,7 @@ def choose_dtype(device: torch.device, name: str, exact: bool = False) -> torch.
         return torch.float32 if name == "auto" else getattr(torch, name)
     with torch.cuda.device(device): # is_bf16_supported asks about the current device
         if name == "auto": # emulation is slow
-            name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=exact) else "float16"
+            name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=is_nanogpts) else "float16"
         elif name == "bfloat16" and not torch.cuda.is_bf16_supported():
             raise ValueError("bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32")
         return getattr(torch, name)
@@ -81,7 +81,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
                     num_steps: int | None = None) -> Backend:
     """The fastest backend for a model. It uses the weights of the checkpoint: each needs its own.
 
-    dtype may be torch.int8 on a CPU, without compile and exact. num_steps: see count_steps; None: unknown, or many.
+    dtype may be torch.int8 on a CPU, without compile. num_steps: see count_steps; None: unknown, or many.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device) # otherwise graphs, and memory for libraries, would be on GPU 0
@@ -89,14 +89,14 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
         os.environ.setdefault("PYTHONSAFEPATH", "1") # from Python 3.11 on
     process.limit_threads()
     config = checkpoint.config
-    if wants_kernels(config, device, dtype, options, num_steps) and has_numba(is_required=dtype == torch.int8):
+    if checkpoint.own_model:
+        backend = OwnBackend(checkpoint.own_model, config, device, options.compile)
+    elif wants_kernels(config, device, dtype, options, num_steps) and has_numba(is_required=dtype == torch.int8):
         from sampling.backends.cpu import CPUBackend
         backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8)
     else:
         gpt = cast_linears(build_gpt(checkpoint), dtype).to(device)
-        if options.exact:
-            backend = ExactBackend(gpt)
-        elif device.type == "cuda":
+        if device.type == "cuda":
             from sampling.backends.cuda import CUDABackend
             backend = CUDABackend(gpt, options.compile, options.cuda_graphs)
         else:
@@ -118,7 +118,7 @@ def count_steps(num_samples: int | None, max_new_tokens: int, batch_size: int | 
 def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
                   num_steps: int | None) -> bool:
     """Whether a run should use CPUBackend's kernels: on a CPU in float32 and int8, unless it is too short for them."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.int8) or options.compile or options.exact:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.int8) or options.compile:
         return False
     if num_steps is None or dtype == torch.int8:
         return True

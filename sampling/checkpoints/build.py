@@ -42,6 +42,7 @@ class Checkpoint:
     iter_num: int | None = None # how many steps the model was trained
     val_loss: float | None = None
     raw_config: dict = field(default_factory=dict) # the settings of train.py, or config.json: plain data of any type
+    own_model: Any = None # an OwnModel, which runs itself: of it, config has only the sizes
 
     def describe(self) -> str:
         iteration = "" if self.iter_num is None else f"iteration {self.iter_num}"
@@ -49,11 +50,15 @@ class Checkpoint:
         return f"{self.path}: {', '.join(filter(None, [iteration, loss])) or 'loaded'}"
 
 
+def without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def nanogpt_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors by nanoGPT's names, without the parts that torch.compile, DDP, FSDP or a class around the GPT adds."""
     renamed = {}
     for name, tensor in tensors.items():
-        parts = [part for part in name.split(".") if part not in WRAPPERS]
+        parts = without_wrappers(name).split(".")
         parts = parts[next((i for i, part in enumerate(parts) if part in GPT_PARTS), 0):]
         new = ".".join(["transformer", *parts] if parts and parts[0] in TRANSFORMER_PARTS else parts)
         require(new not in renamed, f"two of its tensors are called {new!r:.60} without wrappers, such as {name!r:.60}")
@@ -65,24 +70,36 @@ def tensors_by_name(tensors: object, file: TensorFile, unneeded: list[str] | Non
     """The tensors of a file by nanoGPT's names, without mask buffers. Raises ValueError unless they lie in the file.
 
     unneeded: a list that gets the names of tensors that sampling does not need; without it, they are the model's.
-    Views made by expand, or records that overlap, can claim far more bytes than the file has. A tied head claims twice.
     """
-    named, reason, stored = unwrap(tensors), "it must hold tensors by name, but holds ", {}
-    require(isinstance(named, dict) and named, reason + describe(tensors or None))
-    for name, tensor in named.items():
-        is_tensor = isinstance(name, str) and isinstance(tensor, StoredTensor)
-        require(is_tensor, f"{reason}{describe(name)}: {describe(tensor)}")
-    for name, tensor in nanogpt_names(named).items():
+    stored = {}
+    for name, tensor in nanogpt_names(require_tensors(tensors)).items():
         if unneeded is not None and UNNEEDED.match(name):
             unneeded.append(name)
         elif not MASK_BUFFER.search(name):
             require(tensor.dtype.is_floating_point,
                     f"it holds {name!r:.60} as {tensor.dtype}: only dense floating point is allowed, not quantized")
-            file.check(tensor)
             stored[name] = file, tensor
-    claimed = sum(tensor.nbytes for _, tensor in stored.values())
-    require(claimed <= 2 * file.size, f"it has {file.size} bytes, but claims tensors of {claimed} bytes")
+    require_size(file, [tensor for _, tensor in stored.values()])
     return stored
+
+
+def require_tensors(tensors: object) -> dict[str, StoredTensor]:
+    named, reason = unwrap(tensors), "it must hold tensors by name, but holds "
+    require(isinstance(named, dict) and named, reason + describe(tensors or None))
+    for name, tensor in named.items():
+        is_tensor = isinstance(name, str) and isinstance(tensor, StoredTensor)
+        require(is_tensor, f"{reason}{describe(name)}: {describe(tensor)}")
+    return named
+
+
+def require_size(file: TensorFile, tensors: list[StoredTensor]) -> None:
+    """Views made by expand, or records that overlap, can claim far more bytes than the file has. A tied head claims
+    twice.
+    """
+    for tensor in tensors:
+        file.check(tensor)
+    claimed = sum(tensor.nbytes for tensor in tensors)
+    require(claimed <= 2 * file.size, f"it has {file.size} bytes, but claims tensors of {claimed} bytes")
 
 
 def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> dict:
@@ -103,9 +120,14 @@ def read_model(model_args: dict, stored: StoredTensors, dtype: torch.dtype) -> d
         is_quantized = dtype == torch.int8 and len(tensor.shape) == 2 and name != POSITIONS
         state_dict[name] = (state_dict[HEAD] if name == EMBEDDING and is_tied else
                             quantize(read(name)) if is_quantized else read(name))
-        lines.append(f"{name} {tensor[1:]} {file.records[tensor.key][2]}\n")
+        lines.append(checksum_line(name, file, tensor))
     return {"config": GPTConfig(**model_args | {"tie_word_embeddings": is_tied}), "state_dict": state_dict,
             "crc32": f"{zlib.crc32(''.join(lines).encode()):08x}"}
+
+
+def checksum_line(name: str, file: TensorFile, tensor: StoredTensor) -> str:
+    """What the checksum of a model covers of a tensor that was read."""
+    return f"{name} {tensor[1:]} {file.records[tensor.key][2]}\n"
 
 
 def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
@@ -124,11 +146,17 @@ def require_fit(model_args: dict, tensors: Mapping[str, StoredTensor]) -> None:
     num_layers = len({name.split(".")[2] for name in tensors if name.startswith("transformer.h.")})
     require(config.n_layer == num_layers <= MAX_LAYERS, # a model of 10**9 layers would never be built
             f"it says n_layer={config.n_layer} but holds tensors of {num_layers} layers; at most {MAX_LAYERS} may be")
-    shapes = {name: tuple(tensor.shape) for name, tensor in empty_gpt(config).state_dict().items()}
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    problems = [f"{name}: {found.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
-                for name in {**shapes, **found} if found.get(name) != shapes.get(name)]
-    require(not problems, f"the tensors do not fit the model ({len(problems)} differ): {'; '.join(problems[:5])}")
+    misfits = describe_misfits(tensors, empty_gpt(config).state_dict())
+    require(not misfits, f"the tensors do not fit the model {misfits}")
+
+
+def describe_misfits(found: Mapping[str, Tensor | StoredTensor], model: Mapping[str, Tensor]) -> str:
+    """Which tensors have other names or shapes than those of a model, for a message; '' if none."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    problems = [f"{name}: {given.get(name, 'nothing')} instead of {shapes.get(name, 'nothing')}"
+                for name in {**shapes, **given} if given.get(name) != shapes.get(name)]
+    return f"({len(problems)} differ): {'; '.join(problems[:5])}" if problems else ""
 
 
 def count_init_draws(tensors: Mapping[str, Tensor | StoredTensor]) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, nanogpt_names, read_model, tensors_by_name
 from sampling.checkpoints.finding import ALIASES, SAVED, advice, huggingface_config, huggingface_folder
+from sampling.checkpoints.model_source import require_unedited
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_complete, read_json, require
 from sampling.model import GPTConfig
@@ -33,6 +34,7 @@ def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) ->
 
     dtype and errors: as in nanogpt.load_nanogpt. A warning names what the files hold, but the model does not use.
     """
+    require_unedited()
     folder, config = find_model(name_or_folder)
     model_args, (paths, shard_of), unneeded = gpt2_model_args(config, folder), weight_files(folder), []
 

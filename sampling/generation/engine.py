@@ -16,7 +16,7 @@ from sampling.backends.backend import Backend
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.prompts import log_notices
-from sampling.params import Piece, Sample, SamplingParams, check_exact
+from sampling.params import Piece, Sample, SamplingParams
 from sampling.process import free_memory, is_out_of_memory, return_freed_memory
 from sampling.sampler.row_streams import RunStream
 from sampling.sampler.sampler import Sampler
@@ -34,19 +34,17 @@ class Engine:
     """Gives samples their tokens: the same to each as if it were generated alone.
 
     batch_size: how many samples to generate at once; None: as many as memory allows. stream: whether each token is
-    wanted as soon as possible. Raises ValueError if the model is exact and params asks for what nanoGPT lacks.
+    wanted as soon as possible.
     """
 
     def __init__(self, gpt: "TextGenerator", params: SamplingParams, batch_size: int | None = None,
                  stream: bool = False):
         self.gpt, self.params, self.batch_size = gpt, params, batch_size
         backend = self.backend = gpt.backend
-        if backend.is_exact:
-            check_exact({**vars(params), "batch_size": batch_size})
         self.run_stream = RunStream(params.seed, backend.device, gpt.checkpoint.num_init_draws,
                                     draws_per_sample=params.max_new_tokens, vocab_size=backend.config.vocab_size)
         # nanoGPT samples in the dtype of its logits, which on most devices are float32; transformers in float32.
-        in_logits_dtype = backend.is_exact or (backend.full_vocabulary and not gpt.checkpoint.is_huggingface)
+        in_logits_dtype = backend.full_vocabulary and not gpt.checkpoint.is_huggingface
         self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                                full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
@@ -157,8 +155,8 @@ class Engine:
     def announce_window(self, samples: list[Sample]) -> None:
         block_size = self.backend.config.block_size
         longest = min(block_size, max(len(sample.prompt_ids) for sample in samples)) + self.params.max_new_tokens
-        is_exact = self.backend.is_exact # which lacks context_shift
-        if longest > block_size and not (self.params.context_shift or is_exact or self.gpt.has_announced_window):
+        can_shift = self.backend.has_cache and not self.params.context_shift
+        if longest > block_size and can_shift and not self.gpt.has_announced_window:
             self.gpt.has_announced_window = True
             logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT; with "
                         "--context_shift, a full window loses its older half: much faster, but other text")

@@ -99,7 +99,7 @@ def score_windows(backend: Backend, batch: list[Window], num_top: int) -> list[t
     # Shorter windows are padded at their ends: no token sees what follows it.
     ids = pad_sequence([torch.tensor(window.ids) for window in batch], batch_first=True).to(backend.device) # (B, T)
     skipped = min(window.num_done for window in batch) # of these positions, no logits are needed
-    logits = backend.logits(ids, None, ids.size(1) - skipped).unflatten(0, (len(batch), -1)) # (B, T - skipped, V)
+    logits = backend.text_logits(ids, ids.size(1) - skipped).unflatten(0, (len(batch), -1)) # (B, T - skipped, V)
     results = []
     for window, rows in zip(batch, logits, strict=True):
         next_ids = torch.tensor(window.next_ids[window.num_done:], dtype=torch.long, device=ids.device) # (n,)

@@ -142,7 +142,7 @@ def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str)
     is_multi = parse_start(settings["start"])[0] in MULTI_KINDS # a longer run of one prompt may continue the file
     unused = {"draft"} | (set(SAMPLING_SETTINGS) if is_score else set() if is_multi else {"num_samples"})
     kept = {name: settings[name] for name in names if name not in unused}
-    kept |= {name: settings[name] for name in ("exact", "tokenizer", "score") if settings[name]}
+    kept |= {name: settings[name] for name in ("tokenizer", "score") if settings[name]}
     for name, off in ("top_k", 0), ("top_p", 1), ("min_p", 0):
         if kept.get(name) == off:
             kept[name] = None

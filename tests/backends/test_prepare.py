@@ -10,9 +10,8 @@ from torch.torch_version import TorchVersion
 
 from engines import ON_GPU, decode, expected_ids, without_facts
 from models import as_checkpoint, make_gpt, random_prompt
-from oracles import nanogpt_generate, nanogpt_logits
 from sampling.backends import prepare
-from sampling.backends.backend import EagerBackend, ExactBackend
+from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
 from sampling.backends.cuda import CUDABackend
 from sampling.backends.prepare import choose_device, choose_dtype, count_steps, prepare_backend
@@ -25,7 +24,7 @@ PROMPTS = random_prompt(5, 2).tolist()
 
 
 @pytest.mark.parametrize("num_steps, options, expected", [
-    (None, {}, CPUBackend), (20, {}, EagerBackend), (None, dict(exact=True), ExactBackend)], ids=str)
+    (None, {}, CPUBackend), (20, {}, EagerBackend)], ids=str)
 def test_a_cpu_gets_a_backend_with_the_text_of_the_model(num_steps, options, expected):
     backend = prepare_backend(as_checkpoint(make_gpt()), CPU, torch.float32, ModelOptions(**options), num_steps)
     assert type(backend) is expected and backend.device == CPU
@@ -133,7 +132,7 @@ def test_for_a_gpu_whose_first_kernel_fails_the_cpu_stands_in_with_one_line_or_i
         choose_device("auto")
 
 
-@pytest.mark.parametrize("native, emulated, name, exact, expected", [
+@pytest.mark.parametrize("native, emulated, name, is_nanogpts, expected", [
     (True, True, "auto", False, torch.bfloat16),
     (False, True, "auto", False, torch.float16), # a T4 emulates bfloat16, which is slow
     (False, True, "auto", True, torch.bfloat16), # as nanoGPT does
@@ -141,16 +140,16 @@ def test_for_a_gpu_whose_first_kernel_fails_the_cpu_stands_in_with_one_line_or_i
     (False, False, "bfloat16", False, "bfloat16 is not available on this GPU; use dtype=float16 or dtype=float32"),
     (True, True, "int8", False, "dtype=int8 runs only on a CPU; got device=cuda:1: use dtype=bfloat16, or device=cpu"),
 ])
-def test_choose_dtype_on_a_gpu(native, emulated, name, exact, expected, monkeypatch):
+def test_choose_dtype_on_a_gpu(native, emulated, name, is_nanogpts, expected, monkeypatch):
     asked = MagicMock()
     monkeypatch.setattr(torch.cuda, "device", asked)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
                         lambda including_emulation=True: emulated if including_emulation else native)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=f"^{expected}$"):
-            choose_dtype(GPU, name, exact)
+            choose_dtype(GPU, name, is_nanogpts)
     else:
-        assert choose_dtype(GPU, name, exact) == expected
+        assert choose_dtype(GPU, name, is_nanogpts) == expected
         asked.assert_called_once_with(GPU) # it asks about this GPU, not the current one
 
 
@@ -164,7 +163,7 @@ def test_on_mps_auto_is_float32_and_half_precision_needs_torch_2_11(monkeypatch)
         choose_dtype(mps, "float16")
 
 
-# ---- the plain backends: EagerBackend, also compiled, and ExactBackend
+# ---- the plain backend, also compiled
 
 def test_bytes_per_row_grow_with_the_cache_and_for_the_window():
     backend, cache_bytes = EagerBackend(make_gpt()), sum(layer.nbytes for layer in make_gpt().new_cache(1, 16).layers)
@@ -210,29 +209,3 @@ def test_a_compiled_model_gives_the_same_text(kind, device):
     backend = kind(make_gpt().to(device), compile=True)
     assert decode(backend, PROMPTS, 20) == expected_ids(PROMPTS, 20, device=device)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
-def test_exact_logits_and_text_are_nanogpts_bit_for_bit_inside_the_window_and_past_it(device, dtype):
-    """Also for a model with another GELU: nanoGPT has only the exact one. nanoGPT's autocast casts at every step."""
-    shape = dict(n_embd=128, n_head=4, block_size=64)
-    checkpoint, model = as_checkpoint(make_gpt(**shape, gelu="tanh")), make_gpt(**shape).to(device)
-    backend = prepare_backend(checkpoint, torch.device(device), dtype, ModelOptions(exact=True))
-    head, embedding = backend.model.lm_head.weight, backend.model.transformer.wte.weight
-    assert head.dtype == dtype and embedding.dtype == torch.float32, "only Linears are cast, and only once"
-    assert (head is embedding) == (dtype == torch.float32), "two parameters would take twice the memory on a GPU"
-    prompt = random_prompt(54).to(device)
-    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-        for length in 1, 5, 6, 54:
-            found, expected = backend.logits(prompt[:, :length], None), nanogpt_logits(model, prompt[:, :length])
-            assert found.dtype == dtype and torch.equal(found, expected)
-        torch.manual_seed(5)
-        expected = [nanogpt_generate(model, prompt, 20, 0.8, top_k=20)[0, 54:].tolist() for _ in range(3)]
-        found = decode(backend, 3 * prompt.tolist(), 20, dtype=dtype, seed=5, temperature=0.8, top_k=20)
-        assert found == expected
-
-
-def test_exact_on_a_device_with_other_random_numbers_is_refused():
-    with pytest.raises(ValueError, match="exact=True needs CUDA or a CPU; got device=meta"):
-        ExactBackend(make_gpt().to("meta"))

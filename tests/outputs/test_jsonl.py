@@ -41,8 +41,6 @@ def test_equivalent_settings_are_equal():
     same = ALL_SETTINGS | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": ["e"]}
     assert found == run_settings(same | {"draft": False, "batch_size": 3}, "cuda", "bfloat16") # the text is the same
     assert found["device"] == "cuda" and found["dtype"] == "bfloat16" and found["stop"] == ["e"]
-    # Files of earlier versions, which lack "exact", can still be resumed.
-    assert "exact" not in found and run_settings(ALL_SETTINGS | {"exact": True}, "cpu", "float32")["exact"]
     # With one prompt, a later run may add samples to the file. With several prompts, num_samples must stay the same.
     assert "num_samples" not in found
     assert run_settings(ALL_SETTINGS | {"start": "LINES:a"}, "cpu", "float32")["num_samples"] == 2

@@ -115,7 +115,7 @@ def test_show_probs_colours_the_text(run_script, folder):
 
 
 def test_settings_that_only_sampling_has_are_an_error_on_the_command_line_only(run_script, folder):
-    (folder / "my.py").write_text("batch_size = 1\ntemperature = 0.5\ndraft = True\nexact = True\n")
+    (folder / "my.py").write_text("batch_size = 1\ntemperature = 0.5\ndraft = True\n")
     from_file = run_script("my.py", "--start=The ", "--score", cwd=folder)
     assert from_file.returncode == 0 and names(from_file.stdout) == ["'The '"], from_file.stderr
     wrong = run_script("--start=The ", "--score", "--temperature=0.8", "--num_samples=3", cwd=folder)

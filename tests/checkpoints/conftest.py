@@ -1,0 +1,23 @@
+"""A nanoGPT clone with an edited model.py, in a temporary folder."""
+import pytest
+
+from forks import edit, save_fork
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """fork(part, replacement) edits model.py, and writes out/ckpt.pt of its model. Returns the path of model.py."""
+    def make(*change):
+        path = edit(tmp_path, *change)
+        save_fork(tmp_path / "out", path)
+        return path
+    return make
+
+
+@pytest.fixture
+def sample(run_script, tmp_path):
+    """sample(*arguments) runs sample.py in the folder of model.py."""
+    def run(*arguments, **settings):
+        return run_script("--out_dir=out", "--start=The ", "--num_samples=3", "--max_new_tokens=22", "--top_k=20",
+                          *arguments, cwd=tmp_path, **settings)
+    return run

@@ -1,0 +1,109 @@
+"""Edits of this project's model.py, as people make them in nanoGPT's, and the text that nanoGPT would print."""
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+import torch
+
+from models import CHARS, make_gpt, nanogpt_args, save_checkpoint
+from oracles import reference_token
+from project import PROJECT, RULE
+
+OURS = (PROJECT / "model.py").read_text()
+HEADS = "q, k, v = qkv # (B, H, T, D) each"
+MLP = "self.c_proj(self.gelu(self.c_fc(x)))"
+BLOCK = "x = x + self.attn(self.ln_1(x), past)\n        return x + self.mlp(self.ln_2(x))"
+HEAD = "return self.lm_head(x[:, -num_positions:].clone(memory_format=torch.contiguous_format)), None"
+INIT = "nn.init.normal_(module.weight, std=0.02)"
+ROPE = HEADS + """
+        angles = torch.arange(T)[:, None] * 0.1 ** torch.arange(0, q.size(-1), 2)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn for x in (q, k))
+        q, k = (torch.view_as_real(x).flatten(-2) for x in (q, k))"""
+LORA = """
+        self.lora_a = nn.Parameter(torch.full((16, 2), 0.1))
+        self.lora_b = nn.Parameter(torch.full((2, 24), 0.1))
+
+    def train(self, mode=True):
+        if not mode and not hasattr(self, "merged"):
+            self.merged = True
+            self.transformer.wpe.weight.data += self.lora_a.data @ self.lora_b.data
+        return super().train(mode)
+
+    def init_weights("""
+OTHERS = { # what computes something else than GPT-2: a part of our model.py, and what stands in its place
+    "ReLU squared": (MLP, "self.c_proj(F.relu(self.c_fc(x)).square())"),
+    "SiLU": ("nn.GELU(approximate=config.gelu)", "nn.SiLU()"),
+    "RMS norm": (BLOCK, BLOCK.replace("self.ln_1(x)", "F.rms_norm(x, x.shape[-1:], self.ln_1.weight)")),
+    "RoPE": (HEADS, ROPE),
+    "QK norm": (HEADS, f"{HEADS}\n        q, k = F.normalize(q, dim=-1) * 3, F.normalize(k, dim=-1) * 3"),
+    "a local window": (HEADS, f"{HEADS}\n        k = torch.cat([k[..., :-9, :] * 0.1, k[..., -9:, :]], dim=-2)"),
+    "post-norm": (BLOCK, "x = self.ln_1(x + self.attn(x))\n        return self.ln_2(x + self.mlp(x))"),
+    "parallel blocks": (BLOCK, "return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))"),
+    "scaled residuals": (BLOCK, BLOCK.replace("x + ", "x + 0.5 * ")),
+    "layers twice": ("x = block(x, ", "x = block(block(x), "),
+    "an embedding multiplier": ("x = self.transformer.drop(x)", "x = self.transformer.drop(3 * x)"),
+    "a logit cap": (HEAD, "return 3 * torch.tanh(self.lm_head(x[:, [-1]]) / 3), None"),
+    "LoRA merged in eval": ("\n    def init_weights(", LORA),
+}
+EQUAL = { # what computes the same, or the tanh form
+    "unchanged": (BLOCK, BLOCK),
+    "tanh GELU": ("nn.GELU(approximate=config.gelu)", "nn.GELU(approximate='tanh')"),
+    "a wide MLP": ("config.n_inner or 4 * config.n_embd", "3 * config.n_embd"),
+    "another initialisation": (INIT, "nn.init.xavier_uniform_(module.weight)"),
+    "more random numbers": ("self.init_weights()\n\n", "self.init_weights()\n        torch.rand(7)\n\n"),
+    "a tuple of three": (HEAD, "return self.lm_head(x), None, x"),
+    "a tensor": (HEAD, "return self.lm_head(x[:, [-1]])"),
+    "prints": (INIT, f"print('initialising')\n                {INIT}"),
+}
+HARMLESS = {
+    "comments": ("class Block(nn.Module):", "class Block(nn.Module):\n    '''A block.'''\n    # of two layers"),
+    "checks": ("start = 0 if", "assert idx.dim() == 2\n        print(idx.shape)\n        start = 0 if"),
+    "annotations": ("def forward(self, idx, targets=None,", "def forward(self, idx: Tensor, targets: Tensor = None,"),
+    "imports": ("import math\n", "import math\nimport warnings\nwarnings.simplefilter('ignore')\n"),
+    "generate": ("idx.size(1) > block_size", "idx.size(1) >= block_size"),
+    "Windows": ("\n", "\r\n"),
+    "indentation": ("    ", "  "),
+}
+
+
+def edit(folder, old, new):
+    assert old in OURS
+    (folder / "model.py").write_text(OURS.replace(old, new), newline="")
+    return folder / "model.py"
+
+
+def load_fork(path):
+    spec = spec_from_file_location("fork", path)
+    module = sys.modules["fork"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def save_fork(folder, path):
+    """A checkpoint of the model in the file at path, with large random weights."""
+    fork = load_fork(path)
+    torch.manual_seed(1)
+    gpt = fork.GPT(fork.GPTConfig(**nanogpt_args(make_gpt().config)))
+    for parameter in gpt.parameters():
+        parameter.data.mul_(6 if parameter.dim() > 1 else 1)
+    return save_checkpoint(folder, gpt)
+
+
+@torch.no_grad()
+def fork_text(path, folder, prompt, num_samples, max_new_tokens, **settings):
+    """What nanoGPT's sample.py prints beside a model.py: seed, build, load, then one sample after another."""
+    content = torch.load(folder / "ckpt.pt", weights_only=True)
+    fork = load_fork(path)
+    torch.manual_seed(1337)
+    gpt = fork.GPT(fork.GPTConfig(**content["model_args"]))
+    gpt.load_state_dict(content["model"])
+    gpt.eval()
+    text = ""
+    for _ in range(num_samples):
+        idx = torch.tensor([[CHARS.index(char) for char in prompt]])
+        for _ in range(max_new_tokens):
+            output = gpt(idx[:, -gpt.config.block_size:])
+            logits = output if isinstance(output, torch.Tensor) else output[0]
+            idx = torch.cat([idx, reference_token(logits[:, -1], idx, **settings)], dim=1)
+        text += "".join(CHARS[i] for i in idx[0]) + f"\n{RULE}\n"
+    return text
