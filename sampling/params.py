@@ -253,7 +253,7 @@ class Score(Sample):
     """
     ids: list[int] = field(default_factory=list) # of the text
     num_tokens: int = 0 # that were scored: all but the first
-    num_bytes: int = 0 # of the text of these tokens, in UTF-8
+    num_bytes: int = 0 # of these tokens, in UTF-8
     cumulative_logprob: float = 0.0
 
     @property

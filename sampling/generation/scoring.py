@@ -59,8 +59,7 @@ def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringPa
 
 def start_detokenizer(score: Score, tokenizer: Tokenizer, max_tokens: int) -> Detokenizer:
     """What makes the tokens of a text, at most max_tokens. It has the first one already, which is not scored."""
-    first_text = tokenizer.decoder()(score.ids[0])
-    score.num_bytes = num_bytes(score.prompt.text) - num_bytes(first_text)
+    score.num_bytes = tokenizer.num_bytes(score.ids) - tokenizer.num_bytes(score.ids[:1])
     if 0 < max_tokens < len(score.ids):
         logger.info(f"a text has {len(score.ids)} tokens: all are scored, but only the first {max_tokens} are saved or "
                     "shown")
@@ -110,7 +109,3 @@ def score_windows(backend: Backend, batch: list[Window], num_top: int) -> list[t
             raise ValueError(NOT_FINITE)
         results.append((of_tokens.tolist(), top.values.tolist(), top.indices.tolist()))
     return results
-
-
-def num_bytes(text: str) -> int:
-    return len(text.encode("utf-8", "replace"))

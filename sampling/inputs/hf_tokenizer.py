@@ -47,6 +47,13 @@ class HFTokenizer(Tokenizer):
             return ids
         raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}: pass another --start")
 
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        text = self.text_of(ids)
+        if len(ids) == 1 and text.endswith(REPLACEMENT):
+            # It ends inside a character. A byte is a token of its own there, or one sign of the token's name.
+            return 1 if ids[0] in self.byte_ids else len(self.tokenizer.id_to_token(ids[0]))
+        return len(text.encode())
+
     def fingerprint(self) -> str:
         return self.tokenizer.to_str()
 

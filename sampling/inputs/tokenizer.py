@@ -15,8 +15,8 @@ ADVICE = (f"pass --tokenizer=NAME|FILE: an encoding of tiktoken ({', '.join(ENCO
 
 
 class Tokenizer:
-    """Turns text into token ids and back. A subclass has token_bytes, or a decoder of its own. Unknown ids decode to
-    U+FFFD.
+    """Turns text into token ids and back. A subclass has token_bytes, or a decoder and num_bytes of its own. Unknown
+    ids decode to U+FFFD.
     """
     size: int # of the vocabulary
     source: str # where the vocabulary is from, for messages
@@ -26,6 +26,10 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The text of a token in UTF-8, which may be a part of a character."""
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """How many bytes these tokens of a text have in UTF-8: of a part of a character, those of the part."""
+        return sum(len(self.token_bytes(token_id)) for token_id in ids)
 
     def fingerprint(self) -> str:
         """What another vocabulary would change."""

@@ -4,6 +4,7 @@ import torch
 
 import sampling
 from engines import NotingBackend, make_generator
+from hf_tokenizers import gpt2_tokenizer_json
 from models import make_gpt, make_transformers_gpt2
 from sampling.backends.backend import EagerBackend
 from sampling.generation import scoring
@@ -42,10 +43,25 @@ def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
     found = gpt.score(text)
     assert found.nats_per_token == pytest.approx(loss, rel=1e-4) and found.num_tokens == ids.size(1) - 1
     assert "".join(token.text for token in found.tokens) == text
-    assert found.num_bytes == len(text.encode()) - len("H")
     cut = Score(0, Prompt("日"), [], ids=gpt.tokenizer.encode("日")[:-1]) # ends inside a character
     *_, (found, _) = gpt.run([cut], ScoringParams())
     assert found.text == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("text, num_first", [
+    ("Hello you", 5), ("日本語のテキスト", 2), ("🙂 hello", 2), ("\ufeffMy lord", 1)], ids=ascii)
+def test_a_score_counts_the_bytes_of_the_scored_tokens(gpt2_folder, gpt2_encoding, tiktoken_cache, tmp_path, text,
+                                                       num_first):
+    """num_first: of the first token, which is not scored. It may end inside a character."""
+    (tmp_path / "tokenizer.json").write_text(gpt2_tokenizer_json(tiktoken_cache))
+    for tokenizer in None, tmp_path:
+        gpt = sampling.load(gpt2_folder, device="cpu", tokenizer=tokenizer)
+        assert gpt.score(text).num_bytes == len(text.encode()) - num_first
+
+
+def test_a_byte_order_mark_that_no_token_has_does_not_count(tokenizer):
+    gpt = make_generator(tokenizer)
+    assert gpt.score("\ufeffMy lord").num_bytes == gpt.score("My lord").num_bytes == len("y lord")
 
 
 @pytest.mark.parametrize("max_tokens", [16, 40, 8192])

@@ -73,6 +73,8 @@ def test_bytes_of_a_character_come_with_the_last_of_them(kind, tmp_path):
     ids = tokenizer.encode("🦖a")
     assert "".join(stream(tokenizer, ids[2:], ids[:2])).endswith("🦖a"), "it began in the prompt"
     assert stream(tokenizer, ids[-1:], tokenizer.encode("\ufffd") * 30) == ["a"]
+    for first in tokenizer.encode("的")[-3:]: # a byte each
+        assert tokenizer.num_bytes([first]) == 1
 
 
 @pytest.mark.parametrize("kind, settings", [
