@@ -188,12 +188,14 @@ def run_file(path: str, source: bytes, scope: dict[str, Any], settings: dict[str
 
     It may define other names, as training files do. Logs a warning for a name like a setting's, or if it sets nothing.
     """
+    # Not above: a script of nanoGPT may execute a copy of this file.
+    from sampling.process import import_from
     names = dict(scope)
     try:
         code = compile(source, path, "exec")
         if b"torch" in source: # nanoGPT's script has imported torch by now, and settings files may use it
             exec("import torch", names)
-        with redirect_stdout(sys.stderr): # standard output is only for samples
+        with import_from(os.getcwd()), redirect_stdout(sys.stderr): # standard output is only for samples
             exec(code, names)
     except (Exception, SystemExit) as e: # SystemExit would end the script without a message
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]

@@ -55,7 +55,7 @@ NEEDS_SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="this Py
 
 
 @pytest.mark.parametrize("program, arguments", [
-    ("python", [*RUN, "--dtype=int8"]), ("python", ["../program.py"]),
+    ("python", [*RUN, "config/greedy.py", "--dtype=int8"]), ("python", ["../program.py"]),
     ("torchrun", ["--nproc_per_node=2", *RUN, "--dtype=int8"]),
     pytest.param("python", [*RUN, "--compile"], marks=[pytest.mark.slow, NEEDS_SAFE_PATH])],
     ids=["sample.py", "sampling.load", "torchrun", "compile"])

@@ -71,6 +71,18 @@ def test_a_symbolic_link_in_nanogpts_folder_runs(run_script, char_checkpoint, na
     assert run(sys.executable, *command, *FAST, cwd=nanogpt)[0] == expected
 
 
+def test_a_settings_file_of_nanogpt_imports_its_neighbours(run_script, char_checkpoint, nanogpt):
+    (nanogpt / "config").mkdir()
+    (nanogpt / "config" / "base.py").write_text("import model\nstart = 'The' if model.GPT == 'its own' else ''\n")
+    (nanogpt / "config" / "my.py").write_text("from config.base import *\n")
+    (nanogpt / "sampling.py").write_text("seed = 5\n")
+    (nanogpt / "shared_settings.py").write_text("from sampling import seed\n")
+    (nanogpt / "other.py").write_text("import shared_settings\nseed = shared_settings.seed\n")
+    printed, _ = run(sys.executable, SCRIPT, "config/my.py", "other.py", f"--out_dir={char_checkpoint}", *FAST,
+                     cwd=nanogpt)
+    assert printed == run_script("--start=The", "--seed=5", f"--out_dir={char_checkpoint}", *FAST).stdout
+
+
 @pytest.mark.parametrize("copied, script, message", [
     (["sample.py"], "sample.py", "No module named 'sampling': do not copy sample.py, but link to it"),
     (["sample.py", "sampling"], "sample.py", "model.py is missing, or belongs to another project: do not copy"),

@@ -1,5 +1,6 @@
 """The configurator executes settings files and reads what they set. The script is that of conftest.py."""
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,29 @@ def test_a_misspelt_setting_causes_a_warning_and_what_a_file_prints_goes_to_stde
     assert script("a.py") == {}
     assert messages == ["a.py sets conut, which is not a setting; did you mean count?"]
     assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_a_settings_file_imports_its_neighbours_and_no_module_of_theirs_stays(script, tmp_path, monkeypatch):
+    """Two files import different neighbours of the same names: one of this package, one of the script's folder."""
+    Path("project/config").mkdir()
+    Path("project/config/base.py").write_text("from shared import *\n")
+    Path("lib").mkdir()
+    Path("lib/installed.py").touch() # as in a virtual environment in the working directory
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    monkeypatch.syspath_prepend(tmp_path / "project") # Python puts a script's folder there
+    path = [*sys.path]
+    for number in 1, 2:
+        folder = tmp_path / f"clone{number}"
+        (folder / "config").mkdir(parents=True)
+        (folder / "config" / "base.py").write_text(f"from shared import *\nrate = {number}\n")
+        (folder / "shared.py").write_text(f"text = 'text {number}'\n")
+        (folder / "sampling.py").write_text(f"count = {number}\n")
+        (folder / "a.py").write_text("import installed, sys\nsys.path.append('x')\n"
+                                     "from config.base import *\nfrom sampling import count\n")
+        monkeypatch.chdir(folder)
+        assert script("a.py") == {"text": f"text {number}", "count": number, "rate": float(number)}
+        assert sys.path == path and sys.modules["sampling.configurator"].override is override
+        assert not {"config", "config.base", "shared"} & sys.modules.keys() and "installed" in sys.modules
 
 
 def test_a_settings_file_may_use_torch_as_in_nanogpt(script):
