@@ -8,6 +8,7 @@ import ast
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -150,6 +151,11 @@ def parse(name: str, text: str, types: list[str]) -> Any:
             value = ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # such as "{{}}" or very deep nesting
         value = text # not a Python literal
+        if "list" in types and re.fullmatch(r"\[.+]", text, re.DOTALL): # a shell removes the quotes inside a list
+            value = [parse(name, f'"{item}"', ["str"]) for item in text[1:-1].split(",")]
+            logger.info(f"{name} is the list {value!r:.100}; for the text, quote it in Python: '\"{text:.100}\"'")
+    if "list" in types and text.startswith("("):
+        value = plain(value)
     return text if "str" in types and type(value).__name__ not in types else coerce(name, value, types, text)
 
 

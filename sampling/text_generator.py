@@ -33,6 +33,7 @@ class TextGenerator:
     number is not allowed; TypeError if a text is not a str, or if params are of another type.
     """
     has_announced_window = False # that the window moves, which takes long: once, not for each prompt of a session
+    checked_stops = () # the latest stop texts: their warnings come once, too
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
                  options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None):

@@ -49,6 +49,13 @@ class Engine:
                                full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
         self.waiting: deque[Detokenizer] = deque() # the rows whose samples are yielded next, in order
+        if gpt.checked_stops != params.stop_texts:
+            gpt.checked_stops = params.stop_texts
+            for text in params.stop_texts:
+                missing = gpt.tokenizer.missing_from(text)
+                if missing and "\\n" not in text: # of which there is a warning already
+                    logger.warning(f"the stop text {text!r:.100} never occurs: {gpt.tokenizer.source} lacks "
+                                   f"{min(missing)!r}")
 
     def generate(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, list[Piece]]]:
         """Yield the samples in order, except those that are already saved, each with its new text.

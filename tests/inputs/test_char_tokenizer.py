@@ -36,7 +36,7 @@ def test_a_decomposed_prompt_gets_the_composed_form(tmp_path):
 def test_longer_texts_are_joined_but_never_looked_up(tmp_path):
     tokenizer = load(tmp_path, {"stoi": WORDS, "itos": [*WORDS]})
     assert tokenizer.encode("x \n") == [4, 3, 0] and tokenizer.decode([1, 4, 2, 9]) == "e4xNf3\ufffd"
-    assert tokenizer.size == 5
+    assert tokenizer.size == 5 and tokenizer.missing_from("4xN\n?!") == {"?", "!"}
     assert load(tmp_path, {"stoi": {"▁the": 0, "a": 1}}).decode([0, 1]) == "▁thea"
 
 
@@ -47,6 +47,7 @@ def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     tokenizer = load(tmp_path, meta)
     assert (tokenizer.encode("öß🙂"), tokenizer.size) == ([*"öß🙂".encode()], 256)
     assert tokenizer.decode([*"Größe".encode(), 0xE2, 300, 0xE2]) == "Größe\ufffd\ufffd\ufffd"
+    assert tokenizer.missing_from("öß") == set(), "bytes may form any character"
     with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
         tokenizer.encode("a\udcff")
 

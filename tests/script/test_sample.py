@@ -73,6 +73,15 @@ def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint
     assert "standard input, line 1: the prompt has 39 tokens, but the model sees only the last 16" in done.stderr
 
 
+def test_a_stop_text_that_no_tokens_spell_gets_a_warning(run_script, char_checkpoint, gpt2_folder):
+    run = "--interactive", "--max_new_tokens=1", "--stop=('|x', 'e')"
+    done = run_script(f"--out_dir={char_checkpoint}", *run, stdin=b"The\nO\n")
+    line = f"warning: the stop text '|x' never occurs: {char_checkpoint}/meta.pkl lacks '|'"
+    assert [text for text in done.stderr.splitlines() if text.startswith("warning")] == [line]
+    done = run_script(f"--init_from={gpt2_folder}", *run, "--stop=<|endoftext|>", "--stop=é", stdin=b"The\n")
+    assert done.returncode == 0 and "warning" not in done.stderr
+
+
 def test_a_bad_line_of_a_pipe_ends_the_run_after_the_lines_before_it(run_script, char_checkpoint):
     done = run_script(f"--out_dir={char_checkpoint}", "--num_samples=2", "--max_new_tokens=5", "--start=JSONL:-",
                       stdin=b'{"prompt": "A"}\n{"prompt": "B"}\n{"text": "C"}\n')

@@ -15,6 +15,10 @@ import torch
     (['--ends=["\\n\\n", "KING"]'], {"ends": ["\n\n", "KING"]}), (["--ends='[\"a\"]'"], {"ends": '["a"]'}),
     (["--ends=A", "--ends=['B', 'C']", "--count=3", "--ends", "D"], {"ends": ["A", "B", "C", "D"], "count": 3}),
     (["--ends=A", "--ends=None", "--ends=B"], {"ends": "B"}),
+    (["--ends=[A]"], {"ends": ["A"]}), (["--ends=[\\n,it's]"], {"ends": ["\n", "it's"]}), # of ["\n", "it's"] in a shell
+    (["--ends=('A','B')"], {"ends": ["A", "B"]}), (["--ends=(A)"], {"ends": "(A)"}),
+    (["--ends=1, 2"], {"ends": "1, 2"}), (['--ends="[A]"'], {"ends": "[A]"}), (["--ends=[A"], {"ends": "[A"}),
+    (["--text=[A]"], {"text": "[A]"}),
     (["--pick=8"], {"pick": 8}), (["--pick='8'"], {"pick": "8"})], ids=str)
 def test_arguments_change_settings(script, arguments, changes):
     found = script(*arguments)
