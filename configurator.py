@@ -54,6 +54,9 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable
         print(f"{scope.get('__version__')}\n" if "--version" in arguments else
               help_text(doc, settings, shutil.get_terminal_size().columns), end="", flush=True)
         sys.exit(0)
+    for argument in arguments:
+        if argument.endswith("\r"):
+            raise ValueError(f"{argument!r:.200} ends in a carriage return: save your script with Unix line ends (LF)")
     changes, files = {}, {} # files: setting -> the path of the file that changed it
     while arguments:
         if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
@@ -148,13 +151,13 @@ def parse(name: str, text: str, types: list[str]) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore") # about unknown escapes
-            value = ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): # such as "{{}}" or very deep nesting
-        value = text # not a Python literal
-        if "list" in types and re.fullmatch(r"\[.+]", text, re.DOTALL): # a shell removes the quotes inside a list
+            value = ast.literal_eval(re.sub(r"^([+-]?)0+(?=\d)", r"\1", text)) # 01 is 1, as in a shell
+    except Exception: # of five types, such as for "{{}}" or very deep nesting: it is not a Python literal
+        value = text
+        if "list" in types and re.fullmatch(r"(?s)\[.+]", text): # a shell removes the quotes inside a list
             value = [parse(name, f'"{item}"', ["str"]) for item in text[1:-1].split(",")]
             logger.info(f"{name} is the list {value!r:.100}; for the text, quote it in Python: '\"{text:.100}\"'")
-    if "list" in types and text.startswith("("):
+    if text.startswith("("):
         value = plain(value)
     return text if "str" in types and type(value).__name__ not in types else coerce(name, value, types, text)
 
@@ -178,12 +181,20 @@ def plain(value: Any) -> Any:
 
 def read_file(path: str, script: str) -> tuple[str, bytes]:
     """Return the path and content of a settings file, which is looked up here, then in the script's folder."""
+    if dash := re.match("[\u2010-\u2015\u2212]+", path): # a program for texts makes one of --
+        raise ValueError(f"{path!r:.200} begins with U+{ord(path[0]):04X}, not with --: write "
+                         f"--{path[dash.end():]:.200}")
     found = path if os.path.exists(path) else os.path.join(os.path.dirname(os.path.realpath(script)), path)
     try:
         source = b"\0" if os.path.isdir(found) else Path(found).read_bytes()
     except (OSError, ValueError) as e: # ValueError: the path has a null byte
         raise ValueError(f"cannot read the settings file {path!r:.200}: {getattr(e, 'strerror', e)}; give settings as "
                          '--key=value; a value with spaces needs quotes: --start="Once upon a time"') from None
+    if re.match(b"\xff\xfe|\xfe\xff", source):
+        raise ValueError(f"{path!r:.200} is in UTF-16: save it as UTF-8")
+    if kind := re.search(r"(?i)\.(json|toml|ya?ml)$", path):
+        raise ValueError(f"{path!r:.200} is {kind[1].upper()}, but a settings file is Python, such as: "
+                         "temperature = 0.8")
     if b"\0" in source: # a folder, or a checkpoint
         raise ValueError(f"{path!r:.200} is not a settings file; if a model is there, pass --out_dir={path:.200}")
     return found, source

@@ -19,6 +19,8 @@ import torch
     (["--ends=('A','B')"], {"ends": ["A", "B"]}), (["--ends=(A)"], {"ends": "(A)"}),
     (["--ends=1, 2"], {"ends": "1, 2"}), (['--ends="[A]"'], {"ends": "[A]"}), (["--ends=[A"], {"ends": "[A"}),
     (["--text=[A]"], {"text": "[A]"}),
+    (["--count=007"], {"count": 7}), (["--count", "-01"], {"count": -1}), (["--rate=00.5"], {"rate": 0.5}),
+    (["--pick=08"], {"pick": 8}), (["--text=01"], {"text": "01"}), (["--ends=01"], {"ends": "01"}),
     (["--pick=8"], {"pick": 8}), (["--pick='8'"], {"pick": "8"})], ids=str)
 def test_arguments_change_settings(script, arguments, changes):
     found = script(*arguments)
@@ -42,6 +44,10 @@ def test_arguments_change_settings(script, arguments, changes):
     (["missing.py"], "cannot read the settings file 'missing.py': No such file or directory; give settings as --key"),
     (["folder"], "'folder' is not a settings file; if a model is there, pass --out_dir=folder"),
     (["folder/ckpt.pt"], "'folder/ckpt.pt' is not a settings file; if a model is there, pass --out_dir=folder/ckpt.pt"),
+    (["\u2013count=3"], "'\u2013count=3' begins with U+2013, not with --: write --count=3"),
+    (["\u2014count", "3"], "'\u2014count' begins with U+2014, not with --: write --count"),
+    (["--flag\r"], r"'--flag\r' ends in a carriage return: save your script with Unix line ends"),
+    (["--count=3", "--text", "a\r"], r"'a\r' ends in a carriage return"), # of a text, too: quoted, it is "a\r"
     (["a\0b"], "cannot read the settings file 'a\\x00b': embedded null byte"),
     (["--text=Once", "upon", "a", "time", "--flag"], '; a value with spaces needs quotes: --start="Once upon a time"'),
 ], ids=str)

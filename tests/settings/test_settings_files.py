@@ -76,6 +76,20 @@ def test_a_file_that_sets_nothing_gets_a_warning(script, messages, content, sets
     assert [line for line in messages if not line.startswith("settings: ")] == [warning] * sets_nothing
 
 
+@pytest.mark.parametrize("path, content, message", [
+    ("a.json", b'{"count": 3}', "'a.json' is JSON, but a settings file is Python, such as: temperature = 0.8"),
+    ("a.toml", b"flag = false", "'a.toml' is TOML"), ("b/a.yml", b"count: 3", "'b/a.yml' is YML"),
+    ("a.py", "count = 3".encode("utf-16-le"), "'a.py' is not a settings file"), # it could be anything
+    ("a.py", "\ufeffcount = 3".encode("utf-16-le"), "'a.py' is in UTF-16: save it as UTF-8"),
+    ("a.py", "\ufeffcount = 3".encode("utf-16-be"), "'a.py' is in UTF-16: save it as UTF-8")], ids=str)
+def test_a_file_in_another_format_is_an_error_that_names_it(script, path, content, message):
+    Path("b").mkdir()
+    Path(path).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        script(path)
+    assert str(error.value).startswith(message)
+
+
 @pytest.mark.parametrize("content, message", [
     ("count = 'three'", "count takes a whole number, got 'three'"),
     ("flag = 0", "a.py: flag takes True or False, got 0"), # although 0 == False
