@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
@@ -20,6 +21,8 @@ FILE_KINDS = "FILE", *MULTI_KINDS
 # The fields of a line in out_file, besides "prompt" and "id".
 RESULT_FIELDS = frozenset(["version", "index", "prompt_index", "sample_index", "text", "num_tokens", "num_bytes",
                            "finish_reason", "cumulative_logprob", "logprobs", "seed", "checkpoint", "settings"])
+MAX_LENGTH = 2**27 # characters of a prompt: 128 MB of English, hours for any model to score
+MAX_SILENT_LENGTH = 10**6 # which GPT-2's encoding takes about a second for
 EncodedPrompt = tuple[Prompt, list[int]]
 
 
@@ -47,15 +50,25 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     return chain([next(prompts)], prompts) if is_pipe else list(prompts)
 
 
-def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> list[EncodedPrompt] | Iterator[EncodedPrompt]:
-    """The prompts with their token ids: a list or an iterator, as the prompts are."""
+def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> Iterator[EncodedPrompt]:
+    """The prompts with their token ids: each is encoded when it is needed. In a list, a character that the vocabulary
+    lacks is found at once.
+    """
     def encode(prompt: Prompt) -> EncodedPrompt:
+        if len(prompt.text) > MAX_SILENT_LENGTH:
+            logger.info(f"{prompt.location}: encoding {len(prompt.text):,} characters")
         try:
             with system_interrupts(): # a stranger's tokenizer may take long
                 return prompt, tokenizer.encode(prompt.text)
         except ValueError as error:
             raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
-    return [encode(prompt) for prompt in prompts] if isinstance(prompts, list) else map(encode, prompts)
+    if isinstance(prompts, list):
+        try:
+            tokenizer.encode("".join(set().union(*(prompt.text for prompt in prompts))))
+        except ValueError: # the first prompt that has such a character raises it again, with its place
+            for prompt in prompts:
+                encode(prompt)
+    return map(encode, prompts)
 
 
 def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index: int = 0,
@@ -71,8 +84,11 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
     encoding = "utf-8" if kind == "FILE" else "utf-8-sig" # which skips a byte-order mark; nanoGPT keeps it
     try:
         with open(0 if path == "-" else path, encoding=encoding, closefd=path != "-") as file:
-            for number, line in enumerate([file.read()] if kind == "FILE" else file, 1):
+            read = file.read if kind == "FILE" else file.readline
+            for number, line in enumerate(iter(partial(read, MAX_LENGTH + 1), ""), 1): # a device may never end
                 location = source if kind == "FILE" else f"{source}, line {number}"
+                if len(line) > MAX_LENGTH:
+                    raise ValueError(f"{location}: a prompt has at most {MAX_LENGTH:,} characters, and here are more")
                 text = line if kind == "FILE" else line.rstrip("\n")
                 if text.strip() if kind == "JSONL" else text:
                     is_empty = False
@@ -96,7 +112,7 @@ def parse_json_line(line: str, location: str) -> Prompt:
     text = fields.pop("prompt", None) if isinstance(fields, dict) else None
     if not (isinstance(text, str) and text):
         raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
-                         f"got {line!r:.100}{reason}")
+                         f"got {line[:100]!r:.100}{reason}")
     if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):
         raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that out_file already "
                          "has: rename the field in the prompt file")

@@ -30,13 +30,34 @@ def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path):
     prompts = read_prompts(f"JSONL:{path}")
     assert prompts == [Prompt("a\nb", 7, f"{path}, line 1"),
                        Prompt("c", {"x": 1}, f"{path}, line 4", {"topic": None})]
-    encoded = encode_prompts(prompts, TOKENIZER)
+    encoded = [*encode_prompts(prompts, TOKENIZER)]
     assert encoded == [(prompts[0], TOKENIZER.encode("a\nb")), (prompts[1], TOKENIZER.encode("c"))]
     samples = [(sample.index, sample.prompt, sample.prompt_ids) for sample in make_samples(encoded, 2, first_index=5)]
     assert samples == [(5, *encoded[0]), (6, *encoded[0]), (7, *encoded[1]), (8, *encoded[1])]
     with pytest.raises(ValueError, match="line 1: the prompt has characters that"):
         encode_prompts([Prompt("é", location="line 1")], TOKENIZER)
     assert TOKENIZER.encode("\ufeffab") == TOKENIZER.encode("ab"), "a byte-order mark that no vocabulary has"
+
+
+def test_prompts_are_encoded_when_they_are_needed_but_a_missing_character_is_found_at_once(tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("ab\n" * 1000 + "c\n")
+    encoded, encode = [], CharTokenizer.encode
+    monkeypatch.setattr(CharTokenizer, "encode", lambda self, text: encoded.append(text) or encode(self, text))
+    pairs = encode_prompts(read_prompts(f"LINES:{tmp_path}/p.txt"), TOKENIZER)
+    assert len(encoded) == 1 and sorted(encoded[0]) == ["a", "b", "c"], "what all have"
+    assert next(pairs)[1] == TOKENIZER.encode("ab") and len(encoded) == 3
+    with (tmp_path / "p.txt").open("a") as file:
+        file.write("d\u00e9\n")
+    with pytest.raises(ValueError, match=r"p.txt, line 1002: the prompt has characters that .* lacks: 'é' at 2"):
+        encode_prompts(read_prompts(f"LINES:{tmp_path}/p.txt"), TOKENIZER)
+
+
+def test_a_long_prompt_is_announced_before_it_is_encoded(tmp_path, messages):
+    (tmp_path / "p.txt").write_text("a" * 1_000_001)
+    encode_prompts(prompts := read_prompts(f"FILE:{tmp_path}/p.txt"), TOKENIZER)
+    assert messages == []
+    next(encode_prompts(prompts, TOKENIZER))
+    assert messages == [f"{tmp_path}/p.txt: encoding 1,000,001 characters"]
 
 
 @pytest.mark.parametrize("start, content, message", [

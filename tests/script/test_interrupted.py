@@ -119,6 +119,17 @@ def test_a_full_disk_is_one_error_line(prepared, folder, finish):
     finish()
 
 
+@pytest.mark.parametrize("start", ["FILE:/dev/zero", "LINES:/dev/zero", "JSONL:-"])
+def test_a_prompt_that_never_ends_is_one_error_line(char_checkpoint, start):
+    with open("/dev/zero", "rb") as zeros:
+        process = start_script(f"--out_dir={char_checkpoint}", f"--start={start}", stdin=zeros)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (2 * 2**30, -1))
+    printed, messages = process.communicate(timeout=120)
+    error = messages.decode().splitlines()[-1]
+    assert (process.returncode, printed) == (1, b"") and error.startswith("error: "), messages
+    assert error.endswith(": a prompt has at most 134,217,728 characters, and here are more")
+
+
 def test_stdout_may_be_full_or_closed_from_the_start():
     with open("/dev/full", "wb") as full:
         process = start_script("--help", stdout=full)
