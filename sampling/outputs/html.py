@@ -146,8 +146,8 @@ def token_data(tokens: list[Mapping[str, Any]]) -> str:
     data = []
     for token in tokens:
         length = len(token["token"].encode("utf-16-le", "surrogatepass")) // 2 # as JavaScript counts
-        entry = [length, surprisal(token["logprob"])]
-        for top in token["top_logprobs"][:NUM_ALTERNATIVES]:
+        entry = [length, surprisal(token.get("logprob"))]
+        for top in token.get("top_logprobs", [])[:NUM_ALTERNATIVES]:
             entry += [clean(top["token"]), surprisal(top["logprob"])]
         data.append(entry)
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")

@@ -14,7 +14,7 @@ from sampling.outputs.console import name_write_errors, plural
 from sampling.params import SAMPLING_SETTINGS, Sample, Score, Token, as_list
 
 logger = logging.getLogger(__name__)
-VERSION = 4 # of the fields of a line
+VERSION = 5 # of the fields of a line
 SCORE_FIELDS = "num_tokens", "num_bytes", "cumulative_logprob"
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"} # some readers take them for the end of a line
 
@@ -32,9 +32,9 @@ class Run:
 
     def line(self, sample: Sample) -> bytes:
         logprobs = {}
-        if (num_top := self.settings.get("logprobs")) is not None:
+        if (num_top := self.settings.get("logprobs")) is not None and sample.tokens:
             logprobs["logprobs"] = {"content": [ # as in OpenAI's chat completions, with ids
-                {**token_fields(token), "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))}
+                filled({**token_fields(token), "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))})
                 for token in sample.tokens]}
         cumulative = {"cumulative_logprob": round_logprob(sample.cumulative_logprob)}
         if isinstance(sample, Score):
@@ -42,7 +42,7 @@ class Run:
         else:
             results = {"text": sample.text, "num_tokens": sample.num_tokens, "finish_reason": sample.finish_reason,
                        **cumulative, **logprobs, "seed": self.settings["seed"]}
-        text = json.dumps({**self.first_fields(sample), **results, "checkpoint": self.checkpoint_id,
+        text = json.dumps({**self.first_fields(sample), **results, "checkpoint": filled(self.checkpoint_id),
                            "settings": self.settings}, ensure_ascii=False)
         # A lone surrogate becomes an escape, because UTF-8 has none.
         return text.translate(SEPARATORS).encode("utf-8", errors="backslashreplace") + b"\n"
@@ -143,13 +143,19 @@ def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str)
     unused = {"draft"} | (set(SAMPLING_SETTINGS) if is_score else set() if is_multi else {"num_samples"})
     kept = {name: settings[name] for name in names if name not in unused}
     kept |= {name: settings[name] for name in ("tokenizer", "score") if settings[name]}
-    for name, off in ("top_k", 0), ("top_p", 1), ("min_p", 0):
-        if kept.get(name) == off:
-            kept[name] = None
+    # A setting has one type in all lines, so that the lines of several runs are one table.
+    for name, off in ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0):
+        if kept.get(name, off) is None:
+            kept[name] = off
     if not is_score:
-        kept["stop"] = as_list(kept["stop"])
+        kept["stop"] = json.dumps(as_list(kept["stop"])) # not a list, which would have no type if it is empty
     logprobs = {} if settings["logprobs"] is None else {"logprobs": settings["logprobs"]}
     return {**kept, "device": device_type, "dtype": dtype_name, **logprobs}
+
+
+def filled(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value: None and an empty list are of another type than the field in other lines."""
+    return {name: value for name, value in fields.items() if value not in (None, [])}
 
 
 def token_fields(token: Token) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Outputs:
         settings, checkpoint = files.settings, gpt.checkpoint
         checksum = zlib.crc32(gpt.tokenizer.fingerprint().encode("utf-8", "replace"), int(checkpoint.crc32, 16))
         checkpoint_id = {"path": checkpoint.path, "crc32": f"{checksum:08x}", "iter_num": checkpoint.iter_num,
-                         "val_loss": checkpoint.val_loss and round(checkpoint.val_loss, 4)}
+                         "val_loss": checkpoint.val_loss and round(checkpoint.val_loss, 4) + 0.0}
         self.run = Run(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
         self.files, self.device = files, gpt.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))

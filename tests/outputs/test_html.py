@@ -104,7 +104,7 @@ def test_numbers_of_tokens_are_short_and_lengths_those_of_javascript(tmp_path):
 def test_a_page_is_made_later_from_files(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", [make_tokens(2), make_tokens(1)])
     expected = make_page(tmp_path / "b.html", lines).read_bytes()
-    lines.write_bytes(lines.read_bytes() + b'{"version": 4, "ind') # of a run that was killed
+    lines.write_bytes(lines.read_bytes() + b'{"version": 5, "ind') # of a run that was killed
     for _ in range(2): # an earlier page is replaced
         done = make_by_command(lines, tmp_path / "a.html")
         assert (done.returncode, done.stdout) == (0, "")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from models import make_gpt, save_checkpoint
 from pages import CHECKPOINT_ID, make_token
 from pages import SETTINGS as ALL_SETTINGS
 from sampling.inputs.prompts import RESULT_FIELDS
@@ -40,7 +41,8 @@ def test_equivalent_settings_are_equal():
     found = run_settings(ALL_SETTINGS | {"stop": "e"}, "cuda", "bfloat16")
     same = ALL_SETTINGS | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": ["e"]}
     assert found == run_settings(same | {"draft": False, "batch_size": 3}, "cuda", "bfloat16") # the text is the same
-    assert found["device"] == "cuda" and found["dtype"] == "bfloat16" and found["stop"] == ["e"]
+    assert found["device"] == "cuda" and found["dtype"] == "bfloat16" and found["stop"] == '["e"]'
+    assert (found["top_k"], found["top_p"], found["min_p"]) == (0, 1.0, 0.0)
     # With one prompt, a later run may add samples to the file. With several prompts, num_samples must stay the same.
     assert "num_samples" not in found
     assert run_settings(ALL_SETTINGS | {"start": "LINES:a"}, "cpu", "float32")["num_samples"] == 2
@@ -54,10 +56,38 @@ def test_a_log_probability_has_three_decimals_however_large():
 @pytest.mark.parametrize("logprobs, num_top", [(0, [0, 0, 0]), (2, [2, 0, 1])])
 def test_logprobs_adds_each_token_and_the_most_likely_ones(logprobs, num_top):
     content = json.loads(line_of(LIKELY, logprobs))["logprobs"]["content"]
-    assert content[1] == {"id": 0, "token": "", "logprob": -0.357, "top_logprobs": []}
-    assert [len(token["top_logprobs"]) for token in content] == num_top
-    assert content[0]["top_logprobs"] == [{"id": 0, "token": "a", "logprob": -0.693},
-                                          {"id": 1, "token": "b", "logprob": -1.386}][:logprobs]
+    assert content[1] == {"id": 0, "token": "", "logprob": -0.357}
+    assert [len(token.get("top_logprobs", [])) for token in content] == num_top
+    assert content[0].get("top_logprobs", []) == [{"id": 0, "token": "a", "logprob": -0.693},
+                                                  {"id": 1, "token": "b", "logprob": -1.386}][:logprobs]
+
+
+def types_of(value, name="line"):
+    """The type of each field in a value, and of the items of each list."""
+    if isinstance(value, dict):
+        for key, field in value.items():
+            yield from types_of(field, f"{name}.{key}")
+    elif isinstance(value, list):
+        yield from (pair for item in value or [None] for pair in types_of(item, f"{name}[]"))
+    else:
+        yield name, type(value)
+
+
+def test_a_field_has_one_type_in_the_lines_of_all_runs(run_script, char_checkpoint, tmp_path):
+    """So the lines of runs with other settings are one table for pandas, polars and datasets."""
+    save_checkpoint(tmp_path / "out", make_gpt(), best_val_loss=None, iter_num=None)
+    types = {}
+    for number, arguments in enumerate([
+            [], ["--top_k=None", "--top_p=0.9", "--min_p=0.1", "--temperature=1", "--repetition_penalty=2"],
+            ["--stop=e"], ["--stop=['e', 'x']", "--logprobs=0", "--top_p=1"], ["--logprobs=2"], ["--out_dir=out"],
+            ["--max_new_tokens=0", "--logprobs=1"], ["--score"], ["--score", "--logprobs=0", "--start=T"],
+            ["--score", "--logprobs=2"]]):
+        sampling = [] if "--score" in arguments else ["--num_samples=1", "--max_new_tokens=3"]
+        done = run_script(f"--out_dir={char_checkpoint}", "--start=The", "--device=cpu", f"--out_file={number}.jsonl",
+                          *sampling, *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        for name, kind in types_of(json.loads((tmp_path / f"{number}.jsonl").read_text())):
+            assert kind is types.setdefault(name, kind) and kind is not type(None), (arguments, name)
 
 
 @pytest.mark.parametrize("changes, message", [
