@@ -3,7 +3,6 @@ import io
 import logging
 import os
 import signal
-import stat
 import sys
 import time
 import traceback
@@ -63,11 +62,10 @@ def setup_console(owns_process: bool = True) -> None:
 
 
 def start_progress_bar(shows_text: bool = True) -> Any:
-    """Return a tqdm of tokens, if standard error goes to a terminal that shows no text of samples; otherwise None.
-    shows_text: whether such text is printed. Whole lines on standard output do not disturb the bar.
+    """Return a tqdm of tokens, if standard error is a terminal and standard output none that text appears on; otherwise
+    None. shows_text: whether parts of a line are printed. Whole lines do not disturb the bar.
     """
-    is_pipe = sys.stdout is not None and stat.S_ISFIFO(os.fstat(1).st_mode) # tee, for example, shows them there
-    if (shows_text and (is_pipe or is_tty(sys.stdout))) or not is_tty(sys.stderr):
+    if (shows_text and is_tty(sys.stdout)) or not is_tty(sys.stderr):
         return None
     from tqdm import tqdm
     _console.bar = tqdm(unit=" tokens", unit_scale=True, delay=1, mininterval=0, miniters=1, leave=False)

@@ -141,9 +141,13 @@ class Progress:
             self.unfinished.discard(sample)
             self.num_samples += 1
             self.num_tokens += sample.num_tokens
-        if (now := time.perf_counter()) < self.next_time:
+        now = time.perf_counter()
+        is_due = now >= self.next_time
+        if is_due or (self.bar is not None and sample.finish_reason is not None):
+            # A finished sample is printed now. In a pipe to tee, it may take a moment to appear: no bar until then.
+            self.next_time = now + self.interval
+        if not is_due:
             return
-        self.next_time = now + self.interval
         num_tokens = self.num_tokens + sum(sample.num_tokens for sample in self.unfinished)
         if self.bar is not None:
             self.bar.total = self.expect_tokens()

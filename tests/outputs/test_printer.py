@@ -27,6 +27,19 @@ def test_the_first_sample_streams_to_a_terminal(char_checkpoint, tiktoken_cache)
     screen.close()
 
 
+def test_a_bar_comes_between_the_samples_that_tee_shows(char_checkpoint, tiktoken_cache, run_script):
+    run = (f"--out_dir={char_checkpoint}", "--start=The ", "--num_samples=4", "--max_new_tokens=2000", "--batch_size=1",
+           "--context_shift", "--device=cpu")
+    screen = Terminal(run, tiktoken_cache, tee=True)
+    shown = screen.read_to_end()
+    screen.close()
+    screen.tee.wait()
+    assert re.search(r"%\|.* [\d.]+k/8.00k \[.*[1-3] sample", shown), "the bar"
+    expected = [line.rstrip() for line in run_script(*run).stdout.split("\n")[:-1]]
+    assert [line for line in screen.shown if line in expected and line] == [line for line in expected if line]
+    assert not any("%|" in line for line in screen.shown)
+
+
 @pytest.mark.parametrize("environment, on_terminal, in_file", [
     ({}, True, False), ({"NO_COLOR": "1"}, False, False), ({"FORCE_COLOR": "1"}, True, True),
     ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False)], ids=str)
@@ -107,6 +120,18 @@ def test_the_bar_and_the_last_line_count_what_was_sampled(start, messages, monke
     progress.close(3 * 2**20)
     start(0)[0].close(None) # out_file was complete
     assert messages == ["2 samples, 50 tokens in 100.0 s: 0.5 tokens/s, peak memory 3 MB"]
+
+
+def test_no_bar_comes_just_after_a_finished_sample(start, monkeypatch):
+    """Its text may still be on its way through tee, and would be on the line of the bar."""
+    monkeypatch.setattr(printer, "start_progress_bar", lambda _: tqdm(file=io.StringIO()))
+    progress, first, second = start(3)
+    for seconds, sample, num_tokens, reason, shown in [
+            (60, first, 10, None, 10), (60.05, first, 20, "length", 10), (60.12, second, 10, None, 10),
+            (60.16, second, 20, None, 40)]:
+        update(progress, seconds, sample, num_tokens, reason)
+        assert progress.bar.n == shown
+    progress.close(None)
 
 
 @pytest.mark.parametrize("total, is_terminal, lines", [
