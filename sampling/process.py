@@ -70,22 +70,19 @@ def import_from(folder: str) -> Iterator[None]:
     """Put a folder first on sys.path inside this block, as nanoGPT's own is. This package hides no module of that
     folder, and none of its modules stays, because it would hide another one later.
     """
-    path = [*sys.path]
     modules = dict(sys.modules)
-    for name in modules:
-        if name.startswith(__package__):
-            del sys.modules[name]
+    del sys.modules[__package__]
     sys.path.insert(0, folder)
     try:
         yield
     finally:
         for name in sorted(sys.modules.keys() - modules, reverse=True): # a package comes after its modules
             package = sys.modules.get(name.partition(".")[0])
-            places = getattr(package, "__path__", None) or [getattr(package, "__file__", None) or ""]
-            if name.startswith(__package__) or folder in map(os.path.dirname, places):
+            files = getattr(package, "__path__", None) or [getattr(package, "__file__", None) or ""]
+            if folder in map(os.path.dirname, files):
                 del sys.modules[name]
         sys.modules.update(modules)
-        sys.path[:] = path
+        sys.path.remove(folder)
 
 
 @contextmanager

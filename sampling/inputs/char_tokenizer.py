@@ -39,8 +39,8 @@ class CharTokenizer(Tokenizer):
                              f"{more}")
         return [self.stoi[symbol] for symbol in symbols]
 
-    def missing_from(self, text: str) -> set:
-        return set() if self.is_bytes else {*text}.difference(*self.itos.values())
+    def missing_from(self, text: str) -> set | None:
+        return None if self.is_bytes else {*text}.difference(*self.itos.values())
 
     def fingerprint(self) -> str:
         return repr(sorted(self.itos.items()))

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain
 
 from sampling.inputs.tokenizer import Tokenizer
@@ -22,7 +21,6 @@ FILE_KINDS = "FILE", *MULTI_KINDS
 RESULT_FIELDS = frozenset(["version", "index", "prompt_index", "sample_index", "text", "num_tokens", "num_bytes",
                            "finish_reason", "cumulative_logprob", "logprobs", "seed", "checkpoint", "settings"])
 MAX_LENGTH = 2**27 # characters of a prompt: 128 MB of English, hours for any model to score
-MAX_SILENT_LENGTH = 10**6 # which GPT-2's encoding takes about a second for
 EncodedPrompt = tuple[Prompt, list[int]]
 
 
@@ -55,7 +53,7 @@ def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> Iterator[
     lacks is found at once.
     """
     def encode(prompt: Prompt) -> EncodedPrompt:
-        if len(prompt.text) > MAX_SILENT_LENGTH:
+        if len(prompt.text) > 10**6: # it takes a second or more
             logger.info(f"{prompt.location}: encoding {len(prompt.text):,} characters")
         try:
             with system_interrupts(): # a stranger's tokenizer may take long
@@ -85,7 +83,7 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
     try:
         with open(0 if path == "-" else path, encoding=encoding, closefd=path != "-") as file:
             read = file.read if kind == "FILE" else file.readline
-            for number, line in enumerate(iter(partial(read, MAX_LENGTH + 1), ""), 1): # a device may never end
+            for number, line in enumerate(iter(lambda: read(MAX_LENGTH + 1), ""), 1): # a device may never end
                 location = source if kind == "FILE" else f"{source}, line {number}"
                 if len(line) > MAX_LENGTH:
                     raise ValueError(f"{location}: a prompt has at most {MAX_LENGTH:,} characters, and here are more")

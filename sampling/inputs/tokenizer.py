@@ -27,13 +27,12 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The text of a token in UTF-8, which may be a part of a character."""
 
-    def missing_from(self, text: str) -> set:
-        """The characters of a text that surely no token has."""
-        return set()
+    def missing_from(self, text: str) -> set | None:
+        """The characters of a text that surely no token has, if there are any."""
 
     def num_bytes(self, ids: Sequence[int]) -> int:
         """How many bytes these tokens of a text have in UTF-8: of a part of a character, those of the part."""
-        return sum(len(self.token_bytes(token_id)) for token_id in ids)
+        return sum(map(len, map(self.token_bytes, ids)))
 
     def fingerprint(self) -> str:
         """What another vocabulary would change."""

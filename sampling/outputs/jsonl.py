@@ -15,6 +15,8 @@ from sampling.params import SAMPLING_SETTINGS, Sample, Score, Token, as_list
 
 logger = logging.getLogger(__name__)
 VERSION = 5 # of the fields of a line
+SAMPLE_FIELDS = "text", "num_tokens", "finish_reason", "cumulative_logprob"
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} # not None, so that the lines of several runs are one table
 SCORE_FIELDS = "num_tokens", "num_bytes", "cumulative_logprob"
 SEPARATORS = {0x85: r"\u0085", 0x2028: r"\u2028", 0x2029: r"\u2029"} # some readers take them for the end of a line
 
@@ -31,17 +33,15 @@ class Run:
     settings: dict[str, Any] # with logprobs, only if lines have them: then all lines of a file have the same fields
 
     def line(self, sample: Sample) -> bytes:
-        logprobs = {}
+        fields = SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS
+        results = {name: getattr(sample, name) for name in fields}
+        results["cumulative_logprob"] = round_logprob(sample.cumulative_logprob)
         if (num_top := self.settings.get("logprobs")) is not None and sample.tokens:
-            logprobs["logprobs"] = {"content": [ # as in OpenAI's chat completions, with ids
+            results["logprobs"] = {"content": [ # as in OpenAI's chat completions, with ids
                 filled({**token_fields(token), "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))})
                 for token in sample.tokens]}
-        cumulative = {"cumulative_logprob": round_logprob(sample.cumulative_logprob)}
-        if isinstance(sample, Score):
-            results = {"num_tokens": sample.num_tokens, "num_bytes": sample.num_bytes, **cumulative, **logprobs}
-        else:
-            results = {"text": sample.text, "num_tokens": sample.num_tokens, "finish_reason": sample.finish_reason,
-                       **cumulative, **logprobs, "seed": self.settings["seed"]}
+        if "seed" in self.settings: # not for scores
+            results["seed"] = self.settings["seed"]
         text = json.dumps({**self.first_fields(sample), **results, "checkpoint": filled(self.checkpoint_id),
                            "settings": self.settings}, ensure_ascii=False)
         # A lone surrogate becomes an escape, because UTF-8 has none.
@@ -138,19 +138,14 @@ def check_equal(saved: Mapping[str, Any], wanted: Mapping[str, Any], where: str)
 
 def run_settings(settings: Mapping[str, Any], device_type: str, dtype_name: str) -> dict[str, Any]:
     """The settings that decide the text of a sample, and what is saved. Values with the same meaning become equal."""
-    is_score, names = settings["score"], [*SAMPLING_SETTINGS, "compile"]
-    is_multi = parse_start(settings["start"])[0] in MULTI_KINDS # a longer run of one prompt may continue the file
-    unused = {"draft"} | (set(SAMPLING_SETTINGS) if is_score else set() if is_multi else {"num_samples"})
-    kept = {name: settings[name] for name in names if name not in unused}
+    names = [] if settings["score"] else [name for name in SAMPLING_SETTINGS if name != "draft"]
+    if names and parse_start(settings["start"])[0] not in MULTI_KINDS:
+        names.remove("num_samples") # a longer run of one prompt may continue the file
+    kept = {name: OFF.get(name) if settings[name] is None else settings[name] for name in [*names, "compile"]}
     kept |= {name: settings[name] for name in ("tokenizer", "score") if settings[name]}
-    # A setting has one type in all lines, so that the lines of several runs are one table.
-    for name, off in ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0):
-        if kept.get(name, off) is None:
-            kept[name] = off
-    if not is_score:
+    if names:
         kept["stop"] = json.dumps(as_list(kept["stop"])) # not a list, which would have no type if it is empty
-    logprobs = {} if settings["logprobs"] is None else {"logprobs": settings["logprobs"]}
-    return {**kept, "device": device_type, "dtype": dtype_name, **logprobs}
+    return filled({**kept, "device": device_type, "dtype": dtype_name, "logprobs": settings["logprobs"]})
 
 
 def filled(fields: Mapping[str, Any]) -> dict[str, Any]:

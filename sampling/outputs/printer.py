@@ -143,7 +143,7 @@ class Progress:
             self.num_tokens += sample.num_tokens
         now = time.perf_counter()
         is_due = now >= self.next_time
-        if is_due or (self.bar is not None and sample.finish_reason is not None):
+        if is_due or (self.bar is not None and sample.finish_reason):
             # A finished sample is printed now. In a pipe to tee, it may take a moment to appear: no bar until then.
             self.next_time = now + self.interval
         if not is_due:

@@ -135,8 +135,7 @@ def test_a_settings_file_imports_its_neighbours_and_no_module_of_theirs_stays(sc
         (folder / "config" / "base.py").write_text(f"from shared import *\nrate = {number}\n")
         (folder / "shared.py").write_text(f"text = 'text {number}'\n")
         (folder / "sampling.py").write_text(f"count = {number}\n")
-        (folder / "a.py").write_text("import installed, sys\nsys.path.append('x')\n"
-                                     "from config.base import *\nfrom sampling import count\n")
+        (folder / "a.py").write_text("import installed\nfrom config.base import *\nfrom sampling import count\n")
         monkeypatch.chdir(folder)
         assert script("a.py") == {"text": f"text {number}", "count": number, "rate": float(number)}
         assert sys.path == path and sys.modules["sampling.configurator"].override is override
