@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sampling.backends.backend import Backend, num_step_weights
-from sampling.backends.prepare import prepare_backend
+from sampling.backends.prepare import has_numba, prepare_backend
 from sampling.checkpoints.build import Checkpoint
 from sampling.generation.engine import Engine
 from sampling.generation.scoring import score_texts
@@ -55,8 +55,9 @@ class TextGenerator:
             if (self.may_draft and self.backend.can_copy_to_int8 and num_tokens >= MIN_DRAFT_TOKENS
                     and size >= MIN_DRAFT_WEIGHTS and free_memory(self.device) > 2 * size):
                 self.may_draft = False
-                self.draft = self.backend.int8_copy()
-                logger.info("draft: a copy of the model in int8")
+                if has_numba(is_required=False): # the working directory may be another one now
+                    self.draft = self.backend.int8_copy()
+                    logger.info("draft: a copy of the model in int8")
         return self.draft
 
     @contextmanager

@@ -1,9 +1,6 @@
 """Chooses the device, the dtype and the backend for a checkpoint. Raises ValueError if what is named is not here."""
 import logging
 import os
-import sys
-import warnings
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -130,37 +127,33 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, o
 
 def has_numba(is_required: bool) -> bool:
     """Whether numba works here. If not, a warning says so, or an error if it is required."""
-    num_threads = torch.get_num_threads()
-    try:
-        numba = import_numba()
-        numba.get_num_threads() # starts its threads, which fails without the layer that NUMBA_THREADING_LAYER names
-        torch.set_num_threads(num_threads) # where both share an OpenMP, numba has changed it
-        if not numba.config.DISABLE_JIT:
-            return True
-        reason = "NUMBA_DISABLE_JIT is set"
-    except Exception as error: # it, or what it needs, is missing or broken, or a variable is wrong
-        reason = f"{type(error).__name__}: {process.first_sentence(error)}"
-    message = (f"the compiled kernels for CPUs, and dtype=int8, need numba ({reason}): pip install --force-reinstall "
-               "numba, or unset NUMBA_* variables")
+    remedy = "pip install --force-reinstall numba, or unset NUMBA_* variables"
+    # numba reads this file when it is imported and when it compiles. It may come with a stranger's model, and can name
+    # a folder of pickles that numba then loads.
+    if os.path.isfile(".numba_config.yaml"):
+        reason = "which would apply the .numba_config.yaml of this folder"
+        remedy = "remove that file, or start in another folder"
+    else:
+        reason = numba_failure()
+    if not reason:
+        return True
+    message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({reason}): {remedy}"
     if is_required:
         raise ValueError(message)
     logger.warning(f"{message}; continuing without the kernels, which is slower")
     return False
 
 
-def import_numba() -> ModuleType:
-    """Import numba so that it ignores .numba_config.yaml in the working directory: that file may come with a stranger's
-    model, and can name a folder of pickles that numba then loads. numba reads it only if its first import finds yaml.
-    """
-    warnings.filterwarnings("ignore", "A Numba config file is found") # and that yaml is missing
-    hidden = {name: sys.modules[name] for name in ["yaml"] if name in sys.modules}
-    sys.modules["yaml"] = None # so that an import raises ImportError
+def numba_failure() -> str:
+    """Why numba does not work; empty if it does."""
+    num_threads = torch.get_num_threads()
     try:
         import numba
-        return numba
-    finally:
-        del sys.modules["yaml"]
-        sys.modules.update(hidden)
+        numba.get_num_threads() # starts its threads, which fails without the layer that NUMBA_THREADING_LAYER names
+        torch.set_num_threads(num_threads) # where both share an OpenMP, numba has changed it
+        return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else ""
+    except Exception as error: # it, or what it needs, is missing or broken, or a variable is wrong
+        return f"{type(error).__name__}: {process.first_sentence(error)}"
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:

@@ -1,6 +1,7 @@
 """prepare_backend chooses the backend for a checkpoint."""
 import os
 import re
+import subprocess
 import sys
 from unittest.mock import MagicMock
 
@@ -10,6 +11,7 @@ from torch.torch_version import TorchVersion
 
 from engines import ON_GPU, decode, expected_ids, without_facts
 from models import as_checkpoint, make_gpt, random_prompt
+from project import PROJECT
 from sampling.backends import prepare
 from sampling.backends.backend import EagerBackend
 from sampling.backends.cpu import CPUBackend
@@ -71,6 +73,32 @@ def test_without_numba_int8_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None) # then the import raises ImportError
     with pytest.raises(ValueError, match=r"^the compiled kernels .* dtype=int8, need numba \(ModuleNotFoundError: "):
         choose_dtype(CPU, "int8")
+
+
+LOADS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import torch, yaml, sampling
+def load(dtype):
+    return type(sampling.load("demo", "cpu", dtype).backend).__name__
+def import_again():
+    while not is_loaded.wait(0.001):
+        import yaml
+is_loaded = threading.Event()
+with ThreadPoolExecutor(3) as pool:
+    other = pool.submit(import_again)
+    try:
+        found = [*pool.map(load, ["float32", "int8"])]
+    finally:
+        is_loaded.set()
+    other.result()
+assert found == ["CPUBackend", "CPUBackend"], found
+import yaml
+"""
+
+
+def test_two_first_loads_at_once_both_get_the_kernels_and_other_threads_may_import_meanwhile():
+    subprocess.run([sys.executable, "-c", LOADS], cwd=PROJECT, check=True, timeout=100)
 
 
 def test_a_gpu_gets_a_cuda_backend_and_nothing_is_allocated_on_another_gpu(monkeypatch):

@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import signal
 import struct
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -66,7 +68,6 @@ def test_no_file_that_happens_to_be_in_the_working_directory_changes_what_runs(p
     save_meta(folder / "out" / "meta.pkl")
     for name in MODULES:
         (folder / f"{name}.py").write_text("open('ran', 'w')")
-    (folder / ".numba_config.yaml").write_text("cache_dir: ran") # numba would load pickles from there, too
     (tmp_path / "program.py").write_text(LOAD)
     before = {*os.listdir(folder)}
     env = {**os.environ, "PYTHONPATH": str(PROJECT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
@@ -74,6 +75,22 @@ def test_no_file_that_happens_to_be_in_the_working_directory_changes_what_runs(p
                           capture_output=True, text=True)
     assert done.returncode == 0 and {*os.listdir(folder)} == before, done.stderr
     assert "numba" not in done.stderr.lower(), done.stderr
+
+
+@pytest.mark.parametrize("program, status, message", [
+    ([SCRIPT, "--interactive"], 0, "warning: {}; continuing without the kernels, which is slower\n"),
+    ([SCRIPT, "--dtype=int8"], 1, "error: {}\n"), (["../program.py"], 1, "ValueError: {}\n")], ids=str)
+def test_numbas_settings_in_the_working_directory_are_not_applied(program, status, message, char_checkpoint, tmp_path):
+    (tmp_path / "program.py").write_text(LOAD)
+    folder = copytree(char_checkpoint, tmp_path / "folder" / "out").parent
+    (folder / ".numba_config.yaml").write_text("cache_dir: ran") # numba would load pickles from there, too
+    before = {*os.listdir(folder)}
+    done = subprocess.run([sys.executable, *program], cwd=folder, env={**os.environ, "PYTHONPATH": str(PROJECT)},
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == status and {*os.listdir(folder)} == before, done.stderr
+    reason = (".* need numba \\(which would apply the .numba_config.yaml of this folder\\): remove that file, or start "
+              "in another folder")
+    assert len(re.findall(f"^{message.format(reason)}", done.stderr, re.M)) == 1, done.stderr
 
 
 # ---- pickles that would crash the process, hang it, or fill its memory

@@ -68,3 +68,15 @@ def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, monkey
     ids = torch.tensor([[5, 9, 30, 2]])
     expected = gpt.backend.logits(ids, None)
     assert 0.001 < (gpt.draft.logits(ids, None) - expected).norm() / expected.norm() < 0.03
+
+
+def test_no_draft_is_compiled_where_numba_would_apply_a_file(char_checkpoint, monkeypatch, messages, tmp_path):
+    monkeypatch.setattr(text_generator, "MIN_DRAFT_WEIGHTS", 0)
+    monkeypatch.setattr(text_generator, "MIN_DRAFT_TOKENS", 10)
+    gpt = sampling.load(char_checkpoint, device="cpu")
+    (tmp_path / ".numba_config.yaml").write_text("bounds_check: 1")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        gpt.generate("The ", PARAMS)
+    assert gpt.draft is None
+    assert sum(".numba_config.yaml" in line for line in messages) == 1
