@@ -13,6 +13,7 @@ import signal
 import sys
 
 if (__name__ == '__main__' and inspect.currentframe().f_back is None # not a notebook's %run
+        and os.getpid() != 1 # nor the first process of a container: for it, the system would ignore Ctrl-C
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler): # nor a shell's background job
     signal.signal(signal.SIGINT, signal.SIG_DFL) # no traceback while modules are imported
 sys.path.append(os.path.dirname(os.path.realpath(__file__))) # for runpy, python -I, and python -m with a symbolic link

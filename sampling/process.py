@@ -88,9 +88,11 @@ def import_from(folder: str) -> Iterator[None]:
 @contextmanager
 def system_interrupts() -> Iterator[None]:
     """Let the system end the script's own process at Ctrl-C or SIGTERM inside this block. Python calls a handler only
-    between two operations, and a stranger's file can ask for one that takes minutes.
+    between two operations, and a stranger's file can ask for one that takes minutes. Process 1, the first one of a
+    container, keeps Python's handlers: for it, the system ignores these signals.
     """
-    handlers = {number: signal.getsignal(number) for number in END_SIGNALS} if owns_process else {}
+    is_handed_over = owns_process and os.getpid() != 1
+    handlers = {number: signal.getsignal(number) for number in END_SIGNALS} if is_handed_over else {}
     ours = {number: handler for number, handler in handlers.items() if callable(handler)} # others are the system's
     try:
         for number in ours:

@@ -6,13 +6,16 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import termios
 import time
 
+import psutil
 import pytest
 
 from models import CHARS, make_gpt, save_checkpoint, save_meta
-from project import RULE
+from project import RULE, SCRIPT
 from script_process import CLOSED, start_script
 from terminal import Terminal
 
@@ -152,6 +155,41 @@ def test_ctrl_c_while_torch_is_imported_ends_the_run_at_once(char_checkpoint, se
     assert process.returncode in (130, -signal.SIGINT, 1) # the second while a file is read: the system ends the process
     if b"settings: " in messages: # before it, Python was still starting, and exits in its own way
         assert process.returncode != 1 and b"Traceback" not in messages, messages
+
+
+NEW_CONTAINER = "unshare", "--map-root-user", "--pid", "--fork", "--kill-child" # the program is its process 1
+CAN_UNSHARE = shutil.which("unshare") and subprocess.run([*NEW_CONTAINER, "true"], capture_output=True).returncode == 0
+
+
+IN_A_CONTAINER = pytest.mark.skipif(not CAN_UNSHARE, reason="this machine lets no user make a container")
+
+
+def end_first_process(number, words, *arguments, **environment):
+    """Run sample.py as the first process of a container. Send it a signal when it has written the words to standard
+    error. Returns its exit status and what it wrote afterwards.
+    """
+    with subprocess.Popen([*NEW_CONTAINER, sys.executable, SCRIPT, *arguments], stderr=subprocess.PIPE,
+                          env={**os.environ, **environment}) as process:
+        while words not in (line := process.stderr.readline()):
+            assert line, "it has ended"
+        script, = psutil.Process(process.pid).children()
+        script.send_signal(number)
+        return process.wait(timeout=5), process.stderr.read()
+
+
+@IN_A_CONTAINER
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str)
+def test_the_first_process_of_a_container_ends_while_it_reads_a_model(number, status, tmp_path):
+    os.truncate(save_checkpoint(tmp_path, make_gpt()), 10_000) # new and incomplete: it is read again for ten seconds
+    end = end_first_process(number, b"is being written: waiting", f"--out_dir={tmp_path}", "--device=cpu")
+    assert end == (status, b"")
+
+
+@IN_A_CONTAINER
+def test_ctrl_c_ends_the_first_process_of_a_container_while_modules_are_imported(tmp_path):
+    (tmp_path / "ctypes.py").write_text("import os, time; os.write(2, b'importing\\n'); time.sleep(60)")
+    status, _ = end_first_process(signal.SIGINT, b"importing", PYTHONPATH=str(tmp_path))
+    assert status == 130
 
 
 @pytest.mark.parametrize("streams", [{}, pytest.param({"stdout": False}, marks=pytest.mark.slow),
