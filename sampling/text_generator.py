@@ -41,7 +41,7 @@ class TextGenerator:
         shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
         self.num_params = sum(map(math.prod, shapes.values()))
         self.backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
-        self.draft, self.may_draft, self.draft_lock = None, options.draft, threading.Lock()
+        self.draft, self.may_draft, self.draft_lock = None, options.draft, threading.RLock()
         logger.info(f"{self.num_params / 1e6:.2f}M parameters on {device} in {self.dtype_name}")
 
     @property

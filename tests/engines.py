@@ -1,4 +1,5 @@
 """Backends, the TextGenerator that runs them, the samples that it must generate, and the text of the oracle."""
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count
 from unittest.mock import MagicMock
@@ -156,7 +157,9 @@ def record_graphs(monkeypatch, fails_at=None, error=None):
 
     def graph(recording, pool, stream, capture_error_mode):
         assert capture_error_mode == "thread_local", "another thread's allocations would end the capture"
-        assert cuda.capture_lock.locked(), "torch allows one capture at a time in a process"
+        with ThreadPoolExecutor(1) as other_thread:
+            can_capture = other_thread.submit(cuda.capture_lock.acquire, blocking=False).result()
+        assert not can_capture, "torch allows one capture at a time in a process"
         recording.pool, recording.stream = pool, stream
         recordings.append(recording)
         if len(recordings) == fails_at:

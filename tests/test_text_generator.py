@@ -1,4 +1,7 @@
 """The public API: load a model, generate text from text."""
+import os
+import subprocess
+import sys
 from itertools import zip_longest
 
 import pytest
@@ -73,6 +76,32 @@ def test_the_default_dtype_device_and_inference_mode_of_the_caller_do_not_matter
     finally:
         torch.set_default_dtype(torch.float32)
     assert texts(generator, "ROMEO:", PARAMS) == texts(reloaded, "ROMEO:", PARAMS) == expected
+
+
+HANDLER = """
+import signal, sampling
+from sampling import text_generator
+text_generator.MIN_DRAFT_WEIGHTS = text_generator.MIN_DRAFT_TOKENS = 0
+gpt = sampling.load("demo", "cpu", draft=False)
+def sample():
+    return gpt.generate("ROMEO:", max_new_tokens=30)[0].text
+found, expected = [], sample()
+signal.signal(signal.SIGALRM, lambda *_: found.append(sample()))
+for i in range(5):
+    signal.setitimer(signal.ITIMER_REAL, 0.004 * i + 0.001)
+    assert sample() == expected
+gpt = sampling.load("demo", "cpu")
+make_copy = gpt.backend.int8_copy
+gpt.backend.int8_copy = lambda: (signal.raise_signal(signal.SIGALRM), make_copy())[1]
+assert sample() == expected and gpt.draft is not None
+assert len(found) > 3 and {*found} == {expected}, len(found)
+"""
+
+
+@pytest.mark.parametrize("layer", ["default", "workqueue"]) # the latter is numba's own
+def test_a_signal_handler_may_sample_while_the_model_samples(layer):
+    env = {**os.environ, "NUMBA_THREADING_LAYER": layer}
+    subprocess.run([sys.executable, "-c", HANDLER], cwd=PROJECT, env=env, check=True, timeout=100)
 
 
 def test_interleaved_and_abandoned_streams_do_not_disturb_each_other(generator):

@@ -5,7 +5,7 @@ Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V v
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Lock, local
+from threading import RLock, local
 from typing import Any
 
 import numba
@@ -26,7 +26,9 @@ MAX_KERNEL_ROWS = 32 if kernels.has_32_registers else 64 # with more rows, F.lin
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
 
-run_lock, this_thread = Lock(), local() # the lock, because one of numba's threading layers serves one thread at a time
+# One of numba's threading layers serves one thread at a time. A signal handler, which Python calls between two kernels,
+# may run kernels in the thread that has the lock.
+run_lock, this_thread = RLock(), local()
 
 
 class Linear:

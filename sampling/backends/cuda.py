@@ -21,7 +21,7 @@ from sampling.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 BUCKET = 128 # a step attends to a multiple of this many positions, or to all. Each number has its own graph
-capture_lock = threading.Lock() # a process may have one capture at a time, which synchronises the GPU
+capture_lock = threading.RLock() # a process may have one capture at a time, which synchronises the GPU
 free_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list) # of caches that are gone
 
 
@@ -62,7 +62,7 @@ class CUDABackend(EagerBackend):
         torch.backends.cuda.enable_cudnn_sdp(False) # cuDNN needs a new plan for every shape, and so for every length
         self.has_graphs = cuda_graphs and not compile
         self.idle: StaticCache | None = None # the latest one that was released: the next batch may use its graphs
-        self.lock = threading.Lock()
+        self.lock = threading.RLock() # the thread that has it may sample in a signal handler
 
     def new_cache(self, num_rows: int, capacity: int) -> StaticCache:
         capacity = min(round_up(capacity, BUCKET), round_up(self.config.block_size, 8)) # attention needs multiples of 8

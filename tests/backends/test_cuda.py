@@ -2,6 +2,9 @@
 
 Most tests run on a CPU, with Recordings instead of graphs. generation/test_engine.py compares the text of all settings.
 """
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +16,7 @@ import torch
 import engines
 from engines import ON_GPU, IdTokenizer, Recording, decode, expected_ids, make_generator, record_graphs, run
 from models import make_gpt, normal, random_prompt
+from project import PROJECT
 from sampling.backends import cuda
 from sampling.backends.cuda import CUDABackend, block_step
 from sampling.backends.prepare import cast_linears
@@ -103,6 +107,34 @@ def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_compute
     gpt, barrier = make_generator(IdTokenizer(), WaitingBackend(make_gpt())), threading.Barrier(2, timeout=10)
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(generate, range(2))) == expected_ids(PROMPTS[:2], 30)
+
+
+HANDLER = """
+import signal
+import pytest
+from engines import Recording, record_graphs
+from models import make_gpt
+from sampling.backends.cuda import CUDABackend
+from test_cuda import generates_the_right_text
+def handle(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    found.append(generates_the_right_text(backend, rows=1))
+def replay_after_signal(recording):
+    signal.raise_signal(signal.SIGUSR1)
+    replay(recording)
+record_graphs(pytest.MonkeyPatch())
+backend, found, replay = CUDABackend(make_gpt()), [], Recording.replay
+Recording.replay = replay_after_signal
+for num_handled in 1, 2: # while a graph is made, and while one is there
+    signal.signal(signal.SIGUSR1, handle)
+    assert generates_the_right_text(backend) and found == [True] * num_handled
+assert backend.has_graphs
+"""
+
+
+def test_a_signal_handler_may_sample_during_a_step():
+    env = {**os.environ, "PYTHONPATH": f"{PROJECT}:{PROJECT}/tests:{PROJECT}/tests/backends"}
+    subprocess.run([sys.executable, "-c", HANDLER], env=env, check=True, timeout=100)
 
 
 # ---- graphs that compute something else
