@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING: # it takes a second
     import torch
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4 # mallopt's parameters, as glibc's malloc.h numbers them
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3 # mallopt's parameters, as glibc's malloc.h numbers them
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 OUT_OF_MEMORY = re.compile(
     "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
@@ -198,18 +198,19 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return (has_type and is_named) or is_out_of_memory(error.__context__)
 
 
-def disable_malloc_trim() -> None:
-    """Make glibc keep freed memory instead of returning it to the system. Every step allocates and frees the same
-    megabytes, and each page that was returned would cost a page fault at the next step.
+def limit_malloc_trim() -> None:
+    """Let glibc keep up to 64 MB of freed memory for the next step, instead of returning it to the system. Every step
+    allocates and frees the same megabytes, and each page that was returned would cost a page fault. Arrays of 16 MB or
+    more, which the user's program may have, are always returned: no array of a step of GPT-2 124M is larger.
     """
     with suppress(AttributeError, OSError, TypeError): # another system, or another C library
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_TRIM_THRESHOLD, -1) # the largest threshold: the heap never shrinks
-        libc.mallopt(M_MMAP_MAX, 0) # all allocations are on the heap
+        libc.mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
+        libc.mallopt(M_MMAP_THRESHOLD, 16 * 2**20)
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the GPU and the system: after disable_malloc_trim, the C library keeps it."""
+    """Return freed memory to the GPU and the system: the C library keeps what lies below memory in use."""
     import torch
     if torch.cuda.is_initialized():
         with suppress(RuntimeError): # torch 2.10 to 2.12, once the capture of a CUDA graph has failed

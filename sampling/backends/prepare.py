@@ -99,7 +99,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
         else:
             backend = EagerBackend(gpt, options.compile)
     if device.type == "cpu":
-        process.disable_malloc_trim() # not earlier, or what loading has freed would stay as holes in the heap
+        process.limit_malloc_trim() # not earlier, or what loading has freed would stay as holes in the heap
     return backend
 
 
