@@ -97,12 +97,18 @@ class TextGenerator:
 
     def encode(self, prompts: str | Iterable[str]) -> list[EncodedPrompt]:
         is_one = isinstance(prompts, str) or not isinstance(prompts, Iterable)
-        for prompt in (prompts := [prompts] if is_one else list(prompts)):
-            if not isinstance(prompt, str):
-                raise TypeError(f"a prompt must be a str; got {prompt!r:.100}")
-            if not prompt:
-                raise ValueError("a prompt is empty, but a sample needs something to continue, such as a newline")
-        return list(encode_prompts(map(Prompt, prompts), self.tokenizer))
+        texts = [prompts] if is_one else list(prompts)
+        located = []
+        for i, text in enumerate(texts):
+            location = f"prompts[{i}]" if len(texts) > 1 else ""
+            where = location and f"{location}: "
+            if not isinstance(text, str):
+                raise TypeError(f"{where}a prompt must be a str; got {text!r:.100}")
+            if not text:
+                raise ValueError(f"{where}a prompt is empty, but a sample needs something to continue, such as a "
+                                 "newline")
+            located.append(Prompt(text, location=location))
+        return list(encode_prompts(located, self.tokenizer))
 
     def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,
             batch_size: int | None = None, stream: bool = False,

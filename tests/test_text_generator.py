@@ -35,9 +35,11 @@ def test_samples_are_those_of_the_script(generator, run_script):
 
 
 @pytest.mark.parametrize("arguments, error, message", [
-    (dict(prompts=["A", [1, 2]]), TypeError, r"^a prompt must be a str; got \[1, 2\]$"),
+    (dict(prompts=["A", [1, 2]]), TypeError, r"^prompts\[1\]: a prompt must be a str; got \[1, 2\]$"),
     (dict(prompts=5), TypeError, "^a prompt must be a str; got 5$"),
-    (dict(prompts=["A", ""]), ValueError, "^a prompt is empty"),
+    (dict(prompts=["A", ""]), ValueError, r"^prompts\[1\]: a prompt is empty"),
+    (dict(prompts=[""]), ValueError, "^a prompt is empty"),
+    (dict(prompts=["A"] * 5000 + ["é"] + ["A"] * 5000), ValueError, r"^prompts\[5000\]: .*'é'"),
     (dict(params={"seed": 1}), TypeError, r"^params must be a SamplingParams; got \{'seed': 1\}$"),
     (dict(num_samples=0), ValueError, "^num_samples must"), (dict(batch_size="2"), ValueError, "^batch_size must"),
 ], ids=str)
