@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -70,6 +70,9 @@ class TextGenerator:
         with (torch.inference_mode(False), torch.no_grad(), torch.device("cpu") if has_device else nullcontext(),
               torch.autocast(self.device.type, self.dtype if is_half else None, enabled=is_half)):
             yield
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a model cannot be pickled: call sampling.load in each process")
 
     def __repr__(self) -> str:
         size = f"{self.num_params / 1e6:.2f}M parameters"

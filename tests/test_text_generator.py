@@ -1,5 +1,6 @@
 """The public API: load a model, generate text from text."""
 import os
+import pickle
 import subprocess
 import sys
 from itertools import zip_longest
@@ -55,6 +56,11 @@ def test_invalid_arguments_raise(generator, arguments, error, message):
 def test_invalid_options_and_names_raise_value_error(settings):
     with pytest.raises(ValueError):
         sampling.load(**{"name": DEMO, **settings})
+
+
+def test_pickling_a_model_says_to_load_it_in_each_process(generator):
+    with pytest.raises(TypeError, match=r"call sampling\.load in each process$"):
+        pickle.dumps(generator.generate) # as multiprocessing does
 
 
 def test_load_prefers_a_ckpt_pt_to_a_hugging_face_model_and_asks_no_hub_for_a_pt_file(tmp_path):
