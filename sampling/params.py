@@ -59,8 +59,8 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = { # setting or field -> whi
     "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "must be from 0.01 to 100; 1 means no penalty"),
     "stop": (lambda v: all(isinstance(text, str) and text for text in as_list(v)),
              "must be a text or a list of texts, none of them empty, or None"),
-    "seed": (whole_number(-2**63, 2**64 - 1),
-             "must be a whole number from -2**63 to 2**64 - 1, or random in sample.py"),
+    "seed": (lambda v: v == "random" or whole_number(-2**63, 2**64 - 1)(v),
+             "must be a whole number from -2**63 to 2**64 - 1, or random"),
     "device": (lambda v: isinstance(v, str) and re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v),
                "must be auto, cpu, cuda, cuda:N or mps"),
     "dtype": (lambda v: v in ("auto", "float32", "bfloat16", "float16", "int8"),
@@ -119,7 +119,7 @@ def check_settings(settings: Settings, flags: Collection[str] = ()) -> None:
         if useless := [name for name in SAMPLING_SETTINGS if name in flags]:
             raise SettingError(f"score=True generates no samples: leave out {', '.join(useless)}, or score", "score")
         settings = {name: value for name, value in settings.items() if name not in SAMPLING_SETTINGS}
-    check_options({**settings, "seed": 0} if settings.get("seed") == "random" else settings)
+    check_options(settings)
 
 
 def check_options(options: Settings) -> None:
@@ -161,13 +161,14 @@ class SamplingParams:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     stop: str | list | None = None
-    seed: int = 1337
+    seed: int | str = 1337 # "random" becomes a new number
     context_shift: bool = False
     num_logprobs: int | None = None # 0: log-probabilities of the sampled tokens; n: also of the n most likely ones
 
     def __post_init__(self):
         vars(self).update({name: plain(value) for name, value in vars(self).items()})
         check_values(vars(self))
+        vars(self)["seed"] = choose_seed(self.seed, "seed")
 
     @property
     def stop_texts(self) -> list[str]:

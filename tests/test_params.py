@@ -87,8 +87,16 @@ def test_params_come_from_the_settings_and_are_validated_when_created_or_replace
     params = choose_params(DEFAULTS | dict(top_k=3, stop="a", context_shift=True, out_file="a", logprobs=2))
     assert params == SamplingParams(top_k=3, stop="a", context_shift=True, num_logprobs=2)
     assert params.stop_texts == ["a"] and SamplingParams(stop=None).stop_texts == []
-    for name, value in ("top_k", -1), ("seed", "random"), ("num_logprobs", -1):
+    for name, value in ("top_k", -1), ("seed", "Random"), ("num_logprobs", -1):
         with pytest.raises(ValueError, match=f"{name} must be"):
             replace(params, **{name: value})
     with pytest.raises(FrozenInstanceError):
         params.seed = 6
+
+
+def test_a_random_seed_is_a_new_number_when_params_are_created_or_replaced(messages):
+    created = SamplingParams(seed="random")
+    replaced = replace(created, seed="random")
+    assert replace(created, top_k=3).seed == created.seed != replaced.seed
+    assert messages == [f"seed: {params.seed}, drawn at random; seed={params.seed} gives the same samples again"
+                        for params in (created, replaced)]
