@@ -225,6 +225,7 @@ class Sample:
     already_saved: bool = False # out_file holds it already: it is not shown or saved again
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None # "length" or "stop"
+    text: str = field(init=False) # the continuation, without the stop text and the text after it
 
     @property
     def token_ids(self) -> list[int]:
@@ -236,15 +237,14 @@ class Sample:
         return len(self.tokens)
 
     @property
-    def text(self) -> str:
-        """The continuation, without the stop text and the text after it."""
-        return "".join(token.text for token in self.tokens)
-
-    @property
     def cumulative_logprob(self) -> float | None:
         """The sum of the tokens' log-probabilities; None if the tokens have none."""
         logprobs = [token.logprob for token in self.tokens]
         return None if None in logprobs else sum(logprobs)
+
+
+# As a field, dataclasses.asdict and tables of pandas have it; as a property, it follows the tokens.
+Sample.text = property(lambda sample: "".join(token.text for token in sample.tokens))
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import zip_longest
 
 import pytest
@@ -56,6 +57,13 @@ def test_invalid_arguments_raise(generator, arguments, error, message):
 def test_invalid_options_and_names_raise_value_error(settings):
     with pytest.raises(ValueError):
         sampling.load(**{"name": DEMO, **settings})
+
+
+def test_a_sample_as_a_dict_has_its_text(generator):
+    sample, = generator.generate("ROMEO:", PARAMS)
+    fields = asdict(sample)
+    assert fields["text"] == sample.text == "".join(token.text for token in sample.tokens) != ""
+    assert fields["prompt"]["text"] == "ROMEO:" and fields["finish_reason"] == "length"
 
 
 def test_pickling_a_model_says_to_load_it_in_each_process(generator):
