@@ -11,7 +11,7 @@ The samples are those of sample.py with the same settings. Importing this packag
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # model.py and configurator.py lie beside this package in a checkout, and in nanogpt_sample where pip installed it. They
 # are sampling.model and sampling.configurator, because a program, such as nanoGPT, may have a model.py of its own.
@@ -27,10 +27,19 @@ from sampling.params import ModelOptions, Sample, SamplingParams, Score, Token, 
 from sampling.process import expand_home, shorten_spinning  # noqa: E402
 
 if TYPE_CHECKING:
-    from sampling.text_generator import TextGenerator
+    from sampling.text_generator import TextGenerator as TextGenerator
 
 __version__ = "1.0.0"
 __all__ = ["Sample", "SamplingParams", "Score", "Token", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """TextGenerator, for annotations. It needs torch, which is imported when it is asked for."""
+    if name != "TextGenerator":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    shorten_spinning() # as load does, before torch is imported
+    from sampling.text_generator import TextGenerator
+    return TextGenerator
 
 
 def load(name: str | os.PathLike, device: str = "auto", dtype: str = "auto", compile: bool = False,

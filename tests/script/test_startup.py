@@ -53,6 +53,18 @@ def test_help_and_invalid_settings_and_imports_do_not_import_torch(arguments, st
     assert [*printed.split()[:1], *(line.split()[0] for line in others)] == first_words
 
 
+def test_the_class_of_a_model_is_there_for_annotations_and_only_asking_for_it_imports_torch():
+    code = """
+import os, sys, sampling
+def use(gpt: "sampling.TextGenerator"): pass
+assert "torch" not in sys.modules and not hasattr(sampling, "Nothing")
+from sampling import TextGenerator
+import sampling.text_generator
+assert TextGenerator is sampling.text_generator.TextGenerator and "GOMP_SPINCOUNT" in os.environ
+"""
+    run(sys.executable, "-c", code)
+
+
 @pytest.fixture
 def nanogpt(tmp_path):
     """A folder like nanoGPT's: it has a model.py, and a configurator.py that its scripts execute."""
@@ -104,6 +116,18 @@ def test_an_interpreter_with_a_model_py_of_its_own_goes_on_after_a_run_and_after
     assert messages.endswith("a.jsonl is complete, with 1 sample: nothing to do\n") # no run has it open
 
 
+TYPED = """
+import sampling
+def show(value: int) -> None: ...
+def use(gpt: sampling.TextGenerator) -> str:
+    params = sampling.SamplingParams(max_new_tokens=5, stop=["a"], seed="random")
+    samples = gpt.generate("A", params, num_samples=2, temperature=0.5)
+    show(samples)
+    return samples[0].text + "".join(gpt.stream("A")) + str(gpt.score("A").tokens[0].id)
+use(sampling.load("demo"))
+"""
+
+
 @pytest.mark.slow # pip takes some seconds
 def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_checkpoint, tmp_path):
     venv.create(tmp_path / "venv")
@@ -132,6 +156,11 @@ def test_pip_installs_a_command_and_no_module_of_a_common_name(run_script, char_
     code = ("import sys, sampling; generator = sampling.load(sys.argv[1], 'cpu', 'bfloat16'); "
             "print(generator.generate('The', sampling.SamplingParams(5))[0].num_tokens)")
     assert run(python, "-c", code, char_checkpoint, cwd=tmp_path)[0] == "5\n"
+    (tmp_path / "typed.py").write_text(TYPED)
+    mypy = sys.executable, "-m", "mypy", "--strict", "--python-executable", python
+    checked, _ = run(*mypy, "typed.py", cwd=tmp_path, status=1)
+    assert 'Argument 1 to "show" has incompatible type "list[Sample]"; expected "int"' in checked, checked
+    assert checked.endswith("Found 1 error in 1 file (checked 1 source file)\n"), checked
 
 
 # ---- what macOS and Windows lack: a run without it gives the same samples and files
