@@ -179,7 +179,12 @@ def rebuild_tensor(whole: Any, offset: Any, shape: Any, strides: Any, requires_g
     """Stands in for torch's functions: a view of a record. dtype is one if torch had no class for its storages."""
     if not isinstance(whole, StoredTensor):
         return Note()
-    return stored_tensor(whole.key, dtype if isinstance(dtype, torch.dtype) else whole.dtype, shape, strides, offset)
+    if not isinstance(dtype, torch.dtype): # version 2 has the metadata in this place
+        metadata = dtype or metadata
+        dtype = whole.dtype
+    if metadata: # such as a bit that negates all values, which the bytes do not show
+        return Note("a tensor whose metadata changes its values, such as a negated one: save its clone()")
+    return stored_tensor(whole.key, dtype, shape, strides, offset)
 
 
 def encode(text: Any, encoding: Any) -> bytes | Note:

@@ -219,6 +219,7 @@ ENTRIES = { # what a file may have instead of these entries, and beside them
     "objects": {"args": Namespace(lr=1), "path": pathlib.Path("a/b"), "long": np.longdouble(1), "complex": 1j,
                 "function": math.sqrt, "method": Namespace().__init__, "class": Namespace,
                 "optimizer": torch.optim.SGD, "dtype": torch.float8_e5m2, "size": torch.Size([2]), "type": int,
+                "negated": torch._neg_view(torch.ones(2)),
                 "partial": partial(print, 1), "sparse": torch.eye(2).to_sparse(), "layer": torch.nn.Linear(1, 1),
                 "losses": [i / 7 for i in range(100_000)], "new dtype": torch.ones(1, dtype=torch.uint16)},
 }
@@ -270,6 +271,8 @@ def test_the_advice_for_tensors_without_sizes_works(tmp_path):
      "its model_args has fields that a GPT does not have: norm, rope;"),
     ({"model": {"a": torch.ones(2, dtype=torch.int8)}, "model_args": {}}, "only dense floating point"),
     ({"model": {"a": torch.ones(2).to_sparse()}, "model_args": {}}, "'a': torch._utils._rebuild_sparse_tensor"),
+    *(({"model": {"a": view}, "model_args": {}}, "'a': a tensor whose metadata changes its values")
+      for view in (torch._neg_view(torch.ones(2)), torch.ones(2, dtype=torch.complex64).conj().imag)),
     ({"model": {"a": torch.ones(2)}, "model_args": print}, "with fields, got __builtin__.print"),
     ({"model": {}, "config": DictConfig(**SHAPE)}, "OmegaConf.to_container(checkpoint['config'])"),
     ({"model": Namespace(), "model_args": SHAPE}, "must hold tensors by name, but holds argparse.Namespace"),
