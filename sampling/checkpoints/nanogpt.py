@@ -32,9 +32,6 @@ from sampling.checkpoints.untrusted_files import RejectedFileError, read_complet
 from sampling.model import GPTConfig
 
 logger = logging.getLogger(__name__)
-SAVE_WITH_SIZES = ( # with only these five sizes, "config" selects the tanh form of GELU
-    'torch.save({"model": state_dict, "model_args": dict(block_size=?, vocab_size=?, n_layer=?, n_head=?, n_embd=?)}, '
-    '"ckpt.pt"), with "config" instead of "model_args" for a model of build-nanogpt or minGPT')
 SIZES = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd"} # all fields of build-nanogpt's GPTConfig
 KNOWN_FIELDS = GPTConfig.__dataclass_fields__.keys()
 # Fields of forks that may be on and change nothing when a trained model samples.
@@ -127,13 +124,13 @@ def find_entries(content: object, folder: Path) -> tuple[object, str, object]:
     require(not (isinstance(args, Note) and args.name.startswith("omegaconf.")), f"its {args_key} is an object of "
             f"OmegaConf; save a dict in its place, which OmegaConf.to_container(checkpoint[{args_key!r}]) returns")
     is_complete = model_key and has_sizes
+    missing = ", ".join(sorted(SIZES - (fields or {}).keys()))
+    lacking = f"{missing} in model_args or config" if model_key else "model"
     require(is_complete or not finding.has_weights(folder),
             f"it belongs to a Hugging Face model; pass --init_from={folder}")
     require(is_complete,
-            "it is not a checkpoint of nanoGPT or build-nanogpt: it must hold model and model_args, or model and "
-            f"config, but holds {found:.200}; if Hugging Face wrote it, name it pytorch_model.bin, copy its "
-            f"config.json beside it, and pass --init_from={folder}; otherwise save it with its sizes, and pass "
-            f"--out_dir=ckpt.pt: {SAVE_WITH_SIZES}")
+            f"it is not a checkpoint of nanoGPT or build-nanogpt: it lacks {lacking}, and holds {found:.40}; "
+            "docs/usage.md says how to save it with its sizes, and how to load one of Hugging Face")
     require(fields is not None, f"its {args_key} must be a dict or an object with fields, got {describe(args)}")
     return entries[model_key], args_key, args
 

@@ -84,7 +84,7 @@ def read_tensor_file(file: BinaryIO) -> TensorFile:
             "torch.save(torch.load(path, weights_only=True), path)")
     require(not start.strip(b"\0"),
             "it is not a checkpoint: neither torch.save nor safetensors wrote it; pass the ckpt.pt of a training")
-    raise ValueError("it holds only zeros") # its writer has written nothing yet
+    raise ValueError("it holds only zeros" if start else "it is empty") # its writer has written nothing yet
 
 
 def read_zip(file: BinaryIO) -> TensorFile:

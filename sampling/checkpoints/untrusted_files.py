@@ -1,7 +1,6 @@
 """Reads files that a stranger made, or that a training overwrites: one-line errors, text and JSON, and whole saves."""
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ logger = logging.getLogger(__name__)
 MAX_WAIT = 10 # seconds to wait for a file that is being written; a slow disk may stop a writer for seconds
 POLL = 0.01 # seconds between two attempts: a quick writer leaves little time between two saves
 MAX_CONFIG_BYTES = 2**20 # of a config.json: parsing it takes many times its size in memory
+MAX_TEXT_BYTES = 2**26 # of other files, such as a tokenizer.json
 
 # ---- errors
 
@@ -43,20 +43,25 @@ def reject_damaged(source: object) -> Iterator[None]:
     try:
         yield
     except Exception as e: # for a damaged file, json, zipfile and torch may raise any exception
-        is_rejected = isinstance(e, RejectedFileError)
-        if getattr(e, "path", None) or getattr(e, "filename", None) or is_out_of_memory(e):
+        if getattr(e, "path", None) or is_out_of_memory(e):
             raise
-        reason = str(e) if is_rejected else (
-            f"it is damaged or incomplete ({first_sentence(e)}); copy it again, or use another one")
+        kind = RejectedFileError
+        if isinstance(e, RejectedFileError):
+            reason = str(e)
+        elif getattr(e, "filename", None): # such as a PermissionError
+            kind = type(e)
+            reason = f"{e.strerror}; give another path, or ask its owner for a copy"
+        else:
+            reason = f"it is damaged or incomplete ({first_sentence(e)}); copy it again, or use another one"
         one_line = " ".join(reason.splitlines()) # a name in a file may have a newline
-        error = RejectedFileError(f"cannot read {source}: {one_line:.1000}")
+        error = kind(f"cannot read {source}: {one_line:.1000}")
         error.path = source
         raise error from None
 
 
 # ---- text and JSON
 
-def read_json(path: Path, max_bytes: float = math.inf) -> dict:
+def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict:
     """The object in a JSON file. Raises ValueError if the file holds anything else, or too much."""
     text = read_text(path, max_bytes)
     with reject_damaged(path):
@@ -65,7 +70,7 @@ def read_json(path: Path, max_bytes: float = math.inf) -> dict:
     return content
 
 
-def read_text(path: Path, max_bytes: float = math.inf) -> str:
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """The text of a file. Raises ValueError if it is not a regular file, too large, or not UTF-8."""
     with reject_damaged(path):
         require(path.is_file(), "it is missing, or not a regular file") # a device or a pipe may never end

@@ -89,8 +89,10 @@ def named_encoding(meta: dict, source: object) -> str | None:
 
 def read_meta(path: str | os.PathLike) -> dict:
     """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
-    with open(path, "rb") as file, reject_damaged(path):
-        meta = read_pickle(file.read(MAX_PICKLE_BYTES))
+    with reject_damaged(path), open(path, "rb") as file:
+        pickled = file.read(MAX_PICKLE_BYTES + 1)
+        require(len(pickled) <= MAX_PICKLE_BYTES, f"it has more than {MAX_PICKLE_BYTES} bytes")
+        meta = read_pickle(pickled)
         require(isinstance(meta, dict), f"it holds {describe(meta)}, not the stoi and itos of a vocabulary")
     is_named = meta.get("tokenizer") == "byte" # and then the file has an itos at most
     return {"stoi": {byte: byte for byte in range(256)}, **meta} if is_named else meta

@@ -92,3 +92,8 @@ def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
 def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path): # checkpoints/test_attacks.py has more
     with pytest.raises(ValueError, match=f"meta.pkl.*{message}"):
         load(tmp_path, meta)
+
+
+def test_a_file_that_is_too_large_is_not_called_damaged(tmp_path):
+    with pytest.raises(ValueError, match=r"meta\.pkl: it has more than 8388608 bytes"):
+        load(tmp_path, b"N" * 2**23 + b".")

@@ -136,6 +136,14 @@ def test_a_damaged_vocabulary_and_a_panic_of_the_library_are_one_line(parts, mes
     assert str(error.value).isprintable()
 
 
+def test_a_huge_file_is_refused_before_it_takes_the_memory(tmp_path):
+    for name in "tokenizer.json", "vocab.txt":
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(2**36) # of zeros that take no place
+        with pytest.raises(ValueError, match=f"cannot read {tmp_path}/{name}: it has more than 67108864 bytes"):
+            HFTokenizer(tmp_path / name, 300)
+
+
 @pytest.mark.parametrize("name, content, settings, message", [
     ("spiece.model", "", {}, "has spiece.model, but no tokenizer.json; transformers may"),
     ("vocab.json", "{}", {}, "merges.txt: it is missing"),

@@ -95,8 +95,8 @@ def test_a_field_has_one_type_in_the_lines_of_all_runs(run_script, char_checkpoi
     ({"checkpoint": {"crc32": "1"}}, ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
     ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),
-    ({"checkpoint": None}, ": not written by this version of sample.py"),
-    ({"version": 3}, ": not written by this version of sample.py")], ids=str)
+    ({"checkpoint": None}, ": sample.py did not write it"),
+    ({"version": 3}, ": another version of sample.py wrote it")], ids=str)
 def test_a_line_of_another_run_is_refused_with_the_first_difference(tmp_path, changes, message):
     def resume(line):
         (tmp_path / "a.jsonl").write_bytes(line)
