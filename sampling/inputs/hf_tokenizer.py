@@ -143,6 +143,13 @@ def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
         texts = {i: text for text, i in vocab.items()} if isinstance(vocab, dict) else {
             i: entry[0] for i, entry in enumerate(vocab)}
         require(texts and len(texts) == len(vocab), "its vocabulary is empty, or gives two tokens the same id")
+        # The library checks this too, but prints many lines where it fails.
+        prefix = content["model"].get("continuing_subword_prefix") or ""
+        for merge in content["model"].get("merges") or []:
+            first, second = merge.split(" ") if isinstance(merge, str) else merge
+            tokens = {first, second, first + second.removeprefix(prefix)}
+            require(second.startswith(prefix) and tokens <= vocab.keys(),
+                    f"its merge {first!r:.40} + {second!r:.40} does not fit its vocabulary; take both of one model")
         known = {token["content"]: token["id"] for token in [*listed, *added]}
         for text, token_id in known.items():
             is_free = texts.get(token_id, text) == text

@@ -122,13 +122,17 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"
 
 
 @pytest.mark.parametrize("parts, message", [
-    ({"model": {"merges": [["a", "b"], ["ab", "a"]]}}, "cannot read .*range end index"),
+    *(({"model": {"merges": [["a", "b"], merge]}}, "cannot read .*its merge .* does not fit its vocabulary")
+      for merge in (["ab", "a"], ["b", "x"], "a bb", "b a")),
+    *(({"model": {"vocab": {"a": 0, "b": 1, "ab": 2, "##b": 3}, "merges": [merge], "continuing_subword_prefix": "##"}},
+       "cannot read .*its merge .* does not fit its vocabulary") for merge in ("a b", "a ##a", "a ##")),
+    ({"model": {"merges": ["ab"]}}, "cannot read .*damaged or incomplete"),
     ({"model": {"vocab": {"a": 0, "b": 0, "ab": 1}}}, "cannot read .*its vocabulary .* gives two tokens the same id"),
     ({"added_tokens": [ADDED | {"id": 1}]}, "cannot read .*the id 1 of its added token '<a>' is another"),
     ({"pre_tokenizer": SPLIT}, "the tokenizer's library failed: .*retry-limit"),
     ({"decoder": {"type": "Strip", "content": "a", "start": 1, "stop": 1}}, "the tokenizer's library failed: "),
 ], ids=str)
-def test_a_damaged_vocabulary_and_a_panic_of_the_library_are_one_line(parts, message, tmp_path):
+def test_a_damaged_vocabulary_and_an_error_of_the_library_are_one_line(parts, message, tmp_path):
     write_model(tmp_path, **parts)
     with pytest.raises(ValueError, match=message) as error:
         tokenizer = load(tmp_path)
