@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -72,14 +73,25 @@ class LinesFile:
     def __init__(self, path: str):
         self.path, self.is_ours, self.is_new = path, False, not os.path.exists(path) # a link may lead nowhere
         self.file = open_output(path)
+        self.end = 0 # how many bytes the file has, once is_ours
 
     @property
     def size(self) -> int:
         """In bytes. Raises ValueError if the file is not there any more."""
-        if not is_at(self.path, self.file):
-            raise ValueError(f"{self.path} was moved or deleted while this run wrote to it: its samples are where it "
-                             "was moved to, if anywhere")
+        self.require_place()
         return os.path.getsize(self.path)
+
+    def require_place(self) -> None:
+        """Raises ValueError if another program has moved, deleted or replaced the file. A copy of it is made first."""
+        if is_at(self.path, self.file):
+            return
+        path = self.path
+        self.path = f"{path}.{os.getpid()}"
+        with name_write_errors(self.path):
+            shutil.copyfile(f"/proc/self/fd/{self.file.fileno()}", self.path) # also of a file without a name
+            self.file = open(self.path, "ab") # noqa: SIM115, as in open_output
+        raise ValueError(f"{path} was moved, deleted or replaced while this run wrote to it: its samples, if any, are "
+                         f"in {self.path}; rename that to {path}, and the same command goes on after them")
 
     def remove(self) -> None:
         os.unlink(os.path.realpath(self.path)) # a link stays
@@ -89,6 +101,7 @@ class LinesFile:
         ValueError, without changing the file, if it is from another run.
         """
         num_saved, end, lacks_newline = 0, 0, False
+        self.require_place()
         for where, start, line, record in read_records(self.path):
             end, lacks_newline = start + len(line), not line.endswith(b"\n")
             if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]: # of another model
@@ -107,6 +120,7 @@ class LinesFile:
                                  "replace it with --overwrite")
         self.file.truncate(end)
         self.is_ours = True
+        self.end = end
         if lacks_newline:
             self.write(b"\n")
         first_new = next(samples, None)
@@ -119,10 +133,16 @@ class LinesFile:
         yield from samples
 
     def write(self, line: bytes) -> None:
+        """Raises ValueError if another program has changed the file."""
+        if self.size != self.end and self.is_ours:
+            self.is_ours = False # no page is made of what is left
+            raise ValueError(f"another program changed {self.path} while this run wrote to it: see whether its lines "
+                             "are whole; the same command goes on after them")
         with name_write_errors(self.path):
             if not self.is_ours:
                 self.file.truncate(0)
                 self.is_ours = True
+            self.end += len(line)
             while line: # once, unless the disk is full: Ctrl-C never finds half a line
                 line = line[os.write(self.file.fileno(), line):]
 

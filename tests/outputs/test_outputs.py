@@ -179,8 +179,9 @@ def test_a_file_that_another_run_removes_meanwhile_is_made_again(start, tmp_path
 def test_a_file_that_is_moved_during_the_run_is_an_error_that_says_so(start, tmp_path):
     generate(start(html_file=None), 1)
     (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
-    with pytest.raises(ValueError, match=r"a\.jsonl was moved or deleted while this run wrote to it"):
+    with pytest.raises(ValueError, match=r"a\.jsonl was moved, deleted or replaced while this run wrote to it"):
         console.end_run(0)
+    assert (tmp_path / f"a.jsonl.{os.getpid()}").read_bytes() == (tmp_path / "b.jsonl").read_bytes() != b""
 
 
 @pytest.mark.parametrize("paths", [{"html_file": None}, {"out_file": None}], ids=str)

@@ -133,6 +133,38 @@ def test_a_prompt_that_never_ends_is_one_error_line(char_checkpoint, start):
     assert error.endswith(": a prompt has at most 134,217,728 characters, and here are more")
 
 
+@pytest.mark.parametrize("change", ["rm a.jsonl", "sed -i s/x/y/ a.jsonl", "mv a.jsonl b.jsonl"])
+def test_out_file_that_is_deleted_or_replaced_ends_the_run_and_the_line_says_where_the_samples_are(
+        change, prepared, folder, finish):
+    done, messages = change_out_file(folder, change)
+    found = re.search(r"\nerror: a\.jsonl was .* are in (a\.jsonl\.\d+); rename that to a\.jsonl, .*\n$", messages)
+    assert done.returncode == 1 and found and messages.count("rror") == 1, messages
+    saved = (folder / found[1]).read_bytes()
+    assert saved.count(b"\n") >= 2 and prepared[2].startswith(saved)
+    assert (folder / "a.html").read_bytes().count(b"</article>") == saved.count(b"\n")
+    (folder / found[1]).rename(folder / "a.jsonl")
+    finish()
+
+
+@pytest.mark.parametrize("change", ["truncate -s 0 a.jsonl", "truncate -s 400 a.jsonl", "printf '\n' >> a.jsonl"])
+def test_out_file_that_is_cut_or_grows_ends_the_run_and_the_same_command_goes_on(change, folder, finish):
+    done, messages = change_out_file(folder, change)
+    assert done.returncode == 1 and messages.count("rror") == 1, messages
+    assert re.search(r"\nerror: another program changed a\.jsonl while .* goes on after them\n$", messages)
+    finish()
+
+
+def change_out_file(folder, command):
+    """Run a command when two samples are saved. Returns the process, when it has ended, and its messages."""
+    process = start_script(*RUN, "--html_file=a.html", cwd=folder)
+    while process.poll() is None and saved_in(folder).count(b"\n") < 2:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGSTOP)
+    subprocess.run(command, shell=True, cwd=folder, check=True)
+    process.send_signal(signal.SIGCONT)
+    return process, process.communicate()[1].decode()
+
+
 def test_stdout_may_be_full_or_closed_from_the_start():
     with open("/dev/full", "wb") as full:
         process = start_script("--help", stdout=full)
