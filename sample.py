@@ -21,7 +21,7 @@ try:
     from sampling import __version__ as __version__  # --version prints it
 except ImportError as error: # this file was copied into another project
     sys.exit(f"error: {error}: do not copy sample.py, but link to it with ln -s, or install it with pip")
-from sampling.checkpoints.finding import wait_for_saves
+from sampling.checkpoints.finding import load_saves
 from sampling.configurator import override
 from sampling.generation.workers import run_on_all, serve
 from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
@@ -91,8 +91,7 @@ def run(params, files):
     """Generate the samples of all prompts, or score these, and print and save each: once, or from each checkpoint."""
     prompts, samples_per_prompt = read_prompts(start, watch), 1 if score else num_samples
     num_total = len(prompts) * samples_per_prompt if isinstance(prompts, list) else None # None: they come from a pipe
-    for _ in wait_for_saves(out_dir) if watch else [None]:
-        gpt = load_gpt(num_total)
+    for gpt in load_saves(out_dir, lambda: load_gpt(num_total)) if watch else [load_gpt(num_total)]:
         samples = make_samples(encode_prompts(prompts, gpt.tokenizer), samples_per_prompt, is_score=score)
         outputs = Outputs(files, gpt, num_total)
         for sample, pieces in run_on_all(gpt, outputs.resume(samples), params, batch_size, is_tty(sys.stdout)):

@@ -21,9 +21,11 @@ RUN = ("--start=The ", "--num_samples=2", "--max_new_tokens=9", "--device=cpu", 
 
 @contextmanager
 def watching(folder):
-    """A run that watches folder/out. The block gets a function that waits until standard error has a text."""
-    with open(folder / "stderr", "wb+") as messages:
-        process = start_script(*RUN, cwd=folder, stderr=messages)
+    """A run that watches folder/out. The block gets a function that waits until standard error has a text. Standard
+    output goes to the file stdout.
+    """
+    with open(folder / "stderr", "wb+") as messages, open(folder / "stdout", "wb") as samples:
+        process = start_script(*RUN, cwd=folder, stdout=samples, stderr=messages)
 
         def wait_for(text, times=1):
             deadline = time.monotonic() + 60
@@ -60,9 +62,32 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
     assert (tmp_path / "a.html").read_text().count(">iteration 200, validation loss 1.2500</h3>") == 2
     alone = run_script(*RUN[:4], cwd=tmp_path).stdout
     assert alone == "".join(f"The {line['text']}\n{RULE}\n" for line in lines[2:])
+    printed = "".join(f"The {line['text']}\n{RULE}\n" for line in lines)
+    assert (tmp_path / "stdout").read_text() == printed # only samples
     with watching(tmp_path) as wait_for: # the same command goes on where the run was
-        wait_for("a.jsonl is complete, with 2 samples: nothing to do\n")
+        wait_for("a.jsonl is complete, with 2 samples of this checkpoint: nothing to do\n")
         wait_for("waiting")
+
+
+def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_once(tmp_path):
+    path = save_checkpoint(tmp_path / "out", make_gpt())
+    content = path.read_bytes()
+    waiting = "; waiting for its next save\n"
+    path.write_bytes(content[:9999])
+    with watching(tmp_path) as wait_for:
+        wait_for(waiting) # after ten seconds
+        for garbage in b"", b"garbage", content[:20000]:
+            path.write_bytes(garbage)
+            time.sleep(1.5)
+        path.write_bytes(content)
+        wait_for("waiting for the next save of out/ckpt.pt\n")
+        path.write_bytes(b"garbage")
+        wait_for(f"warning: cannot read out/ckpt.pt: it is not a checkpoint: neither torch.save nor safetensors wrote "
+                 f"it; pass the ckpt.pt of a training{waiting}")
+    messages = (tmp_path / "stderr").read_text()
+    assert messages.count("out/ckpt.pt is being written: waiting\n") == 1 and messages.count(waiting) == 2, messages
+    assert messages.count("waiting for the next save") == 1
+    assert (tmp_path / "stdout").read_text().count(RULE) == 2
 
 
 @pytest.mark.parametrize("flags, num_models", [(["--watch", "--num_samples=2"], 3), (["--interactive"], 2)], ids=str)
@@ -75,7 +100,7 @@ def test_a_model_is_freed_before_the_next_is_loaded(monkeypatch, char_checkpoint
         return backend
     monkeypatch.setattr(text_generator, "prepare_backend", prepare_and_note)
     monkeypatch.setattr(nanogpt, "load_nanogpt", lambda *args: num_alive.append(len(backends)) or load(*args))
-    monkeypatch.setattr(finding, "wait_for_saves", lambda out_dir: range(3))
+    monkeypatch.setattr(finding, "load_saves", lambda out_dir, load: (load() for _ in range(3)))
     run = f"--out_dir={char_checkpoint}", "--device=cpu", "--max_new_tokens=9"
     done = run_script(*run, *flags, stdin=b"The \n:reload\n:again\n") # of a session
     assert num_alive == num_models * [0] and done.stdout.count(RULE) >= num_models, done.stderr
@@ -83,10 +108,11 @@ def test_a_model_is_freed_before_the_next_is_loaded(monkeypatch, char_checkpoint
 
 def test_a_save_between_the_wait_and_the_load_is_sampled_once(tmp_path, monkeypatch):
     path = save_checkpoint(tmp_path, make_gpt())
-    saves = finding.wait_for_saves(tmp_path)
+    def load():
+        save_checkpoint(tmp_path, make_gpt(seed=2))
+        return nanogpt.load_nanogpt(path)
+    saves = finding.load_saves(tmp_path, load)
     next(saves)
-    save_checkpoint(tmp_path, make_gpt(seed=2))
-    nanogpt.load_nanogpt(path)
     sleeps = iter(range(5))
     monkeypatch.setattr(finding.time, "sleep", lambda seconds: next(sleeps))
     with pytest.raises(RuntimeError, match="StopIteration"): # it still waits for the next save
@@ -106,7 +132,7 @@ def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, mess
             path.write_bytes(content)
             os.utime(path, ns=(len(sizes), time.time_ns()))
     monkeypatch.setattr(finding.time, "sleep", sleep)
-    for _ in islice(finding.wait_for_saves(path.parent), 4):
+    for _ in islice(finding.load_saves(path.parent, lambda: None), 4):
         sizes.append(path.stat().st_size)
         if len(sizes) == 3:
             path.write_bytes(b"12345") # a save during the run

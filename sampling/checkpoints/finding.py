@@ -6,12 +6,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
-from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_json
+from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, UNFINISHED, RejectedFileError, read_json
 
 logger = logging.getLogger(__name__)
 # The files of a Hugging Face model's weights, and the index that names its shards.
@@ -136,18 +137,30 @@ def describe_other(path: Path) -> str:
 
 # ---- waiting for the next save
 
-def wait_for_saves(out_dir: str | Path) -> Iterator[None]:
-    """Wait until there is a checkpoint in out_dir, and yield; then again whenever it is saved anew."""
+def load_saves(out_dir: str | Path, load: Callable[[], Any]) -> Iterator[Any]:
+    """Wait until there is a checkpoint in out_dir, and yield what load returns; then again whenever it is saved anew.
+    A file that is no whole checkpoint may become one.
+    """
     last = None
     while True:
         previous, state = None, file_state(path := checkpoint_path(out_dir))
         if state is None or last is not None:
-            logger.info(f"waiting for the {'next' if last else 'first'} save of {path}")
+            if path not in UNFINISHED:
+                logger.info(f"waiting for the {'next' if last else 'first'} save of {path}")
             while state != previous or state in (last, None): # when the save is over, it stays the same for a while
                 time.sleep(WATCH_POLL)
                 previous, state = state, file_state(path := checkpoint_path(out_dir))
-        yield
-        last = LOADED.get(path, state) # a newer one than that of the wait, if the training saved it in between
+        try:
+            yield load()
+            last = LOADED.get(path, state) # a newer one than that of the wait, if the training saved it in between
+            UNFINISHED.discard(path)
+        except (FileNotFoundError, RejectedFileError) as error:
+            if getattr(error, "path", path) != path: # of another file, such as meta.pkl
+                raise
+            if path not in UNFINISHED:
+                logger.warning(f"{error}; waiting for its next save")
+            last = state
+            UNFINISHED.add(path)
 
 
 def file_state(file: Path | int) -> tuple | None:

@@ -16,6 +16,8 @@ POLL = 0.01 # seconds between two attempts: a quick writer leaves little time be
 MAX_CONFIG_BYTES = 2**20 # of a config.json: parsing it takes many times its size in memory
 MAX_TEXT_BYTES = 2**26 # of other files, such as a tokenizer.json
 
+UNFINISHED: set[object] = set() # the paths of files whose next save a run waits for, and has said so
+
 # ---- errors
 
 class RejectedFileError(ValueError):
@@ -91,15 +93,14 @@ def read_complete(paths: Sequence[Path], read: Callable[..., Any]) -> Any:
     while True:
         try:
             with reject_damaged(source):
+                require(time.monotonic() <= end, f"it is being written, and was never complete for {MAX_WAIT} seconds; "
+                        "try again between two saves, or copy the file when it is complete")
                 if (result := read_unchanged(paths, read)) is not None:
                     return result
         except OSError: # a writer may remove the file before it writes it again
             if not is_waiting:
                 raise
-        if time.monotonic() > end:
-            raise ValueError(f"{source} is being written, and was never complete for {MAX_WAIT} seconds: try again "
-                             "between two saves, or copy the file when it is complete")
-        if not is_waiting:
+        if not (is_waiting or source in UNFINISHED):
             logger.info(f"{source} is being written: waiting")
         is_waiting = True
         time.sleep(POLL)

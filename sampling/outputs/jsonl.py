@@ -125,7 +125,7 @@ class LinesFile:
             self.write(b"\n")
         first_new = next(samples, None)
         if num_saved:
-            saved = plural(num_saved, "text" if "score" in run.settings else "sample")
+            saved = plural(num_saved, "text" if "score" in run.settings else "sample") + " of this checkpoint" * watch
             logger.info(f"{self.path} holds {saved} already: resuming after them" if first_new
                         else f"{self.path} is complete, with {saved}: nothing to do")
         if first_new:

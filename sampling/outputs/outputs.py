@@ -91,7 +91,7 @@ class Outputs:
         self.run = Run(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
         self.files, self.device = files, gpt.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
-        if settings["watch"] and not files.uses_stdout:
+        if settings["watch"] and self.printer.streams and not files.uses_stdout: # a file gets only samples
             self.printer.write(f"{checkpoint.describe()}\n{RULE}\n") # the samples of the next checkpoint follow
         is_score = settings["score"]
         self.progress = Progress(num_total, None if is_score else settings["max_new_tokens"],

@@ -96,7 +96,7 @@ def test_a_file_that_is_never_complete_is_an_error_that_says_so(act, tmp_path, m
     monkeypatch.setattr(untrusted_files, "MAX_WAIT", 0.2)
     path = save_checkpoint(tmp_path, make_gpt())
     act(lambda count: os.utime(path))
-    with pytest.raises(ValueError, match=r"ckpt.pt is being written, and was never complete for 0.2 seconds"):
+    with pytest.raises(ValueError, match=r"ckpt.pt: it is being written, and was never complete for 0.2 seconds"):
         load_nanogpt(path)
     assert messages == [f"{path} is being written: waiting"]
 
