@@ -25,7 +25,7 @@ from sampling.checkpoints.finding import load_saves
 from sampling.configurator import override
 from sampling.generation.workers import run_on_all, serve
 from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
-from sampling.outputs.console import hard_exit, is_tty, report_user_errors, setup_console
+from sampling.outputs.console import hard_exit, is_tty, name_write_errors, report_user_errors, setup_console
 from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
 from sampling.params import ALIASES, ModelOptions, check_settings
 from sampling.process import expand_paths, shorten_spinning, system_interrupts
@@ -123,7 +123,7 @@ def load_gpt(num_total=None):
 def command(owns_process=True):
     """Run with the command line's arguments. owns_process: nothing else runs in this process; it may end at once."""
     setup_console(owns_process)
-    with report_user_errors(status=2):
+    with report_user_errors(status=2), name_write_errors("standard output"): # to which --help prints
         settings = override(globals(), sys.argv[1:], check_settings, ALIASES)
         globals().update(expand_paths(settings))
     if owns_process:

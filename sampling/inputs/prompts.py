@@ -95,7 +95,8 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
         where = f" after line {number}" if number else ""
         raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
     except OSError as error:
-        raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}") from None
+        raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}; {kind}: takes the path of a "
+                         "file, or - for standard input") from None
     if is_empty:
         raise ValueError(f"{source} is empty, but a sample needs a prompt")
 
@@ -108,7 +109,9 @@ def parse_json_line(line: str, location: str) -> Prompt:
     except (ValueError, RecursionError) as error:
         fields, reason = None, f" ({error})"
     text = fields.pop("prompt", None) if isinstance(fields, dict) else None
-    if not (isinstance(text, str) and text):
+    if text == "":
+        raise ValueError(f"{location}: the prompt is empty, but a sample needs something to continue")
+    if not isinstance(text, str):
         raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
                          f"got {line[:100]!r:.100}{reason}")
     if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):

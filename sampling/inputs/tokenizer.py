@@ -2,6 +2,7 @@
 import codecs
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from operator import index
 from typing import Any
 
 from sampling.checkpoints.untrusted_files import RejectedFileError
@@ -44,7 +45,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids: of a list, or of a torch tensor or numpy array of one dimension."""
-        ids, decoder = [int(i) for i in ids], self.decoder()
+        ids, decoder = list(map(index, ids)), self.decoder() # Raises TypeError for what is no whole number
         return "".join(decoder(token_id, last=i == len(ids)) for i, token_id in enumerate(ids, 1))
 
 

@@ -221,8 +221,7 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
             raise ValueError(f"{path} is where standard output goes: give another path; out_file=- prints the lines "
                              "instead of the samples")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} is not a regular file, so no samples can be added to it: give another path, or - for "
-                         "standard output")
+        raise ValueError(f"{path} is a folder, a device or a pipe, and not a file: give another path")
     with name_write_errors(path):
         file = open(path, "a+b") # noqa: SIM115, it stays open until the run ends
     with suppress(ImportError, OSError): # Windows, and file systems without locks
@@ -239,9 +238,8 @@ def open_output(path: str | os.PathLike) -> BinaryIO:
     begin = file.read(200) # of a new file nothing, and of a killed run perhaps a part of a line
     if not (LINE_START_OF_ANY_VERSION.match(begin) or LINE_START.startswith(begin) or PAGE.match(begin)):
         file.close()
-        raise ValueError(f"{path} was not written by sample.py, or was edited (a line begins with version and index, "
-                         "and no byte-order mark), so it is neither continued nor replaced: move it, or give the file "
-                         "another name")
+        raise ValueError(f"{path} was not written by sample.py, or its beginning was edited, so it is neither "
+                         "continued nor replaced: move it, or give another path")
     return file
 
 

@@ -85,7 +85,7 @@ def summary(score: Score) -> str:
     """How many tokens of a text were scored, and how likely they are."""
     if not score.num_tokens:
         return "a single token, and no token comes before it"
-    nats = score.nats_per_token
+    nats = 0.0 - round_logprob(score.cumulative_logprob) / score.num_tokens # as in out_file, and in the total
     bits = nats * score.num_tokens / math.log(2) / max(1, score.num_bytes)
     perplexity = math.exp(nats) if nats < 700 else math.inf # there is no larger float
     return (f"{score.num_tokens:,} token{'' if score.num_tokens == 1 else 's'}, {nats:.4f} nats a token, perplexity "

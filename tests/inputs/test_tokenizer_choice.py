@@ -98,6 +98,9 @@ def test_a_named_tokenizer_wins_over_what_is_found(name, vocab_size, source):
     ids = tokenizer.encode("world")
     assert tokenizer.source == source and tokenizer.decode(ids) == "world"
     assert tokenizer.decode(torch.tensor(ids)) == tokenizer.decode(np.array(ids, np.uint16)) == "world"
+    for wrong in [1.5], "12", torch.tensor([1.0]), np.array([0.5]), [None]:
+        with pytest.raises(TypeError):
+            tokenizer.decode(wrong)
 
 
 @pytest.mark.parametrize("name, vocab_size, message", [

@@ -237,8 +237,8 @@ def test_a_file_that_cannot_be_used_is_an_error_before_a_model_is_loaded(start, 
     os.mkfifo(tmp_path / "pipe")
     with open_output(tmp_path / "file"), pytest.raises(ValueError, match=r"another run writes to .*file: give"):
         start(out_file=f"{tmp_path}/file")
-    for path, reason in [("", "is not a regular file"), ("pipe", "is not a regular file"), ("file/a", "Not a direc"),
-                         ("no/such", "there is no folder")]:
+    for path, reason in [("", "is a folder, a device or a pipe, and not a file"), ("pipe", "and not a file"),
+                         ("file/a", "Not a direc"), ("no/such", "the folder .*/no is missing, or takes no files")]:
         for settings in {"out_file": f"{tmp_path}/{path}"}, {"out_file": None, "html_file": f"{tmp_path}/{path}"}:
             with pytest.raises((ValueError, OSError), match=reason):
                 start(**settings)

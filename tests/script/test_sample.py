@@ -109,6 +109,12 @@ WRONG_SETTINGS = [ # an argument, a part of the error line: exit status 2
 ]
 UNUSABLE = [ # arguments, a part of the error line: exit status 1
     ("--start=FILE:-", "is empty"),
+    *((f"--start={kind}:", f"error: cannot read the prompt file '': No such file or directory; {kind}: takes the path")
+      for kind in ("FILE", "LINES", "JSONL")),
+    ("--start=FILE:out", "error: cannot read the prompt file 'out': Is a directory; "),
+    ("--out_file=/proc/x", "error: cannot write '/proc/x': the folder /proc is missing, or takes no files; "),
+    ("--html_file=out", "error: out is a folder, a device or a pipe, and not a file: give another path"),
+    ("--html_file=bad.py", "error: bad.py was not written by sample.py, or its beginning was edited, so it is neither"),
     ("--start=LINES:- --watch", "watch=True uses the prompts again for each checkpoint"),
     ("--init_from=no/such/model", "error: there is no model at no/such/model; found ckpt.pt in out; pass --o"),
     ("--init_from=gpt2", "error: 'gpt2' is no folder here, and did not come from the Hugging Face hub ("),

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from models import CHARS, make_gpt, save_checkpoint, save_meta
+from pages import CodePointTokenizer
 from sampling.outputs import html
-from sampling.outputs.printer import Progress, name_of, summary
+from sampling.outputs.printer import Printer, Progress, name_of, summary
 from sampling.params import Prompt, Score
 from script_process import PIPE, start_script
 
@@ -42,7 +43,7 @@ def test_the_numbers_are_those_of_equal_probabilities(run_script, tmp_path):
     save_checkpoint(tmp_path / "out", model, model=weights)
     save_meta(tmp_path / "out" / "meta.pkl", CHARS[:61] + "é")
     done = run_script("--start=The éé", "--score", cwd=tmp_path)
-    nats, bits = math.log(62), 5 * math.log2(62) / 7
+    nats, bits = round(5 * math.log(62), 3) / 5, 5 * math.log2(62) / 7 # out_file has three decimals of the sum
     assert done.stdout == f"'The éé': 5 tokens, {nats:.4f} nats a token, perplexity 62.00, {bits:.2f} bits a byte\n"
 
 
@@ -106,6 +107,16 @@ def test_a_very_unlikely_text_has_a_score():
     line = summary(Score(0, Prompt("a"), [], num_tokens=1, num_bytes=1, cumulative_logprob=-1e6))
     assert line.startswith("1 token, 1000000.0000 nats a token, perplexity inf, ")
     assert [name_of(Prompt("a", name)) for name in ("act 2", "a\nb", "", 7)] == ["act 2", r"'a\nb'", "''", "7"]
+
+
+def test_the_total_is_of_the_sums_that_the_lines_of_texts_are_of(capsys):
+    printer = Printer(CodePointTokenizer())
+    for logprob in -0.0014, -0.0014: # which out_file has as -0.001
+        printer.update(Score(0, Prompt("a"), [], finish_reason="length", num_tokens=1, num_bytes=1,
+                             cumulative_logprob=logprob), [])
+    printer.print_total()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(", ")[1] for line in lines] == ["0.0010 nats a token"] * 3
 
 
 def test_show_probs_colours_the_text(run_script, folder):
