@@ -173,10 +173,17 @@ def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy or torch as Python's own, a path as text, and a tuple as a list; other values as they are."""
+    """A number of numpy or torch as Python's own, a path as text, and a tuple as a list; other values as they are.
+
+    In a text, two halves of a character, as in "\\ud83d\\ude00", become the character, as in tiktoken.
+    """
     if getattr(value, "shape", None) == (): # a number
         return value.item()
-    return os.fspath(value) if isinstance(value, os.PathLike) else list(value) if isinstance(value, tuple) else value
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def read_file(path: str, script: str) -> tuple[str, bytes]:

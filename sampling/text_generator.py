@@ -12,6 +12,7 @@ import torch
 from sampling.backends.backend import Backend, num_step_weights
 from sampling.backends.prepare import has_numba, prepare_backend
 from sampling.checkpoints.build import Checkpoint
+from sampling.configurator import plain
 from sampling.generation.engine import Engine
 from sampling.generation.scoring import score_texts
 from sampling.inputs.prompts import EncodedPrompt, encode_prompts, make_samples
@@ -110,7 +111,7 @@ class TextGenerator:
             if not text:
                 raise ValueError(f"{where}a prompt is empty, but a sample needs something to continue, such as a "
                                  "newline")
-            located.append(Prompt(text, location=location))
+            located.append(Prompt(plain(text), location=location))
         return list(encode_prompts(located, self.tokenizer))
 
     def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,

@@ -1,12 +1,14 @@
 """What the script prints: the samples of nanoGPT and of transformers, and nothing else on standard output."""
 import json
+import pickle
 import re
 
 import pytest
 import torch
 
+import sampling
 from attacks import call, value, write_attack
-from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint
+from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_repeating
 from oracles import nanogpt_samples
 from project import RULE
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
@@ -144,6 +146,24 @@ def test_a_leading_tilde_is_the_home_folder_unless_a_file_is_called_so(run_scrip
         done = run_script("--out_dir=~/out", "--tokenizer=~/out/meta.pkl", "--out_file=~/a.jsonl", "--num_samples=1",
                           "--device=cpu", f"--start={start}", "--overwrite", cwd=tmp_path, HOME=str(tmp_path / "home"))
         assert done.stdout.startswith(prompt) and (tmp_path / "home" / "a.jsonl").stat().st_size, done.stderr
+
+
+def test_two_halves_of_a_character_are_the_character_and_one_half_is_an_error(run_script, tmp_path):
+    save_repeating(tmp_path, [*"😀".encode()], 256)
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"tokenizer": "byte"}))
+    run = f"--out_dir={tmp_path}", "--device=cpu", "--max_new_tokens=8", "--temperature=0", "--num_samples=1"
+    pair = r'"\ud83d\ude00"'
+    saved = *run, f"--out_file={tmp_path}/a.jsonl", f"--stop=[{pair}]"
+    (tmp_path / "my.py").write_text(f"start = {pair}\n")
+    for arguments in (*run, f"--start={pair}"), (*run, str(tmp_path / "my.py")):
+        assert run_script(*arguments).stdout == f"😀😀😀\n{RULE}\n"
+    assert run_script(*saved, f"--start={pair}").stdout == f"😀\n{RULE}\n" # before the stop text
+    assert "is complete" in run_script(*saved, "--start=😀").stderr
+    assert "error: the prompt is not valid UTF-8 at character 2" in run_script(*run, r'--start="a\ud83d"').stderr
+    gpt = sampling.load(tmp_path, device="cpu")
+    assert gpt.score("\ud83d\ude00").num_tokens == 3 # all bytes but the first
+    sample, = gpt.generate("\ud83d\ude00", stop="\ud83d\ude00", temperature=0)
+    assert sample.prompt.text == "😀" and sample.text == "" and sample.finish_reason == "stop"
 
 
 def test_the_script_runs_nothing_in_a_hostile_pickle(run_script, valid_checkpoint, tmp_path):
