@@ -227,6 +227,11 @@ class Sample:
     finish_reason: str | None = None # "length" or "stop"
     text: str = field(init=False) # the continuation, without the stop text and the text after it
 
+    def __repr__(self) -> str:
+        return (f"{type(self).__name__}(index={self.index}, prompt={self.prompt.text!r:.60}, text={self.text!r:.60}, "
+                f"num_tokens={self.num_tokens}, finish_reason={self.finish_reason!r}, "
+                f"cumulative_logprob={self.cumulative_logprob})")
+
     @property
     def token_ids(self) -> list[int]:
         """The ids of the sampled tokens, including those of a stop text."""
@@ -247,7 +252,7 @@ class Sample:
 Sample.text = property(lambda sample: "".join(token.text for token in sample.tokens))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Score(Sample):
     """How likely the model finds a text, which is the prompt. Its tokens are those of the text, as many as were asked
     for; the first one has no logprob, because nothing comes before it. prompt_ids is empty.

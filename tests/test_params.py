@@ -8,7 +8,7 @@ import pytest
 from project import SCRIPT
 from sampling.configurator import find_settings
 from sampling.outputs.outputs import choose_params
-from sampling.params import SamplingParams, check_settings
+from sampling.params import Prompt, Sample, SamplingParams, Score, Token, check_settings
 
 DEFAULTS = {name: setting.default for name, setting in find_settings(SCRIPT).items()}
 VALID = [ # the ends of each range, and what means "off"
@@ -100,3 +100,12 @@ def test_a_random_seed_is_a_new_number_when_params_are_created_or_replaced(messa
     assert replace(created, top_k=3).seed == created.seed != replaced.seed
     assert messages == [f"seed: {params.seed}, drawn at random; seed={params.seed} gives the same samples again"
                         for params in (created, replaced)]
+
+
+def test_the_repr_of_a_sample_is_short_and_has_its_text():
+    tokens = [Token(i, "ab", -0.5) for i in range(500)]
+    sample = Sample(3, Prompt("Once " * 99), [1] * 99, tokens=tokens, finish_reason="length")
+    text = repr(sample)
+    assert text.startswith("Sample(index=3, prompt='Once Once ") and ", text='abab" in text and len(text) < 300
+    assert text.endswith("num_tokens=500, finish_reason='length', cumulative_logprob=-250.0)")
+    assert repr(Score(0, Prompt("a"), [], num_tokens=7)).startswith("Score(index=0, prompt='a', text='', num_tokens=7,")
