@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_args
 
-from sampling.configurator import parse, suggest
+import sampling
+from sampling.configurator import find_settings, parse, suggest
 from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
@@ -181,6 +182,8 @@ class Session:
 
     def change_setting(self, name: str, text: str) -> None:
         if name not in TYPES:
+            if name in find_settings(f"{sampling.__path__[-1]}/sample.py"):
+                raise ValueError(f":{name} is fixed in a session: start another one with --{name}=...")
             raise ValueError(f"unknown command ':{name:.100}'{suggest(name, [*COMMANDS, *TYPES])}; :help lists "
                              "all commands; put a prompt that begins with a colon in quotes")
         if not text and TYPES[name] != ["bool"]:

@@ -63,6 +63,8 @@ def test_commands_change_the_settings(reply, run):
 ANSWERS = { # what a user types, and a part of the message
     ":temprature=1": "error: unknown command ':temprature'; did you mean temperature?",
     ":temperature=-1": "error: temperature must be 0",
+    ":out_dir=foo": "error: :out_dir is fixed in a session: start another one with --out_dir=...",
+    ":html-file a": "error: :html_file is fixed in a session",
     ":stop": "stop=None",
     ":stop=\\n": "stop='\\n'\n",
     """:stop='"\\n"'""": "stop='\\n'\n",
