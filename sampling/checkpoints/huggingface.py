@@ -2,13 +2,14 @@
 import logging
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, nanogpt_names, read_model, tensors_by_name
-from sampling.checkpoints.finding import ALIASES, SAVED, advice, huggingface_config, huggingface_folder
+from sampling.checkpoints.finding import ALIASES, SAVED, advice, huggingface_config, huggingface_folder, newest_first
 from sampling.checkpoints.model_source import require_unedited
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_complete, read_json, require
@@ -105,12 +106,16 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 def find_model(name_or_folder: str) -> tuple[Path, dict]:
     """The folder with the files of the model, and its config.json."""
     path, is_here = Path(name_or_folder), os.path.lexists(name_or_folder) # also a link that leads nowhere
-    if not (is_here or is_hub_id(name_or_folder)):
-        raise FileNotFoundError(f"there is no model at {path}; {advice(path)}")
+    of_hub = "; for the hub's model of this name, run the command in another folder" * is_hub_id(name_or_folder)
+    # A name in a folder that is here, or like that of a model here, means no model of a stranger on the hub.
+    models = map(str, newest_first(Path().glob("*")))
+    is_near = os.path.isdir(name_or_folder.split("/")[0]) or get_close_matches(name_or_folder, models, 1)
+    is_gpt2 = re.fullmatch(r"([\w-]+/)?(distil)?gpt2(-\w+)?", name_or_folder)
+    if not (is_here or (of_hub and (is_gpt2 or not is_near))):
+        raise FileNotFoundError(f"there is no model at {path}; {advice(path)}{of_hub}")
     folder = huggingface_folder(path) if is_here else download(name_or_folder)
     if config := huggingface_config(folder):
         return folder, config
-    of_hub = "; for the hub's model of this name, run the command in another folder" * is_hub_id(name_or_folder)
     raise ValueError(f"{path} is no Hugging Face model; {advice(path)}{of_hub}")
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import sampling
 from hf_tokenizers import gpt2_tokenizer_json, save_tokenizer
-from models import make_transformers_gpt2
+from models import make_gpt, make_transformers_gpt2, save_checkpoint
 from project import PROJECT
 from sampling.checkpoints.finding import ALIASES
 from sampling.checkpoints.huggingface import load_huggingface
@@ -238,6 +238,23 @@ def test_a_model_is_downloaded_with_its_tokenizer_and_then_used_offline(hub, run
     hub.asked_for.clear()
     offline = run_script(*ARGUMENTS, **hub.env | {"HF_HUB_OFFLINE": "1"})
     assert (offline.returncode, offline.stdout, hub.asked_for) == (0, first.stdout, []), offline.stderr
+
+
+@pytest.mark.parametrize("name, asks", [
+    ("out-shakespeare-cha", False), ("runs/last", False), ("a/out-shakespeare-char", False), ("someone/tiny", True),
+    ("me/gpt2-finetuned", True), ("gpt2", True)])
+def test_a_name_like_a_path_or_a_model_that_is_here_is_not_asked_of_the_hub(name, asks, hub, run_script, tmp_path):
+    here = tmp_path / "here"
+    for folder in "out-shakespeare-char", "gpt2-finetuned", "gpt-2":
+        save_checkpoint(here / folder, make_gpt())
+    (here / "runs").mkdir()
+    done = run_script(f"--init_from={name}", cwd=here, **hub.env)
+    assert bool(hub.asked_for) == asks and done.returncode == 1, done.stderr
+    if not asks:
+        assert f"error: there is no model at {name}; found ckpt.pt in " in done.stderr
+    if "shakespeare" in name:
+        assert "found ckpt.pt in out-shakespeare-char" in done.stderr
+        assert "for the hub's model of this name, run the command in another folder" in done.stderr
 
 
 def test_gpt2s_vocabulary_comes_from_the_hub_at_last(hub, tiktoken_cache, tmp_path):
