@@ -1,19 +1,22 @@
 """Makes the page of samples from lines of JSON. It shows how likely each token was, and which others were likely.
 
-    python -m sampling.outputs.html samples.jsonl [more.jsonl ...] page.html (once installed: nanogpt-compare ...)
+    python sampling/outputs/html.py samples.jsonl [more.jsonl ...] page.html (once installed: nanogpt-compare ...)
 
 Samples of the same prompt and index stand side by side if they are from several runs: other settings, or another
 checkpoint. The template page.html has three parts: the beginning, one sample, the end.
 """
+import os
+import sys
+
+if not __package__: # it runs as a file: this folder has a html.py, which is not the standard library's
+    sys.path[0] = os.path.realpath(f"{__file__}/../../..")
 import base64
 import hashlib
 import html
 import json
 import logging
 import math
-import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -185,8 +188,7 @@ def surprisal(logprob: float | None) -> int | None:
 @report_user_errors()
 def command() -> None:
     setup_console()
-    name = "python -m sampling.outputs.html" if sys.argv[0] == __file__ else Path(sys.argv[0]).stem
-    usage = f"give one or more files of samples, and the page: {name} samples.jsonl page.html"
+    usage = "give one or more files of samples, and the page: samples.jsonl [more.jsonl ...] page.html"
     if {"-h", "--help"} & {*sys.argv[1:]}:
         return print(f"{__doc__.partition(chr(10))[0]}\n{usage}")
     *paths, page = sys.argv[1:] or [""]

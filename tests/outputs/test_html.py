@@ -116,7 +116,8 @@ def test_a_page_is_made_later_from_files(tmp_path):
 
 def test_help_is_help():
     done = make_by_command("--help")
-    assert (done.returncode, done.stderr) == (0, "") and "python -m sampling.outputs.html samples.jsonl" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the page: samples.jsonl [more.jsonl ...] page.html" in done.stdout
 
 
 @pytest.mark.parametrize("content, page, message", [

@@ -25,8 +25,8 @@ def code_blocks(language):
 
 def commands():
     """Every command line with sample.py: those of one process, and the others."""
-    lines = [line.replace("~/sample.py/", "") for block in code_blocks("sh") for line in block.values[0].splitlines()
-             if "sample.py" in line]
+    lines = [line.replace("~/nanogpt-sample/", "") for block in code_blocks("sh")
+             for line in block.values[0].splitlines() if "sample.py" in line]
     alone = [line for line in lines if line.startswith("python sample.py ")]
     return alone, [line for line in lines if line not in alone]
 
@@ -72,6 +72,19 @@ def test_commands_of_several_programs_run(command, tiktoken_cache, user_folder):
         command = command.replace(written, run)
     done = run_in_bash(f"{command} --max_new_tokens=20", user_folder, tiktoken_cache)
     assert done.returncode == 0 and RULE in done.stdout, done.stderr
+
+
+def test_the_command_for_a_page_of_several_runs_works_anywhere_without_installing(run_script, user_folder):
+    for name in "a.jsonl", "b.jsonl", "cool.jsonl", "warm.jsonl":
+        run_script("--out_dir=demo", "--num_samples=1", "--max_new_tokens=5", "--logprobs=5", f"--out_file={name}",
+                   cwd=user_folder)
+    (user_folder / "sampling.py").write_text("open('ran', 'w')")
+    for path in DOCUMENTS[0], PROJECT / "docs" / "saving.md":
+        command, = re.findall(r"python (~/nanogpt-sample/sampling/outputs/html\.py [\w. ]+html)", path.read_text())
+        command = command.replace("~/nanogpt-sample", str(PROJECT)).split()
+        done = subprocess.run([sys.executable, *command], cwd=user_folder, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stderr == f"{command[-1]}: 2 samples\n", done.stderr
+    assert not (user_folder / "ran").exists()
 
 
 @pytest.mark.parametrize("block", examples())
