@@ -72,7 +72,7 @@ def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(r
 def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_once(tmp_path):
     path = save_checkpoint(tmp_path / "out", make_gpt())
     content = path.read_bytes()
-    waiting = "; waiting for its next save\n"
+    waiting = "; waiting for the next save of out/ckpt.pt\n"
     path.write_bytes(content[:9999])
     with watching(tmp_path) as wait_for:
         wait_for(waiting) # after ten seconds
@@ -80,13 +80,13 @@ def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_o
             path.write_bytes(garbage)
             time.sleep(1.5)
         path.write_bytes(content)
-        wait_for("waiting for the next save of out/ckpt.pt\n")
+        wait_for("\nwaiting for the next save of out/ckpt.pt\n")
         path.write_bytes(b"garbage")
         wait_for(f"warning: cannot read out/ckpt.pt: it is not a checkpoint: neither torch.save nor safetensors wrote "
                  f"it; pass the ckpt.pt of a training{waiting}")
     messages = (tmp_path / "stderr").read_text()
     assert messages.count("out/ckpt.pt is being written: waiting\n") == 1 and messages.count(waiting) == 2, messages
-    assert messages.count("waiting for the next save") == 1
+    assert messages.count("waiting for the next save") == 3
     assert (tmp_path / "stdout").read_text().count(RULE) == 2
 
 

@@ -72,14 +72,16 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 # ---- what to do where no model is found
 
-CONVERT = ("with transformers 4 and {}: python -c 'import sys, transformers as t; t.GPT2LMHeadModel.from_pretrained("
-           "sys.argv[1], {}=True).save_pretrained(sys.argv[1])' {{folder}}; then pass --init_from={{folder}}")
 OTHERS = { # files that are no model for us: what each is, and what makes a model of it
     "adapter_model.*": "an adapter, which is no model alone; with peft: python -c 'import peft, sys; peft.AutoPeftModel"
                        "ForCausalLM.from_pretrained(sys.argv[1]).merge_and_unload().save_pretrained(sys.argv[2])' "
                        "{folder} converted; then pass --init_from=converted",
-    "tf_model.h5": "TensorFlow's; " + CONVERT.format("TensorFlow", "from_tf"),
-    "flax_model.msgpack": "Flax's; " + CONVERT.format("Flax", "from_flax"),
+    "tf_model.h5": "TensorFlow's; with transformers 4 and TensorFlow: python -c 'import sys, transformers as t; t.GPT2"
+                   "LMHeadModel.from_pretrained(sys.argv[1], from_tf=True).save_pretrained(sys.argv[1])' {folder}; "
+                   "then pass --init_from={folder}",
+    "flax_model.msgpack": "Flax's; with transformers 4 and Flax: python -c 'import sys, transformers as t; t.GPT2LMHead"
+                          "Model.from_pretrained(sys.argv[1], from_flax=True).save_pretrained(sys.argv[1])' {folder}; "
+                          "then pass --init_from={folder}",
     "*.index": "TensorFlow's, as gpt-2-simple saves it; with transformers 4 and TensorFlow: python -m transformers."
                "models.gpt2.convert_gpt2_original_tf_checkpoint_to_pytorch --gpt2_checkpoint_path={folder} --gpt2_"
                "config_file={folder}/hparams.json --pytorch_dump_folder_path={folder}; then pass --init_from={folder}",
@@ -155,10 +157,8 @@ def load_saves(out_dir: str | Path, load: Callable[[], Any]) -> Iterator[Any]:
             last = LOADED.get(path, state) # a newer one than that of the wait, if the training saved it in between
             UNFINISHED.discard(path)
         except (FileNotFoundError, RejectedFileError) as error:
-            if getattr(error, "path", path) != path: # of another file, such as meta.pkl
-                raise
             if path not in UNFINISHED:
-                logger.warning(f"{error}; waiting for its next save")
+                logger.warning(f"{error}; waiting for the next save of {path}")
             last = state
             UNFINISHED.add(path)
 

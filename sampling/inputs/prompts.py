@@ -109,11 +109,9 @@ def parse_json_line(line: str, location: str) -> Prompt:
     except (ValueError, RecursionError) as error:
         fields, reason = None, f" ({error})"
     text = fields.pop("prompt", None) if isinstance(fields, dict) else None
-    if text == "":
-        raise ValueError(f"{location}: the prompt is empty, but a sample needs something to continue")
-    if not isinstance(text, str):
-        raise ValueError(f'{location}: every line must be an object with a prompt, like {{"prompt": "Once"}}; '
-                         f"got {line[:100]!r:.100}{reason}")
+    if not (isinstance(text, str) and text):
+        raise ValueError(f'{location}: every line must be an object with a prompt that is not empty, like '
+                         f'{{"prompt": "Once"}}; got {line[:100]!r:.100}{reason}')
     if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):
         raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that out_file already "
                          "has: rename the field in the prompt file")

@@ -141,8 +141,8 @@ def name_write_errors(name: str | os.PathLike) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        folder = os.path.dirname(os.path.realpath(name))
-        advice = f"the folder {folder} is missing, or takes no files; create it, or give another path"
+        advice = (f"the folder {os.path.dirname(os.path.realpath(name))} is missing, or takes no files; create it, or "
+                  "give another path")
         reason = advice if isinstance(error, FileNotFoundError) else error.strerror
         raise OSError(f"cannot write {name!r:.200}: {reason}") from None
 

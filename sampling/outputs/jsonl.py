@@ -202,10 +202,10 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
                 return
             if not (isinstance(record, dict) and all(type(record.get(name)) is kind for name, kind in types.items())
                     and record["version"] == VERSION):
-                is_other_version = LINE_START_OF_ANY_VERSION.match(line) and not line.startswith(LINE_START)
-                who = "another version of sample.py wrote it" if is_other_version else "sample.py did not write it"
-                raise ValueError(f"{where}: {who}, so the file is neither used nor changed: remove the line, give "
-                                 "another file, or replace the whole file with --overwrite")
+                is_known = LINE_START_OF_ANY_VERSION.match(line)
+                who = "another version of sample.py" if is_known else "another program, or an editor,"
+                raise ValueError(f"{where}: {who} wrote it, so the file is neither used nor changed: remove the line, "
+                                 "give another file, or replace the whole file with --overwrite")
             yield where, start, line, record
             start += len(line)
 

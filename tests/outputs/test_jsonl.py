@@ -8,7 +8,7 @@ from models import make_gpt, save_checkpoint
 from pages import CHECKPOINT_ID, make_token
 from pages import SETTINGS as ALL_SETTINGS
 from sampling.inputs.prompts import RESULT_FIELDS
-from sampling.outputs.jsonl import LinesFile, Run, run_settings
+from sampling.outputs.jsonl import LinesFile, Run, read_records, run_settings
 from sampling.params import Prompt, Sample, Token
 
 SETTINGS = {"seed": 1, "stop": []}
@@ -95,8 +95,8 @@ def test_a_field_has_one_type_in_the_lines_of_all_runs(run_script, char_checkpoi
     ({"checkpoint": {"crc32": "1"}}, ", is from another run: the checkpoint's checksum is '1' there, and '00000000'"),
     ({"index": 2}, ", is from another run: index is 2 there, and 1 here"),
     ({"more": 1}, ", is from another run: more is 1 there, and None here"),
-    ({"checkpoint": None}, ": sample.py did not write it"),
-    ({"version": 3}, ": another version of sample.py wrote it")], ids=str)
+    ({"checkpoint": None}, ": another version of sample.py wrote it"),
+    ({"version": 3}, ": another version of sample.py wrote it, so the file is neither used nor changed")], ids=str)
 def test_a_line_of_another_run_is_refused_with_the_first_difference(tmp_path, changes, message):
     def resume(line):
         (tmp_path / "a.jsonl").write_bytes(line)
@@ -109,3 +109,10 @@ def test_a_line_of_another_run_is_refused_with_the_first_difference(tmp_path, ch
         resume(line)
     assert str(error.value).startswith(f"{tmp_path}/a.jsonl, line 1{message}")
     assert (tmp_path / "a.jsonl").read_bytes() == line
+
+
+@pytest.mark.parametrize("notes", [b"my notes\n", b'{"note": 1}\n', b"5"])
+def test_a_line_of_notes_is_not_called_one_of_another_version(tmp_path, notes):
+    (tmp_path / "a.jsonl").write_bytes(line_of(LIKELY) + notes)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: another program, or an editor, wrote it, so the file is"):
+        list(read_records(tmp_path / "a.jsonl"))
