@@ -112,6 +112,7 @@ def test_a_page_is_made_later_from_files(tmp_path):
                                f"{tmp_path / 'a.html'}: 2 samples\n")
     assert (tmp_path / "a.html").read_bytes() == expected
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "a.html", "b.html"}
+    assert b"how likely the model found it, at temperature 1." in expected
 
 
 def test_help_is_help():
