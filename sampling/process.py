@@ -1,6 +1,7 @@
 """What concerns the whole process: its place among those of torchrun, its threads, the cores and memory it may use."""
 import ctypes
 import errno
+import importlib
 import math
 import os
 import re
@@ -9,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import glob
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING: # it takes a second
@@ -66,23 +69,30 @@ def expand_paths(settings: dict) -> dict:
 
 
 @contextmanager
-def import_from(folder: str) -> Iterator[None]:
-    """Put a folder first on sys.path inside this block, as nanoGPT's own is. This package hides no module of that
-    folder, and none of its modules stays, because it would hide another one later.
+def import_from(*folders: str, name: str = "") -> Iterator[dict[str, ModuleType]]:
+    """Put folders first on sys.path inside this block. No module of this package, nor one of this name, hides theirs.
+    At its end, the modules from there leave sys.modules, where they would hide others later. The dict gets them.
     """
-    modules = dict(sys.modules)
-    del sys.modules[__package__]
-    sys.path.insert(0, folder)
+    found: dict[str, ModuleType] = {}
+    taken = {name, __package__} if any(glob(f"{folder}/{__package__}*") for folder in folders) else {name}
+    hidden = {key: sys.modules.pop(key) for key in [*sys.modules] if key.partition(".")[0] in taken}
+    before = {*sys.modules}
+    saved = sys.path[:], sys.dont_write_bytecode
+    sys.path[:0] = folders
+    sys.dont_write_bytecode = True # saved code would hide a second change within a second
+    importlib.invalidate_caches()
     try:
-        yield
+        yield found
     finally:
-        for name in sorted(sys.modules.keys() - modules, reverse=True): # a package comes after its modules
-            package = sys.modules.get(name.partition(".")[0])
+        for key in sys.modules.keys() - before:
+            package = sys.modules[key.partition(".")[0]]
             files = getattr(package, "__path__", None) or [getattr(package, "__file__", None) or ""]
-            if folder in map(os.path.dirname, files):
-                del sys.modules[name]
-        sys.modules.update(modules)
-        sys.path.remove(folder)
+            if {*folders} & {*map(os.path.dirname, files)}: # an environment in the folder lies deeper
+                found[key] = sys.modules[key]
+        for key in found:
+            del sys.modules[key]
+        sys.modules.update(hidden)
+        sys.path[:], sys.dont_write_bytecode = saved # not earlier: the __path__ of a folder without __init__.py follows
 
 
 @contextmanager

@@ -4,7 +4,6 @@ If the model computes what GPT-2 does, the backends of this project run its weig
 """
 import importlib
 import logging
-import os
 import re
 import sys
 import traceback
@@ -22,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import sampling
 from sampling.checkpoints import build
 from sampling.checkpoints.build import EMBEDDING, HEAD, MASK_BUFFER, Checkpoint
 from sampling.checkpoints.model_source import is_edited
 from sampling.model import GPTConfig
-from sampling.process import is_out_of_memory
+from sampling.process import import_from, is_out_of_memory
 from sampling.sampler.mt19937 import advance_mt19937
 
 logger = logging.getLogger(__name__)
@@ -70,14 +68,19 @@ def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor], run
     own_model of a Checkpoint, and source_crc32, a checksum of the file and its neighbours. Raises ValueError, which
     names the file and its line.
     """
-    with import_lock, importing_beside(path) as modules, torch.random.fork_rng(devices=[]):
+    name = module_name(path)
+    root = path.parents[name.count(".")]
+    for key in imported:
+        sys.modules.pop(key, None)
+    with (import_lock, import_from(str(path.parent), str(root), name=name.partition(".")[0]) as modules,
+          torch.random.fork_rng(devices=[])):
         with running(path, "import"):
-            module = import_file(path)
-        for name in "GPT", "GPTConfig":
-            if not hasattr(module, name):
+            module = import_file(path, name)
+        for needed in "GPT", "GPTConfig":
+            if not hasattr(module, needed):
                 classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-                raise ValueError(f"{path} has no class {name}, but {', '.join(classes) or 'none'}: write "
-                                 f"'{name} = ...' in it")
+                raise ValueError(f"{path} has no class {needed}, but {', '.join(classes) or 'none'}: write "
+                                 f"'{needed} = ...' in it")
         torch.default_generator.manual_seed(0)
         start = torch.get_rng_state()
         with running(path, f"GPTConfig with the fields of the checkpoint ({', '.join(model_args)})"):
@@ -89,15 +92,18 @@ def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor], run
         fields = examine(OwnModel(path, gpt.eval()), getattr(gpt, "config", config), runs_itself)
     if num_draws is None:
         logger.warning(f"{path} sets the seed itself, so the samples are not those of nanoGPT's sample.py")
-    source = b"".join(Path(file).read_bytes() for file in sorted({module.__file__ for module in modules}))
+    imported.clear()
+    imported.update(modules.keys() - sys.modules.keys())
+    sys.modules.update({key: modules[key] for key in imported}) # pickles look for them there
+    files = sorted(filter(None, {getattr(module, "__file__", None) for module in modules.values()}))
+    source = b"".join(Path(file).read_bytes() for file in files)
     return {**fields, "num_init_draws": num_draws or 0, "source_crc32": zlib.crc32(source)}
 
 
 # ---- the file
 
-def import_file(path: Path) -> ModuleType:
+def import_file(path: Path, name: str) -> ModuleType:
     """Import a model.py, or the package in a folder, under the name by which train.py imports it."""
-    name = module_name(path)
     if "." in name:
         importlib.import_module(name.rpartition(".")[0])
     file = str(path / "__init__.py" if path.is_dir() else path)
@@ -114,39 +120,6 @@ def module_name(path: Path) -> str:
     dots = [] if path.is_dir() else re.findall(rb"^\s*from\s+(\.+)", path.read_bytes(), re.MULTILINE)
     level = max(map(len, dots), default=0)
     return ".".join([*path.parts[-1 - level:-1], path.stem])
-
-
-@contextmanager
-def importing_beside(path: Path) -> Iterator[list[ModuleType]]:
-    """In this block, imports find the neighbours of a model.py first, and nothing of this project. At its end, the list
-    has the modules of the same folder. They stay in sys.modules, for pickles, but in no other module's place.
-    """
-    root = path.parents[module_name(path).count(".")]
-    for name in imported:
-        sys.modules.pop(name, None)
-    taken = {module_name(path).partition(".")[0], *(["sampling"] if any(root.glob("sampling*")) else [])}
-    hidden = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in taken}
-    before, saved_path, modules = {*sys.modules}, sys.path[:], []
-    own_folder = os.path.realpath(sampling.__path__[-1])
-    sys.path[:] = [str(path.parent), str(root), *(p for p in saved_path if os.path.realpath(p) != own_folder)]
-    sys.dont_write_bytecode, saved_flag = True, sys.dont_write_bytecode # it may miss a change within a second
-    importlib.invalidate_caches()
-    try:
-        yield modules
-    finally:
-        sys.path[:], sys.dont_write_bytecode = saved_path, saved_flag
-        new = {name: sys.modules[name] for name in sys.modules.keys() - before}
-        new = {name: module for name, module in new.items() if is_in(root, module)}
-        modules += new.values()
-        sys.modules.update(hidden)
-        imported.clear()
-        imported.update(new.keys() - hidden.keys())
-
-
-def is_in(folder: Path, module: ModuleType) -> bool:
-    """Whether a module is in a folder, but not in an environment there."""
-    file = getattr(module, "__file__", None) or ""
-    return file.startswith(f"{folder}{os.sep}") and "site-packages" not in file
 
 
 @contextmanager

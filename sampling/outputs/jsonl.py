@@ -36,7 +36,7 @@ class Run:
     def line(self, sample: Sample) -> bytes:
         fields = SCORE_FIELDS if isinstance(sample, Score) else SAMPLE_FIELDS
         results = {name: getattr(sample, name) for name in fields}
-        results["cumulative_logprob"] = round_logprob(sample.cumulative_logprob)
+        results["cumulative_logprob"] = round_sum(sample)
         if (num_top := self.settings.get("logprobs")) is not None and sample.tokens:
             results["logprobs"] = {"content": [ # as in OpenAI's chat completions, with ids
                 filled({**token_fields(token), "top_logprobs": list(map(token_fields, token.top_logprobs[:num_top]))})
@@ -180,6 +180,13 @@ def token_fields(token: Token) -> dict[str, Any]:
 def round_logprob(logprob: float | None) -> float | None:
     """Round to three decimals, because further ones depend on which samples shared a batch."""
     return None if logprob is None else round(logprob, 3) + 0.0 # never -0.0
+
+
+def round_sum(sample: Sample) -> float | None:
+    """The sum of the log-probabilities: of a short text with more decimals, as the mean is printed with four."""
+    if isinstance(sample, Score):
+        return round(sample.cumulative_logprob, max(3, 6 - len(str(sample.num_tokens)))) + 0.0
+    return round_logprob(sample.cumulative_logprob)
 
 
 def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:

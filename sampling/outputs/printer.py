@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.outputs.console import clear_bar, is_tty, name_write_errors, plural, sanitize, start_progress_bar
-from sampling.outputs.jsonl import round_logprob
+from sampling.outputs.jsonl import round_sum
 from sampling.params import Piece, Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Printer:
             self.num_scores += 1
             self.total.num_tokens += sample.num_tokens
             self.total.num_bytes += sample.num_bytes
-            self.total.cumulative_logprob += round_logprob(sample.cumulative_logprob) # as in a resumed run
+            self.total.cumulative_logprob += round_sum(sample) # as in a resumed run
 
     def print_total(self) -> None:
         """Print the score of all texts together, if there were several."""
@@ -85,7 +85,7 @@ def summary(score: Score) -> str:
     """How many tokens of a text were scored, and how likely they are."""
     if not score.num_tokens:
         return "a single token, and no token comes before it"
-    nats = 0.0 - round_logprob(score.cumulative_logprob) / score.num_tokens # as in out_file, and in the total
+    nats = 0.0 - round_sum(score) / score.num_tokens # as in out_file, and in the total
     bits = nats * score.num_tokens / math.log(2) / max(1, score.num_bytes)
     perplexity = math.exp(nats) if nats < 700 else math.inf # there is no larger float
     return (f"{score.num_tokens:,} token{'' if score.num_tokens == 1 else 's'}, {nats:.4f} nats a token, perplexity "
