@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from sampling.checkpoints import build
 from sampling.checkpoints.build import EMBEDDING, HEAD, MASK_BUFFER, Checkpoint
 from sampling.checkpoints.model_source import is_edited
-from sampling.model import GPTConfig
+from sampling.model import GPT, GPTConfig
 from sampling.process import import_from, is_out_of_memory
 from sampling.sampler.mt19937 import advance_mt19937
 
@@ -33,7 +33,7 @@ TOLERANCE = 1e-4 # of logits that two programs compute for one model, in standar
 MAX_DRAWS = 16 # for each weight, to initialise a model
 FUNCTIONS = {**vars(F)} # a file may replace those of torch; then this project's GPT, too, computes something else
 import_lock = RLock() # sys.path and sys.modules belong to the whole process
-imported: set[str] = set() # the modules of the latest model_file: the next one may have others of these names
+imported: set[str] = set() # the modules of the latest model_file
 
 
 class OwnModel:
@@ -68,12 +68,10 @@ def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor], run
     own_model of a Checkpoint, and source_crc32, a checksum of the file and its neighbours. Raises ValueError, which
     names the file and its line.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no model_file {path}")
     name = module_name(path)
-    root = path.parents[name.count(".")]
-    for key in imported:
-        sys.modules.pop(key, None)
-    with (import_lock, import_from(str(path.parent), str(root), name=name.partition(".")[0]) as modules,
-          torch.random.fork_rng(devices=[])):
+    with importing(path, name) as modules, torch.random.fork_rng(devices=[]):
         with running(path, "import"):
             module = import_file(path, name)
         for needed in "GPT", "GPTConfig":
@@ -92,15 +90,28 @@ def load_own_model(path: Path, model_args: dict, tensors: dict[str, Tensor], run
         fields = examine(OwnModel(path, gpt.eval()), getattr(gpt, "config", config), runs_itself)
     if num_draws is None:
         logger.warning(f"{path} sets the seed itself, so the samples are not those of nanoGPT's sample.py")
-    imported.clear()
-    imported.update(modules.keys() - sys.modules.keys())
-    sys.modules.update({key: modules[key] for key in imported}) # pickles look for them there
     files = sorted(filter(None, {getattr(module, "__file__", None) for module in modules.values()}))
     source = b"".join(Path(file).read_bytes() for file in files)
     return {**fields, "num_init_draws": num_draws or 0, "source_crc32": zlib.crc32(source)}
 
 
 # ---- the file
+
+@contextmanager
+def importing(path: Path, name: str) -> Iterator[dict[str, ModuleType]]:
+    """In this block, a model.py finds its neighbours, but not those of the one before. The dict gets the modules of its
+    folder. They stay in sys.modules, where pickles look for them, if no other module has the place.
+    """
+    root = path.parents[name.count(".")]
+    with import_lock:
+        for key in imported:
+            sys.modules.pop(key, None)
+        with import_from(str(path.parent), str(root), name=name.partition(".")[0]) as modules:
+            yield modules
+        imported.clear()
+        imported.update(modules.keys() - sys.modules.keys())
+        sys.modules.update({key: modules[key] for key in imported})
+
 
 def import_file(path: Path, name: str) -> ModuleType:
     """Import a model.py, or the package in a folder, under the name by which train.py imports it."""
@@ -219,13 +230,15 @@ def find_equal(model: OwnModel, sizes: dict[str, int], windows: list[Tensor]) ->
     if is_tied:
         weights[EMBEDDING] = weights[HEAD]
 
-    def distance(gelu: str, ids: Tensor, **targets: Tensor) -> float:
-        gpt = build.build_gpt(Checkpoint("", GPTConfig(**fields, gelu=gelu), dict(weights), model.path))
+    configs = [GPTConfig(**fields, gelu=gelu) for gelu in ("none", "tanh")]
+    gpts = [build.build_gpt(Checkpoint("", config, dict(weights), model.path)) for config in configs]
+
+    def distance(gpt: GPT, ids: Tensor, **targets: Tensor) -> float:
         expected = model(ids, **targets)[0, -1].float()
         return float((gpt(ids)[0][0, -1] - expected).abs().max() / expected.std())
 
-    gelu = min(("none", "tanh"), key=lambda gelu: distance(gelu, windows[1]))
-    if distance(gelu, windows[1], targets=windows[1]) > TOLERANCE: # a model may differ only in its loss
-        return None
-    is_equal = all(distance(gelu, ids) <= TOLERANCE for ids in windows)
-    return {"config": GPTConfig(**fields, gelu=gelu), "state_dict": weights} if is_equal else None
+    short, middle, long = windows
+    gpt = min(gpts, key=lambda gpt: distance(gpt, middle))
+    is_equal = (distance(gpt, middle) <= TOLERANCE and distance(gpt, short) <= TOLERANCE
+                and distance(gpt, middle, targets=middle) <= TOLERANCE and distance(gpt, long) <= TOLERANCE)
+    return {"config": gpt.config, "state_dict": weights} if is_equal else None
