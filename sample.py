@@ -64,7 +64,7 @@ cuda_graphs = True # on a GPU, run each decode step as a CUDA graph, if graphs w
 context_shift = False # past block_size: drop the older half of a full window; much faster, but not nanoGPT's text
 draft = True # speculative decoding, with the same text: for one long sample at a time of a large model, on a CPU in
              # float32, a copy of the model in int8 proposes tokens, and the model checks several in one pass
-batch_size: int | None = None # how many samples to generate at once; None: as many as memory allows
+batch_size: int | None = None # how many samples to generate at once; None: up to 64, on a GPU 128
 
 # Where samples go
 out_file: str | None = None # append each sample as a line of JSON to this file; the same command resumes a run;

@@ -152,26 +152,23 @@ def check_fork() -> None:
                            'multiprocessing.get_context("spawn")')
 
 
-def read_cgroups(*files: str) -> Iterator[list[str]]:
-    """The words of these files in each control group (version 2) of this process, such as a container, from its own up
-    to the root, if the first word is a limit.
-    """
+def cpu_limits() -> Iterator[int]:
+    """How many cores each control group (version 2) of this process, such as a container, has the time of."""
     with suppress(OSError): # not Linux
         own = OWN_CGROUPS.read_text().partition("0::")[2] # such as "0::/docker/1f"
         group = CGROUPS / own.strip("/\n")
         for folder in group, *group.parents:
             with suppress(OSError): # inside a container, only the folder of its root may be there
-                words = " ".join((folder / file).read_text() for file in files).split()
-                if words[0] != "max":
-                    yield words
+                quota, period = (folder / "cpu.max").read_text().split()
+                if quota != "max":
+                    yield math.ceil(int(quota) / int(period))
 
 
 def limit_threads() -> None:
     """Let torch, and so the kernels, use no more threads than a container has the time of, unless the user chose."""
     import torch
-    limits = [math.ceil(int(quota) / int(period)) for quota, period in read_cgroups("cpu.max")]
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min([torch.get_num_threads(), *limits])) # torch has counted the cores
+        torch.set_num_threads(min([torch.get_num_threads(), *cpu_limits()])) # torch has counted the cores
 
 
 def peak_memory(device: "torch.device") -> int | None:
@@ -183,18 +180,6 @@ def peak_memory(device: "torch.device") -> int | None:
         import resource
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return None
-
-
-def free_memory(device: "torch.device") -> int:
-    """How many bytes this process may still use on a device. Processes of one machine share RAM, but not a GPU."""
-    if device.type == "cuda":
-        import torch
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
-    free = [psutil.virtual_memory().available]
-    for limit, used, *stat in read_cgroups("memory.max", "memory.current", "memory.stat"):
-        free.append(int(limit) - int(used) + int(stat[stat.index("inactive_file") + 1])) # a cache that can be dropped
-    return max(0, min(free)) // torchrun_number("LOCAL_WORLD_SIZE", 1)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

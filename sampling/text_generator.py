@@ -18,7 +18,7 @@ from sampling.generation.scoring import score_texts
 from sampling.inputs.prompts import EncodedPrompt, encode_prompts, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, Score, ScoringParams, check_values
-from sampling.process import check_fork, free_memory
+from sampling.process import check_fork
 
 logger = logging.getLogger(__name__)
 MIN_DRAFT_WEIGHTS = 50_000_000 # of a model whose steps wait for memory
@@ -51,10 +51,9 @@ class TextGenerator:
 
     def draft_for(self, num_tokens: int) -> Backend | None:
         """The draft for so many tokens of a single sample, if any. It is made when it pays for the first time."""
-        size = num_step_weights(self.backend.config) # and the bytes of a copy
         with self.draft_lock:
             if (self.may_draft and self.backend.can_copy_to_int8 and num_tokens >= MIN_DRAFT_TOKENS
-                    and size >= MIN_DRAFT_WEIGHTS and free_memory(self.device) > 2 * size):
+                    and num_step_weights(self.backend.config) >= MIN_DRAFT_WEIGHTS):
                 self.may_draft = False
                 if has_numba(is_required=False): # the working directory may be another one now
                     self.draft = self.backend.int8_copy()
@@ -81,7 +80,7 @@ class TextGenerator:
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None, **settings: Any) -> list[Sample]:
-        """Generate num_samples samples for each prompt, in order. batch_size=None: as many at once as memory allows.
+        """Generate num_samples samples for each prompt, in order. batch_size=None: the backend decides.
         settings: fields of SamplingParams, in place of those of params.
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})

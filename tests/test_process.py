@@ -4,29 +4,22 @@ import subprocess
 import sys
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import psutil
 import pytest
 import torch
 
 from project import PROJECT
 from sampling import process
 
-TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4")
+TORCHRUN = dict(TORCHELASTIC_RUN_ID="none", RANK="5", WORLD_SIZE="8")
 
 
 @pytest.mark.parametrize("variables, expected", [
-    (TORCHRUN, [5, 8, 4]), (dict(RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4"), [0, 1, 1])]) # a cluster's own
-def test_a_process_has_the_numbers_of_torchrun_and_its_share_of_the_memory(variables, expected, monkeypatch):
+    (TORCHRUN, [5, 8]), (dict(RANK="3", WORLD_SIZE="4"), [0, 1])]) # a cluster's own
+def test_a_process_has_the_numbers_of_torchrun(variables, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", variables)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1001))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {1: (900, 9999)}[device.index])
-    *numbers, num_sharing = expected
-    assert [process.rank(), process.world_size()] == numbers
-    assert process.free_memory(torch.device("cpu")) == 1001 // num_sharing
-    assert process.free_memory(torch.device("cuda", 1)) == 900
+    assert [process.rank(), process.world_size()] == expected
 
 
 def test_after_a_failed_capture_memory_that_torch_cannot_return_is_no_error(monkeypatch):
@@ -60,9 +53,7 @@ def test_waiting_threads_spin_unless_other_programs_use_half_of_the_cores(num_ru
 
 
 IN_A_CONTAINER = { # a made-up /sys/fs/cgroup. The process is in a group of its own inside the container's
-    "cpu.max": "max 100000", "box/cpu.max": "400000 100000", "box/job/cpu.max": "150000 100000",
-    "box/memory.max": "5000", "box/memory.current": "4600", "box/memory.stat": "anon 4000\ninactive_file 300",
-    "box/job/memory.max": "max", "box/job/memory.current": "4600", "box/job/memory.stat": "inactive_file 300"}
+    "cpu.max": "max 100000", "box/cpu.max": "400000 100000", "box/job/cpu.max": "150000 100000"}
 
 
 @pytest.fixture
@@ -72,10 +63,6 @@ def container(tmp_path, monkeypatch):
         (tmp_path / name).write_text(content + "\n")
     monkeypatch.setattr(process, "CGROUPS", tmp_path)
     monkeypatch.setattr(process, "OWN_CGROUPS", tmp_path / "own")
-
-
-def test_a_container_has_the_memory_of_its_smallest_limit(container):
-    assert process.free_memory(torch.device("cpu")) == 5000 - 4600 + 300, "the page cache can be dropped"
 
 
 @pytest.mark.usefixtures("container", "all_threads")

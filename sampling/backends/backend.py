@@ -25,6 +25,7 @@ class Backend:
     device: torch.device
     has_cache = True # whether new_cache returns one
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
+    max_batch_bytes = 2**31 # what these samples may take, unless it is a single one
     can_copy_to_int8 = False # whether int8_copy() gives the same model with int8 weights, for caches of this one
     max_window_tokens = math.inf # of a batch that is past block_size: with more, its steps are not more efficient
     full_vocabulary = False # whether top_k masks all logits, as in nanoGPT: see Sampler
@@ -130,7 +131,7 @@ class OwnBackend(Backend):
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high") # TF32
             torch.backends.cuda.enable_cudnn_sdp(True) # the default, which CUDABackend changes
-            self.min_flush_steps = 4 # as CUDABackend
+            self.min_flush_steps, self.max_batch_bytes = 4, 2**33 # as CUDABackend
 
     def new_cache(self, num_rows: int, capacity: int) -> None:
         """None: see above."""

@@ -51,6 +51,7 @@ class CUDABackend(EagerBackend):
     Without cuda_graphs, with compile, and once a graph has failed, the plain model runs. Changes the precision of
     matrix products and the choice of attention kernels for the whole process. Thread-safe: a lock admits one thread.
     """
+    max_batch_bytes = 2**33
     max_rows = 128 # a guess: the random numbers of each row need a kernel
     full_vocabulary = True
     min_flush_steps = 4 # each copy synchronises the GPU

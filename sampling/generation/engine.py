@@ -17,7 +17,7 @@ from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.prompts import log_notices
 from sampling.params import Piece, Sample, SamplingParams
-from sampling.process import free_memory, is_out_of_memory, return_freed_memory
+from sampling.process import is_out_of_memory, return_freed_memory
 from sampling.sampler.row_streams import RunStream
 from sampling.sampler.sampler import Sampler
 
@@ -33,7 +33,7 @@ MIN_LEAD = 0.05 # of a proposal's score over the next one, as a logarithm: below
 class Engine:
     """Gives samples their tokens: the same to each as if it were generated alone.
 
-    batch_size: how many samples to generate at once; None: as many as memory allows. stream: whether each token is
+    batch_size: how many samples to generate at once; None: as many as the backend likes. stream: whether each token is
     wanted as soon as possible.
     """
 
@@ -76,18 +76,18 @@ class Engine:
         """Divide the samples into batches, and leave out batches of which all samples are already saved.
 
         In the others, the saved samples are generated again: then the rest get the same logits as in the first run, to
-        the last bit. So the sizes must be those of the first run: they depend on the memory that is free at the start.
+        the last bit.
         """
-        samples, budget, waiting = iter(samples), free_memory(self.backend.device) // 2, []
+        samples, waiting = iter(samples), []
         most = self.batch_size or self.backend.max_rows
         while waiting := waiting + list(islice(samples, most - len(waiting))):
-            size = self.batch_size or self.count_fitting(waiting, budget)
+            size = self.batch_size or self.count_fitting(waiting)
             batch, waiting = waiting[:size], waiting[size:]
             if not all(sample.already_saved for sample in batch):
                 yield batch
 
-    def count_fitting(self, samples: list[Sample], budget: int) -> int:
-        """How many of the first samples fit into so many bytes, at least one, if each is as long as the longest.
+    def count_fitting(self, samples: list[Sample]) -> int:
+        """How many of the first samples make a batch, at least one, if each is as long as the longest.
 
         Past block_size, larger batches may not be faster: then they are small, so that the first samples are shown and
         saved while the others wait.
@@ -97,7 +97,7 @@ class Engine:
             longest = max(longest, len(sample.prompt_ids) + self.params.max_new_tokens)
             is_past = longest > backend.config.block_size and not self.params.context_shift
             num_window_tokens = size * backend.config.block_size if is_past else 0
-            is_too_large = size * backend.bytes_per_row(longest) > budget
+            is_too_large = size * backend.bytes_per_row(longest) > backend.max_batch_bytes
             if size > 1 and (is_too_large or num_window_tokens > backend.max_window_tokens):
                 return size - 1
         return len(samples)

@@ -15,13 +15,12 @@ from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Piece, SamplingParams, Score, ScoringParams
-from sampling.process import free_memory
 
 if TYPE_CHECKING: # it imports this file
     from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
-MAX_BATCH_TOKENS = 8192 # of the windows that are computed at once
+MAX_BATCH_TOKENS = 2048 # of the windows that are computed at once: with GPT-2's vocabulary, a gigabyte of logits
 
 
 class Window(NamedTuple):
@@ -41,7 +40,7 @@ def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringPa
     """
     new = (score for score in scores if not score.already_saved)
     most = batch_size or gpt.backend.max_rows
-    for batch in batches(windows(new, gpt.backend.config.block_size), gpt.backend, most):
+    for batch in batches(windows(new, gpt.backend.config.block_size), most):
         with gpt.inference():
             results = score_windows(gpt.backend, batch, params.num_logprobs)
         for window, (logprobs, top, top_ids) in zip(batch, results, strict=True):
@@ -82,12 +81,10 @@ def windows(scores: Iterable[Score], block_size: int) -> Iterator[Window]:
                          start == 0, end >= len(score.ids) - 1)
 
 
-def batches(all_windows: Iterator[Window], backend: Backend, most: int) -> Iterator[list[Window]]:
+def batches(all_windows: Iterator[Window], most: int) -> Iterator[list[Window]]:
     """Divide the windows, in order, into those that are computed at once, at most so many."""
-    bytes_per_token = 8 * backend.config.vocab_size + 100 * backend.config.n_embd # of logits and activations
-    max_tokens = min(MAX_BATCH_TOKENS, free_memory(backend.device) // 2 // bytes_per_token)
     while waiting := list(islice(all_windows, most)):
-        size = max(1, max_tokens // max(len(window.ids) for window in waiting))
+        size = max(1, MAX_BATCH_TOKENS // max(len(window.ids) for window in waiting))
         yield from (waiting[i:i + size] for i in range(0, len(waiting), size))
 
 

@@ -1,9 +1,7 @@
 """The loop that samples, with every backend; its batches; and how several processes share samples."""
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -61,13 +59,13 @@ def test_saved_samples_are_not_yielded_and_the_others_are_equal_to_the_last_bit(
     assert [sample.tokens for sample in run(gpt, samples, params, 4)] == [whole[i].tokens for i in (3, 4, 6, 7)]
 
 
-@pytest.mark.parametrize("lengths, free, sizes", [
-    (9 * [4], 16, [8, 1]), (9 * [4], 8, [4, 4, 1]), (9 * [4], 0, 9 * [1]),
-    ([4, 4, 4, 8, 4, 4, 4, 4], 8, [3, 1, 1, 3])]) # a long prompt makes only its own batch smaller
-def test_a_batch_gets_half_of_the_memory_that_is_free_when_the_run_starts(tokenizer, lengths, free, sizes, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+@pytest.mark.parametrize("lengths, most, sizes", [
+    (9 * [4], 8, [8, 1]), (9 * [4], 4, [4, 4, 1]), (9 * [4], 0, 9 * [1]),
+    ([4, 4, 4, 8, 4, 4, 4, 4], 4, [3, 1, 1, 3])]) # a long prompt makes only its own batch smaller
+def test_a_batch_is_not_too_large(tokenizer, lengths, most, sizes):
     backend = NotingBackend(make_gpt())
     backend.max_rows, backend.bytes_per_row = 8, {4 + 2: 1, 8 + 2: 2}.get # of the prompt, and of the new tokens
+    backend.max_batch_bytes = most
     samples = make_samples(tokenizer, ["a" * length for length in lengths])
     run(make_generator(tokenizer, backend), samples, replace(PARAMS, max_new_tokens=2))
     assert [size for i, size in enumerate(backend.num_rows) if i % 2] == sizes, "every other call is a prefill"

@@ -64,7 +64,7 @@ def test_a_byte_order_mark_that_no_token_has_does_not_count(tokenizer):
     assert gpt.score("\ufeffMy lord").num_bytes == gpt.score("My lord").num_bytes == len("y lord")
 
 
-@pytest.mark.parametrize("max_tokens", [16, 40, 8192])
+@pytest.mark.parametrize("max_tokens", [16, 40, 2048])
 def test_no_text_changes_the_score_of_another(tokenizer, max_tokens, monkeypatch):
     monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", max_tokens)
     gpt = make_generator(tokenizer, NotingBackend(make_gpt()))
@@ -73,7 +73,7 @@ def test_no_text_changes_the_score_of_another(tokenizer, max_tokens, monkeypatch
     scores[3].already_saved = True
     finished = [found for found, _ in gpt.run(scores, ScoringParams()) if found.finish_reason]
     assert finished == [scores[i] for i in (0, 1, 2, 4, 5, 6, 7)] # each once
-    assert max(gpt.backend.num_rows) == {16: 1, 40: 2, 8192: 64}[max_tokens] # windows of 16 tokens
+    assert max(gpt.backend.num_rows) == {16: 1, 40: 2, 2048: 64}[max_tokens] # windows of 16 tokens
     for found in finished:
         assert found.cumulative_logprob == pytest.approx(score(gpt, found.prompt.text), rel=1e-5)
 

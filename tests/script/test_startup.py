@@ -17,7 +17,7 @@ from project import PROJECT, RULE, SCRIPT
 from sampling.process import cores_are_busy, peak_memory
 
 FAST = "--num_samples=1", "--max_new_tokens=5", "--device=cpu"
-HEAVY = {"torch", "numpy", "numba", "tiktoken", "transformers", "safetensors", "huggingface_hub", "tqdm", "psutil"}
+HEAVY = {"torch", "numpy", "numba", "tiktoken", "transformers", "safetensors", "huggingface_hub", "tqdm"}
 HOST = f"""
 import runpy, signal, sys
 kept = [] # a notebook keeps the latest one
