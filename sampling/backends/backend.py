@@ -126,6 +126,8 @@ class OwnBackend(Backend):
         self.config = config
         self.device = device
         self.max_forward_tokens = 1024 if device.type == "cpu" else 2**20 # with more, a CPU's caches lose activations
+        if model.couples_rows:
+            self.max_rows = self.max_forward_tokens = 1
         gpt = model.gpt.to(device)
         model.forward = compiled(gpt) if compile else gpt
         if device.type == "cuda":

@@ -100,6 +100,15 @@ def test_what_needs_a_cache_or_weights_of_gpt2_is_one_line(fork, sample):
     assert done.returncode == 2 and "model_file is for a ckpt.pt: leave out init_from" in done.stderr
 
 
+def test_a_forward_without_targets_is_sampled_and_cannot_be_scored(fork, sample, run_script, tmp_path):
+    path = fork("def forward(self, idx, targets=None, ", "def forward(self, idx, ")
+    path.write_text(path.read_text().replace("if targets is None:", "if True:"))
+    done = sample("--model_file=model.py")
+    assert done.stdout == fork_text(path, tmp_path / "out", "The ", 3, 22, temperature=0.8, top_k=20)
+    done = run_script("--out_dir=out", "--model_file=model.py", "--start=The ", "--score", cwd=tmp_path)
+    assert done.returncode == 1 and "unexpected keyword argument 'targets'" in done.stderr.splitlines()[-1]
+
+
 def test_a_resumed_run_notices_an_edit_of_the_file_or_of_its_neighbour(fork, sample, tmp_path):
     path = fork(*OTHERS["SiLU"])
     path.write_text("from size import SIZE\n" + path.read_text())
