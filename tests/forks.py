@@ -43,6 +43,7 @@ OTHERS = { # what computes something else than GPT-2: a part of our model.py, an
     "layers twice": ("x = block(x, ", "x = block(block(x), "),
     "an embedding multiplier": ("x = self.transformer.drop(x)", "x = self.transformer.drop(3 * x)"),
     "rows that see each other": ("self.transformer.ln_f(x)", "self.transformer.ln_f(3 * x.mean(dim=0) + F.relu(x))"),
+    "a mask": (HEAD, "return self.lm_head(x[:, [-1]]).index_fill(-1, torch.tensor([3]), -torch.inf), None"),
     "a logit cap": (HEAD, "return 3 * torch.tanh(self.lm_head(x[:, [-1]]) / 3), None"),
     "LoRA merged in eval": ("\n    def init_weights(", LORA),
 }

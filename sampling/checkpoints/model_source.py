@@ -31,6 +31,7 @@ KNOWN = { # unit -> digests: of nanoGPT's versions, the newest first, and of thi
     "GPT._init_weights": "ed6338ff ad8e96c9 f8f207bf",
     "GPT.init_weights": "433141da",
     "GPT.forward": "0bf54c61 3bb6c019 b5b28adf",
+    "GPT.generate": "3ad788ef df5fcff1",
     "GPTConfig": "4f53cda1", # what its body has besides fields
     "Block": "a50d843b ddb391eb 77f68195 d968b919 b2834907",
     "CausalSelfAttention": "a2e797b0 64f8f9a8 8fac24ab a8c30d8b 6582d110 42addc62 ee139506",
@@ -48,8 +49,14 @@ class ModelSource(NamedTuple):
     """What a model.py shows."""
     path: Path
     differences: list[str] # the units that are not nanoGPT's
+    edits_generate: bool = False # which changes no logits
     gelu: str = "none" # as in GPTConfig
     drops_while_sampling: bool = False # unless its dropout is 0
+
+    def warn_of_generate(self) -> None:
+        """Say so if its loop is not nanoGPT's: it is never called."""
+        if self.edits_generate:
+            logger.warning(f"{self.path}: its generate was edited, and is not called: nanoGPT's own loop samples")
 
     def reject(self, differences: list[str]) -> None:
         """Raises ValueError if there are differences."""
@@ -73,18 +80,19 @@ def require_unedited() -> None:
                          f"for a ckpt.pt, pass --model_file={quote(path)}, which runs it")
 
 
-def find_source(out_dir: Path) -> ModelSource:
-    """The model.py that belongs to a checkpoint in out_dir: in this folder, in its parent, or in the working directory
-    if out_dir lies in it; nanoGPT's newest if no file there has a class GPT. Raises ValueError if it is edited.
+def find_source(checkpoint: Path) -> ModelSource:
+    """The model.py that belongs to a ckpt.pt: in its folder, in the parent of that, or in the working directory if the
+    file lies in it; nanoGPT's newest if no file there has a class GPT. Raises ValueError if it is edited.
     """
-    folder = Path(os.path.abspath(out_dir))
-    places = [folder, folder.parent]
-    if Path.cwd() in (*folder.parents, *folder.resolve().parents):
+    files = Path(os.path.abspath(checkpoint)), checkpoint.resolve() # which is elsewhere if one is a link
+    places = [folder for file in files for folder in file.parents[:2]]
+    if Path.cwd() in (*files[0].parents, *files[1].parents):
         places.append(Path.cwd())
-    for path in [place / "model.py" for place in places]:
+    for path in [place / "model.py" for place in dict.fromkeys(places)]:
         source = read_source(path) if path.is_file() else None
         if source:
             source.reject(source.differences)
+            source.warn_of_generate()
             if source.gelu == "tanh":
                 logger.info(f"{path} is nanoGPT's from before June 2023: using its GELU, the tanh form")
             return source
@@ -172,8 +180,9 @@ def compare(path: Path, bindings: dict[str, list[Any]]) -> ModelSource:
                 differences.append(unit)
             used = {node.id for node in walk(part) if isinstance(node, ast.Name)} - {*waiting}
             waiting += sorted(other for other in used if other in KNOWN or hasattr(builtins, other))
+    others = [unit for unit in differences if unit != "GPT.generate"]
     gelu = "tanh" if "new_gelu" in waiting else "none"
-    return ModelSource(path, differences, gelu, DROPS_WHILE_SAMPLING in found)
+    return ModelSource(path, others, len(others) < len(differences), gelu, DROPS_WHILE_SAMPLING in found)
 
 
 def units(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -195,6 +204,8 @@ def units(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"GPT.{method}", methods[method]
             used = {node.attr for node in walk(methods[method]) if isinstance(node, ast.Attribute)}
             waiting += sorted(used & methods.keys() - {*waiting})
+        if "generate" in methods:
+            yield "GPT.generate", methods["generate"]
 
 
 def walk(part: Any) -> Iterator[ast.AST]:

@@ -56,7 +56,7 @@ def load_nanogpt(out_dir: str | Path, dtype: torch.dtype = torch.float32, model_
         raise FileNotFoundError(f"there is no checkpoint at {path}{is_folder}; {finding.advice(Path(out_dir))}")
     if model_file in (None, NANOGPT):
         require_unedited()
-        source = ModelSource(Path(NANOGPT), []) if model_file else find_source(path.parent)
+        source = ModelSource(Path(NANOGPT), []) if model_file else find_source(path)
         fields = read_complete([path], partial(read_gpt, source=source, dtype=dtype))
         if source.drops_while_sampling and fields["config"].dropout:
             source.reject(["dropout while it samples"])

@@ -4,6 +4,7 @@ If the model computes what GPT-2 does, the backends of this project run its weig
 """
 import importlib
 import logging
+import math
 import re
 import sys
 import traceback
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 from sampling.checkpoints import build
 from sampling.checkpoints.build import EMBEDDING, HEAD, MASK_BUFFER, Checkpoint
-from sampling.checkpoints.model_source import is_edited
+from sampling.checkpoints.model_source import is_edited, read_source
 from sampling.model import GPTConfig
 from sampling.process import import_from, is_out_of_memory
 from sampling.sampler.mt19937 import advance_mt19937
@@ -31,7 +32,8 @@ from sampling.sampler.mt19937 import advance_mt19937
 logger = logging.getLogger(__name__)
 TOLERANCE = 1e-4 # of logits that two programs compute for one model, in standard deviations of these logits
 MAX_DRAWS = 16 # for each weight, to initialise a model
-FUNCTIONS = {**vars(F)} # a file may replace those of torch; then this project's GPT, too, computes something else
+# A file may replace what is in torch. Then this project's GPT, too, computes something else.
+MODULES = {module: {**vars(module)} for module in (F, nn)}
 import_lock = RLock() # sys.path and sys.modules belong to the whole process
 imported: set[str] = set() # the modules of the latest model_file
 
@@ -204,17 +206,20 @@ def examine(model: OwnModel, config: Any, runs_itself: bool) -> dict[str, Any]:
                for length in (1, 8, sizes["block_size"])]
     start = torch.get_rng_state()
     logits = torch.cat([model(ids)[:, -1] for ids in windows[:2]])
-    if not logits.isfinite().all():
+    if not logits.amax(dim=-1).isfinite().all(): # -inf masks a token
         raise ValueError(f"{model.path}: forward returns logits that are NaN or infinite")
     together = torch.randint(sizes.get("vocab_size", 1), (8, windows[1].size(1)), generator=generator)
     alone = torch.cat([model(row)[:, -1] for row in together.split(1)])
     if not distance(model(together)[:, -1], alone) <= TOLERANCE:
         model.couples_rows = True
         logger.info(f"{model.path}: a row's logits depend on the other rows, so each sample is computed alone")
+    source = read_source(model.path) if model.path.is_file() else None
+    if source:
+        source.warn_of_generate()
     is_random = not torch.equal(start, torch.get_rng_state())
     if is_random:
         logger.warning(f"{model.path}: forward draws random numbers, so the samples cannot be nanoGPT's")
-    elif not (runs_itself or is_edited() or vars(F) != FUNCTIONS) and (equal := find_equal(model, sizes, windows)):
+    elif not (runs_itself or is_edited() or is_patched()) and (equal := find_equal(model, sizes, windows)):
         logger.info(f"{model.path} computes what GPT-2 does: the kernels of this project run it")
         return equal
     logger.info(f"{model.path} runs itself: it computes the whole window for each token, as in nanoGPT")
@@ -248,5 +253,14 @@ def find_equal(model: OwnModel, sizes: dict[str, int], windows: list[Tensor]) ->
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of logits, in standard deviations of the expected ones."""
-    return float((found.float() - expected.float()).abs().max() / expected.float().std())
+    """The largest difference of logits, in standard deviations of the expected ones; infinite for other shapes."""
+    found, expected = found.float(), expected.float()
+    if found.shape != expected.shape: # a model may cut what pads its vocabulary
+        return math.inf
+    difference = (found - expected).abs().masked_fill(found == expected, 0) # -inf - -inf is NaN
+    return float(difference.max() / expected[expected.isfinite()].std())
+
+
+def is_patched() -> bool:
+    return any(getattr(module, name, None) is not value
+               for module, names in MODULES.items() for name, value in names.items())

@@ -6,7 +6,7 @@ import torch
 import sampling
 from engines import ON_GPU
 from forks import EQUAL, HEAD, OTHERS, OURS, edit, fork_text, load_fork
-from models import CHARS, make_gpt
+from models import CHARS, make_gpt, save_meta
 from oracles import nanogpt_generate
 from project import RULE
 from sampling.checkpoints.build import count_init_draws
@@ -107,6 +107,13 @@ def test_a_forward_without_targets_is_sampled_and_cannot_be_scored(fork, sample,
     assert done.stdout == fork_text(path, tmp_path / "out", "The ", 3, 22, temperature=0.8, top_k=20)
     done = run_script("--out_dir=out", "--model_file=model.py", "--start=The ", "--score", cwd=tmp_path)
     assert done.returncode == 1 and "unexpected keyword argument 'targets'" in done.stderr.splitlines()[-1]
+
+
+def test_a_model_that_cuts_the_padding_of_its_vocabulary_runs_itself(fork, sample, tmp_path):
+    fork(HEAD, "return self.lm_head(x[:, -1:])[..., :60], None")
+    save_meta(tmp_path / "out/meta.pkl", CHARS[:60])
+    done = sample("--model_file=model.py")
+    assert done.returncode == 0 and "runs itself" in done.stderr
 
 
 def test_a_resumed_run_notices_an_edit_of_the_file_or_of_its_neighbour(fork, sample, tmp_path):
