@@ -23,6 +23,7 @@ class Backend:
     """
     config: GPTConfig
     device: torch.device
+    has_kernels = False # whether numba is loaded, so that the sampler uses its kernels too
     has_cache = True # whether new_cache returns one
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
     max_batch_bytes = 2**31 # what these samples may take, unless it is a single one

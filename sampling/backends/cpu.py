@@ -2,33 +2,23 @@
 
 Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B * T.
 """
-import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from threading import RLock, local
-from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sampling import jit
 from sampling.backends import cpu_kernels as kernels
 from sampling.backends.backend import Backend
 from sampling.checkpoints.build import QuantizedWeight, quantize
 from sampling.model import GPTConfig, KVCache
 
-logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
 MAX_KERNEL_ROWS = 32 if kernels.has_32_registers else 64 # with more rows, F.linear is as fast in float32, or faster
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
-WORK_PER_THREAD = 32_000 # multiply-adds: a thread that has fewer takes longer to start than it saves
-
-# One of numba's threading layers serves one thread at a time. A signal handler, which Python calls between two kernels,
-# may run kernels in the thread that has the lock.
-run_lock, this_thread = RLock(), local()
 
 
 class Linear:
@@ -48,14 +38,16 @@ class Linear:
             y = F.gelu(y, approximate=gelu) if gelu else y
             return (y.add_(torch.from_numpy(residual)) if residual.size else y).numpy()
         work = x.size * len(self.weight)
-        return run_kernel(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu], residual)
+        return jit.run(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu], residual)
 
 
 class CPUBackend(Backend):
     """Computes the logits of a GPT, without copying its float32 weights, which are named as nanoGPT's. int8: round
     those that are not QuantizedWeights yet; activations and sums are float32 all the same.
     """
-    device, max_window_tokens = torch.device("cpu"), 1280
+    device = torch.device("cpu")
+    max_window_tokens = 1280
+    has_kernels = True
 
     def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False):
         def linear(name: str) -> Linear:
@@ -69,10 +61,10 @@ class CPUBackend(Backend):
             bias = as_array(weights.get(f"{name}.bias", torch.zeros(config.n_embd)).float())
             # With the threads of the Linears around it, because another number would cost more than it saves.
             work = config.n_embd ** 2
-            return lambda x: run_kernel(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
+            return lambda x: jit.run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
 
         self.config, self.weights, self.can_copy_to_int8 = config, weights, not int8
-        compile_kernels("int8" if int8 else "float32")
+        load_kernels("int8" if int8 else "float32")
         self.lm_head = linear("lm_head")
         self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
         self.wpe, self.ln_f = as_array(weights["transformer.wpe.weight"].float()), layer_norm("transformer.ln_f")
@@ -112,7 +104,7 @@ class CPUBackend(Backend):
         T, start = len(qkv) // B, 0 if cache is None else cache.seq_len
         if cache is not None and num_last == T <= MAX_KERNEL_TOKENS and cache.layers[layer].size(1) == B:
             work, (keys, values) = 2 * len(qkv) * (start + T) * E, cache.layers[layer].numpy() # (B, H, C, D) each
-            return run_kernel(kernels.attention, work, qkv, keys, values, start)
+            return jit.run(kernels.attention, work, qkv, keys, values, start)
         q, k, v = torch.from_numpy(qkv).view(B, T, 3, H, E // H).permute(2, 0, 3, 1, 4) # (B, H, T, D) each
         if cache is not None:
             keys, values = cache.layers[layer][..., :start + T, :]
@@ -130,36 +122,9 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return array if array.flags.aligned else array.copy()
 
 
-def run_kernel(kernel: Callable[..., Any], work: int, *arguments: Any) -> Any:
-    """Call a kernel with as many threads as its multiply-adds are worth, and at most as many as torch uses."""
-    most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    num_threads = min(most, 1 + work // WORK_PER_THREAD)
-    if getattr(this_thread, "num_threads", None) != num_threads: # numba keeps the number for each Python thread
-        numba.set_num_threads(num_threads)
-        this_thread.num_threads = num_threads
-    with run_lock:
-        return kernel(*arguments)
-
-
-def compile_kernels(dtype: str) -> None:
-    """Load the kernels for weights of this dtype from numba's cache, or compile and save them. If that fails, as with a
-    damaged file or a full disk, remove the indexes of the cache and try once more.
-    """
-    with run_lock:
-        x, cache = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)
-        calls = {kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
-                 kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL)}
-        is_new, num_threads = False, torch.get_num_threads()
-        for kernel, arguments in calls.items():
-            if kernel.signatures: # this process has it already
-                continue
-            try:
-                kernel(*arguments)
-            except Exception:
-                for path in Path(kernel.stats.cache_path or "/nowhere").glob("*.nbi"):
-                    path.unlink(missing_ok=True)
-                kernel(*arguments)
-            if not is_new and sum(kernel.stats.cache_misses.values()):
-                is_new = True
-                logger.info("compiling kernels for this processor, once, which takes some seconds ...")
-        torch.set_num_threads(num_threads) # where both share an OpenMP, torch has as many threads as numba now
+def load_kernels(dtype: str) -> None:
+    """Load the kernels for weights of this dtype, or compile them."""
+    x = np.zeros((1, 1), np.float32)
+    cache = np.zeros((1, 1, 1, 1), np.float32)
+    jit.load({kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
+              kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL)})

@@ -5,20 +5,14 @@ S its positions so far, C room for positions in the cache, E width, H heads, D =
 C-contiguous. The backend calls layer_norm, attention and those of LINEAR; the other functions are parts of them.
 """
 import math
-import os
 import platform
-from collections.abc import Callable
-from contextlib import suppress
-from types import FunctionType
+from functools import partial
 
 import numpy as np
-from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import config, njit, prange
 
-# For Intel's processors, LLVM uses half of the AVX-512 registers by default, although all of them are faster here.
-with suppress(RuntimeError): # the features of this processor are unknown
-    if config.CPU_FEATURES is None and (features := get_host_cpu_features()).get("avx512f"):
-        config.CPU_FEATURES = f"{features.flatten()},-prefer-256-bit"
+from sampling import jit
+
 # AVX-512 and ARM have 32 vector registers, other processors 16. all_rows keeps its sums in them.
 has_32_registers = "+avx512f" in (config.CPU_FEATURES or "") or platform.machine() in ("aarch64", "arm64")
 OUTPUTS, GROUP = (4, 10) if has_32_registers else (2, 5)
@@ -30,23 +24,8 @@ Array = np.ndarray
 BLOCK = 16 # neighbouring outputs that a thread computes at once
 ZERO, ONE = np.float32(0), np.float32(1)
 
-OPTIONS = dict(nogil=True, fastmath=FLAGS, error_model="numpy")
-inner = njit(**OPTIONS)
-
-
-def parallel(function: FunctionType, weights: str = "") -> Callable[..., Array]:
-    """Compile a function whose pranges run on several threads, and keep the machine code in numba's cache.
-
-    numba numbers the cache files of a function, and two processes that compile it at once, for other types or on other
-    processors, could take the same number. So each dtype of the weights and each processor has a function of its own.
-    """
-    function = FunctionType(function.__code__, globals(), function.__name__)
-    function.__qualname__ = "_".join(filter(None, [function.__name__, weights, get_host_cpu_name()]))
-    with suppress(RuntimeError): # neither this folder nor the user's cache is writable
-        cached = njit(cache=True, parallel=True, **OPTIONS)(function)
-        if config.CACHE_DIR or os.path.isabs(cached.stats.cache_path): # a user without a home has a cache in ./~
-            return cached
-    return njit(parallel=True, **OPTIONS)(function)
+inner = njit(fastmath=FLAGS, **jit.OPTIONS)
+parallel = partial(jit.parallel, fastmath=FLAGS)
 
 
 @inner
@@ -173,7 +152,7 @@ def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, resid
     return y
 
 
-LINEAR: dict[str, Callable[..., Array]] = {dtype: parallel(linear, dtype) for dtype in ("float32", "int8")}
+LINEAR: dict[str, jit.Kernel] = {dtype: parallel(linear, dtype) for dtype in ("float32", "int8")}
 
 
 @parallel

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from sampling.backends.backend import Backend
 from sampling.generation.detokenizer import Detokenizer
 from sampling.params import SamplingParams
-from sampling.sampler.row_streams import RowStreams, RunStream
+from sampling.sampler.row_streams import RunStream
 
 NOT_FINITE = ("the model's logits are NaN or infinite: the checkpoint may be damaged, its training may have diverged, "
               "or dtype=float16 overflows (try dtype=bfloat16 or float32)")
@@ -52,7 +52,7 @@ class Batch:
         # One tensor, because a copy from the host at each step would synchronise the GPU. -1: the row has none left.
         rests = [torch.tensor(ids[length:], dtype=torch.long) for ids in prompts]
         self.forced = pad_sequence(rests, padding_value=-1).to(backend.device)[..., None] # (steps, B, 1)
-        self.streams = RowStreams(run_stream, [row.sample.index for row in rows], self.first_steps)
+        self.streams = run_stream.for_rows([row.sample.index for row in rows], self.first_steps)
         self.num_steps = 0 # so far
         self.pending: list[Step] = [] # the latest steps, whose tokens are not on the host yet
         self.flush_time = time.monotonic()

@@ -18,7 +18,7 @@ from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.prompts import log_notices
 from sampling.params import Piece, Sample, SamplingParams
 from sampling.process import is_out_of_memory, return_freed_memory
-from sampling.sampler.row_streams import RunStream
+from sampling.sampler.row_streams import RunStream, exponential_is_from_bits
 from sampling.sampler.sampler import Sampler
 
 if TYPE_CHECKING: # it imports this file
@@ -41,12 +41,19 @@ class Engine:
                  stream: bool = False):
         self.gpt, self.params, self.batch_size = gpt, params, batch_size
         backend = self.backend = gpt.backend
+        row_type = kernel = None
+        if backend.has_kernels and exponential_is_from_bits():
+            from sampling.sampler import kernels  # numba takes a while
+            kernels.load()
+            row_type = kernels.KernelStreams
+            kernel = kernels.choose_ids
         self.run_stream = RunStream(params.seed, backend.device, gpt.checkpoint.num_init_draws,
-                                    draws_per_sample=params.max_new_tokens, vocab_size=backend.config.vocab_size)
+                                    draws_per_sample=params.max_new_tokens, vocab_size=backend.config.vocab_size,
+                                    row_type=row_type)
         # nanoGPT samples in the dtype of its logits, which on most devices are float32; transformers in float32.
         in_logits_dtype = backend.full_vocabulary and not gpt.checkpoint.is_huggingface
         self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
-                               full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype)
+                               full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype, kernel=kernel)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
         self.waiting: deque[Detokenizer] = deque() # the rows whose samples are yielded next, in order
         if gpt.checked_stops != params.stop_texts:
@@ -210,10 +217,9 @@ def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
     seq_len, room = cache.seq_len, batch.backend.config.block_size - ids.size(1)
     for i in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
         logits = draft.logits(ids[:, cache.seq_len:], cache)
-        scores, candidates = sampler.scores(logits, ids, None if sampler.is_greedy else batch.streams.peek(i))
-        token = sampler.pick(scores, candidates)
+        token, lead = sampler.propose(logits, ids, None if sampler.is_greedy else batch.streams.peek(i))
         ids = torch.cat([ids, token], dim=1)
-        if sampler.lead(scores) < MIN_LEAD:
+        if lead < MIN_LEAD:
             break
     cache.seq_len = seq_len
     return ids[:, batch.window.size(1):]

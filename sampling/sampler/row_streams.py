@@ -18,21 +18,29 @@ class RunStream:
 
     On the CPU, nanoGPT first draws num_init_draws 32-bit numbers to initialise its model. Then each sample takes
     draws_per_sample (max_new_tokens) draws of vocab_size exponential numbers.
+
+    row_type: the class of what for_rows returns; None: RowStreams.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu", num_init_draws: int = 0,
-                 draws_per_sample: int = 0, vocab_size: int = 0):
-        self.device, self.draws_per_sample, self.vocab_size = torch.device(device), draws_per_sample, vocab_size
+                 draws_per_sample: int = 0, vocab_size: int = 0, row_type: "type[RowStreams] | None" = None):
+        self.row_type = row_type or RowStreams
+        self.device = torch.device(device)
+        self.draws_per_sample = draws_per_sample
+        self.vocab_size = vocab_size
         self.generator = torch.Generator(self.device if self.device.type == "cuda" else "cpu").manual_seed(seed)
         if self.device.type != "cuda":
             advance_mt19937(self.generator, num_init_draws)
-        self.start, self.index = self.generator.clone_state(), 0 # the generator is at the start of this sample
+        self.start = self.generator.clone_state()
+        self.index = 0 # of the sample at whose start the generator is
 
     def generator_for_sample(self, index: int) -> torch.Generator:
         """A generator at the start of sample number index. Increasing indices take the least time."""
         if index < self.index: # the generator cannot go back, so it starts again
-            self.generator, self.index = self.start.clone_state(), 0
-        num_draws, self.index = (index - self.index) * self.draws_per_sample, index
+            self.generator = self.start.clone_state()
+            self.index = 0
+        num_draws = (index - self.index) * self.draws_per_sample
+        self.index = index
         numbers = torch.empty(self.vocab_size, dtype=torch.float32, device=self.generator.device)
         if self.device.type == "cuda": # the state is a counter: measure one draw, then multiply
             start = self.generator.get_offset()
@@ -45,23 +53,30 @@ class RunStream:
                 numbers.exponential_(generator=self.generator)
         return self.generator.clone_state()
 
+    def for_rows(self, samples: list[int], first_steps: list[int]) -> "RowStreams":
+        """The random numbers of a batch, whose rows are samples with these indices."""
+        return self.row_type(self, samples, first_steps)
+
 
 class RowStreams:
     """The random numbers of a batch, whose rows are these samples of the run.
 
-    first_steps: the step of the batch in which each row needs numbers for the first time; None: all in step 0.
+    first_steps: the step of the batch in which each row needs numbers for the first time.
     """
 
-    def __init__(self, run: RunStream, samples: list[int], first_steps: list[int] | None = None):
+    def __init__(self, run: RunStream, samples: list[int], first_steps: list[int]):
         self.generators = [run.generator_for_sample(index) for index in samples] # one per row
-        self.first_steps, self.step = first_steps or [0] * len(samples), 0 # the step of the next draw
-        self.device, source = run.device, run.generator.device
-        dtype = torch.int64 if self.device.type == "cpu" and exponential_is_from_bits() else torch.float32
-        self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=source) # (B, V): the latest draw
+        self.first_steps = first_steps
+        self.step = 0 # of the next draw
+        self.device = run.device
+        is_bits = self.device.type == "cpu" and exponential_is_from_bits()
+        dtype = torch.int64 if is_bits else torch.float32
+        self.numbers = torch.empty(len(samples), run.vocab_size, dtype=dtype, device=run.generator.device) # (B, V)
         self.ahead: deque[Tensor] = deque() # the numbers of the next steps that were peeked at
 
     def select_rows(self, rows: list[int]) -> None:
-        self.generators, self.first_steps = [self.generators[i] for i in rows], [self.first_steps[i] for i in rows]
+        self.generators = [self.generators[i] for i in rows]
+        self.first_steps = [self.first_steps[i] for i in rows]
         self.numbers = self.numbers[:len(rows)]
 
     def next(self) -> Tensor:
@@ -75,11 +90,15 @@ class RowStreams:
         return self.ahead[num_steps]
 
     def draw_step(self) -> Tensor:
-        for row, generator, first_step in zip(self.numbers, self.generators, self.first_steps, strict=True):
-            if self.step >= first_step:
-                draw(row, generator)
+        self.draw_rows([self.step >= first_step for first_step in self.first_steps])
         self.step += 1
         return self.numbers.to(self.device)
+
+    def draw_rows(self, is_drawn: list[bool]) -> None:
+        """Draw the numbers of the next step for these rows."""
+        for row, generator, needs_numbers in zip(self.numbers, self.generators, is_drawn, strict=True):
+            if needs_numbers:
+                draw(row, generator)
 
 
 def draw(numbers: Tensor, generator: torch.Generator) -> Tensor:

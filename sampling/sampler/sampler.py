@@ -7,13 +7,16 @@ sample do not depend on its batch.
 Axes: B rows, V vocabulary entries, S tokens so far, K candidates.
 """
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from sampling.sampler.row_streams import exponentials
 
+Kernel = Callable[[Tensor, float, int | None, Tensor], tuple[Tensor, Tensor]]
 ROOM_FOR_TIES = 64 # bfloat16 logits nearly always tie with the k-th largest
+MAX_LOGIT = 1e9 # no model has larger ones
 
 
 class Sampler:
@@ -24,22 +27,42 @@ class Sampler:
     the K largest if they have all ties with the k-th, which takes half of the time, and a twentieth with top_p.
     in_logits_dtype: apply temperature and top_k in the dtype of the logits, as nanoGPT does under autocast; otherwise,
     and in all other steps, compute in float32.
+    kernel: chooses instead of torch if only temperature and top_k are set: see choose_ids in kernels.py.
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
                  min_p: float | None = None, repetition_penalty: float = 1.0, *, full_vocabulary: bool = False,
-                 in_logits_dtype: bool = False):
-        self.penalty, self.temperature, self.top_k = repetition_penalty, float(temperature), top_k
-        self.top_p, self.min_p, self.full_vocabulary = top_p, min_p, full_vocabulary
+                 in_logits_dtype: bool = False, kernel: Kernel | None = None):
+        self.penalty = repetition_penalty
+        self.temperature = float(temperature)
+        self.top_k = top_k
+        self.top_p = top_p
+        self.min_p = min_p
+        self.full_vocabulary = full_vocabulary
         self.is_greedy = temperature == 0
         self.dtype = None if in_logits_dtype else torch.float32 # None: that of the logits
+        has_filter = repetition_penalty != 1 or min_p or (top_p is not None and top_p < 1)
+        is_ordinary = self.temperature * torch.finfo(torch.float32).max > MAX_LOGIT
+        self.kernel = kernel if is_ordinary and not has_filter else None
 
     def __call__(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> Tensor:
         """Logits (B, V) and the ids (B, S) that the model saw -> the next ids (B, 1).
 
         noise (B, V): see exponentials; None if is_greedy. The largest logit of each row must be finite.
         """
+        if self.kernel:
+            return self.kernel(logits, self.temperature, self.top_k, noise)[0]
         return self.pick(*self.scores(logits, ids, noise))
+
+    def propose(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> tuple[Tensor, float]:
+        """The next id (1, 1) of a single row, and how far its score is ahead of the next one: the difference of their
+        logarithms.
+        """
+        if self.kernel:
+            token, lead = self.kernel(logits, self.temperature, self.top_k, noise)
+            return token, float(lead)
+        scores, candidates = self.scores(logits, ids, noise)
+        return self.pick(scores, candidates), self.lead(scores)
 
     def scores(self, logits: Tensor, ids: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The scores (B, K) of the candidates, and their ids (B, K), or None for all V in order.
@@ -77,7 +100,7 @@ class Sampler:
         return best if candidates is None else candidates.gather(1, best)
 
     def lead(self, scores: Tensor) -> float:
-        """How far the best of the scores (1, K) is ahead of the next one: the difference of their logarithms."""
+        """How far the best of the scores (1, K) is ahead of the next one."""
         if scores.size(1) == 1:
             return math.inf
         best = scores[0].topk(2).values
@@ -87,7 +110,7 @@ class Sampler:
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits (B, V) by a temperature above 0. nanoGPT fails if the largest logit of a row overflows."""
     scaled = logits / temperature
-    if temperature * torch.finfo(logits.dtype).max > 1e9: # nothing overflows, because no model has larger logits
+    if temperature * torch.finfo(logits.dtype).max > MAX_LOGIT: # nothing overflows
         return scaled
     # What the probabilities are in the limit of low temperatures: only the largest logits are left.
     limit = torch.zeros_like(logits).masked_fill(logits < logits.amax(dim=-1, keepdim=True), -torch.inf)

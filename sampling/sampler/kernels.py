@@ -1,0 +1,187 @@
+"""Random numbers and the choice of tokens on a CPU: plain loops, compiled by numba, with a thread for each row.
+
+Axes: B rows, V vocabulary entries, K candidates.
+"""
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from sampling import jit
+from sampling.sampler.mt19937 import NUM_WORDS, read_state
+from sampling.sampler.row_streams import RowStreams, RunStream
+
+Array = np.ndarray
+inner = njit(**jit.OPTIONS) # without fastmath: the numbers are torch's to the last bit
+NUM_COLUMNS = 1024 # each of them has one of the largest logits
+WORK_PER_LOGIT = 8 # multiply-adds that take as long
+MINUS_INFINITY = np.float32(-np.inf)
+
+
+@inner
+def mix(word: np.uint32, next_word: np.uint32) -> np.uint32:
+    bits = (word & np.uint32(0x80000000)) | (next_word & np.uint32(0x7FFFFFFF))
+    low_bit = bits & np.uint32(1)
+    return (bits >> np.uint32(1)) ^ ((np.uint32(0) - low_bit) & np.uint32(0x9908B0DF))
+
+
+@inner
+def twist(words: Array) -> None:
+    """Replace a block of MT19937 by the next one. No loop reads what it has written less than 227 words before, so
+    LLVM vectorises them.
+    """
+    for i in range(227):
+        words[i] = words[i + 397] ^ mix(words[i], words[i + 1])
+    for i in range(227, 454):
+        words[i] = words[i - 227] ^ mix(words[i], words[i + 1])
+    for i in range(454, 623):
+        words[i] = words[i - 227] ^ mix(words[i], words[i + 1])
+    words[623] = words[396] ^ mix(words[623], words[0])
+
+
+@inner
+def temper(word: np.uint32) -> np.uint32:
+    word ^= word >> np.uint32(11)
+    word ^= (word << np.uint32(7)) & np.uint32(0x9D2C5680)
+    word ^= (word << np.uint32(15)) & np.uint32(0xEFC60000)
+    return word ^ (word >> np.uint32(18))
+
+
+@inner
+def draw_row(words: Array, place: int, numbers: Array) -> int:
+    """Fill numbers (V,) with 64 random bits each. words: a block, of which place words are used. Returns the place
+    after them, in a block that has replaced the first one.
+    """
+    halves = np.empty(2 * len(numbers), np.uint32)
+    num_done = 0
+    while num_done < len(halves):
+        if place == NUM_WORDS:
+            twist(words)
+            place = 0
+        source = words[place:]
+        target = halves[num_done:num_done + len(source)]
+        for i in range(len(target)):
+            target[i] = temper(source[i])
+        place += len(target)
+        num_done += len(target)
+    high = halves[::2]
+    low = halves[1::2]
+    for i in range(len(numbers)):
+        numbers[i] = (np.int64(high[i]) << np.int64(32)) | np.int64(low[i])
+    return place
+
+
+@jit.parallel
+def draw(words: Array, places: Array, is_drawn: Array, numbers: Array) -> None:
+    """Fill the rows of numbers (B, V) that are drawn with 64 random bits for each, as torch's random_ does.
+
+    words (B, 624), places (B,): the state of a generator for each row, which advances. is_drawn: (B,).
+    """
+    for r in prange(len(numbers)):
+        if is_drawn[r]:
+            places[r] = draw_row(words[r], places[r], numbers[r])
+
+
+@inner
+def find_candidates(logits: Array, k: int) -> Array:
+    """The ids of the k largest logits (V,) and of all that equal the k-th of them, in ascending order."""
+    bound = MINUS_INFINITY
+    if k < NUM_COLUMNS:
+        # The largest logits of k columns are k logits, so the k-th largest of all reaches the least of these.
+        tops = np.full(NUM_COLUMNS, bound)
+        for start in range(0, len(logits), NUM_COLUMNS):
+            row = logits[start:start + NUM_COLUMNS]
+            for i in range(len(row)):
+                tops[i] = row[i] if row[i] > tops[i] else tops[i]
+        bound = np.partition(tops, NUM_COLUMNS - k)[NUM_COLUMNS - k]
+    ids = np.empty(len(logits), np.int32)
+    num_found = 0
+    for start in range(0, len(logits), 64):
+        part = logits[start:start + 64]
+        num_hits = 0
+        for i in range(len(part)): # vectorised: most parts have no hit
+            num_hits += np.int32(part[i] >= bound)
+        if num_hits == 0:
+            continue
+        for i in range(len(part)):
+            if part[i] >= bound:
+                ids[num_found] = start + i
+                num_found += 1
+    ids = ids[:num_found]
+    if num_found <= k:
+        return ids
+    found = logits[ids]
+    kth = np.partition(found, num_found - k)[num_found - k]
+    return ids[found >= kth]
+
+
+@inner
+def choose_from_row(logits: Array, k: int, numbers: Array) -> tuple[int, np.float32]:
+    """The id with the largest score: probability / -log(1 - u), where 53 of the 64 random bits are u. And how far it is
+    ahead of the next score: the difference of their logarithms.
+    """
+    ids = find_candidates(logits, k)
+    largest = MINUS_INFINITY
+    for i in ids:
+        largest = max(largest, logits[i])
+    best_id = 0
+    best = second = np.float32(0)
+    for i in ids:
+        probability = np.exp(logits[i] - largest) # times a constant, which changes no order
+        u = np.float64(numbers[i] & np.int64(2**53 - 1)) * 2.0**-53
+        # -log(1 - u) is at least u, so without a logarithm, which takes longest, most scores are known to be too small.
+        if probability < second * u * 0.999999:
+            continue
+        score = probability / np.float32(-np.log1p(-u))
+        if score > best:
+            second = best
+            best = score
+            best_id = i
+        elif score > second:
+            second = score
+    return best_id, np.log(best) - np.log(second)
+
+
+@jit.parallel
+def choose(logits: Array, temperature: np.float32, k: int, numbers: Array, ids: Array, leads: Array) -> None:
+    """Choose an id for each row of logits (B, V) with the numbers (B, V) of draw. Sets ids and leads, (B,) each."""
+    for r in prange(len(logits)):
+        ids[r], leads[r] = choose_from_row(logits[r] / temperature, k, numbers[r])
+
+
+def load() -> None:
+    """Load the kernels, or compile them."""
+    numbers = np.zeros((1, 1), np.int64)
+    words = np.zeros((1, NUM_WORDS), np.uint32)
+    logits = np.zeros((1, 1), np.float32)
+    jit.load({draw: (words, numbers[0], np.ones(1, np.bool_), numbers),
+              choose: (logits, logits[0, 0], 1, numbers, numbers[0], logits[0])})
+
+
+class KernelStreams(RowStreams):
+    """RowStreams of a CPU, which draw with a kernel."""
+
+    def __init__(self, run: RunStream, samples: list[int], first_steps: list[int]):
+        super().__init__(run, samples, first_steps)
+        states = [read_state(generator) for generator in self.generators]
+        self.words = np.stack([words for words, _ in states]) # (B, 624)
+        self.places = np.array([place for _, place in states]) # (B,)
+
+    def select_rows(self, rows: list[int]) -> None:
+        super().select_rows(rows)
+        self.words = self.words[rows]
+        self.places = self.places[rows]
+
+    def draw_rows(self, is_drawn: list[bool]) -> None:
+        work = WORK_PER_LOGIT * self.numbers.numel()
+        jit.run(draw, work, self.words, self.places, np.array(is_drawn), self.numbers.numpy())
+
+
+def choose_ids(logits: Tensor, temperature: float, top_k: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids (B, 1) for logits and noise (B, V), and how far the score of each is ahead (B,): see choose_from_row."""
+    ids = torch.empty(len(logits), 1, dtype=torch.int64)
+    leads = torch.empty(len(logits), dtype=torch.float32)
+    work = WORK_PER_LOGIT * logits.numel()
+    jit.run(choose, work, logits.contiguous().numpy(), np.float32(temperature), top_k or logits.size(1),
+            noise.numpy(), ids[:, 0].numpy(), leads.numpy())
+    return ids, leads
