@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import engines
-from engines import ON_GPU, IdTokenizer, Recording, decode, expected_ids, make_generator, record_graphs, run
+from engines import ON_GPU, Recording, decode, expected_ids, make_generator, record_graphs, run
 from models import make_gpt, normal, random_prompt
 from project import PROJECT
 from sampling.backends import cuda
@@ -104,7 +104,7 @@ def test_two_threads_get_their_own_texts_if_each_samples_after_both_have_compute
     def generate(index):
         sample, = run(gpt, [Sample(index, Prompt("a"), PROMPTS[index])], SamplingParams(30, 1.0, None, seed=3))
         return sample.token_ids
-    gpt, barrier = make_generator(IdTokenizer(), WaitingBackend(make_gpt())), threading.Barrier(2, timeout=10)
+    gpt, barrier = make_generator(WaitingBackend(make_gpt())), threading.Barrier(2, timeout=10)
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(generate, range(2))) == expected_ids(PROMPTS[:2], 30)
 

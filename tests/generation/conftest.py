@@ -1,19 +1,17 @@
-"""Fixtures for the tests of generation."""
+"""The backends that the tests of generation compare with the plain model."""
 import pytest
 
-from engines import BACKENDS, NEEDS_GPU, record_graphs
-from models import CHARS
+from engines import BACKENDS, NEEDS_GPU, TOKENIZER, record_graphs
 from sampling.backends import cuda
-from sampling.inputs.char_tokenizer import CharTokenizer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def tokenizer():
-    """A tokenizer with one token per character."""
-    return CharTokenizer("meta.pkl", {"stoi": {char: i for i, char in enumerate(CHARS)}})
+    return TOKENIZER
 
 
-@pytest.fixture(params=[pytest.param(name, marks=NEEDS_GPU if name == "cuda" else []) for name in BACKENDS])
+@pytest.fixture(params=[name for name in BACKENDS if name != "cuda"] + [
+    pytest.param("cuda", marks=NEEDS_GPU)])
 def make_backend(request, monkeypatch):
     """make_backend(gpt): each kind of backend. Graphs attend to 4, 8, 12 or 16 positions."""
     monkeypatch.setattr(cuda, "BUCKET", 4)

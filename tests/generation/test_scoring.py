@@ -29,7 +29,7 @@ def plain_score(model, ids):
 
 @pytest.mark.parametrize("block_size", [16, 15, 2, 1])
 def test_a_score_is_that_of_the_plain_model(make_backend, tokenizer, block_size):
-    gpt = make_generator(tokenizer, make_backend(make_gpt(block_size=block_size)))
+    gpt = make_generator(make_backend(make_gpt(block_size=block_size)))
     for text in "The ", BOOK[:16], BOOK[:17], BOOK[:18], BOOK[:25], BOOK: # inside the window, at its end, and past it
         with torch.no_grad():
             expected = plain_score(make_gpt(block_size=block_size), tokenizer.encode(text))
@@ -60,14 +60,14 @@ def test_a_score_counts_the_bytes_of_the_scored_tokens(gpt2_folder, gpt2_encodin
 
 
 def test_a_byte_order_mark_that_no_token_has_does_not_count(tokenizer):
-    gpt = make_generator(tokenizer)
+    gpt = make_generator()
     assert gpt.score("\ufeffMy lord").num_bytes == gpt.score("My lord").num_bytes == len("y lord")
 
 
 @pytest.mark.parametrize("max_tokens", [16, 40, 2048])
 def test_no_text_changes_the_score_of_another(tokenizer, max_tokens, monkeypatch):
     monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", max_tokens)
-    gpt = make_generator(tokenizer, NotingBackend(make_gpt()))
+    gpt = make_generator(NotingBackend(make_gpt()))
     texts = ["The ", BOOK, "x", "yes", BOOK[5:], "a" * 16, BOOK[:17], BOOK[:25]] # the last two fill their windows
     scores = [Score(i, Prompt(text), [], ids=tokenizer.encode(text)) for i, text in enumerate(texts)]
     scores[3].already_saved = True
@@ -86,12 +86,12 @@ def test_half_precision_is_that_of_the_logits_only(tokenizer):
     with torch.no_grad():
         logits = make_gpt()(ids, targets=ids)[0][0, :-1].bfloat16().float()
     expected = logits.log_softmax(dim=-1).gather(1, ids[0, 1:, None]).sum().item()
-    assert score(make_generator(tokenizer, HalfBackend(make_gpt())), "What is it?") == pytest.approx(expected, rel=1e-5)
+    assert score(make_generator(HalfBackend(make_gpt())), "What is it?") == pytest.approx(expected, rel=1e-5)
 
 
 def test_tokens_have_their_alternatives(tokenizer):
     model, text = make_gpt(), "What is it?"
-    found = make_generator(tokenizer).score(text, num_logprobs=2)
+    found = make_generator().score(text, num_logprobs=2)
     first, *others = found.tokens
     assert (first.text, first.logprob, first.top_logprobs) == ("W", None, ())
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_tokens_have_their_alternatives(tokenizer):
 
 def test_a_long_text_keeps_its_first_tokens(tokenizer, messages):
     book = Score(0, Prompt(BOOK), [], ids=tokenizer.encode(BOOK))
-    *_, (found, _) = make_generator(tokenizer).run([book], ScoringParams(max_tokens=20))
+    *_, (found, _) = make_generator().run([book], ScoringParams(max_tokens=20))
     assert found.text == BOOK[:20] and found.num_tokens == len(BOOK) - 1
     assert messages[-1] == f"a text has {len(BOOK)} tokens: all are scored, but only the first 20 are saved or shown"
 
@@ -112,4 +112,4 @@ def test_damaged_weights_are_an_error(tokenizer):
     model = make_gpt()
     torch.nn.init.constant_(model.lm_head.weight[3], torch.nan)
     with pytest.raises(ValueError, match="logits are NaN or infinite"):
-        make_generator(tokenizer, EagerBackend(model)).score("The ")
+        make_generator(EagerBackend(model)).score("The ")
