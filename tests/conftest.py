@@ -2,36 +2,40 @@
 import logging
 import os
 import signal
-from subprocess import PIPE, CompletedProcess
+import sys
 
 import pytest
 
-os.environ["GOMP_SPINCOUNT"] = "10000" # before torch is imported: with the default, tests on a busy machine are slow
-os.environ["HF_HUB_OFFLINE"] = "1" # no test downloads anything; read when it is imported
+# Both are read on import. With the default of the first, tests on a busy machine are slow. The
+# second keeps tests from downloading anything.
+os.environ.update(GOMP_SPINCOUNT="10000", HF_HUB_OFFLINE="1")
 import huggingface_hub.constants  # noqa: F401
 import torch
 from hypothesis import HealthCheck, settings
 
-from project import PROJECT, save_gpt2_encoding
-from script_process import run_here, start_script
+from project import PROJECT, SCRIPT, save_gpt2_encoding
+from script_process import run_here, run_program
 
-del os.environ["GOMP_SPINCOUNT"], os.environ["HF_HUB_OFFLINE"] # sample.py must set the first one itself
+del os.environ["GOMP_SPINCOUNT"] # sample.py must set it itself
+del os.environ["HF_HUB_OFFLINE"]
 ALL_THREADS = torch.get_num_threads()
-torch.set_num_threads(1) # for the tests' small models, more threads cost three times the processor time
+# For the tests' small models, more threads cost three times the processor time.
+torch.set_num_threads(1)
 pytest.register_assert_rewrite("attacks", "terminal") # helpers that use assert
 # A shell's background jobs ignore SIGINT, and so would the processes that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="also run the slow tests, which try more cases")
+    parser.addoption("--slow", action="store_true", help="run the slow tests, too: more cases")
 
 
 def pytest_configure(config):
-    """How many random examples each fuzz test tries: the same every time, but other ones with the profile "hour"."""
-    for name, count in [("quick", 20), ("slow", 200), ("hour", 30_000)]:
-        settings.register_profile(name, max_examples=count, derandomize=name != "hour", deadline=None, database=None,
-                                  suppress_health_check=list(HealthCheck))
+    """How many random examples each fuzz test tries. With the profile "hour", they are new ones."""
+    for name, count in ("quick", 20), ("slow", 200), ("hour", 30_000):
+        settings.register_profile(
+            name, max_examples=count, derandomize=name != "hour", deadline=None, database=None,
+            suppress_health_check=[*HealthCheck])
     settings.load_profile("slow" if config.getoption("--slow") else "quick")
 
 
@@ -51,7 +55,7 @@ def recordings(monkeypatch):
 
 @pytest.fixture
 def all_threads():
-    """Compute with as many threads as sample.py does, for tests of loops that share their work between threads."""
+    """Compute with as many threads as sample.py does, for loops that use several of them."""
     torch.set_num_threads(ALL_THREADS)
     yield
     torch.set_num_threads(1)
@@ -71,25 +75,23 @@ def gpt2_encoding(tiktoken_cache, monkeypatch):
 
 @pytest.fixture(scope="session")
 def run_script(tiktoken_cache):
-    """run_script(*arguments, cwd=..., stdin=...) runs sample.py in this process -> subprocess.CompletedProcess.
+    """run_script(*arguments, cwd=..., stdin=...) runs sample.py in this process.
 
-    Other keyword arguments are environment variables. With HF_HOME, which is read on loading, it is a new process.
+    Other keyword arguments are environment variables. With HF_HOME, which is read on loading, it is
+    a new process. Returns a subprocess.CompletedProcess.
     """
     def run(*arguments, cwd=PROJECT, stdin=b"", **environment):
-        environment = {"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), **environment}
-        if "HF_HOME" in environment:
-            process = start_script(*arguments, cwd=cwd, env=environment, stdin=PIPE)
-            stdout, stderr = process.communicate(stdin, timeout=300)
-            status = process.returncode
-        else:
-            status, stdout, stderr = run_here(arguments, cwd, stdin, environment)
-        return CompletedProcess(arguments, status, stdout.decode(), stderr.decode())
+        environment.setdefault("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
+        if "HF_HOME" not in environment:
+            return run_here(arguments, cwd, stdin, environment)
+        command = sys.executable, SCRIPT, *arguments
+        return run_program(*command, cwd=cwd, status=None, **environment)
     return run
 
 
 @pytest.fixture(scope="session")
 def char_checkpoint(tmp_path_factory):
-    """A folder with a small character-level checkpoint and its meta.pkl. Its optimizer has no state."""
+    """A folder with a small character-level checkpoint, whose optimizer has no state."""
     from models import make_gpt, save_checkpoint
     folder = tmp_path_factory.mktemp("out-letters")
     save_checkpoint(folder, make_gpt(), optimizer={"state": {}})
@@ -107,23 +109,27 @@ def gpt2_folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def messages():
-    """The messages that the package logs during a test. Afterwards, its logger is as before."""
-    handler, lines, logger = logging.Handler(), [], logging.getLogger("sampling")
+    """The messages that the package logs during a test."""
+    lines = []
+    handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    handlers, level, propagate = [*logger.handlers], logger.level, logger.propagate
-    logger.handlers[:] = [handler] # not the console, which a run for a fixture of many tests has set up
+    logger = logging.getLogger("sampling")
+    # The console goes, which a run for a fixture of many tests has set up.
+    logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
-    yield lines
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+    logger.propagate = True
+    return lines
 
 
 @pytest.fixture(autouse=True)
 def process_settings():
-    """Restore what a backend changes: on a GPU torch's settings (with TF32, later tests had other logits), and with
-    compile how later Pythons find modules.
+    """Restore what a backend changes for the whole process.
+
+    On a GPU, it changes torch's settings: with TF32, later tests had other logits. With compile, it
+    changes how later Pythons find modules.
     """
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    precision = torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.set_float32_matmul_precision(precision)
     torch.backends.cuda.enable_cudnn_sdp(cudnn)

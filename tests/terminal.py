@@ -6,14 +6,17 @@ import select
 import struct
 import termios
 import time
-from subprocess import DEVNULL, Popen
+from contextlib import suppress
+from subprocess import DEVNULL, PIPE, Popen
 
 from script_process import start_script
 
 
 class Terminal:
-    """A run of sample.py on a pseudo-terminal. stdout=False or stderr=False discards that stream. With tee=True,
-    standard output is a pipe to tee, which shows it on the terminal.
+    """A run of sample.py on a pseudo-terminal.
+
+    stdout=False or stderr=False discards that stream. With tee=True, standard output is a pipe to
+    tee, which shows it on the terminal.
     """
 
     def __init__(self, arguments, tiktoken_cache, stdout=True, stderr=True, term="dumb", tee=False):
@@ -24,23 +27,22 @@ class Terminal:
         termios.tcsetattr(end, termios.TCSANOW, modes)
         output = end if stdout else DEVNULL
         if tee:
-            reader, output = os.pipe()
-            self.tee = Popen("tee", stdin=reader, stdout=end)
-            os.close(reader)
-        self.process = start_script(*arguments, env={"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "TERM": term},
-                                    stdin=end, stdout=output, stderr=end if stderr else DEVNULL, new_session=True)
+            self.tee = Popen("tee", stdin=PIPE, stdout=end)
+            output = self.tee.stdin
+        env = {"TIKTOKEN_CACHE_DIR": str(tiktoken_cache), "TERM": term}
+        self.process = start_script(*arguments, env=env, stdin=end, stdout=output,
+                                    stderr=end if stderr else DEVNULL, new_session=True)
         if tee:
-            os.close(output)
+            output.close()
         os.close(end)
         self.bytes = b""
 
     def read_some(self, seconds=20):
         """Wait for more output. Return False when there is no more."""
-        ready, _, _ = select.select([self.screen], [], [], seconds)
-        try:
-            more = os.read(self.screen, 65536) if ready else b""
-        except OSError: # the other end is closed
-            more = b""
+        more = b""
+        with suppress(OSError): # the other end is closed
+            if select.select([self.screen], [], [], seconds)[0]:
+                more = os.read(self.screen, 65536)
         self.bytes += more
         return bool(more)
 
@@ -51,21 +53,20 @@ class Terminal:
     @property
     def shown(self):
         """The lines that the screen shows: after a carriage return, text replaces what is there."""
-        lines, column = [""], 0
-        for char in self.text:
-            if char == "\n":
-                lines.append("")
-            elif char != "\r":
-                lines[-1] = lines[-1][:column].ljust(column) + char + lines[-1][column + 1:]
-            column = 0 if char in "\r\n" else column + 1
-        return [line.rstrip() for line in lines]
+        lines = []
+        for printed in self.text.split("\n"):
+            line = ""
+            for part in printed.split("\r"):
+                line = part + line[len(part):]
+            lines.append(line.rstrip())
+        return lines
 
     def wait_for(self, text, seconds=60):
         """Wait until this text is printed, and discard the output up to its end."""
         deadline = time.monotonic() + seconds
         while text not in self.text:
             assert time.monotonic() < deadline and self.read_some(), self.text
-        self.bytes = self.bytes[self.bytes.index(text.encode()) + len(text.encode()):]
+        self.bytes = self.bytes.partition(text.encode())[2]
 
     def type(self, text):
         os.write(self.screen, text.encode())

@@ -1,9 +1,9 @@
 """watch: a run that stays beside a training, and samples from each checkpoint that it saves."""
+import gc
 import json
 import os
 import signal
 import time
-import weakref
 from contextlib import contextmanager
 from itertools import islice
 
@@ -11,59 +11,63 @@ import pytest
 
 from models import make_gpt, save_checkpoint
 from project import RULE
-from sampling import text_generator
+from sampling.backends.backend import Backend
 from sampling.checkpoints import finding, nanogpt
 from script_process import start_script
 
-RUN = ("--start=The ", "--num_samples=2", "--max_new_tokens=9", "--device=cpu", "--watch", "--out_file=a.jsonl",
-       "--html_file=a.html")
+RUN = "--start=The ", "--num_samples=2", "--max_new_tokens=9", "--device=cpu"
+WATCH = *RUN, "--watch", "--out_file=a.jsonl", "--html_file=a.html"
 
 
 @contextmanager
 def watching(folder):
-    """A run that watches folder/out. The block gets a function that waits until standard error has a text. Standard
-    output goes to the file stdout.
+    """A run that watches folder/out. Standard output and error go to the files stdout and stderr.
+
+    The block gets a function that waits for a text on standard error.
     """
-    with open(folder / "stderr", "wb+") as messages, open(folder / "stdout", "wb") as samples:
-        process = start_script(*RUN, cwd=folder, stdout=samples, stderr=messages)
+    stderr = folder / "stderr"
+    with open(stderr, "wb") as messages, open(folder / "stdout", "wb") as samples:
+        process = start_script(*WATCH, cwd=folder, stdout=samples, stderr=messages)
 
         def wait_for(text, times=1):
             deadline = time.monotonic() + 60
-            while (folder / "stderr").read_text().count(text) < times:
-                assert process.poll() is None and time.monotonic() < deadline, (folder / "stderr").read_text()
+            while stderr.read_text().count(text) < times:
+                is_waiting = process.poll() is None and time.monotonic() < deadline
+                assert is_waiting, stderr.read_text()
                 time.sleep(0.05)
         try:
             yield wait_for
             process.send_signal(signal.SIGINT) # Ctrl-C
-        except BaseException:
-            process.kill()
-            raise
+            assert process.wait(60) == 130
         finally:
-            process.communicate()
-    assert process.returncode == 130
+            process.kill()
+            process.wait()
 
 
-def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(run_script, tmp_path):
-    save_checkpoint(tmp_path / "out", make_gpt())
+def test_each_saved_checkpoint_gets_samples_that_are_those_of_a_run_of_its_own(
+        run_script, tmp_path):
+    path = save_checkpoint(tmp_path / "out", make_gpt())
+    newer = save_checkpoint(tmp_path / "newer", make_gpt(seed=2), iter_num=200, best_val_loss=1.25)
+    newer = newer.read_bytes()
     with watching(tmp_path) as wait_for:
         wait_for("out/ckpt.pt: iteration 100, validation loss 1.5000\n")
         wait_for("waiting for the next save of out/ckpt.pt\n")
-        newer = save_checkpoint(tmp_path / "newer", make_gpt(seed=2), iter_num=200, best_val_loss=1.25).read_bytes()
-        with open(tmp_path / "out" / "ckpt.pt", "wb") as file: # a save takes a while
+        with open(path, "wb") as file: # a save takes a while
             file.write(newer[:9999])
             file.flush()
             time.sleep(0.2)
             file.write(newer[9999:])
-        wait_for("waiting for the next save of out/ckpt.pt\nout/ckpt.pt: iteration 200, validation loss 1.2500\n")
+        wait_for("waiting for the next save of out/ckpt.pt\n"
+                 "out/ckpt.pt: iteration 200, validation loss 1.2500\n")
         wait_for("waiting", times=2)
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     rounds = [(line["checkpoint"]["iter_num"], line["index"]) for line in lines]
     assert rounds == [(100, 0), (100, 1), (200, 0), (200, 1)]
-    assert (tmp_path / "a.html").read_text().count(">iteration 200, validation loss 1.2500</h3>") == 2
-    alone = run_script(*RUN[:4], cwd=tmp_path).stdout
-    assert alone == "".join(f"The {line['text']}\n{RULE}\n" for line in lines[2:])
-    printed = "".join(f"The {line['text']}\n{RULE}\n" for line in lines)
-    assert (tmp_path / "stdout").read_text() == printed # only samples
+    page = (tmp_path / "a.html").read_text()
+    assert page.count(">iteration 200, validation loss 1.2500</h3>") == 2
+    printed = [f"The {line['text']}\n{RULE}\n" for line in lines]
+    assert (tmp_path / "stdout").read_text() == "".join(printed) # only samples
+    assert run_script(*RUN, cwd=tmp_path).stdout == "".join(printed[2:])
     with watching(tmp_path) as wait_for: # the same command goes on where the run was
         wait_for("a.jsonl is complete, with 2 samples of this checkpoint: nothing to do\n")
         wait_for("waiting")
@@ -82,32 +86,38 @@ def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_o
         path.write_bytes(content)
         wait_for("\nwaiting for the next save of out/ckpt.pt\n")
         path.write_bytes(b"garbage")
-        wait_for(f"warning: cannot read out/ckpt.pt: it is not a checkpoint: neither torch.save nor safetensors wrote "
-                 f"it; pass the ckpt.pt of a training{waiting}")
+        wait_for("warning: cannot read out/ckpt.pt: it is not a checkpoint: neither torch.save nor "
+                 f"safetensors wrote it; pass the ckpt.pt of a training{waiting}")
     messages = (tmp_path / "stderr").read_text()
-    assert messages.count("out/ckpt.pt is being written: waiting\n") == 1 and messages.count(waiting) == 2, messages
+    assert messages.count("out/ckpt.pt is being written: waiting\n") == 1, messages
+    assert messages.count(waiting) == 2, messages
     assert messages.count("waiting for the next save") == 3
     assert (tmp_path / "stdout").read_text().count(RULE) == 2
 
 
-@pytest.mark.parametrize("flags, num_models", [(["--watch", "--num_samples=2"], 3), (["--interactive"], 2)], ids=str)
-def test_a_model_is_freed_before_the_next_is_loaded(monkeypatch, char_checkpoint, run_script, flags, num_models):
-    backends, num_alive, prepare, load = weakref.WeakSet(), [], text_generator.prepare_backend, nanogpt.load_nanogpt
+@pytest.mark.parametrize("flags, num_models", [
+    (["--watch", "--num_samples=2"], 3), (["--interactive"], 2)], ids=str)
+def test_a_model_is_freed_before_the_next_is_loaded(
+        monkeypatch, char_checkpoint, run_script, flags, num_models):
+    num_alive = []
+    load = nanogpt.load_nanogpt
 
-    def prepare_and_note(*arguments):
-        backend = prepare(*arguments)
-        backends.add(backend)
-        return backend
-    monkeypatch.setattr(text_generator, "prepare_backend", prepare_and_note)
-    monkeypatch.setattr(nanogpt, "load_nanogpt", lambda *args: num_alive.append(len(backends)) or load(*args))
+    def note_and_load(*arguments):
+        num_alive.append(sum(issubclass(type(thing), Backend) for thing in gc.get_objects()))
+        return load(*arguments)
+    gc.collect()
+    monkeypatch.setattr(nanogpt, "load_nanogpt", note_and_load)
     monkeypatch.setattr(finding, "load_saves", lambda out_dir, load: (load() for _ in range(3)))
-    run = f"--out_dir={char_checkpoint}", "--device=cpu", "--max_new_tokens=9"
-    done = run_script(*run, *flags, stdin=b"The \n:reload\n:again\n") # of a session
-    assert num_alive == num_models * [0] and done.stdout.count(RULE) >= num_models, done.stderr
+    session = b"The \n:reload\n:again\n"
+    done = run_script(f"--out_dir={char_checkpoint}", "--device=cpu", "--max_new_tokens=9", *flags,
+                      stdin=session)
+    assert num_alive == num_models * num_alive[:1]
+    assert done.stdout.count(RULE) >= num_models, done.stderr
 
 
 def test_a_save_between_the_wait_and_the_load_is_sampled_once(tmp_path, monkeypatch):
     path = save_checkpoint(tmp_path, make_gpt())
+
     def load():
         save_checkpoint(tmp_path, make_gpt(seed=2))
         return nanogpt.load_nanogpt(path)
@@ -120,8 +130,10 @@ def test_a_save_between_the_wait_and_the_load_is_sampled_once(tmp_path, monkeypa
 
 
 def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, messages):
-    path, sizes = tmp_path / "out" / "ckpt.pt", []
-    writes = iter([None, b"1", None, None, b"12", b"123", None, "removed", None, b"", b"1", None, None, None, None])
+    path = tmp_path / "out" / "ckpt.pt"
+    writes = iter([None, b"1", None, None, b"12", b"123", None, "removed", None, b"", b"1",
+                   None, None, None, None])
+    sizes = []
 
     def sleep(seconds):
         content = next(writes)
@@ -137,4 +149,5 @@ def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, mess
         if len(sizes) == 3:
             path.write_bytes(b"12345") # a save during the run
     assert sizes == [1, 3, 1, 5]
-    assert messages == [f"waiting for the {which} save of {path}" for which in ("first", "next", "next", "next")]
+    assert messages == [f"waiting for the {which} save of {path}"
+                        for which in ("first", "next", "next", "next")]

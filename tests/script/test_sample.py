@@ -8,7 +8,7 @@ import torch
 
 import sampling
 from attacks import call, value, write_attack
-from models import CHARS, make_gpt, make_transformers_gpt2, nanogpt_args, save_checkpoint, save_repeating
+from models import CHARS, make_gpt, make_transformers_gpt2, save_checkpoint, save_repeating
 from oracles import nanogpt_samples
 from project import RULE
 from sampling.inputs.tokenizer_choice import TiktokenTokenizer
@@ -22,7 +22,7 @@ def printed(texts):
 def nanogpt_output(model, prompt, **sampling):
     """What nanoGPT prints for a character-level model."""
     ids = [CHARS.index(char) for char in prompt]
-    samples = nanogpt_samples(nanogpt_args(model.config), model.state_dict(), prompt=ids, **sampling)
+    samples = nanogpt_samples(model, prompt=ids, **sampling)
     return printed("".join(CHARS[i] for i in sample) for sample in samples)
 
 
