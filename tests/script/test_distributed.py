@@ -11,6 +11,7 @@ import pytest
 
 from models import make_gpt, save_checkpoint
 from project import PROJECT, SCRIPT
+from sampling.generation.workers import serve
 from script_process import OFFLINE
 
 LINES = "--start=LINES:prompts.txt", "--batch_size=2", "--device=cpu"
@@ -37,9 +38,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def start(folder):
-    """start(num_processes, *arguments) starts sample.py under torchrun, and kills what runs at the end.
-
-    If the folder has a sitecustomize.py, Python runs it first.
+    """start(num_processes, *arguments) starts sample.py under torchrun. What still runs at the end is
+    killed. If the folder has a sitecustomize.py, Python runs it first.
     """
     started = []
     env = {**os.environ, **OFFLINE, "PYTHONPATH": str(folder)}
@@ -91,6 +91,17 @@ def test_a_training_or_a_shell_under_torchrun_may_call_the_script(
     (folder / program[-1]).write_text(content)
     done = torchrun(2, *PROMPTS, program=program)
     assert done.stdout == run_script(*PROMPTS, cwd=folder).stdout, done.stderr
+
+
+def test_a_greeting_of_gloo_goes_to_stderr(capfd, monkeypatch):
+    """Some versions of torch print one."""
+    for name, value in ("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "8"), ("RANK", "0"):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.init_process_group",
+                        lambda *_, **settings: os.write(1, b"a greeting"))
+    serve(None) # rank 0 returns
+    os.write(1, b"a sample")
+    assert capfd.readouterr() == ("a sample", "a greeting")
 
 
 @slow
@@ -147,7 +158,7 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.parametrize("rank, number", [("1", signal.SIGKILL), (None, signal.SIGINT)],
                          ids=["a-process", "torchrun"])
 def test_a_run_that_ends_early_can_be_resumed(start, run_script, folder, rank, number):
-    """A signal kills one process, or interrupts torchrun. A single process can resume the run, too."""
+    """A signal kills one process, or interrupts torchrun. A single process resumes the run."""
     run = *LINES, "--num_samples=20", "--max_new_tokens=60"
     path = folder / "a.jsonl"
     process = start(3, *run, "--out_file=a.jsonl")
