@@ -164,7 +164,10 @@ def parse(name: str, text: str, types: list[str]) -> Any:
 
 def coerce(label: str, value: Any, types: list[str], given: Any) -> Any:
     """Return value if it has one of these types, or a float for an int. The error names label and shows given."""
-    value = plain(value)
+    try:
+        value = plain(value)
+    except RecursionError:
+        raise ValueError(f"{label} takes no list that contains itself, got {given!r:.100}") from None
     if type(value) is int and "int" not in types and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value).__name__ in types:
