@@ -38,8 +38,9 @@ def folder(tmp_path):
 
 @pytest.fixture
 def start(folder):
-    """start(num_processes, *arguments) starts sample.py under torchrun. What still runs at the end is
-    killed. If the folder has a sitecustomize.py, Python runs it first.
+    """start(num_processes, *arguments) starts sample.py under torchrun.
+
+    What still runs at the end is killed. If the folder has a sitecustomize.py, Python runs it first.
     """
     started = []
     env = {**os.environ, **OFFLINE, "PYTHONPATH": str(folder)}
