@@ -171,7 +171,7 @@ def test_a_prompt_that_never_ends_is_one_error_line(char_checkpoint, start):
 
 @pytest.fixture
 def change_out_file(folder, start):
-    """change_out_file(command) runs a command when two samples are saved. Returns the error line."""
+    """change_out_file(command) runs it when two samples are saved. Returns the error line."""
     def change(command):
         process = start("--html_file=a.html")
         wait_for_lines(process, folder, 2)
@@ -246,7 +246,7 @@ in_a_container = pytest.mark.skipif(not CAN_UNSHARE, reason="no user may make a 
 
 
 def end_first_process(number, words, *arguments, **environment):
-    """Run sample.py as process 1 of a container, and send it a signal when it has written these words.
+    """Run sample.py as process 1 of a container. Send it a signal when it has written these words.
 
     Returns its exit status and what it wrote to standard error afterwards.
     """
