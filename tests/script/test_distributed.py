@@ -40,7 +40,7 @@ def folder(tmp_path):
 def start(folder):
     """start(num_processes, *arguments) starts sample.py under torchrun.
 
-    What still runs at the end is killed. If the folder has a sitecustomize.py, Python runs it first.
+    What still runs at the end is killed. If the folder has a sitecustomize.py, Python runs it.
     """
     started = []
     env = {**os.environ, **OFFLINE, "PYTHONPATH": str(folder)}

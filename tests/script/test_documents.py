@@ -18,7 +18,7 @@ slow = pytest.mark.slow
 
 
 def code_blocks(language):
-    """All code blocks of this language, with their document's name. Those of README.md are not slow."""
+    """All code blocks of this language. Those of README.md are not slow."""
     pattern = re.compile(rf"^```{language}\n(.*?)^```", re.DOTALL | re.MULTILINE)
     blocks = []
     for path in DOCUMENTS:

@@ -88,7 +88,8 @@ def test_samples_go_to_stdout_and_messages_to_stderr(run_script, char_checkpoint
     assert re.fullmatch(rf"({prompt}[^-]{{5}}\n{RULE}\n){{3}}", done.stdout)
     for part in (
             "num_samples=3", "parameters", "tokens/s", "if you mean a newline",
-            "standard input, line 1: the prompt has 39 tokens, but the model sees only the last 16"):
+            "standard input, line 1: the prompt has 39 tokens, but the model sees only the last 16"
+    ):
         assert part in done.stderr
     assert done.stderr.count("warning: ") == 1
 
