@@ -94,7 +94,8 @@ def test_both_sizes_for_the_registers_of_a_processor_give_the_same_sums(
 
 
 @pytest.mark.parametrize("length, num_positions", [(2, 2), (5, 1), (5, 5), (30, 1), (30, 4)])
-def test_several_tokens_may_follow_the_cache_and_seq_len_may_be_set_back(length, num_positions, int8):
+def test_several_tokens_may_follow_the_cache_and_seq_len_may_be_set_back(
+        length, num_positions, int8):
     """The cache has blocks of 64 positions, and some of the tokens lie in two of them."""
     model = make_gpt(**WIDE | {"block_size": 192})
     backend = make_backend(model, int8)

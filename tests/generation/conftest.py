@@ -1,13 +1,8 @@
 """The backends that the tests of generation compare with the plain model."""
 import pytest
 
-from engines import BACKENDS, NEEDS_GPU, TOKENIZER, record_graphs
+from engines import BACKENDS, NEEDS_GPU, record_graphs
 from sampling.backends import cuda
-
-
-@pytest.fixture
-def tokenizer():
-    return TOKENIZER
 
 
 @pytest.fixture(params=[name for name in BACKENDS if name != "cuda"] + [

@@ -3,55 +3,77 @@ import pytest
 import torch
 
 import sampling
-from engines import NotingBackend, make_generator
+from engines import LONG_PROMPT, TOKENIZER, NotingBackend, make_generator
 from hf_tokenizers import gpt2_tokenizer_json
 from models import make_gpt, make_transformers_gpt2
 from sampling.backends.backend import EagerBackend
 from sampling.generation import scoring
 from sampling.params import Prompt, Score, ScoringParams
 
-BOOK = "And then they all went home. What is it? Thou art a comfort, and look'd profane word. " * 3
+QUESTION = "What is it?"
+BOOK = 3 * f"{LONG_PROMPT}{QUESTION} Thou art a comfort, and look'd profane word. "
 
 
 def score(gpt, text):
     return gpt.score(text).cumulative_logprob
 
 
+def make_score(text, ids, index=0):
+    return Score(index, Prompt(text), [], ids=ids)
+
+
+def text_of(score):
+    return "".join(token.text for token in score.tokens)
+
+
+@torch.no_grad()
+def plain_logprobs(model, ids):
+    """The log-probabilities (T, V) of what follows each of ids, at most block_size of them."""
+    idx = torch.tensor([ids])
+    return model(idx, targets=idx)[0][0].log_softmax(dim=-1)
+
+
 def plain_score(model, ids):
-    """Each token after the tokens before it in the first of its windows, which advance by half of their size."""
-    size, total = model.config.block_size, 0.0
+    """Each token after the tokens before it in the first of its windows.
+
+    The windows advance by half of their size.
+    """
+    size = model.config.block_size
     half = max(1, size // 2)
+    total = 0.0
     for i in range(1, len(ids)):
         start = half * max(0, -(-(i - size) // half))
-        total += model(torch.tensor([ids[start:i]]))[0][0, -1].log_softmax(dim=-1)[ids[i]].item()
+        total += plain_logprobs(model, ids[start:i])[-1, ids[i]].item()
     return total
 
 
 @pytest.mark.parametrize("block_size", [16, 15, 2, 1])
-def test_a_score_is_that_of_the_plain_model(make_backend, tokenizer, block_size):
+def test_a_score_is_that_of_the_plain_model(make_backend, block_size):
     gpt = make_generator(make_backend(make_gpt(block_size=block_size)))
-    for text in "The ", BOOK[:16], BOOK[:17], BOOK[:18], BOOK[:25], BOOK: # inside the window, at its end, and past it
-        with torch.no_grad():
-            expected = plain_score(make_gpt(block_size=block_size), tokenizer.encode(text))
+    # Inside the window, at its end, and past it.
+    for text in "The ", BOOK[:16], BOOK[:17], BOOK[:18], BOOK[:25], BOOK:
+        expected = plain_score(make_gpt(block_size=block_size), TOKENIZER.encode(text))
         assert score(gpt, text) == pytest.approx(expected, rel=1e-4)
 
 
 def test_gpt2_has_the_loss_of_transformers(gpt2_folder, gpt2_encoding):
-    gpt, text = sampling.load(gpt2_folder, device="cpu"), "Héllo, I'm a language model 日本"
+    gpt = sampling.load(gpt2_folder, device="cpu")
+    text = "Héllo, I'm a language model 日本"
     ids = torch.tensor([gpt.tokenizer.encode(text)])
     loss = make_transformers_gpt2()(ids, labels=ids).loss.item()
     found = gpt.score(text)
-    assert found.nats_per_token == pytest.approx(loss, rel=1e-4) and found.num_tokens == ids.size(1) - 1
-    assert "".join(token.text for token in found.tokens) == text
-    cut = Score(0, Prompt("日"), [], ids=gpt.tokenizer.encode("日")[:-1]) # ends inside a character
+    assert found.nats_per_token == pytest.approx(loss, rel=1e-4)
+    assert found.num_tokens == ids.size(1) - 1
+    assert text_of(found) == text
+    cut = make_score("日", gpt.tokenizer.encode("日")[:-1]) # ends inside a character
     *_, (found, _) = gpt.run([cut], ScoringParams())
-    assert found.text == "\N{REPLACEMENT CHARACTER}"
+    assert text_of(found) == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("text, num_first", [
     ("Hello you", 5), ("日本語のテキスト", 2), ("🙂 hello", 2), ("\ufeffMy lord", 1)], ids=ascii)
-def test_a_score_counts_the_bytes_of_the_scored_tokens(gpt2_folder, gpt2_encoding, tiktoken_cache, tmp_path, text,
-                                                       num_first):
+def test_a_score_counts_the_bytes_of_the_scored_tokens(
+        gpt2_folder, gpt2_encoding, tiktoken_cache, tmp_path, text, num_first):
     """num_first: of the first token, which is not scored. It may end inside a character."""
     (tmp_path / "tokenizer.json").write_text(gpt2_tokenizer_json(tiktoken_cache))
     for tokenizer in None, tmp_path:
@@ -59,56 +81,57 @@ def test_a_score_counts_the_bytes_of_the_scored_tokens(gpt2_folder, gpt2_encodin
         assert gpt.score(text).num_bytes == len(text.encode()) - num_first
 
 
-def test_a_byte_order_mark_that_no_token_has_does_not_count(tokenizer):
-    gpt = make_generator()
-    assert gpt.score("\ufeffMy lord").num_bytes == gpt.score("My lord").num_bytes == len("y lord")
+def test_a_byte_order_mark_that_no_token_has_does_not_count():
+    for text in "\ufeffMy lord", "My lord":
+        assert make_generator().score(text).num_bytes == len("y lord")
 
 
-@pytest.mark.parametrize("max_tokens", [16, 40, 2048])
-def test_no_text_changes_the_score_of_another(tokenizer, max_tokens, monkeypatch):
+@pytest.mark.parametrize("max_tokens, num_rows", [(16, 1), (40, 2), (2048, 64)])
+def test_no_text_changes_the_score_of_another(max_tokens, num_rows, monkeypatch):
     monkeypatch.setattr(scoring, "MAX_BATCH_TOKENS", max_tokens)
     gpt = make_generator(NotingBackend(make_gpt()))
-    texts = ["The ", BOOK, "x", "yes", BOOK[5:], "a" * 16, BOOK[:17], BOOK[:25]] # the last two fill their windows
-    scores = [Score(i, Prompt(text), [], ids=tokenizer.encode(text)) for i, text in enumerate(texts)]
+    texts = ["The ", BOOK, "x", "yes", BOOK[5:], "a" * 16, BOOK[:17], BOOK[:25]]
+    scores = [make_score(text, TOKENIZER.encode(text), i) for i, text in enumerate(texts)]
     scores[3].already_saved = True
     finished = [found for found, _ in gpt.run(scores, ScoringParams()) if found.finish_reason]
-    assert finished == [scores[i] for i in (0, 1, 2, 4, 5, 6, 7)] # each once
-    assert max(gpt.backend.num_rows) == {16: 1, 40: 2, 2048: 64}[max_tokens] # windows of 16 tokens
+    assert max(gpt.backend.num_rows) == num_rows # windows of 16 tokens
+    del scores[3]
+    assert finished == scores # each once
     for found in finished:
-        assert found.cumulative_logprob == pytest.approx(score(gpt, found.prompt.text), rel=1e-5)
+        expected = score(gpt, found.prompt.text)
+        assert found.cumulative_logprob == pytest.approx(expected, rel=1e-5)
 
 
-def test_half_precision_is_that_of_the_logits_only(tokenizer):
+def test_half_precision_is_that_of_the_logits_only():
     class HalfBackend(EagerBackend):
         def logits(self, *arguments):
             return super().logits(*arguments).bfloat16()
-    ids = torch.tensor([tokenizer.encode("What is it?")])
-    with torch.no_grad():
-        logits = make_gpt()(ids, targets=ids)[0][0, :-1].bfloat16().float()
+    ids = torch.tensor([TOKENIZER.encode(QUESTION)])
+    logits = make_gpt()(ids, targets=ids)[0][0, :-1].bfloat16().float()
     expected = logits.log_softmax(dim=-1).gather(1, ids[0, 1:, None]).sum().item()
-    assert score(make_generator(HalfBackend(make_gpt())), "What is it?") == pytest.approx(expected, rel=1e-5)
+    found = score(make_generator(HalfBackend(make_gpt())), QUESTION)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_tokens_have_their_alternatives(tokenizer):
-    model, text = make_gpt(), "What is it?"
-    found = make_generator().score(text, num_logprobs=2)
-    first, *others = found.tokens
+def test_tokens_have_their_alternatives():
+    first, *others = make_generator().score(QUESTION, num_logprobs=2).tokens
     assert (first.text, first.logprob, first.top_logprobs) == ("W", None, ())
-    with torch.no_grad():
-        logits, _ = model(torch.tensor([tokenizer.encode(text)]), torch.tensor([tokenizer.encode(text)]))
-    for token, row in zip(others, logits[0].log_softmax(dim=-1), strict=False):
+    logprobs = plain_logprobs(make_gpt(), TOKENIZER.encode(QUESTION))
+    for token, row in zip(others, logprobs[:-1], strict=True):
         assert token.logprob == pytest.approx(row[token.id].item(), abs=1e-4)
         assert [top.id for top in token.top_logprobs] == row.topk(2).indices.tolist()
 
 
-def test_a_long_text_keeps_its_first_tokens(tokenizer, messages):
-    book = Score(0, Prompt(BOOK), [], ids=tokenizer.encode(BOOK))
+def test_a_long_text_keeps_its_first_tokens(messages):
+    book = make_score(BOOK, TOKENIZER.encode(BOOK))
     *_, (found, _) = make_generator().run([book], ScoringParams(max_tokens=20))
-    assert found.text == BOOK[:20] and found.num_tokens == len(BOOK) - 1
-    assert messages[-1] == f"a text has {len(BOOK)} tokens: all are scored, but only the first 20 are saved or shown"
+    assert text_of(found) == BOOK[:20]
+    assert found.num_tokens == len(BOOK) - 1
+    assert messages[-1] == (f"a text has {len(BOOK)} tokens: all are scored, but only the first 20 "
+                            "are saved or shown")
 
 
-def test_damaged_weights_are_an_error(tokenizer):
+def test_damaged_weights_are_an_error():
     model = make_gpt()
     torch.nn.init.constant_(model.lm_head.weight[3], torch.nan)
     with pytest.raises(ValueError, match="logits are NaN or infinite"):
