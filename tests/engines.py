@@ -22,6 +22,16 @@ from sampling.text_generator import TextGenerator
 
 LONG_PROMPT = "And then they all went home. "
 PROMPTS = ["The ", "Thou", "What is it?", "a" * 15, "b" * 16, LONG_PROMPT, "x", "yes, "]
+SETTINGS = [ # of the sampler; what they leave out is off
+    dict(temperature=0.8, top_k=20),
+    dict(temperature=0),
+    dict(temperature=0, repetition_penalty=1.5),
+    dict(),
+    dict(top_p=0.7),
+    dict(min_p=0.2),
+    dict(temperature=1.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=0.8),
+]
+OFF = dict(temperature=1.0, top_k=None)
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.9, top_k=30, seed=3)
 TOKENIZER = CharTokenizer("meta.pkl", {"stoi": {char: i for i, char in enumerate(CHARS)}})
 
@@ -125,11 +135,10 @@ def without_facts(messages):
     return [line for line in messages if not any(fact in line for fact in facts)]
 
 
-def decode(backend, prompts, num_tokens, seed=3, temperature=1.0, top_k=None, dtype=torch.float32,
-           **settings):
+def decode(backend, prompts, num_tokens, seed=3, dtype=torch.float32, **settings):
     """The num_tokens ids with which a run continues each of prompts (lists of ids)."""
     samples = [Sample(i, Prompt("a"), ids) for i, ids in enumerate(prompts)]
-    params = SamplingParams(num_tokens, temperature, top_k, seed=seed, **settings)
+    params = SamplingParams(num_tokens, seed=seed, **OFF | settings)
     gpt = make_generator(backend)
     gpt.dtype = dtype
     return [sample.token_ids for sample in run(gpt, samples, params)]

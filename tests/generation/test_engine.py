@@ -8,6 +8,7 @@ from engines import (
     BACKENDS,
     PARAMS,
     PROMPTS,
+    SETTINGS,
     TOKENIZER,
     NotingBackend,
     decode,
@@ -37,21 +38,11 @@ WINDOWS = { # block_size is mostly 16
     "different lengths": prompts_of(9, 1, 16, 4),
     "longer than block_size": prompts_of(40, 17),
 }
-ALL = dict(temperature=1.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=0.8)
+SHIFT = dict(context_shift=True, top_k=20)
 
 
 @pytest.mark.parametrize("block_size, settings", [
-    (16, dict(temperature=0.8, top_k=20)),
-    (16, dict(temperature=0)),
-    (16, dict(temperature=0, repetition_penalty=1.5)),
-    (16, dict(top_k=None)),
-    (16, dict(top_p=0.7)),
-    (16, dict(min_p=0.2)),
-    (16, ALL),
-    (16, dict(context_shift=True, top_k=20)),
-    (7, dict(context_shift=True, top_k=20)),
-    (1, dict(context_shift=True, top_k=20)),
-], ids=str)
+    *((16, settings) for settings in SETTINGS), (16, SHIFT), (7, SHIFT), (1, SHIFT)], ids=str)
 def test_text_inside_and_past_the_window_is_that_of_the_plain_loop(
         make_backend, block_size, settings):
     for name, prompts in WINDOWS.items():

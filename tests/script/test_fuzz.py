@@ -122,15 +122,6 @@ def reference_stop(tokenizer, prompt_ids, token_ids, stops):
     return token_ids, after[len(before):], "length"
 
 
-SAMPLING = [
-    dict(temperature=0.9, top_k=30),
-    dict(temperature=1.0, top_k=None),
-    dict(temperature=0, top_k=None),
-    dict(temperature=1.0, top_k=None, top_p=0.8),
-    dict(temperature=1.0, top_k=5, min_p=0.1, repetition_penalty=1.3),
-]
-
-
 @cache
 def make_backend(name, width):
     return engines.BACKENDS[name](make_gpt(vocab_size=width, n_layer=1))
@@ -150,7 +141,7 @@ def test_samples_in_batches_equal_samples_generated_alone(tokenizers, data):
     else:
         prompts = pick(*range(1, 8)) * [data.draw(prompt)]
     max_new_tokens = data.draw(st.integers(0, 30))
-    sampling = pick(*SAMPLING)
+    sampling = engines.OFF | pick(*engines.SETTINGS)
     model = make_gpt(vocab_size=width, n_layer=1)
     torch.manual_seed(5)
     plain = [engines.continue_ids(model, ids, max_new_tokens, **sampling) for ids in prompts]
