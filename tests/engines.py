@@ -1,7 +1,6 @@
 """Backends, a TextGenerator that runs them, and the text that it must generate."""
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import count
 from unittest.mock import MagicMock
 
@@ -101,12 +100,6 @@ def texts_of(samples):
 
 def expected_ids(prompts, num_tokens=20, seed=3, block_size=16, device="cpu", **settings):
     """The ids with which make_gpt() continues prompts (lists of ids), in one random stream."""
-    prompts = tuple(map(tuple, prompts))
-    return continue_each(prompts, num_tokens, seed, block_size, device, **settings)
-
-
-@cache # several tests expect the same
-def continue_each(prompts, num_tokens, seed, block_size, device, **settings):
     model = make_gpt(block_size=block_size).to(device)
     torch.manual_seed(seed)
     return [continue_ids(model, ids, num_tokens, **settings) for ids in prompts]
