@@ -28,7 +28,7 @@ from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
 from sampling.outputs.console import hard_exit, is_tty, name_write_errors, report_user_errors, setup_console
 from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
 from sampling.params import ALIASES, ModelOptions, check_settings
-from sampling.process import expand_paths, shorten_spinning, system_interrupts
+from sampling.process import expand_paths, shorten_spinning
 
 # The model
 init_from = 'resume' # 'resume': the checkpoint in out_dir; otherwise the Hugging Face id or the folder of a GPT-2 model
@@ -102,22 +102,15 @@ def run(params, files):
 
 def load_gpt(num_total=None):
     """The model with its tokenizer, on its device. num_total: how many samples it will generate; None: unknown."""
-    from sampling.backends.prepare import choose_device_and_dtype, count_steps  # torch takes a second
-    from sampling.checkpoints.huggingface import load_huggingface
-    from sampling.checkpoints.nanogpt import load_nanogpt
-    from sampling.inputs.tokenizer_choice import load_tokenizer
-    from sampling.text_generator import TextGenerator
-    runs_itself = model_file is not None and batch_size == 1 # in the very shapes of nanoGPT's operations
-    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, runs_itself)
-    with system_interrupts(): # a stranger's file may keep Python busy for minutes
-        if init_from == 'resume': # the ckpt.pt that train.py wrote
-            checkpoint = load_nanogpt(out_dir, torch_dtype, model_file, runs_itself)
-        else: # GPT-2
-            checkpoint = load_huggingface(init_from, torch_dtype)
-        encoding = load_tokenizer(checkpoint, tokenizer) # meta.pkl, or one of tiktoken such as GPT-2's
+    from sampling.backends.prepare import count_steps  # torch takes a second
+    from sampling.text_generator import load_model
+    is_gpt2 = init_from != 'resume' # otherwise it is the ckpt.pt that train.py wrote
+    name = init_from if is_gpt2 else out_dir
+    # The tokenizer: without a setting, a meta.pkl, or an encoding of tiktoken such as GPT-2's.
     options = ModelOptions(compile, cuda_graphs, draft)
     num_steps = 0 if score else count_steps(num_total, max_new_tokens, batch_size)
-    return TextGenerator(checkpoint, encoding, torch_device, torch_dtype, options, num_steps)
+    runs_itself = model_file is not None and batch_size == 1 # in the very shapes of nanoGPT's operations
+    return load_model(name, is_gpt2, device, dtype, tokenizer, model_file, options, num_steps, runs_itself)
 
 
 def command(owns_process=True):

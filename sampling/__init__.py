@@ -56,33 +56,23 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     PYTHONSAFEPATH.
     """
     shorten_spinning() # of the kernels' threads; of torch's, too, if torch is not imported yet
-    import torch
-
-    from sampling.backends.prepare import choose_device_and_dtype
     from sampling.checkpoints.finding import huggingface_config
-    from sampling.checkpoints.huggingface import is_hub_id, load_huggingface
-    from sampling.checkpoints.nanogpt import load_nanogpt
-    from sampling.inputs.tokenizer_choice import load_tokenizer
-    from sampling.text_generator import TextGenerator
+    from sampling.checkpoints.huggingface import is_hub_id
+    from sampling.text_generator import load_model
     options = ModelOptions(compile, cuda_graphs, draft)
     name, tokenizer = expand_home(os.fspath(name)), expand_home(plain(tokenizer))
     model_file = expand_home(plain(model_file))
     check_options({**vars(options), "device": device, "dtype": dtype, "name": name, "tokenizer": tokenizer,
                    "model_file": model_file})
-    torch_device, torch_dtype = choose_device_and_dtype(device, dtype)
     path = Path(name)
-    is_folder_of_huggingface = huggingface_config(path) and not (path / "ckpt.pt").is_file()
-    is_huggingface = is_folder_of_huggingface if os.path.lexists(path) else is_hub_id(name)
-    try: # in the caller's inference mode, the weights could not be used outside of it
-        with torch.inference_mode(False), torch.device("cpu"): # nor on the caller's default device
-            if is_huggingface and model_file:
-                raise ValueError(f"model_file is for a ckpt.pt, but {name} is a Hugging Face model: leave it out")
-            if is_huggingface:
-                checkpoint = load_huggingface(name, torch_dtype)
-            else:
-                checkpoint = load_nanogpt(name, torch_dtype, model_file)
-            encoding = load_tokenizer(checkpoint, tokenizer)
-            return TextGenerator(checkpoint, encoding, torch_device, torch_dtype, options)
+    if os.path.lexists(path):
+        is_huggingface = huggingface_config(path) is not None and not (path / "ckpt.pt").is_file()
+    else:
+        is_huggingface = is_hub_id(name)
+    if is_huggingface and model_file:
+        raise ValueError(f"model_file is for a ckpt.pt, but {name} is a Hugging Face model: leave it out")
+    try:
+        return load_model(name, is_huggingface, device, dtype, tokenizer, model_file, options)
     except (OSError, ValueError) as error: # a program has arguments, no flags
         flags = r"--(tokenizer|model_file)|--(out_dir|init_from)"
         error.args = [re.sub(flags, lambda flag: flag[1] or "name", argument) if isinstance(argument, str) else argument

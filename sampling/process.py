@@ -2,6 +2,7 @@
 import ctypes
 import errno
 import importlib
+import logging
 import math
 import os
 import re
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING: # it takes a second
     import torch
 
+logger = logging.getLogger(__name__)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3 # mallopt's parameters, as glibc's malloc.h numbers them
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 OUT_OF_MEMORY = re.compile(
@@ -169,6 +171,38 @@ def limit_threads() -> None:
     import torch
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min([torch.get_num_threads(), *cpu_limits()])) # torch has counted the cores
+
+
+def has_numba(is_required: bool) -> bool:
+    """Whether numba works here. If not, a warning says so, or an error if it is required."""
+    remedy = "pip install --force-reinstall numba, or unset NUMBA_* variables"
+    # numba reads this file when it is imported and when it compiles. It may come with a stranger's model, and can name
+    # a folder of pickles that numba then loads.
+    if os.path.isfile(".numba_config.yaml"):
+        reason = "which would apply the .numba_config.yaml of this folder"
+        remedy = "remove that file, or start in another folder"
+    else:
+        reason = numba_failure()
+    if not reason:
+        return True
+    message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({reason}): {remedy}"
+    if is_required:
+        raise ValueError(message)
+    logger.warning(f"{message}; continuing without the kernels, which is slower")
+    return False
+
+
+def numba_failure() -> str:
+    """Why numba does not work; empty if it does."""
+    import torch
+    num_threads = torch.get_num_threads()
+    try:
+        import numba
+        numba.get_num_threads() # starts its threads, which fails without the layer that NUMBA_THREADING_LAYER names
+        torch.set_num_threads(num_threads) # where both share an OpenMP, numba has changed it
+        return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else ""
+    except Exception as error: # it, or what it needs, is missing or broken, or a variable is wrong
+        return f"{type(error).__name__}: {first_sentence(error)}"
 
 
 def peak_memory(device: "torch.device") -> int | None:

@@ -1,82 +1,48 @@
 """TextGenerator, a model that is ready to generate text. sample.py, its session and sampling.load all use it."""
 import logging
-import math
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
-from sampling.backends.backend import Backend, num_step_weights
-from sampling.backends.prepare import has_numba, prepare_backend
+from sampling.backends.backend import Backend
+from sampling.backends.prepare import choose_device_and_dtype, prepare_backend
 from sampling.checkpoints.build import Checkpoint
+from sampling.checkpoints.huggingface import load_huggingface
+from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.configurator import plain
 from sampling.generation.engine import Engine
 from sampling.generation.scoring import score_texts
-from sampling.inputs.prompts import EncodedPrompt, encode_prompts, make_samples
+from sampling.inputs.prompts import EncodedPrompt, encode_prompts, log_notices, make_samples
 from sampling.inputs.tokenizer import Tokenizer
+from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, Score, ScoringParams, check_values
-from sampling.process import check_fork
+from sampling.process import check_fork, system_interrupts
 
 logger = logging.getLogger(__name__)
-MIN_DRAFT_WEIGHTS = 50_000_000 # of a model whose steps wait for memory
-MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
-DEFAULT_OPTIONS, DEFAULT_PARAMS = ModelOptions(), SamplingParams()
+DEFAULT_PARAMS = SamplingParams()
 
 
 class TextGenerator:
-    """A model with its tokenizer on its device. Several threads may use it at once. It uses the checkpoint's weights.
+    """A model with its tokenizer on its device. Several threads may use it at once.
 
-    num_steps: about how many decode steps it will run; None: unknown, or many. Raises ValueError or OSError if an
-    option cannot be used. Its methods raise ValueError if a text is empty, if the tokenizer cannot encode it, or if a
-    number is not allowed; TypeError if a text is not a str, or if params are of another type.
+    Its methods raise ValueError if a text is empty, if the tokenizer cannot encode it, or if a number is not allowed;
+    TypeError if a text is not a str, or if params are of another type.
     """
     has_announced_window = False # that the window moves, which takes long: once, not for each prompt of a session
     checked_stops = () # the latest stop texts: their warnings come once, too
 
-    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype,
-                 options: ModelOptions = DEFAULT_OPTIONS, num_steps: int | None = None):
-        self.checkpoint, self.tokenizer, self.device, self.dtype = checkpoint, tokenizer, device, dtype
-        shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
-        self.num_params = sum(map(math.prod, shapes.values()))
-        self.backend = prepare_backend(checkpoint, device, dtype, options, num_steps)
-        self.draft, self.may_draft, self.draft_lock = None, options.draft, threading.RLock()
-        logger.info(f"{self.num_params / 1e6:.2f}M parameters on {device} in {self.dtype_name}")
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    def draft_for(self, num_tokens: int) -> Backend | None:
-        """The draft for so many tokens of a single sample, if any. It is made when it pays for the first time."""
-        with self.draft_lock:
-            if (self.may_draft and self.backend.can_copy_to_int8 and num_tokens >= MIN_DRAFT_TOKENS
-                    and num_step_weights(self.backend.config) >= MIN_DRAFT_WEIGHTS):
-                self.may_draft = False
-                if has_numba(is_required=False): # the working directory may be another one now
-                    self.draft = self.backend.int8_copy()
-                    logger.info("draft: a copy of the model in int8")
-        return self.draft
-
-    @contextmanager
-    def inference(self) -> Iterator[None]:
-        """The context of each step: without gradients, under autocast for half precision, and outside of the caller's
-        inference mode, because its tensors could not be changed elsewhere.
-        """
-        has_device = torch.get_default_device().type != "cpu" # of the caller; ours is named, or the CPU
-        is_half = self.dtype in (torch.bfloat16, torch.float16)
-        with (torch.inference_mode(False), torch.no_grad(), torch.device("cpu") if has_device else nullcontext(),
-              torch.autocast(self.device.type, self.dtype if is_half else None, enabled=is_half)):
-            yield
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend):
+        self.checkpoint = checkpoint
+        self.tokenizer = tokenizer
+        self.backend = backend
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a model cannot be pickled: call sampling.load in each process")
 
     def __repr__(self) -> str:
-        size = f"{self.num_params / 1e6:.2f}M parameters"
-        return f"<{self.checkpoint.path}: {size} on {self.device} in {self.dtype_name}>"
+        return f"<{self.checkpoint.path}: {self.backend.describe()}>"
 
     def generate(self, prompts: str | list[str], params: SamplingParams | None = None, num_samples: int = 1,
                  batch_size: int | None = None, **settings: Any) -> list[Sample]:
@@ -120,15 +86,58 @@ class TextGenerator:
         check_fork()
         params = DEFAULT_PARAMS if params is None else params
         if isinstance(params, ScoringParams):
-            return score_texts(self, samples, params, batch_size)
+            return score_texts(self.backend, self.tokenizer, samples, params, batch_size)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be a SamplingParams; got {params!r:.100}")
         params = replace(params, **settings)
         self.check_params(params)
-        return Engine(self, params, batch_size, stream).generate(samples)
+        engine = Engine(self.checkpoint, self.tokenizer, self.backend, params, batch_size, stream)
+        return engine.generate(self.announce(samples, params))
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises ValueError if this model cannot be sampled so."""
         if params.context_shift and not self.backend.has_cache:
             raise ValueError("context_shift=True shortens a cache, but the model of model_file runs itself, without "
                              "one: leave out context_shift")
+
+    def announce(self, samples: Iterable[Sample], params: SamplingParams) -> Iterator[Sample]:
+        """Yield the samples. Says what the user may not expect of them."""
+        if params.stop_texts != self.checked_stops:
+            self.checked_stops = params.stop_texts
+            for text in params.stop_texts:
+                missing = self.tokenizer.missing_from(text)
+                if missing and "\\n" not in text: # of which there is a warning already
+                    logger.warning(f"the stop text {text!r:.100} never occurs: {self.tokenizer.source} lacks "
+                                   f"{min(missing)!r}")
+        block_size = self.backend.config.block_size
+        can_shift = self.backend.has_cache and not params.context_shift
+        for sample in log_notices(samples, self.tokenizer, block_size):
+            length = min(block_size, len(sample.prompt_ids)) + params.max_new_tokens
+            is_past = length > block_size and not sample.already_saved
+            if is_past and can_shift and not self.has_announced_window:
+                self.has_announced_window = True
+                logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT; with "
+                            "--context_shift, a full window loses its older half: much faster, but other text")
+            yield sample
+
+
+def load_model(name: str, is_huggingface: bool, device: str, dtype: str, tokenizer: str | None,
+               model_file: str | None, options: ModelOptions, num_steps: int | None = None,
+               runs_itself: bool = False) -> TextGenerator:
+    """Load the ckpt.pt of this name, or a model of Hugging Face, with its tokenizer.
+
+    device, dtype, tokenizer, model_file: as in sample.py. num_steps: see count_steps. runs_itself: see load_own_model.
+    Raises ValueError or OSError if there is no such model, or if it cannot be used here.
+    """
+    torch_device, torch_dtype = choose_device_and_dtype(device, dtype, runs_itself)
+    # In the caller's inference mode, the weights could not be used outside of it; nor on the caller's default device.
+    with torch.inference_mode(False), torch.device("cpu"):
+        with system_interrupts(): # a stranger's file may keep Python busy for minutes
+            if is_huggingface:
+                checkpoint = load_huggingface(name, torch_dtype)
+            else:
+                checkpoint = load_nanogpt(name, torch_dtype, model_file, runs_itself)
+            encoding = load_tokenizer(checkpoint, tokenizer)
+        backend = prepare_backend(checkpoint, torch_device, torch_dtype, options, num_steps)
+    logger.info(backend.describe())
+    return TextGenerator(checkpoint, encoding, backend)

@@ -69,12 +69,9 @@ BACKENDS = {
 
 def make_generator(backend=None, draft=None, tokenizer=TOKENIZER):
     """A TextGenerator with this backend, or with a plain one of make_gpt()."""
-    cpu = torch.device("cpu")
-    gpt = TextGenerator(as_checkpoint(make_gpt()), tokenizer, cpu, torch.float32, num_steps=0)
-    gpt.backend = backend or gpt.backend
-    gpt.device = gpt.backend.device
-    gpt.draft = draft
-    return gpt
+    backend = backend or EagerBackend(make_gpt())
+    backend.draft_for = lambda num_tokens: draft
+    return TextGenerator(as_checkpoint(make_gpt()), tokenizer, backend)
 
 
 def make_samples(texts):
@@ -128,13 +125,11 @@ def without_facts(messages):
     return [line for line in messages if not any(fact in line for fact in facts)]
 
 
-def decode(backend, prompts, num_tokens, seed=3, dtype=torch.float32, **settings):
+def decode(backend, prompts, num_tokens, seed=3, **settings):
     """The num_tokens ids with which a run continues each of prompts (lists of ids)."""
     samples = [Sample(i, Prompt("a"), ids) for i, ids in enumerate(prompts)]
     params = SamplingParams(num_tokens, seed=seed, **OFF | settings)
-    gpt = make_generator(backend)
-    gpt.dtype = dtype
-    return [sample.token_ids for sample in run(gpt, samples, params)]
+    return [sample.token_ids for sample in run(make_generator(backend), samples, params)]
 
 
 # ---- CUDA graphs on a machine without a GPU, and the mark of tests that need one

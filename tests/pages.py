@@ -47,8 +47,8 @@ def model_of(crc32="00000000", iter_num=100):
     """What Outputs needs of a TextGenerator."""
     checkpoint = SimpleNamespace(path="out/ckpt.pt", crc32=crc32, iter_num=iter_num, val_loss=1.5,
                                  describe=lambda: f"iteration {iter_num}")
-    return SimpleNamespace(checkpoint=checkpoint, tokenizer=CodePointTokenizer(), device=SimpleNamespace(type="cpu"),
-                           dtype_name="float32")
+    return SimpleNamespace(checkpoint=checkpoint, tokenizer=CodePointTokenizer(),
+                           backend=SimpleNamespace(device=SimpleNamespace(type="cpu"), dtype_name="float32"))
 
 
 def write_lines(path, samples, logprobs=5, prompt="ROMEO:\n", id=None, checkpoint=None, **settings):

@@ -96,8 +96,8 @@ def test_the_default_dtype_device_and_inference_mode_of_the_caller_do_not_matter
 
 HANDLER = """
 import signal, sampling
-from sampling import text_generator
-text_generator.MIN_DRAFT_WEIGHTS = text_generator.MIN_DRAFT_TOKENS = 0
+from sampling.backends import cpu
+cpu.MIN_DRAFT_WEIGHTS = cpu.MIN_DRAFT_TOKENS = 0
 gpt = sampling.load("demo", "cpu", draft=False)
 def sample():
     return gpt.generate("ROMEO:", max_new_tokens=30)[0].text
@@ -107,9 +107,12 @@ for i in range(5):
     signal.setitimer(signal.ITIMER_REAL, 0.004 * i + 0.001)
     assert sample() == expected
 gpt = sampling.load("demo", "cpu")
-make_copy = gpt.backend.int8_copy
-gpt.backend.int8_copy = lambda: (signal.raise_signal(signal.SIGALRM), make_copy())[1]
-assert sample() == expected and gpt.draft is not None
+make_draft = cpu.CPUBackend
+def make_interrupted(*arguments, **options):
+    signal.raise_signal(signal.SIGALRM)
+    return make_draft(*arguments, **options)
+cpu.CPUBackend = make_interrupted
+assert sample() == expected and gpt.backend.draft is not None
 assert len(found) > 3 and {*found} == {expected}, len(found)
 """
 

@@ -3,7 +3,8 @@ EagerBackend, for where there is no faster one, and OwnBackend, for a model that
 """
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ class Backend:
     """
     config: GPTConfig
     device: torch.device
+    dtype: torch.dtype # of its Linears
+    num_params: int # prepare_backend counts them
     has_kernels = False # whether numba is loaded, so that the sampler uses its kernels too
     has_cache = True # whether new_cache returns one
     max_rows = 64 # how many samples to generate at once, at most, unless the user asks for more
     max_batch_bytes = 2**31 # what these samples may take, unless it is a single one
-    can_copy_to_int8 = False # whether int8_copy() gives the same model with int8 weights, for caches of this one
     max_window_tokens = math.inf # of a batch that is past block_size: with more, its steps are not more efficient
     full_vocabulary = False # whether top_k masks all logits, as in nanoGPT: see Sampler
     min_flush_steps = 1 # between two copies of tokens to the host, where text streams or may end early
@@ -55,6 +57,29 @@ class Backend:
     def text_logits(self, ids: Tensor, num_positions: int) -> Tensor:
         """The logits (B * num_positions, V) of the last positions of texts (B, T) that are scored."""
         return self.logits(ids, None, num_positions)
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """The context of each step: without gradients, and under autocast for half precision. Outside of the caller's
+        inference mode, because its tensors could not be changed elsewhere.
+        """
+        # Operators that name no device use the CPU, not the caller's default device.
+        has_device = torch.get_default_device().type != "cpu"
+        default_device = torch.device("cpu") if has_device else nullcontext()
+        is_half = self.dtype in (torch.bfloat16, torch.float16)
+        autocast = torch.autocast(self.device.type, self.dtype if is_half else None, enabled=is_half)
+        with torch.inference_mode(False), torch.no_grad(), default_device, autocast:
+            yield
+
+    def draft_for(self, num_tokens: int) -> "Backend | None":
+        """What proposes so many tokens of a single sample, on a cache of this backend; None if that does not pay."""
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def describe(self) -> str:
+        return f"{self.num_params / 1e6:.2f}M parameters on {self.device} in {self.dtype_name}"
 
     def should_drop(self, num_rows: int, num_unfinished: int) -> bool:
         """Whether the finished rows of a batch should leave it."""
@@ -99,8 +124,12 @@ class EagerBackend(Backend):
     """Runs GPT.forward. With compile, torch.compile compiles it."""
 
     def __init__(self, model: GPT, compile: bool = False):
-        self.model, self.config, self.device = model, model.config, model.lm_head.weight.device
-        self.cache_itemsize = model.lm_head.weight.itemsize
+        weight = model.lm_head.weight
+        self.model = model
+        self.config = model.config
+        self.device = weight.device
+        self.dtype = weight.dtype
+        self.cache_itemsize = weight.itemsize
         self.forward = compiled(model) if compile else model
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
@@ -122,10 +151,12 @@ class OwnBackend(Backend):
     full_vocabulary = True
     max_rows = 16 # more are not faster
 
-    def __init__(self, model: OwnModel, config: GPTConfig, device: torch.device, compile: bool = False):
+    def __init__(self, model: OwnModel, config: GPTConfig, device: torch.device, dtype: torch.dtype,
+                 compile: bool = False):
         self.model = model
         self.config = config
         self.device = device
+        self.dtype = dtype
         self.max_forward_tokens = 1024 if device.type == "cpu" else 2**20 # with more, a CPU's caches lose activations
         if model.couples_rows:
             self.max_rows = self.max_forward_tokens = 1

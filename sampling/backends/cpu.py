@@ -2,7 +2,9 @@
 
 Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B * T.
 """
+import logging
 from collections.abc import Callable, Mapping
+from threading import RLock
 
 import numpy as np
 import torch
@@ -11,14 +13,18 @@ from torch.nn import functional as F
 
 from sampling import jit
 from sampling.backends import cpu_kernels as kernels
-from sampling.backends.backend import Backend
+from sampling.backends.backend import Backend, num_step_weights
 from sampling.checkpoints.build import QuantizedWeight, quantize
 from sampling.model import GPTConfig, KVCache
+from sampling.process import has_numba
 
+logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
 MAX_KERNEL_ROWS = 32 if kernels.has_32_registers else 64 # with more rows, F.linear is as fast in float32, or faster
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
+MIN_DRAFT_WEIGHTS = 50_000_000 # of a model whose steps wait for memory
+MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
 
 
 class Linear:
@@ -43,13 +49,15 @@ class Linear:
 
 class CPUBackend(Backend):
     """Computes the logits of a GPT, without copying its float32 weights, which are named as nanoGPT's. int8: round
-    those that are not QuantizedWeights yet; activations and sums are float32 all the same.
+    those that are not QuantizedWeights yet; activations and sums are float32 all the same. draft: whether an int8 copy
+    of a float32 model may propose tokens.
     """
     device = torch.device("cpu")
     max_window_tokens = 1280
     has_kernels = True
 
-    def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False):
+    def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False,
+                 draft: bool = False):
         def linear(name: str) -> Linear:
             weight = weights[f"{name}.weight"]
             if int8 and not isinstance(weight, QuantizedWeight):
@@ -63,8 +71,13 @@ class CPUBackend(Backend):
             work = config.n_embd ** 2
             return lambda x: jit.run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
 
-        self.config, self.weights, self.can_copy_to_int8 = config, weights, not int8
-        load_kernels("int8" if int8 else "float32")
+        self.config = config
+        self.weights = weights
+        self.dtype = torch.int8 if int8 else torch.float32
+        self.draft: CPUBackend | None = None
+        self.may_draft = draft and not int8 and num_step_weights(config) >= MIN_DRAFT_WEIGHTS
+        self.draft_lock = RLock()
+        load_kernels(self.dtype_name)
         self.lm_head = linear("lm_head")
         self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
         self.wpe, self.ln_f = as_array(weights["transformer.wpe.weight"].float()), layer_norm("transformer.ln_f")
@@ -73,8 +86,15 @@ class CPUBackend(Backend):
             linears = [linear(f"{name}.{layer}") for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
             self.blocks.append((layer_norm(f"{name}.ln_1"), layer_norm(f"{name}.ln_2"), *linears))
 
-    def int8_copy(self) -> "CPUBackend":
-        return CPUBackend(self.config, self.weights, int8=True)
+    def draft_for(self, num_tokens: int) -> "CPUBackend | None":
+        """The int8 copy, which is made when it pays for the first time."""
+        with self.draft_lock:
+            if self.may_draft and num_tokens >= MIN_DRAFT_TOKENS:
+                self.may_draft = False
+                if has_numba(is_required=False): # the working directory may be another one now
+                    self.draft = CPUBackend(self.config, self.weights, int8=True)
+                    logger.info("draft: a copy of the model in int8")
+        return self.draft
 
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         return KVCache(self.config, num_rows, capacity, self.device, torch.float32)

@@ -1,5 +1,6 @@
 """Chooses the device, the dtype and the backend for a checkpoint. Raises ValueError if what is named is not here."""
 import logging
+import math
 import os
 
 import torch
@@ -60,7 +61,7 @@ def choose_dtype(device: torch.device, name: str, is_nanogpts: bool = False) -> 
     if name == "int8" and device.type != "cpu":
         raise ValueError(f"dtype=int8 runs only on a CPU; got device={device}: use dtype=bfloat16, or device=cpu")
     if name == "int8":
-        has_numba(is_required=True)
+        process.has_numba(is_required=True)
     if device.type == "mps" and name in ("float16", "bfloat16") and torch.__version__ < (2, 11):
         raise ValueError(f"dtype={name} on MPS needs torch 2.11 or newer, because older ones compute wrong attention; "
                          f"got torch {torch.__version__}: use dtype=float32, or install a newer torch")
@@ -86,11 +87,12 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
         os.environ.setdefault("PYTHONSAFEPATH", "1") # from Python 3.11 on
     process.limit_threads()
     config = checkpoint.config
+    shapes = {id(weight): weight.shape for weight in checkpoint.state_dict.values()} # a tied head once
     if checkpoint.own_model:
-        backend = OwnBackend(checkpoint.own_model, config, device, options.compile)
-    elif wants_kernels(config, device, dtype, options, num_steps) and has_numba(is_required=dtype == torch.int8):
+        backend = OwnBackend(checkpoint.own_model, config, device, dtype, options.compile)
+    elif wants_kernels(config, device, dtype, options, num_steps) and process.has_numba(dtype == torch.int8):
         from sampling.backends.cpu import CPUBackend
-        backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8)
+        backend = CPUBackend(config, checkpoint.state_dict, dtype == torch.int8, options.draft)
     else:
         gpt = cast_linears(build_gpt(checkpoint), dtype).to(device)
         if device.type == "cuda":
@@ -98,6 +100,7 @@ def prepare_backend(checkpoint: Checkpoint, device: torch.device, dtype: torch.d
             backend = CUDABackend(gpt, options.compile, options.cuda_graphs)
         else:
             backend = EagerBackend(gpt, options.compile)
+    backend.num_params = sum(map(math.prod, shapes.values()))
     if device.type == "cpu":
         process.limit_malloc_trim() # not earlier, or what loading has freed would stay as holes in the heap
     return backend
@@ -123,37 +126,6 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, o
     step = config.n_layer * SECONDS_PER_LAYER + num_weights * SECONDS_PER_WEIGHT
     window = config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT # past block_size, each step recomputes it
     return num_steps * step + num_windows * window >= MIN_EAGER_SECONDS
-
-
-def has_numba(is_required: bool) -> bool:
-    """Whether numba works here. If not, a warning says so, or an error if it is required."""
-    remedy = "pip install --force-reinstall numba, or unset NUMBA_* variables"
-    # numba reads this file when it is imported and when it compiles. It may come with a stranger's model, and can name
-    # a folder of pickles that numba then loads.
-    if os.path.isfile(".numba_config.yaml"):
-        reason = "which would apply the .numba_config.yaml of this folder"
-        remedy = "remove that file, or start in another folder"
-    else:
-        reason = numba_failure()
-    if not reason:
-        return True
-    message = f"the compiled kernels for CPUs, and dtype=int8, need numba ({reason}): {remedy}"
-    if is_required:
-        raise ValueError(message)
-    logger.warning(f"{message}; continuing without the kernels, which is slower")
-    return False
-
-
-def numba_failure() -> str:
-    """Why numba does not work; empty if it does."""
-    num_threads = torch.get_num_threads()
-    try:
-        import numba
-        numba.get_num_threads() # starts its threads, which fails without the layer that NUMBA_THREADING_LAYER names
-        torch.set_num_threads(num_threads) # where both share an OpenMP, numba has changed it
-        return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else ""
-    except Exception as error: # it, or what it needs, is missing or broken, or a variable is wrong
-        return f"{type(error).__name__}: {process.first_sentence(error)}"
 
 
 def cast_linears(model: GPT, dtype: torch.dtype) -> GPT:

@@ -7,22 +7,19 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sampling.backends.backend import Backend
+from sampling.checkpoints.build import Checkpoint
 from sampling.generation.batch import Batch, Step
 from sampling.generation.detokenizer import Detokenizer
-from sampling.inputs.prompts import log_notices
+from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Piece, Sample, SamplingParams
 from sampling.process import is_out_of_memory, return_freed_memory
 from sampling.sampler.row_streams import RunStream, exponential_is_from_bits
 from sampling.sampler.sampler import Sampler
-
-if TYPE_CHECKING: # it imports this file
-    from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
 FLUSH_STEPS = 16 # between two copies of tokens to the host, where nothing depends on the tokens
@@ -37,32 +34,27 @@ class Engine:
     wanted as soon as possible.
     """
 
-    def __init__(self, gpt: "TextGenerator", params: SamplingParams, batch_size: int | None = None,
-                 stream: bool = False):
-        self.gpt, self.params, self.batch_size = gpt, params, batch_size
-        backend = self.backend = gpt.backend
+    def __init__(self, checkpoint: Checkpoint, tokenizer: Tokenizer, backend: Backend, params: SamplingParams,
+                 batch_size: int | None = None, stream: bool = False):
+        self.tokenizer = tokenizer
+        self.backend = backend
+        self.params = params
+        self.batch_size = batch_size
         row_type = kernel = None
         if backend.has_kernels and exponential_is_from_bits():
             from sampling.sampler import kernels  # numba takes a while
             kernels.load()
             row_type = kernels.KernelStreams
             kernel = kernels.choose_ids
-        self.run_stream = RunStream(params.seed, backend.device, gpt.checkpoint.num_init_draws,
+        self.run_stream = RunStream(params.seed, backend.device, checkpoint.num_init_draws,
                                     draws_per_sample=params.max_new_tokens, vocab_size=backend.config.vocab_size,
                                     row_type=row_type)
         # nanoGPT samples in the dtype of its logits, which on most devices are float32; transformers in float32.
-        in_logits_dtype = backend.full_vocabulary and not gpt.checkpoint.is_huggingface
+        in_logits_dtype = backend.full_vocabulary and not checkpoint.is_huggingface
         self.sampler = Sampler(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty,
                                full_vocabulary=backend.full_vocabulary, in_logits_dtype=in_logits_dtype, kernel=kernel)
         self.flush_steps = backend.min_flush_steps if stream or params.stop_texts else FLUSH_STEPS
         self.waiting: deque[Detokenizer] = deque() # the rows whose samples are yielded next, in order
-        if gpt.checked_stops != params.stop_texts:
-            gpt.checked_stops = params.stop_texts
-            for text in params.stop_texts:
-                missing = gpt.tokenizer.missing_from(text)
-                if missing and "\\n" not in text: # of which there is a warning already
-                    logger.warning(f"the stop text {text!r:.100} never occurs: {gpt.tokenizer.source} lacks "
-                                   f"{min(missing)!r}")
 
     def generate(self, samples: Iterable[Sample]) -> Iterator[tuple[Sample, list[Piece]]]:
         """Yield the samples in order, except those that are already saved, each with its new text.
@@ -70,10 +62,8 @@ class Engine:
         After each flush, the first unfinished sample comes with its pieces since the last time, perhaps none. A
         finished sample comes once, with the rest of its pieces. Raises ValueError if logits were NaN or infinite.
         """
-        samples = log_notices(samples, self.gpt.tokenizer, self.backend.config.block_size)
         for batch in self.batches(samples):
-            self.announce_window(batch)
-            rows = [Detokenizer(sample, self.gpt.tokenizer, self.params) for sample in batch]
+            rows = [Detokenizer(sample, self.tokenizer, self.params) for sample in batch]
             self.waiting.extend(row for row in rows if not row.sample.already_saved)
             for group in group_by_length(rows, self.backend.config.block_size, self.params.max_new_tokens):
                 yield from self.generate_rows(group)
@@ -138,13 +128,13 @@ class Engine:
 
     def generate_batch(self, rows: list[Detokenizer]) -> Iterator[tuple[Sample, list[Piece]]]:
         # 1) The first step is the prefill: it reads the prompts.
-        with self.gpt.inference():
+        with self.backend.inference():
             batch = Batch(rows, self.backend, self.run_stream, self.params)
             room = math.inf if self.params.context_shift else self.backend.config.block_size - batch.window.size(1)
-            draft = self.gpt.draft_for(min(room, self.params.max_new_tokens)) if len(rows) == 1 else None
+            draft = self.backend.draft_for(min(room, self.params.max_new_tokens)) if len(rows) == 1 else None
         try:
             while batch.rows:
-                with self.gpt.inference():
+                with self.backend.inference():
                     while not batch.is_due(self.flush_steps):
                         # 2) Logits, of a single row also after each of k proposals of the draft: (B * (k + 1), V).
                         ids, num_proposals = batch.unread, 0 # (B, T)
@@ -165,15 +155,6 @@ class Engine:
                 yield from self.take_pieces()
         finally:
             batch.release()
-
-    def announce_window(self, samples: list[Sample]) -> None:
-        block_size = self.backend.config.block_size
-        longest = min(block_size, max(len(sample.prompt_ids) for sample in samples)) + self.params.max_new_tokens
-        can_shift = self.backend.has_cache and not self.params.context_shift
-        if longest > block_size and can_shift and not self.gpt.has_announced_window:
-            self.gpt.has_announced_window = True
-            logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT; with "
-                        "--context_shift, a full window loses its older half: much faster, but other text")
 
     def sample(self, logits: Tensor, batch: Batch) -> Step:
         """Sample the next tokens from logits (B, V), or take those of longer prompts."""

@@ -5,7 +5,7 @@ Axes: B windows, T tokens that the model reads, n tokens that a window scores, V
 import logging
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -15,9 +15,6 @@ from sampling.generation.batch import NOT_FINITE
 from sampling.generation.detokenizer import Detokenizer
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.params import Piece, SamplingParams, Score, ScoringParams
-
-if TYPE_CHECKING: # it imports this file
-    from sampling.text_generator import TextGenerator
 
 logger = logging.getLogger(__name__)
 MAX_BATCH_TOKENS = 2048 # of the windows that are computed at once: with GPT-2's vocabulary, a gigabyte of logits
@@ -33,20 +30,20 @@ class Window(NamedTuple):
     is_last: bool
 
 
-def score_texts(gpt: "TextGenerator", scores: Iterable[Score], params: ScoringParams,
+def score_texts(backend: Backend, tokenizer: Tokenizer, scores: Iterable[Score], params: ScoringParams,
                 batch_size: int | None = None) -> Iterator[tuple[Score, list[Piece]]]:
     """Score the texts that are not saved already. Yields them in order, each after each of its windows, with its new
     pieces. batch_size: of windows, at most. Raises ValueError if logits were NaN or infinite.
     """
     new = (score for score in scores if not score.already_saved)
-    most = batch_size or gpt.backend.max_rows
-    for batch in batches(windows(new, gpt.backend.config.block_size), most):
-        with gpt.inference():
-            results = score_windows(gpt.backend, batch, params.num_logprobs)
+    most = batch_size or backend.max_rows
+    for batch in batches(windows(new, backend.config.block_size), most):
+        with backend.inference():
+            results = score_windows(backend, batch, params.num_logprobs)
         for window, (logprobs, top, top_ids) in zip(batch, results, strict=True):
             score = window.score
             if window.is_first:
-                detokenizer = start_detokenizer(score, gpt.tokenizer, params.max_tokens)
+                detokenizer = start_detokenizer(score, tokenizer, params.max_tokens)
             score.num_tokens += len(logprobs)
             score.cumulative_logprob += sum(logprobs)
             steps = zip(window.next_ids[window.num_done:], logprobs, top, top_ids, strict=True)

@@ -88,8 +88,8 @@ class Outputs:
         checksum = zlib.crc32(gpt.tokenizer.fingerprint().encode("utf-8", "replace"), int(checkpoint.crc32, 16))
         checkpoint_id = {"path": checkpoint.path, "crc32": f"{checksum:08x}", "iter_num": checkpoint.iter_num,
                          "val_loss": checkpoint.val_loss and round(checkpoint.val_loss, 4) + 0.0}
-        self.run = Run(checkpoint_id, run_settings(settings, gpt.device.type, gpt.dtype_name))
-        self.files, self.device = files, gpt.device
+        self.run = Run(checkpoint_id, run_settings(settings, gpt.backend.device.type, gpt.backend.dtype_name))
+        self.files, self.device = files, gpt.backend.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
         if settings["watch"] and self.printer.streams and not files.uses_stdout: # a file gets only samples
             self.printer.write(f"{checkpoint.describe()}\n{RULE}\n") # the samples of the next checkpoint follow

@@ -174,7 +174,7 @@ def test_the_tolerance_allows_for_the_rounding_of_bfloat16_logits_around_minus_1
 def test_the_checks_pass_in_half_precision(dtype, device, messages, monkeypatch):
     if device == "cpu":
         record_graphs(monkeypatch)
-    decode(CUDABackend(cast_linears(make_gpt(), dtype).to(device)), PROMPTS, STEPS, dtype=dtype)
+    decode(CUDABackend(cast_linears(make_gpt(), dtype).to(device)), PROMPTS, STEPS)
     assert engines.without_facts(messages) == []
 
 

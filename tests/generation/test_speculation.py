@@ -7,7 +7,7 @@ import torch
 import sampling
 from engines import PARAMS, NotingBackend, make_generator, make_samples, run
 from models import make_gpt, normal
-from sampling import text_generator
+from sampling.backends import cpu
 from sampling.backends.backend import EagerBackend
 
 NOISE = {"good": 0.0, "imperfect": 0.5, "bad": 3.0, "broken": torch.nan} # of a draft's weights
@@ -60,8 +60,8 @@ def test_a_good_draft_saves_passes_of_the_model():
 
 @pytest.fixture
 def for_small_models(monkeypatch):
-    monkeypatch.setattr(text_generator, "MIN_DRAFT_WEIGHTS", 0)
-    monkeypatch.setattr(text_generator, "MIN_DRAFT_TOKENS", 10)
+    monkeypatch.setattr(cpu, "MIN_DRAFT_WEIGHTS", 0)
+    monkeypatch.setattr(cpu, "MIN_DRAFT_TOKENS", 10)
 
 
 @pytest.mark.usefixtures("for_small_models")
@@ -69,7 +69,7 @@ def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, messag
     for settings in dict(dtype="bfloat16"), dict(dtype="int8"), dict(draft=False):
         gpt = sampling.load(char_checkpoint, device="cpu", **settings)
         assert len(gpt.generate("The ", PARAMS)) == 1
-        assert gpt.draft is None
+        assert gpt.backend.draft_for(100) is None
     gpt = sampling.load(char_checkpoint, device="cpu")
     gpt.generate("The ", PARAMS, num_samples=2)
     gpt.generate("The ", PARAMS, max_new_tokens=9)
@@ -81,7 +81,7 @@ def test_the_draft_of_a_large_model_is_made_when_it_pays(char_checkpoint, messag
     assert drafts == ["draft: a copy of the model in int8"] # made once
     ids = torch.tensor([[5, 9, 30, 2]])
     expected = gpt.backend.logits(ids, None)
-    error = (gpt.draft.logits(ids, None) - expected).norm() / expected.norm()
+    error = (gpt.backend.draft.logits(ids, None) - expected).norm() / expected.norm()
     assert 0.001 < error < 0.03
 
 
@@ -93,5 +93,5 @@ def test_no_draft_is_compiled_where_numba_would_apply_a_file(
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         gpt.generate("The ", PARAMS)
-    assert gpt.draft is None
+    assert gpt.backend.draft is None
     assert sum(".numba_config.yaml" in line for line in messages) == 1
