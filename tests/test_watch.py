@@ -11,6 +11,7 @@ import pytest
 
 from models import make_gpt, save_checkpoint
 from project import RULE
+from sampling import text_generator
 from sampling.backends.backend import Backend
 from sampling.checkpoints import finding, nanogpt
 from script_process import start_script
@@ -100,13 +101,13 @@ def test_a_save_that_stalls_and_what_is_no_checkpoint_are_waited_for_and_named_o
 def test_a_model_is_freed_before_the_next_is_loaded(
         monkeypatch, char_checkpoint, run_script, flags, num_models):
     num_alive = []
-    load = nanogpt.load_nanogpt
+    load = text_generator.load_nanogpt
 
     def note_and_load(*arguments):
         num_alive.append(sum(issubclass(type(thing), Backend) for thing in gc.get_objects()))
         return load(*arguments)
     gc.collect()
-    monkeypatch.setattr(nanogpt, "load_nanogpt", note_and_load)
+    monkeypatch.setattr(text_generator, "load_nanogpt", note_and_load)
     monkeypatch.setattr(finding, "load_saves", lambda out_dir, load: (load() for _ in range(3)))
     session = b"The \n:reload\n:again\n"
     done = run_script(f"--out_dir={char_checkpoint}", "--device=cpu", "--max_new_tokens=9", *flags,
