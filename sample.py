@@ -24,7 +24,7 @@ except ImportError as error: # this file was copied into another project
 from sampling.checkpoints.finding import load_saves
 from sampling.configurator import override
 from sampling.generation.workers import run_on_all, serve
-from sampling.inputs.prompts import encode_prompts, make_samples, read_prompts
+from sampling.inputs.prompts import make_samples, read_prompts
 from sampling.outputs.console import hard_exit, is_tty, name_write_errors, report_user_errors, setup_console
 from sampling.outputs.outputs import OutputFiles, Outputs, choose_params
 from sampling.params import ALIASES, ModelOptions, check_settings
@@ -92,7 +92,7 @@ def run(params, files):
     prompts, samples_per_prompt = read_prompts(start, watch), 1 if score else num_samples
     num_total = len(prompts) * samples_per_prompt if isinstance(prompts, list) else None # None: they come from a pipe
     for gpt in load_saves(out_dir, lambda: load_gpt(num_total)) if watch else [load_gpt(num_total)]:
-        samples = make_samples(encode_prompts(prompts, gpt.tokenizer), samples_per_prompt, is_score=score)
+        samples = make_samples(prompts, gpt.tokenizer, samples_per_prompt, is_score=score)
         outputs = Outputs(files, gpt, num_total)
         for sample, pieces in run_on_all(gpt, outputs.resume(samples), params, batch_size, is_tty(sys.stdout)):
             outputs.update(sample, pieces)

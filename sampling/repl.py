@@ -13,7 +13,7 @@ from typing import get_args
 
 import sampling
 from sampling.configurator import find_settings, parse, suggest
-from sampling.inputs.prompts import encode_prompts, make_samples, parse_start, read_prompts
+from sampling.inputs.prompts import make_samples, parse_start, read_prompts
 from sampling.inputs.tokenizer import REPLACEMENT
 from sampling.outputs.console import end_line, is_tty, name_write_errors
 from sampling.outputs.printer import RULE, Printer
@@ -113,16 +113,17 @@ class Session:
         if self.gpt is None:
             raise ValueError("no model is loaded: repair or replace the checkpoint, then type :reload")
 
-    def encode(self, start: str) -> Iterable[tuple[Prompt, list[int]]]:
+    def read(self, start: str) -> Iterable[Prompt]:
         if not start:
             raise ValueError('the prompt is empty, but a sample needs something to continue, such as a newline: "\\n"')
         kind, path = parse_start(start)
         if kind != "TEXT" and path == "-":
             raise ValueError("this session reads standard input itself; pass the name of a file, or the text")
-        return encode_prompts(read_prompts(start), self.printer.tokenizer)
+        return read_prompts(start)
 
     def print_samples(self, start: str) -> None:
-        for sample in make_samples(self.encode(start), 1, self.next_index):
+        prompts = self.read(start)
+        for sample in make_samples(prompts, self.printer.tokenizer, first_index=self.next_index):
             if not self.print_sample(sample):
                 break
 
@@ -131,11 +132,14 @@ class Session:
         self.check_model()
         if not start and self.last is None:
             raise ValueError("there is no sample yet: type a prompt, or :score and a text")
-        encoded = (self.encode(parse("start", start, ["str"])) if start else
-                   encode_prompts([Prompt(self.last.prompt.text + self.last_text)], self.printer.tokenizer))
+        if start:
+            prompts = self.read(parse("start", start, ["str"]))
+        else:
+            prompts = [Prompt(self.last.prompt.text + self.last_text)]
+        scores = make_samples(prompts, self.printer.tokenizer, is_score=True)
         params = ScoringParams(max_tokens=10**9 if self.show_probs else 0)
         self.printer.reset_total() # Ctrl-C may have ended the one before
-        for score, pieces in self.gpt.run(make_samples(encoded, 1, is_score=True), params):
+        for score, pieces in self.gpt.run(scores, params):
             self.printer.update(score, pieces)
         self.printer.print_total()
 

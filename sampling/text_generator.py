@@ -14,7 +14,7 @@ from sampling.checkpoints.nanogpt import load_nanogpt
 from sampling.configurator import plain
 from sampling.generation.engine import Engine
 from sampling.generation.scoring import score_texts
-from sampling.inputs.prompts import EncodedPrompt, encode_prompts, log_notices, make_samples
+from sampling.inputs.prompts import at, make_samples
 from sampling.inputs.tokenizer import Tokenizer
 from sampling.inputs.tokenizer_choice import load_tokenizer
 from sampling.params import ModelOptions, Piece, Prompt, Sample, SamplingParams, Score, ScoringParams, check_values
@@ -50,34 +50,36 @@ class TextGenerator:
         settings: fields of SamplingParams, in place of those of params.
         """
         check_values({"num_samples": num_samples, "batch_size": batch_size})
-        samples = make_samples(self.encode(prompts), num_samples)
+        samples = self.make_samples(prompts, num_samples)
         return [sample for sample, _ in self.run(samples, params, batch_size, **settings) if sample.finish_reason]
 
     def stream(self, prompt: str, params: SamplingParams | None = None, **settings: Any) -> Iterator[str]:
         """Yield the text of one sample in parts, while it is generated. settings: as for generate."""
-        steps = self.run(make_samples(self.encode([prompt]), 1), params, batch_size=1, stream=True, **settings)
+        steps = self.run(self.make_samples([prompt]), params, batch_size=1, stream=True, **settings)
         return (text for _, pieces in steps if (text := "".join(piece.text for piece in pieces)))
 
     def score(self, text: str, num_logprobs: int = 0) -> Score:
         """How likely the model finds each token of a text, and num_logprobs of the most likely tokens in its place."""
         check_values({"num_logprobs": num_logprobs})
-        *_, (score, _) = self.run(make_samples(self.encode([text]), 1, is_score=True), ScoringParams(num_logprobs or 0))
+        scores = self.make_samples([text], is_score=True)
+        *_, (score, _) = self.run(scores, ScoringParams(num_logprobs or 0))
         return score
 
-    def encode(self, prompts: str | Iterable[str]) -> list[EncodedPrompt]:
+    def make_samples(self, prompts: str | Iterable[str], num_samples: int = 1,
+                     is_score: bool = False) -> list[Sample]:
+        """Empty samples, or scores, for all prompts. An error names the prompt that it is about."""
         is_one = isinstance(prompts, str) or not isinstance(prompts, Iterable)
         texts = [prompts] if is_one else list(prompts)
         located = []
         for i, text in enumerate(texts):
-            location = f"prompts[{i}]" if len(texts) > 1 else ""
-            where = location and f"{location}: "
+            prompt = Prompt(plain(text), location=f"prompts[{i}]" if len(texts) > 1 else "")
             if not isinstance(text, str):
-                raise TypeError(f"{where}a prompt must be a str; got {text!r:.100}")
+                raise TypeError(at(prompt, f"a prompt must be a str; got {text!r:.100}"))
             if not text:
-                raise ValueError(f"{where}a prompt is empty, but a sample needs something to continue, such as a "
-                                 "newline")
-            located.append(Prompt(plain(text), location=location))
-        return list(encode_prompts(located, self.tokenizer))
+                raise ValueError(at(prompt, "a prompt is empty, but a sample needs something to continue, such as a "
+                                            "newline"))
+            located.append(prompt)
+        return list(make_samples(located, self.tokenizer, num_samples, is_score=is_score))
 
     def run(self, samples: Iterable[Sample], params: SamplingParams | ScoringParams | None = None,
             batch_size: int | None = None, stream: bool = False,
@@ -102,23 +104,34 @@ class TextGenerator:
 
     def announce(self, samples: Iterable[Sample], params: SamplingParams) -> Iterator[Sample]:
         """Yield the samples. Says what the user may not expect of them."""
-        if params.stop_texts != self.checked_stops:
-            self.checked_stops = params.stop_texts
-            for text in params.stop_texts:
-                missing = self.tokenizer.missing_from(text)
-                if missing and "\\n" not in text: # of which there is a warning already
-                    logger.warning(f"the stop text {text!r:.100} never occurs: {self.tokenizer.source} lacks "
-                                   f"{min(missing)!r}")
+        self.warn_about_stops(params.stop_texts)
         block_size = self.backend.config.block_size
         can_shift = self.backend.has_cache and not params.context_shift
-        for sample in log_notices(samples, self.tokenizer, block_size):
-            length = min(block_size, len(sample.prompt_ids)) + params.max_new_tokens
-            is_past = length > block_size and not sample.already_saved
-            if is_past and can_shift and not self.has_announced_window:
+        is_crop_announced = False
+        for sample in samples:
+            num_ids = len(sample.prompt_ids)
+            is_new = not sample.already_saved
+            if num_ids > block_size and is_new and not is_crop_announced:
+                is_crop_announced = True
+                seen = self.tokenizer.decode(sample.prompt_ids[-block_size:])[:40]
+                logger.info(at(sample.prompt, f"the prompt has {num_ids} tokens, but the model sees only the last "
+                                              f"{block_size} of any, here from {seen!r} on"))
+            is_past = min(block_size, num_ids) + params.max_new_tokens > block_size
+            if is_past and is_new and can_shift and not self.has_announced_window:
                 self.has_announced_window = True
                 logger.info(f"past {block_size} tokens, each token recomputes the whole window, as in nanoGPT; with "
                             "--context_shift, a full window loses its older half: much faster, but other text")
             yield sample
+
+    def warn_about_stops(self, stop_texts: list[str]) -> None:
+        if stop_texts == self.checked_stops:
+            return
+        self.checked_stops = stop_texts
+        for text in stop_texts:
+            missing = self.tokenizer.missing_from(text)
+            if missing and "\\n" not in text: # of which there is a warning already
+                logger.warning(f"the stop text {text!r:.100} never occurs: {self.tokenizer.source} lacks "
+                               f"{min(missing)!r}")
 
 
 def load_model(name: str, is_huggingface: bool, device: str, dtype: str, tokenizer: str | None,

@@ -1,4 +1,4 @@
-"""Reads the prompts that the setting start names, encodes them, and says what a user should know about them.
+"""Reads the prompts that the setting start names, and makes the empty samples that are to continue them.
 
 start is a prompt, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
 each line that is not empty is a prompt. With JSONL:path, each line is a JSON object with a "prompt" and an optional
@@ -21,7 +21,6 @@ FILE_KINDS = "FILE", *MULTI_KINDS
 RESULT_FIELDS = frozenset(["version", "index", "prompt_index", "sample_index", "text", "num_tokens", "num_bytes",
                            "finish_reason", "cumulative_logprob", "logprobs", "seed", "checkpoint", "settings"])
 MAX_LENGTH = 2**27 # characters of a prompt: 128 MB of English, hours for any model to score
-EncodedPrompt = tuple[Prompt, list[int]]
 
 
 def parse_start(start: str) -> tuple[str, str]:
@@ -48,33 +47,49 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     return chain([next(prompts)], prompts) if is_pipe else list(prompts)
 
 
-def encode_prompts(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> Iterator[EncodedPrompt]:
-    """The prompts with their token ids: each is encoded when it is needed. In a list, a character that the vocabulary
-    lacks is found at once.
+def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,
+                 first_index: int = 0, is_score: bool = False) -> Iterator[Sample]:
+    """Yield num_samples empty samples for each prompt, or empty scores.
+
+    A prompt is encoded when its first sample is needed. But a list is searched at once for characters that the
+    vocabulary lacks.
     """
-    def encode(prompt: Prompt) -> EncodedPrompt:
-        if len(prompt.text) > 10**6: # it takes a second or more
-            logger.info(f"{prompt.location}: encoding {len(prompt.text):,} characters")
-        try:
-            with system_interrupts(): # a stranger's tokenizer may take long
-                return prompt, tokenizer.encode(prompt.text)
-        except ValueError as error:
-            raise ValueError(f"{prompt.location}: {error}" if prompt.location else str(error)) from None
     if isinstance(prompts, list):
-        try:
-            tokenizer.encode("".join(set().union(*(prompt.text for prompt in prompts))))
-        except ValueError: # the first prompt that has such a character raises it again, with its place
-            for prompt in prompts:
-                encode(prompt)
-    return map(encode, prompts)
+        check_characters(prompts, tokenizer)
+    index = first_index
+    for prompt in prompts:
+        ids = encode(prompt, tokenizer)
+        for _ in range(num_samples):
+            if is_score:
+                yield Score(index, prompt, [], ids=ids)
+            else:
+                yield Sample(index, prompt, ids)
+            index += 1
 
 
-def make_samples(encoded: Iterable[EncodedPrompt], num_samples: int, first_index: int = 0,
-                 is_score: bool = False) -> Iterator[Sample]:
-    """Yield num_samples empty samples for each prompt, or empty scores."""
-    repeated = (pair for pair in encoded for _ in range(num_samples))
-    for index, (prompt, prompt_ids) in enumerate(repeated, first_index):
-        yield Score(index, prompt, [], ids=prompt_ids) if is_score else Sample(index, prompt, prompt_ids)
+def check_characters(prompts: list[Prompt], tokenizer: Tokenizer) -> None:
+    """Raises ValueError for the first prompt with a character that the vocabulary lacks."""
+    characters = set().union(*(prompt.text for prompt in prompts))
+    try:
+        tokenizer.encode("".join(characters))
+    except ValueError: # it does not say which prompt has the character
+        for prompt in prompts:
+            encode(prompt, tokenizer)
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    if len(prompt.text) > 10**6: # it takes a second or more
+        logger.info(at(prompt, f"encoding {len(prompt.text):,} characters"))
+    try:
+        with system_interrupts(): # a stranger's tokenizer may take long
+            return tokenizer.encode(prompt.text)
+    except ValueError as error:
+        raise ValueError(at(prompt, str(error))) from None
+
+
+def at(prompt: Prompt, message: str) -> str:
+    """A message about a prompt, with the place of the prompt, if it has one."""
+    return f"{prompt.location}: {message}" if prompt.location else message
 
 
 def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
@@ -116,17 +131,3 @@ def parse_json_line(line: str, location: str) -> Prompt:
         raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that out_file already "
                          "has: rename the field in the prompt file")
     return Prompt(text, fields.pop("id", None), location, other_fields=fields)
-
-
-# ---- notices
-
-def log_notices(samples: Iterable[Sample], tokenizer: Tokenizer, block_size: int) -> Iterator[Sample]:
-    """Yield the samples. Says once if the model does not see the whole of a new prompt."""
-    is_said = False
-    for sample in samples:
-        ids, location = sample.prompt_ids, sample.prompt.location
-        if len(ids) > block_size and not (is_said or sample.already_saved):
-            is_said = True
-            logger.info(f"{location + ': ' * bool(location)}the prompt has {len(ids)} tokens, but the model sees only "
-                        f"the last {block_size} of any, here from {tokenizer.decode(ids[-block_size:])[:40]!r} on")
-        yield sample

@@ -1,9 +1,10 @@
 """The prompts that the setting start selects, and what a user is told about prompts."""
 import pytest
 
+from engines import PARAMS, make_generator
 from models import CHARS
 from sampling.inputs.char_tokenizer import CharTokenizer
-from sampling.inputs.prompts import encode_prompts, log_notices, make_samples, read_prompts
+from sampling.inputs.prompts import make_samples, read_prompts
 from sampling.params import Prompt, Sample
 
 TOKENIZER = CharTokenizer("meta.pkl", {"stoi": {char: i for i, char in enumerate(CHARS)}})
@@ -30,12 +31,13 @@ def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path):
     prompts = read_prompts(f"JSONL:{path}")
     assert prompts == [Prompt("a\nb", 7, f"{path}, line 1"),
                        Prompt("c", {"x": 1}, f"{path}, line 4", {"topic": None})]
-    encoded = [*encode_prompts(prompts, TOKENIZER)]
-    assert encoded == [(prompts[0], TOKENIZER.encode("a\nb")), (prompts[1], TOKENIZER.encode("c"))]
-    samples = [(sample.index, sample.prompt, sample.prompt_ids) for sample in make_samples(encoded, 2, first_index=5)]
-    assert samples == [(5, *encoded[0]), (6, *encoded[0]), (7, *encoded[1]), (8, *encoded[1])]
+    first = prompts[0], TOKENIZER.encode("a\nb")
+    second = prompts[1], TOKENIZER.encode("c")
+    samples = make_samples(prompts, TOKENIZER, num_samples=2, first_index=5)
+    assert [(sample.index, sample.prompt, sample.prompt_ids) for sample in samples] == [
+        (5, *first), (6, *first), (7, *second), (8, *second)]
     with pytest.raises(ValueError, match="line 1: the prompt has characters that"):
-        encode_prompts([Prompt("é", location="line 1")], TOKENIZER)
+        next(make_samples([Prompt("é", location="line 1")], TOKENIZER))
     assert TOKENIZER.encode("\ufeffab") == TOKENIZER.encode("ab"), "a byte-order mark that no vocabulary has"
 
 
@@ -43,20 +45,21 @@ def test_prompts_are_encoded_when_they_are_needed_but_a_missing_character_is_fou
     (tmp_path / "p.txt").write_text("ab\n" * 1000 + "c\n")
     encoded, encode = [], CharTokenizer.encode
     monkeypatch.setattr(CharTokenizer, "encode", lambda self, text: encoded.append(text) or encode(self, text))
-    pairs = encode_prompts(read_prompts(f"LINES:{tmp_path}/p.txt"), TOKENIZER)
-    assert len(encoded) == 1 and sorted(encoded[0]) == ["a", "b", "c"], "what all have"
-    assert next(pairs)[1] == TOKENIZER.encode("ab") and len(encoded) == 3
+    samples = make_samples(read_prompts(f"LINES:{tmp_path}/p.txt"), TOKENIZER)
+    assert next(samples).prompt_ids == [TOKENIZER.stoi["a"], TOKENIZER.stoi["b"]]
+    assert sorted(encoded[0]) == ["a", "b", "c"], "what all have"
+    assert encoded[1:] == ["ab"]
     with (tmp_path / "p.txt").open("a") as file:
         file.write("d\u00e9\n")
     with pytest.raises(ValueError, match=r"p.txt, line 1002: the prompt has characters that .* lacks: 'é' at 2"):
-        encode_prompts(read_prompts(f"LINES:{tmp_path}/p.txt"), TOKENIZER)
+        next(make_samples(read_prompts(f"LINES:{tmp_path}/p.txt"), TOKENIZER))
 
 
 def test_a_long_prompt_is_announced_before_it_is_encoded(tmp_path, messages):
     (tmp_path / "p.txt").write_text("a" * 1_000_001)
-    encode_prompts(prompts := read_prompts(f"FILE:{tmp_path}/p.txt"), TOKENIZER)
+    samples = make_samples(read_prompts(f"FILE:{tmp_path}/p.txt"), TOKENIZER)
     assert messages == []
-    next(encode_prompts(prompts, TOKENIZER))
+    next(samples)
     assert messages == [f"{tmp_path}/p.txt: encoding 1,000,001 characters"]
 
 
@@ -77,8 +80,11 @@ def test_the_error_names_what_is_no_prompt(tmp_path, monkeypatch, start, content
 
 
 def test_the_first_new_prompt_that_is_long_is_logged(messages):
-    samples = [Sample(i, Prompt(text, location=f"a.txt, line {i}"), TOKENIZER.encode(text), already_saved=i == 0)
-               for i, text in enumerate(["b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 17])]
-    assert [*log_notices(samples, TOKENIZER, 16)] == samples
-    assert messages == ["a.txt, line 2: the prompt has 20 tokens, but the model sees only the last 16 of any, "
-                        "here from 'deeeeeeeeeeeeeee' on"]
+    samples = []
+    for i, text in enumerate(["b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 17]):
+        prompt = Prompt(text, location=f"a.txt, line {i}")
+        samples.append(Sample(i, prompt, TOKENIZER.encode(text), already_saved=i == 0))
+    list(make_generator(TOKENIZER).run(samples, PARAMS, batch_size=1))
+    assert [message for message in messages if "sees only" in message] == [
+        "a.txt, line 2: the prompt has 20 tokens, but the model sees only the last 16 of any, "
+        "here from 'deeeeeeeeeeeeeee' on"]
