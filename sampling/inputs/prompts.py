@@ -18,33 +18,43 @@ logger = logging.getLogger(__name__)
 MULTI_KINDS = "LINES", "JSONL" # files of many prompts
 FILE_KINDS = "FILE", *MULTI_KINDS
 # The fields of a line in out_file, besides "prompt" and "id".
-RESULT_FIELDS = frozenset(["version", "index", "prompt_index", "sample_index", "text", "num_tokens", "num_bytes",
-                           "finish_reason", "cumulative_logprob", "logprobs", "seed", "checkpoint", "settings"])
+RESULT_FIELDS = frozenset([
+    "version", "index", "prompt_index", "sample_index", "text", "num_tokens", "num_bytes",
+    "finish_reason", "cumulative_logprob", "logprobs", "seed", "checkpoint", "settings"])
 MAX_LENGTH = 2**27 # characters of a prompt: 128 MB of English, hours for any model to score
 
 
 def parse_start(start: str) -> tuple[str, str]:
-    """Split the setting start into ("FILE", "LINES" or "JSONL", path), or ("TEXT", start) if it names no file."""
+    """Split the setting start into its kind and a path. If it names no file, return ("TEXT", start)."""
     kind, colon, path = start.partition(":")
-    return (kind, expand_home(path)) if colon and kind in FILE_KINDS else ("TEXT", start)
+    if colon and kind in FILE_KINDS:
+        return kind, expand_home(path)
+    return "TEXT", start
 
 
 def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Prompt]:
-    """The prompts that start names: a list, or for a pipe, which may stay open, an iterator. watch: it is no pipe."""
+    """The prompts that start names: a list, or for a pipe, which may stay open, an iterator.
+
+    watch: the prompts are used several times, so a pipe is an error.
+    """
     kind, path = parse_start(start)
     if kind == "TEXT":
         if os.path.isfile(start):
             logger.info(f"the prompt is the text {start!r:.100}; to read the file, pass --start=FILE:{start}")
         return [Prompt(start)]
     if kind == "FILE" and path.endswith(".jsonl"):
-        logger.info(f"the prompt is the whole text of {path}; for a prompt in each line, pass --start=JSONL:{path}")
+        logger.info(f"the prompt is the whole text of {path}; for a prompt in each line, "
+                    f"pass --start=JSONL:{path}")
     if path.endswith((".bin", ".npy")):
-        raise ValueError(f"{path} is a file of tokens, as a prepare.py writes it: give the text that it was made from")
-    is_pipe = kind in MULTI_KINDS and (path == "-" or (os.path.exists(path) and not os.path.isfile(path)))
-    if watch and is_pipe:
-        raise ValueError("watch=True uses the prompts again for each checkpoint: save them in a file")
+        raise ValueError(f"{path} is a file of tokens, as a prepare.py writes it: "
+                         "give the text that it was made from")
+    is_special = path == "-" or (os.path.exists(path) and not os.path.isfile(path))
     prompts = read_prompt_file(kind, path)
-    return chain([next(prompts)], prompts) if is_pipe else list(prompts)
+    if kind == "FILE" or not is_special:
+        return list(prompts)
+    if watch:
+        raise ValueError("watch=True uses the prompts again for each checkpoint: save them in a file")
+    return chain([next(prompts)], prompts) # an error of the first prompt is raised at once
 
 
 def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: int = 1,
@@ -93,41 +103,51 @@ def at(prompt: Prompt, message: str) -> str:
 
 
 def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
-    source, number, is_empty = "standard input" if path == "-" else path, 0, True
+    """Yield the prompts in a file, each as soon as it is read."""
+    source = "standard input" if path == "-" else path
     encoding = "utf-8" if kind == "FILE" else "utf-8-sig" # which skips a byte-order mark; nanoGPT keeps it
+    number = 0
+    is_empty = True
     try:
         with open(0 if path == "-" else path, encoding=encoding, closefd=path != "-") as file:
             read = file.read if kind == "FILE" else file.readline
-            for number, line in enumerate(iter(lambda: read(MAX_LENGTH + 1), ""), 1): # a device may never end
+            while text := read(MAX_LENGTH + 1): # a device may never end
+                number += 1
                 location = source if kind == "FILE" else f"{source}, line {number}"
-                if len(line) > MAX_LENGTH:
-                    raise ValueError(f"{location}: a prompt has at most {MAX_LENGTH:,} characters, and here are more")
-                text = line if kind == "FILE" else line.rstrip("\n")
-                if text.strip() if kind == "JSONL" else text:
-                    is_empty = False
-                    yield parse_json_line(text, location) if kind == "JSONL" else Prompt(text, None, location)
+                if len(text) > MAX_LENGTH:
+                    raise ValueError(f"{location}: a prompt has at most {MAX_LENGTH:,} characters, "
+                                     "and here are more")
+                if kind != "FILE":
+                    text = text.rstrip("\n")
+                is_json = kind == "JSONL"
+                if not text or (is_json and text.isspace()):
+                    continue
+                is_empty = False
+                yield parse_json_line(text, location) if is_json else Prompt(text, location=location)
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
         raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
     except OSError as error:
-        raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}; {kind}: takes the path of a "
-                         "file, or - for standard input") from None
+        raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}; "
+                         f"{kind}: takes the path of a file, or - for standard input") from None
     if is_empty:
         raise ValueError(f"{source} is empty, but a sample needs a prompt")
 
 
 def parse_json_line(line: str, location: str) -> Prompt:
+    text = None
     reason = ""
     try:
         fields = json.loads(line)
         json.dumps(fields, allow_nan=False) # out_file gets these fields, and JSON has no NaN or infinity
+        if isinstance(fields, dict):
+            text = fields.pop("prompt", None)
     except (ValueError, RecursionError) as error:
-        fields, reason = None, f" ({error})"
-    text = fields.pop("prompt", None) if isinstance(fields, dict) else None
+        reason = f" ({error})"
     if not (isinstance(text, str) and text):
-        raise ValueError(f'{location}: every line must be an object with a prompt that is not empty, like '
-                         f'{{"prompt": "Once"}}; got {line[:100]!r:.100}{reason}')
+        raise ValueError(f'{location}: every line must be an object with a prompt that is not empty, '
+                         f'like {{"prompt": "Once"}}; got {line[:100]!r:.100}{reason}')
     if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):
-        raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that out_file already "
-                         "has: rename the field in the prompt file")
+        raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that "
+                         "out_file already has: rename the field in the prompt file")
     return Prompt(text, fields.pop("id", None), location, other_fields=fields)

@@ -9,15 +9,22 @@ from sampling.checkpoints.untrusted_files import RejectedFileError
 from sampling.process import first_sentence
 
 # The encodings of tiktoken, and how many tokens each has.
-ENCODINGS = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
+ENCODINGS = {
+    "gpt2": 50257,
+    "r50k_base": 50257,
+    "p50k_base": 50281,
+    "cl100k_base": 100277,
+    "o200k_base": 200019,
+}
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of unknown ids, and of bytes that form no character
-ADVICE = (f"pass --tokenizer=NAME|FILE: an encoding of tiktoken ({', '.join(ENCODINGS)}), a tokenizer.json or its "
-          "folder, or a meta.pkl")
+ADVICE = (f"pass --tokenizer=NAME|FILE: an encoding of tiktoken ({', '.join(ENCODINGS)}), "
+          "a tokenizer.json or its folder, or a meta.pkl")
 
 
 class Tokenizer:
-    """Turns text into token ids and back. A subclass has token_bytes, or a decoder and num_bytes of its own. Unknown
-    ids decode to U+FFFD.
+    """Turns text into token ids and back. Unknown ids decode to U+FFFD.
+
+    A subclass has token_bytes, or a decoder and num_bytes of its own.
     """
     size: int # of the vocabulary
     source: str # where the vocabulary is from, for messages
@@ -32,7 +39,7 @@ class Tokenizer:
         """The characters of a text that surely no token has, if there are any."""
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """How many bytes these tokens of a text have in UTF-8: of a part of a character, those of the part."""
+        """How many bytes these tokens of a text have in UTF-8, also where they are a part of a character."""
         return sum(map(len, map(self.token_bytes, ids)))
 
     def fingerprint(self) -> str:
@@ -45,23 +52,29 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids: of a list, or of a torch tensor or numpy array of one dimension."""
-        ids, decoder = list(map(index, ids)), self.decoder() # Raises TypeError for what is no whole number
+        ids = list(map(index, ids)) # raises TypeError for what is no whole number
+        decoder = self.decoder()
         return "".join(decoder(token_id, last=i == len(ids)) for i, token_id in enumerate(ids, 1))
 
 
 class Decoder:
-    """Decodes one sequence, token by token. This one joins the bytes of tokens. It holds those of an incomplete
-    character: the character comes whole with the last of its tokens, also if the prompt has the first.
+    """Decodes one sequence, token by token. This one joins the bytes of tokens.
 
-    Without a prompt, the joined texts are what Tokenizer.decode returns. With a prompt, they are what the tokens add to
-    its text. The attributes are replaced, never changed.
+    It holds the bytes of an incomplete character. The character comes whole with the last of its tokens, also if its
+    first token is in the prompt.
+
+    Without a prompt, the joined texts are what Tokenizer.decode returns. With a prompt, they are what the tokens add
+    to its text. The attributes are replaced, never changed.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
-        self.tokenizer, self.held, self.shown = tokenizer, b"", ""
+        self.tokenizer = tokenizer
+        self.held = b""
+        self.shown = ""
         for token_id in prompt_ids[-4:]: # a character has at most four bytes
             self(token_id)
-        self.shown = REPLACEMENT if self.held else "" # what the text of the prompt has for an incomplete character
+        if self.held:
+            self.shown = REPLACEMENT # the text of the prompt has it for the incomplete character
 
     def __call__(self, token_id: int, last: bool = False) -> str:
         """The text that the next token adds. last: no token follows, so an incomplete character becomes U+FFFD."""
@@ -69,7 +82,8 @@ class Decoder:
         text, num_read = codecs.utf_8_decode(data, "replace", last)
         self.held = data[num_read:]
         if text:
-            text, self.shown = text.removeprefix(self.shown), ""
+            text = text.removeprefix(self.shown)
+            self.shown = ""
         return text
 
     def peek(self, token_id: int, last: bool = False) -> str:
@@ -92,4 +106,5 @@ def call_library(function: Callable[[], Any], advice: str = "") -> Any:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error: # a Rust panic is no Exception
-        raise RejectedFileError(f"the tokenizer's library failed: {first_sentence(error)}{advice}") from None
+        reason = first_sentence(error)
+        raise RejectedFileError(f"the tokenizer's library failed: {reason}{advice}") from None
