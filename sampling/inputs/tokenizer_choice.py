@@ -1,5 +1,6 @@
-"""Chooses the tokenizer of a checkpoint, and the source of tiktoken's vocabularies: the first of a list of places that
-has one. Raises ValueError if none has.
+"""Chooses the tokenizer of a checkpoint, and the source of tiktoken's vocabularies.
+
+Each is the first of a list of places that has one. Raises ValueError if none has.
 """
 import hashlib
 import logging
@@ -17,7 +18,8 @@ from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer,
 from sampling.process import first_sentence
 
 logger = logging.getLogger(__name__)
-GPT2_SIZES = {*range(50257, 50305), 51200} # to which people pad its vocabulary: nobody names GPT-2's encoding
+# The sizes to which people pad GPT-2's vocabulary: nobody names its encoding.
+GPT2_SIZES = {*range(50257, 50305), 51200}
 HOST = "https://openaipublic.blob.core.windows.net"
 GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/main/encoder.json"
 
@@ -25,31 +27,41 @@ GPT2_URLS = f"{HOST}/gpt-2/encodings/main/vocab.bpe", f"{HOST}/gpt-2/encodings/m
 def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Tokenizer:
     """Load the tokenizer that is surely the model's.
 
-    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, the first of: a meta.pkl, then a
-    Hugging Face tokenizer, in the folder of the checkpoint, and for a ckpt.pt also in data/<dataset> here and beside
-    out_dir; the encoding that the training's settings name; GPT-2's, if the vocabulary has its size.
+    tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, the first of:
+    a meta.pkl, then a Hugging Face tokenizer, in the folder of the checkpoint, and for a ckpt.pt also in
+    data/<dataset> here and beside out_dir; the encoding that the training's settings name; GPT-2's, if
+    the vocabulary has its size.
     """
     vocab_size = checkpoint.config.vocab_size
     found = tokenizer_of(checkpoint) if tokenizer is None else tokenizer_named(tokenizer, vocab_size)
-    is_name = isinstance(found, str) # of an encoding, whose size is checked first, because loading may download it
-    source, size = (encoding_label(found), ENCODINGS[found]) if is_name else (found.source, found.size)
-    if size > vocab_size:
-        raise ValueError(f"{source} has {size} tokens, but the model has {vocab_size}, so it is not the tokenizer of "
-                         f"this model; {ADVICE}")
-    if vocab_size > 2 * size:
-        advice = "; if the model was trained on GPT-2's tokens, pass --tokenizer=gpt2" * (vocab_size in GPT2_SIZES)
-        logger.warning(f"{source} has {size} tokens, but the model has {vocab_size}; the rest may be padding{advice}")
-    found = load_encoding(found) if is_name else found
-    logger.info(f"{found.source}: {size} tokens")
+    if isinstance(found, str): # an encoding. Its size is checked first, because loading may download it
+        check_size(encoding_label(found), ENCODINGS[found], vocab_size)
+        found = load_encoding(found)
+    else:
+        check_size(found.source, found.size, vocab_size)
+    logger.info(f"{found.source}: {found.size} tokens")
     return found
+
+
+def check_size(source: str, size: int, vocab_size: int) -> None:
+    """Raises ValueError if a tokenizer is too large for a model. Warns if it is much smaller."""
+    sizes = f"{source} has {size} tokens, but the model has {vocab_size}"
+    if size > vocab_size:
+        raise ValueError(f"{sizes}, so it is not the tokenizer of this model; {ADVICE}")
+    if vocab_size > 2 * size:
+        advice = ""
+        if vocab_size in GPT2_SIZES:
+            advice = "; if the model was trained on GPT-2's tokens, pass --tokenizer=gpt2"
+        logger.warning(f"{sizes}; the rest may be padding{advice}")
 
 
 def tokenizer_named(name: str, vocab_size: int) -> Tokenizer | str:
     """The tokenizer in the file that the setting names, or the name of an encoding."""
     if name in ENCODINGS:
         return name
-    given = Path(name)
-    path = find_tokenizer(given) or given / "meta.pkl" if given.is_dir() else given
+    path = Path(name)
+    if path.is_dir():
+        path = find_tokenizer(path) or path / "meta.pkl"
     if not (path.is_file() and (path.suffix in (".json", ".pkl") or path.name == "vocab.txt")):
         raise ValueError(f"there is no tokenizer {name!r:.200}{suggest(name, ENCODINGS)}; {ADVICE}")
     return tokenizer_in(path, vocab_size) or CharTokenizer(path) # which says that a meta.pkl has no stoi
@@ -57,36 +69,48 @@ def tokenizer_named(name: str, vocab_size: int) -> Tokenizer | str:
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
     """The tokenizer in the first place that has one, or the name of an encoding."""
-    own, dataset = Path(checkpoint.folder), checkpoint.raw_config.get("dataset") # a stranger's, and of any type
-    folders, vocab_size = [own], checkpoint.config.vocab_size
-    is_named = not checkpoint.is_huggingface and isinstance(dataset, str)
-    if is_named and not Path(dataset).anchor and ".." not in Path(dataset).parts: # never outside of data
-        folders += [Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
-    metas = [] if checkpoint.is_huggingface else [folder / "meta.pkl" for folder in folders]
-    for path in chain(filter(os.path.isfile, metas), filter(None, map(find_tokenizer, folders))):
+    vocab_size = checkpoint.config.vocab_size
+    folders = tokenizer_folders(checkpoint)
+    paths = []
+    if not checkpoint.is_huggingface:
+        paths = [folder / "meta.pkl" for folder in folders if os.path.isfile(folder / "meta.pkl")]
+    for path in chain(paths, filter(None, map(find_tokenizer, folders))):
         if found := tokenizer_in(path, vocab_size):
             return found
     if encoding := named_encoding(checkpoint.raw_config, checkpoint.path):
         return encoding
     if vocab_size not in GPT2_SIZES:
         searched = ", ".join(dict.fromkeys(map(os.path.abspath, folders)))
-        raise ValueError(f"no tokenizer is in {searched:.1000}, and GPT-2's encoding has 50257 tokens, but the model "
-                         f"has {vocab_size}; {ADVICE}")
+        raise ValueError(f"no tokenizer is in {searched:.1000}, and GPT-2's encoding has 50257 tokens, "
+                         f"but the model has {vocab_size}; {ADVICE}")
     if checkpoint.is_huggingface:
         logger.info(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     return "gpt2"
 
 
+def tokenizer_folders(checkpoint: Checkpoint) -> list[Path]:
+    """The folders that may have the tokenizer of a checkpoint, the likeliest first."""
+    own = Path(checkpoint.folder)
+    dataset = checkpoint.raw_config.get("dataset") # a stranger's, and of any type
+    if checkpoint.is_huggingface or not isinstance(dataset, str):
+        return [own]
+    if Path(dataset).anchor or ".." in Path(dataset).parts: # never outside of data
+        return [own]
+    return [own, Path("data", dataset), Path(os.path.abspath(own)).parent / "data" / dataset]
+
+
 def tokenizer_in(path: Path, vocab_size: int) -> Tokenizer | str | None:
-    """The tokenizer in a file, or the encoding that the file names; None for a meta.pkl without a vocabulary."""
+    """The tokenizer in a file, or the encoding that it names; None for a meta.pkl without a vocabulary."""
     if path.suffix != ".pkl":
         return HFTokenizer(path, vocab_size)
     meta = read_meta(path)
     if encoding := named_encoding(meta, path):
         return encoding
-    size = meta.get("vocab_size")
-    is_large = isinstance(size, int) and size >= min(ENCODINGS.values()) # its whole content may be this
-    return None if is_large and not {"stoi", "itos"} & meta.keys() else CharTokenizer(path, meta)
+    size = meta.get("vocab_size") # for GPT-2's tokens, a meta.pkl may have nothing else
+    is_large = isinstance(size, int) and size >= min(ENCODINGS.values())
+    if is_large and not {"stoi", "itos"} & meta.keys():
+        return None
+    return CharTokenizer(path, meta)
 
 
 # ---- tiktoken's encodings
@@ -95,12 +119,15 @@ class TiktokenTokenizer(Tokenizer):
     """tiktoken's encoding of this name. <|endoftext|> in a text becomes the special token."""
     def __init__(self, name: str = "gpt2"):
         from tiktoken import get_encoding
-        self.source, self.size, self.encoding = encoding_label(name), ENCODINGS[name], get_encoding(name)
+        self.source = encoding_label(name)
+        self.size = ENCODINGS[name]
+        self.encoding = get_encoding(name)
 
     def encode(self, text: str) -> list[int]:
         encode_utf8(text) # which checks it
+        special = {"<|endoftext|>"}
         return call_library(
-            lambda: self.encoding.encode(text, allowed_special={"<|endoftext|>"}, disallowed_special=()),
+            lambda: self.encoding.encode(text, allowed_special=special, disallowed_special=()),
             "; mostly because of a million blanks in a row: shorten them")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -116,36 +143,44 @@ def encoding_label(name: str) -> str:
 
 def load_encoding(name: str) -> Tokenizer:
     """tiktoken's encoding of this name. Logs why a source of it failed."""
-    name = "gpt2" if name == "r50k_base" else name # two names of one encoding
+    if name == "r50k_base": # another name of GPT-2's encoding
+        name = "gpt2"
     urls = GPT2_URLS if name == "gpt2" else [f"{HOST}/encodings/{name}.tiktoken"]
     files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
-    sources = [("tiktoken's download", lambda: TiktokenTokenizer(name))] # or its cache
     cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    sources = {"tiktoken's download": lambda: TiktokenTokenizer(name)} # or its cache
     if name == "gpt2" and not all(os.path.isfile(os.path.join(cache, file)) for file in files):
-        sources = [("tokenizer.json in Hugging Face's cache", from_hub_cache), *sources,
-                   ("the download from Hugging Face's hub", from_hub)]
-    for source, load in sources:
+        sources = {
+            "tokenizer.json in Hugging Face's cache": from_hub_cache,
+            **sources,
+            "the download from Hugging Face's hub": from_hub}
+    for source, load in sources.items():
         try:
             if encoding := load():
                 return encoding
         except Exception as error:
-            logger.info(f"{encoding_label(name)}: {source} failed ({type(error).__name__}: {first_sentence(error)})")
+            reason = f"{type(error).__name__}: {first_sentence(error)}"
+            logger.info(f"{encoding_label(name)}: {source} failed ({reason})")
     raise ValueError(
-        f"{encoding_label(name)} is not on this machine, and could not be downloaded: elsewhere, get "
-        f"{' and '.join(urls)}, save it as {' and '.join(files)}, and set TIKTOKEN_CACHE_DIR to that folder")
+        f"{encoding_label(name)} is not on this machine, and could not be downloaded: elsewhere, "
+        f"get {' and '.join(urls)}, save it as {' and '.join(files)}, "
+        "and set TIKTOKEN_CACHE_DIR to that folder")
 
 
 def from_hub_cache() -> HFTokenizer | None:
     """GPT-2's encoding from Hugging Face's cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
-    paths = [try_to_load_from_cache(name, "tokenizer.json") for name in ("openai-community/gpt2", "gpt2")]
-    return next((HFTokenizer(Path(path), ENCODINGS["gpt2"]) for path in paths if isinstance(path, str)), None)
+    for name in "openai-community/gpt2", "gpt2":
+        path = try_to_load_from_cache(name, "tokenizer.json")
+        if isinstance(path, str):
+            return HFTokenizer(Path(path), ENCODINGS["gpt2"])
+    return None
 
 
 def from_hub() -> HFTokenizer:
     """GPT-2's encoding from Hugging Face's hub, or from the mirror that HF_ENDPOINT names."""
     from huggingface_hub import constants, hf_hub_download, hf_hub_url
-    file = "openai-community/gpt2", "tokenizer.json"
+    file = ("openai-community/gpt2", "tokenizer.json")
     if not constants.HF_HUB_OFFLINE: # a hub that does not answer is asked once, not six times
         urlopen(Request(hf_hub_url(*file), method="HEAD"), timeout=10).close()
     return HFTokenizer(Path(hf_hub_download(*file)), ENCODINGS["gpt2"])
