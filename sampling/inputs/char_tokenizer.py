@@ -1,4 +1,4 @@
-"""The meta.pkl of a data set: a vocabulary of characters, bytes or longer texts, or a tokenizer's name."""
+"""The meta.pkl of a data set: a vocabulary of characters, bytes or texts, or a tokenizer's name."""
 import os
 import re
 import unicodedata
@@ -7,20 +7,21 @@ from sampling.checkpoints.pickles import MAX_PICKLE_BYTES, describe, read_pickle
 from sampling.checkpoints.untrusted_files import reject_damaged, require
 from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer, encode_utf8
 
-# The fields in which prepare scripts name or extend a tokenizer, and names for what stoi and itos describe.
+# The fields in which prepare scripts name or extend a tokenizer.
 NAME_FIELDS = (
     "has_additional_tokens", "tiktoken_encoding", "tokenizer", "tokenizer_name", "tokenizer_type",
     "tokenizer_file", "tokenizer_path", "tokenizer_model", "sentencepiece_model")
 MAX_TOKENS = 2**20 # of a vocabulary: a long text as itos takes many times its size in memory
 MAX_SYMBOL = 1000 # characters of a token: each sampled one is a copy
+# Names of what stoi and itos describe.
 CHAR_NAMES = re.compile(r"(char|byte)(s|acters?)?([-_ ]level)?")
 
 
 class CharTokenizer(Tokenizer):
-    """Looks up each character of a text, or each byte in UTF-8, in stoi, and joins the texts of itos.
+    """Looks up each character of a text, or each byte in UTF-8, in stoi. Joins the texts of itos.
 
-    This is nanoGPT's way. So texts of several characters, such as words, are never found in a prompt.
-    meta: the content of the file, if it was read.
+    This is nanoGPT's way. So texts of several characters, such as words, are never found in a
+    prompt. meta: the content of the file, if it was read.
     """
     def __init__(self, path: str | os.PathLike, meta: dict | None = None):
         if meta is None:
@@ -107,8 +108,8 @@ def byte_as_int(symbol: object) -> object:
 def named_encoding(meta: dict, source: object) -> str | None:
     """The encoding of tiktoken that a meta.pkl, or a checkpoint's settings, name.
 
-    None if they name no tokenizer. Raises ValueError for any other tokenizer: its tokens must not be read
-    as something else.
+    None if they name no tokenizer. Raises ValueError for any other tokenizer: its tokens must not
+    be read as something else.
     """
     for field in NAME_FIELDS:
         value = meta.get(field)
@@ -122,7 +123,10 @@ def named_encoding(meta: dict, source: object) -> str | None:
 
 
 def read_meta(path: str | os.PathLike) -> dict:
-    """The content of a meta.pkl. No code in it runs. Raises ValueError if it is not a dict of plain data."""
+    """The content of a meta.pkl. No code in it runs.
+
+    Raises ValueError if it is not a dict of plain data.
+    """
     with reject_damaged(path), open(path, "rb") as file:
         pickled = file.read(MAX_PICKLE_BYTES + 1)
         require(len(pickled) <= MAX_PICKLE_BYTES, f"it has more than {MAX_PICKLE_BYTES} bytes")

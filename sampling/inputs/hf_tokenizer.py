@@ -1,7 +1,8 @@
-"""HFTokenizer: a tokenizer of Hugging Face's tokenizers library, from a tokenizer.json or the older files.
+"""HFTokenizer: a tokenizer of the library tokenizers, from tokenizer.json or older files.
 
-The library runs no code in the files. But a file may waste time or memory, or end the process: see
-SECURITY.md. Raises ValueError for a file that cannot be read, and for a text that cannot be encoded.
+The library runs no code in the files. But a file may waste time or memory, or end the process:
+SECURITY.md says so. Raises ValueError for a file that cannot be read, and for a text that cannot be
+encoded.
 """
 import json
 import os
@@ -14,7 +15,8 @@ from typing import Any
 from sampling.checkpoints.untrusted_files import read_json, read_text, reject_damaged, require
 from sampling.inputs.tokenizer import REPLACEMENT, Decoder, Tokenizer, call_library, encode_utf8
 
-CONTEXT = 8 # the text of a token depends on so many tokens before it, unless the decoder sees the whole text
+# The text of a token depends on so many tokens before it, unless the decoder sees the whole text.
+CONTEXT = 8
 MAX_HELD = 64 # how many tokens may wait for the end of a run of bytes, and then of a character
 MAIN_FILES = "tokenizer.json", "vocab.json", "vocab.txt"
 OTHER_FILES = "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"
@@ -25,14 +27,16 @@ CLASSES = {
     "vocab.json": ["", "GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "CodeGenTokenizer"],
     "vocab.txt": ["", "BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"],
 }
-BERT_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
+BERT_TOKENS = { # unless the settings name others
+    f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 
 
 class HFTokenizer(Tokenizer):
     """The tokenizer whose main file is at path: a tokenizer.json, vocab.json or vocab.txt.
 
     Ids and texts are the same as in transformers with add_special_tokens=False and
-    clean_up_tokenization_spaces=False. An added token that a model of vocab_size tokens lacks is plain text.
+    clean_up_tokenization_spaces=False. An added token that a model of vocab_size tokens lacks is
+    plain text.
     """
     def __init__(self, path: Path, vocab_size: int):
         self.source = str(path)
@@ -40,21 +44,23 @@ class HFTokenizer(Tokenizer):
         vocab = self.tokenizer.get_vocab()
         self.size = 1 + max(vocab.values())
         # Where ByteFallback joins bytes, <0xE2> and the like are no text before their run ends.
-        self.byte_ids = {i for token, i in vocab.items() if token.startswith("<0x") and len(token) == 6}
+        self.byte_ids = {
+            i for token, i in vocab.items() if token.startswith("<0x") and len(token) == 6}
         self.decodes_whole = decodes_whole_text(content.get("decoder"))
 
     def encode(self, text: str) -> list[int]:
         encode_utf8(text) # which checks it
         ids = call_library(lambda: self.tokenizer.encode(text, add_special_tokens=False).ids)
         if not ids:
-            raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}: pass another --start")
+            raise ValueError(f"the prompt {text!r:.60} has no tokens in {self.source}: "
+                             "pass another --start")
         return ids
 
     def num_bytes(self, ids: Sequence[int]) -> int:
         text = self.text_of(ids)
         if len(ids) > 1 or not text.endswith(REPLACEMENT):
             return len(text.encode())
-        # The text ends inside a character. There, a byte is a token, or one sign of the token's name.
+        # It ends inside a character. A byte is a token there, or one sign of the token's name.
         return 1 if ids[0] in self.byte_ids else len(self.tokenizer.id_to_token(ids[0]))
 
     def fingerprint(self) -> str:
@@ -75,7 +81,8 @@ class HFTokenizer(Tokenizer):
 class HFDecoder(Decoder):
     """Decodes the last few tokens with the new ones, and returns what these add.
 
-    The library's DecodeStream does so too, but fails if bytes that form no character follow bytes that do.
+    The library's DecodeStream does so too, but fails if bytes that form no character follow bytes
+    that do.
     """
     def __init__(self, tokenizer: HFTokenizer, prompt_ids: Sequence[int]):
         self.tokenizer = tokenizer
@@ -83,7 +90,7 @@ class HFDecoder(Decoder):
         known = [i for i in prompt_ids[-1000:] if tokenizer.is_known(i)]
         self.context = self.context_of(known)
         run = list(takewhile(tokenizer.byte_ids.__contains__, reversed(known)))[::-1]
-        if tokenizer.text_of(run).endswith(REPLACEMENT): # else no token continues its last character
+        if tokenizer.text_of(run).endswith(REPLACEMENT): # the next token may continue a character
             self.context += run
 
     def __call__(self, token_id: int, last: bool = False) -> str:
@@ -98,8 +105,8 @@ class HFDecoder(Decoder):
         ids = self.context + self.held
         before = tokenizer.text_of(self.context)
         after = tokenizer.text_of(ids)
-        is_incomplete = after.endswith(REPLACEMENT) and len(self.held) < MAX_HELD + 4 # bytes of a character
-        if may_wait and is_incomplete:
+        is_incomplete = after.endswith(REPLACEMENT)
+        if may_wait and is_incomplete and len(self.held) < MAX_HELD + 4: # bytes of a character
             return ""
         while not after.startswith(before): # a character of the prompt was incomplete
             before = before[:-1]
@@ -109,7 +116,7 @@ class HFDecoder(Decoder):
         return text if is_known else text + REPLACEMENT
 
     def context_of(self, ids: list[int]) -> list[int]:
-        """The tokens before the next one, without bytes, because a new run of bytes is another one."""
+        """The tokens before the next one, without bytes: a new run of bytes is another one."""
         return [i for i in ids if i not in self.tokenizer.byte_ids][-CONTEXT:]
 
 
@@ -126,10 +133,7 @@ def decodes_whole_text(decoder: dict | None) -> bool:
         if kind in ("Fuse", "ByteLevel"):
             is_joined = True
             continue
-        if kind == "Strip":
-            is_local = step["start"] <= CONTEXT and not step["stop"]
-        else:
-            is_local = kind == "Replace" and len(step["pattern"].get("String", "")) == 1
+        is_local = kind == "Strip" and step["start"] <= CONTEXT and not step["stop"]
         if kind in ("Sequence", None) or (is_joined and not is_local):
             return True
     return False
@@ -159,8 +163,9 @@ def find_tokenizer(folder: Path) -> Path | None:
 def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
     """The library's tokenizer with this main file, and its content as that of a tokenizer.json.
 
-    Tokens that only the other files add or name are added as in transformers: with their flags, and the next
-    free id, whatever id they have there. If a model of vocab_size tokens has no room for one, it is plain text.
+    Tokens that only the other files add or name are added as in transformers: with their flags, and
+    the next free id, whatever id they have there. A token is plain text if a model of vocab_size
+    tokens has no room for it.
     """
     from tokenizers import AddedToken, Tokenizer
     content, fields, added = read_content(path)
@@ -168,13 +173,15 @@ def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
         listed = content.get("added_tokens") or []
         known = {token["content"]: token["id"] for token in [*listed, *added]}
         check_vocabulary(content["model"], known)
-        # Padding, truncation and the post-processor would change a prompt, and dropout makes encoding random.
+        # Padding, truncation and the post-processor would change a prompt. Dropout is random.
         content |= dict.fromkeys(["padding", "truncation", "post_processor"])
         content["model"].pop("dropout", None)
         content["added_tokens"] = [token for token in listed if token["id"] < vocab_size]
         tokenizer = call_library(lambda: Tokenizer.from_str(json.dumps(content)))
         new = sorted(added, key=itemgetter("id"))
-        new += [token | {"special": True} for token in named_tokens(fields) if token["content"] not in known]
+        for token in named_tokens(fields):
+            if token["content"] not in known:
+                new.append(token | {"special": True})
         for token in new:
             text = token["content"]
             if tokenizer.token_to_id(text) is not None or tokenizer.get_vocab_size() < vocab_size:
@@ -184,27 +191,29 @@ def load_library_tokenizer(path: Path, vocab_size: int) -> tuple[Any, dict]:
 
 
 def check_vocabulary(model: dict, added_ids: dict[str, int]) -> None:
-    """Raises RejectedFileError if ids of a model and of added tokens, or merges, contradict each other."""
+    """Raises RejectedFileError if the vocabulary, the merges and the added tokens do not fit."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         texts = {i: text for text, i in vocab.items()}
     else:
         texts = {i: entry[0] for i, entry in enumerate(vocab)}
-    require(texts and len(texts) == len(vocab), "its vocabulary is empty, or gives two tokens the same id")
+    require(texts and len(texts) == len(vocab),
+            "its vocabulary is empty, or gives two tokens the same id")
     # The library checks this too, but prints many lines where it fails.
     prefix = model.get("continuing_subword_prefix") or ""
     for merge in model.get("merges") or []:
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         tokens = {first, second, first + second.removeprefix(prefix)}
         require(second.startswith(prefix) and tokens <= vocab.keys(),
-                f"its merge {first!r:.40} + {second!r:.40} does not fit its vocabulary; take both of one model")
+                f"its merge {first!r:.40} + {second!r:.40} does not fit its vocabulary; "
+                "take both of one model")
     for text, token_id in added_ids.items():
         require(texts.get(token_id, text) == text,
                 f"the id {token_id!s:.20} of its added token {text!r:.60} is another token's")
 
 
 def read_content(path: Path) -> tuple[dict, dict, list[dict]]:
-    """The content of a tokenizer.json for this main file, the settings of its folder, and the added tokens.
+    """The content of a tokenizer.json for this main file, the settings, and the added tokens.
 
     The settings name the special tokens of the tokenizer's class, too.
     """
@@ -216,12 +225,14 @@ def read_content(path: Path) -> tuple[dict, dict, list[dict]]:
         if path.name == "vocab.txt":
             return wordpiece_content(path, fields), BERT_TOKENS | fields, added
         content = read_json(path)
-        if path.name == "vocab.json": # BPE.read_file skips ids that are no numbers, and truncates large ones
+        if path.name == "vocab.json":
+            # BPE.read_file would skip ids that are no numbers, and truncate large ones.
             lines = read_lines(path.with_name("merges.txt"))
             merges = [line for line in lines if not line.startswith("#version")]
             content = {"model": {"vocab": content, "merges": merges}}
         else:
-            require(isinstance(content.get("model"), dict), "it has no model, so it is not a tokenizer.json")
+            require(isinstance(content.get("model"), dict),
+                    "it has no model, so it is not a tokenizer.json")
             has_class = name in CLASSES["vocab.json"] if name else fields["is_gpt2"]
             is_byte_level = "ByteLevel" in json.dumps(content.get("pre_tokenizer"))
             if not (has_class and is_byte_level and content["model"].get("type") == "BPE"):
@@ -245,27 +256,19 @@ def read_content(path: Path) -> tuple[dict, dict, list[dict]]:
 
 def wordpiece_content(path: Path, fields: dict) -> dict:
     """The content of a tokenizer.json for BERT's vocab.txt."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    vocab = {piece.rstrip(): i for i, piece in enumerate(read_lines(path))}
     unknown = fields.get("unk_token") or "[UNK]"
     if isinstance(unknown, dict):
         unknown = unknown["content"]
-    return {
-        "normalizer": {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "strip_accents": fields.get("strip_accents"),
-            "handle_chinese_chars": fields.get("tokenize_chinese_chars", True),
-            "lowercase": fields.get("do_lower_case", True),
-        },
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "model": {
-            "type": "WordPiece",
-            "vocab": {piece.rstrip(): i for i, piece in enumerate(read_lines(path))},
-            "unk_token": unknown,
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100,
-        },
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
-    }
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        handle_chinese_chars=fields.get("tokenize_chinese_chars", True),
+        strip_accents=fields.get("strip_accents"),
+        lowercase=fields.get("do_lower_case", True))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return json.loads(tokenizer.to_str())
 
 
 def read_lines(path: Path) -> list[str]:
@@ -273,7 +276,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_settings(folder: Path) -> tuple[dict, list[dict]]:
-    """What the JSON files of a folder say, merged as transformers does: the settings, and the added tokens."""
+    """The settings and the added tokens in the files of a folder, merged as transformers does."""
     def read(name: str) -> dict:
         path = folder / name
         return read_json(path) if os.path.lexists(path) else {}
@@ -288,7 +291,8 @@ def read_settings(folder: Path) -> tuple[dict, list[dict]]:
             fields |= read("special_tokens_map.json")
             special = {token["content"] for token in named_tokens(fields)}
             ids = read("added_tokens.json")
-            added = [{"content": text, "id": i, "special": text in special} for text, i in ids.items()]
+            added = [
+                {"content": text, "id": i, "special": text in special} for text, i in ids.items()]
         name = fields.get("tokenizer_class") or config.get("tokenizer_class") or ""
         fields["tokenizer_class"] = str(name).removesuffix("Fast")
         fields["is_gpt2"] = config.get("model_type") == "gpt2"
@@ -296,7 +300,7 @@ def read_settings(folder: Path) -> tuple[dict, list[dict]]:
 
 
 def named_tokens(fields: dict) -> list[dict]:
-    """The special tokens in transformers' order, as objects. In the files, each is a text or an object."""
+    """The special tokens, in transformers' order. In the files, each is a text or an object."""
     names = NAMED_TOKENS + [name for name in fields if name.endswith("_token")]
     values = [fields.get(name) for name in dict.fromkeys(names)]
     extra = fields.get("extra_special_tokens") or []

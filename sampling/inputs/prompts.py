@@ -1,8 +1,9 @@
-"""Reads the prompts that the setting start names, and makes the empty samples that are to continue them.
+"""Reads the prompts that the setting start names, and makes the samples that will continue them.
 
-start is a prompt, or it names a file. With FILE:path, the prompt is the whole text of the file. With LINES:path,
-each line that is not empty is a prompt. With JSONL:path, each line is a JSON object with a "prompt" and an optional
-"id"; its other fields are copied to out_file. The path - is standard input. Raises ValueError for what is no prompt.
+start is a prompt, or it names a file. With FILE:path, the prompt is the whole text of the file.
+With LINES:path, each line that is not empty is a prompt. With JSONL:path, each line is a JSON
+object with a "prompt" and an optional "id"; its other fields are copied to out_file. The path - is
+standard input. Raises ValueError for what is no prompt.
 """
 import json
 import logging
@@ -25,7 +26,7 @@ MAX_LENGTH = 2**27 # characters of a prompt: 128 MB of English, hours for any mo
 
 
 def parse_start(start: str) -> tuple[str, str]:
-    """Split the setting start into its kind and a path. If it names no file, return ("TEXT", start)."""
+    """The kind of the setting start, and its path. If it names no file: ("TEXT", start)."""
     kind, colon, path = start.partition(":")
     if colon and kind in FILE_KINDS:
         return kind, expand_home(path)
@@ -40,7 +41,8 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     kind, path = parse_start(start)
     if kind == "TEXT":
         if os.path.isfile(start):
-            logger.info(f"the prompt is the text {start!r:.100}; to read the file, pass --start=FILE:{start}")
+            logger.info(f"the prompt is the text {start!r:.100}; to read the file, "
+                        f"pass --start=FILE:{start}")
         return [Prompt(start)]
     if kind == "FILE" and path.endswith(".jsonl"):
         logger.info(f"the prompt is the whole text of {path}; for a prompt in each line, "
@@ -53,7 +55,8 @@ def read_prompts(start: str, watch: bool = False) -> list[Prompt] | Iterator[Pro
     if kind == "FILE" or not is_special:
         return list(prompts)
     if watch:
-        raise ValueError("watch=True uses the prompts again for each checkpoint: save them in a file")
+        raise ValueError("watch=True uses the prompts again for each checkpoint: "
+                         "save them in a file")
     return chain([next(prompts)], prompts) # an error of the first prompt is raised at once
 
 
@@ -61,8 +64,8 @@ def make_samples(prompts: Iterable[Prompt], tokenizer: Tokenizer, num_samples: i
                  first_index: int = 0, is_score: bool = False) -> Iterator[Sample]:
     """Yield num_samples empty samples for each prompt, or empty scores.
 
-    A prompt is encoded when its first sample is needed. But a list is searched at once for characters that the
-    vocabulary lacks.
+    A prompt is encoded when its first sample is needed. But a list is searched at once for
+    characters that the vocabulary lacks.
     """
     if isinstance(prompts, list):
         check_characters(prompts, tokenizer)
@@ -105,7 +108,8 @@ def at(prompt: Prompt, message: str) -> str:
 def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
     """Yield the prompts in a file, each as soon as it is read."""
     source = "standard input" if path == "-" else path
-    encoding = "utf-8" if kind == "FILE" else "utf-8-sig" # which skips a byte-order mark; nanoGPT keeps it
+    # utf-8-sig skips a byte-order mark. nanoGPT, which has only FILE, keeps it.
+    encoding = "utf-8" if kind == "FILE" else "utf-8-sig"
     number = 0
     is_empty = True
     try:
@@ -119,14 +123,17 @@ def read_prompt_file(kind: str, path: str) -> Iterator[Prompt]:
                                      "and here are more")
                 if kind != "FILE":
                     text = text.rstrip("\n")
-                is_json = kind == "JSONL"
-                if not text or (is_json and text.isspace()):
+                if not text or (kind == "JSONL" and text.isspace()):
                     continue
                 is_empty = False
-                yield parse_json_line(text, location) if is_json else Prompt(text, location=location)
+                if kind == "JSONL":
+                    yield parse_json_line(text, location)
+                else:
+                    yield Prompt(text, location=location)
     except UnicodeDecodeError as error:
         where = f" after line {number}" if number else ""
-        raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): save it as UTF-8") from None
+        raise ValueError(f"{source} is not UTF-8{where} ({error.reason}): "
+                         "save it as UTF-8") from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path!r:.200}: {error.strerror}; "
                          f"{kind}: takes the path of a file, or - for standard input") from None
@@ -139,14 +146,15 @@ def parse_json_line(line: str, location: str) -> Prompt:
     reason = ""
     try:
         fields = json.loads(line)
-        json.dumps(fields, allow_nan=False) # out_file gets these fields, and JSON has no NaN or infinity
+        # out_file gets these fields, and JSON has no NaN or infinity.
+        json.dumps(fields, allow_nan=False)
         if isinstance(fields, dict):
             text = fields.pop("prompt", None)
     except (ValueError, RecursionError) as error:
         reason = f" ({error})"
     if not (isinstance(text, str) and text):
-        raise ValueError(f'{location}: every line must be an object with a prompt that is not empty, '
-                         f'like {{"prompt": "Once"}}; got {line[:100]!r:.100}{reason}')
+        raise ValueError(f'{location}: every line must be an object with a prompt that is not '
+                         f'empty, like {{"prompt": "Once"}}; got {line[:100]!r:.100}{reason}')
     if taken := fields.keys() & (RULES.keys() | RESULT_FIELDS):
         raise ValueError(f"{location}: {min(taken)} is a setting of the whole run, or a field that "
                          "out_file already has: rename the field in the prompt file")

@@ -16,7 +16,8 @@ ENCODINGS = {
     "cl100k_base": 100277,
     "o200k_base": 200019,
 }
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}" # the text of unknown ids, and of bytes that form no character
+# The text of unknown ids, and of bytes that form no character.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 ADVICE = (f"pass --tokenizer=NAME|FILE: an encoding of tiktoken ({', '.join(ENCODINGS)}), "
           "a tokenizer.json or its folder, or a meta.pkl")
 
@@ -33,13 +34,14 @@ class Tokenizer:
         """Token ids of a text. Raises ValueError if the text cannot be encoded."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The text of a token in UTF-8, which may be a part of a character."""
+        """The text of a token in UTF-8, which may be a part of a character. Here: of an unknown id."""
+        return REPLACEMENT.encode()
 
     def missing_from(self, text: str) -> set | None:
         """The characters of a text that surely no token has, if there are any."""
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """How many bytes these tokens of a text have in UTF-8, also where they are a part of a character."""
+        """How many bytes these tokens have in UTF-8, also where they are a part of a character."""
         return sum(map(len, map(self.token_bytes, ids)))
 
     def fingerprint(self) -> str:
@@ -51,7 +53,7 @@ class Tokenizer:
         return Decoder(self, prompt_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids: of a list, or of a torch tensor or numpy array of one dimension."""
+        """The text of token ids: a list, or a torch tensor or numpy array of one dimension."""
         ids = list(map(index, ids)) # raises TypeError for what is no whole number
         decoder = self.decoder()
         return "".join(decoder(token_id, last=i == len(ids)) for i, token_id in enumerate(ids, 1))
@@ -60,11 +62,11 @@ class Tokenizer:
 class Decoder:
     """Decodes one sequence, token by token. This one joins the bytes of tokens.
 
-    It holds the bytes of an incomplete character. The character comes whole with the last of its tokens, also if its
-    first token is in the prompt.
+    It holds the bytes of an incomplete character. The character comes whole with the last of its
+    tokens, also if its first token is in the prompt.
 
-    Without a prompt, the joined texts are what Tokenizer.decode returns. With a prompt, they are what the tokens add
-    to its text. The attributes are replaced, never changed.
+    Without a prompt, the joined texts are what Tokenizer.decode returns. With a prompt, they are
+    what the tokens add to its text. The attributes are replaced, never changed.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
@@ -77,7 +79,10 @@ class Decoder:
             self.shown = REPLACEMENT # the text of the prompt has it for the incomplete character
 
     def __call__(self, token_id: int, last: bool = False) -> str:
-        """The text that the next token adds. last: no token follows, so an incomplete character becomes U+FFFD."""
+        """The text that the next token adds.
+
+        last: no token follows, so an incomplete character becomes U+FFFD.
+        """
         data = self.held + self.tokenizer.token_bytes(token_id)
         text, num_read = codecs.utf_8_decode(data, "replace", last)
         self.held = data[num_read:]
@@ -100,7 +105,7 @@ def encode_utf8(text: str) -> bytes:
 
 
 def call_library(function: Callable[[], Any], advice: str = "") -> Any:
-    """The result of a function that uses a library for tokenizers. Raises ValueError if it fails."""
+    """The result of a function that uses a tokenizer's library. Raises ValueError if it fails."""
     try:
         return function()
     except (KeyboardInterrupt, SystemExit, MemoryError):

@@ -14,7 +14,7 @@ from sampling.checkpoints.build import Checkpoint
 from sampling.configurator import suggest
 from sampling.inputs.char_tokenizer import CharTokenizer, named_encoding, read_meta
 from sampling.inputs.hf_tokenizer import HFTokenizer, find_tokenizer
-from sampling.inputs.tokenizer import ADVICE, ENCODINGS, REPLACEMENT, Tokenizer, call_library, encode_utf8
+from sampling.inputs.tokenizer import ADVICE, ENCODINGS, Tokenizer, call_library, encode_utf8
 from sampling.process import first_sentence
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,14 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None) -> Toke
     """Load the tokenizer that is surely the model's.
 
     tokenizer: the setting, which names an encoding of tiktoken or a file. Without it, the first of:
-    a meta.pkl, then a Hugging Face tokenizer, in the folder of the checkpoint, and for a ckpt.pt also in
-    data/<dataset> here and beside out_dir; the encoding that the training's settings name; GPT-2's, if
-    the vocabulary has its size.
+    a meta.pkl, then a Hugging Face tokenizer, in the folder of the checkpoint, and for a ckpt.pt
+    also in data/<dataset> here and beside out_dir; the encoding that the training's settings name;
+    GPT-2's, if the vocabulary has its size.
     """
     vocab_size = checkpoint.config.vocab_size
-    found = tokenizer_of(checkpoint) if tokenizer is None else tokenizer_named(tokenizer, vocab_size)
-    if isinstance(found, str): # an encoding. Its size is checked first, because loading may download it
+    found = tokenizer_named(tokenizer, vocab_size) if tokenizer else tokenizer_of(checkpoint)
+    if isinstance(found, str): # an encoding
+        # Its size is checked first, because loading may download it.
         check_size(encoding_label(found), ENCODINGS[found], vocab_size)
         found = load_encoding(found)
     else:
@@ -64,7 +65,8 @@ def tokenizer_named(name: str, vocab_size: int) -> Tokenizer | str:
         path = find_tokenizer(path) or path / "meta.pkl"
     if not (path.is_file() and (path.suffix in (".json", ".pkl") or path.name == "vocab.txt")):
         raise ValueError(f"there is no tokenizer {name!r:.200}{suggest(name, ENCODINGS)}; {ADVICE}")
-    return tokenizer_in(path, vocab_size) or CharTokenizer(path) # which says that a meta.pkl has no stoi
+    # CharTokenizer says that a meta.pkl has no stoi.
+    return tokenizer_in(path, vocab_size) or CharTokenizer(path)
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
@@ -81,8 +83,8 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | str:
         return encoding
     if vocab_size not in GPT2_SIZES:
         searched = ", ".join(dict.fromkeys(map(os.path.abspath, folders)))
-        raise ValueError(f"no tokenizer is in {searched:.1000}, and GPT-2's encoding has 50257 tokens, "
-                         f"but the model has {vocab_size}; {ADVICE}")
+        raise ValueError(f"no tokenizer is in {searched:.1000}, and GPT-2's encoding has 50257 "
+                         f"tokens, but the model has {vocab_size}; {ADVICE}")
     if checkpoint.is_huggingface:
         logger.info(f"{checkpoint.path} has no tokenizer of its own: using GPT-2's encoding")
     return "gpt2"
@@ -100,7 +102,7 @@ def tokenizer_folders(checkpoint: Checkpoint) -> list[Path]:
 
 
 def tokenizer_in(path: Path, vocab_size: int) -> Tokenizer | str | None:
-    """The tokenizer in a file, or the encoding that it names; None for a meta.pkl without a vocabulary."""
+    """The tokenizer in a file, or the encoding that it names; None for a meta.pkl without either."""
     if path.suffix != ".pkl":
         return HFTokenizer(path, vocab_size)
     meta = read_meta(path)
@@ -134,7 +136,7 @@ class TiktokenTokenizer(Tokenizer):
         try:
             return self.encoding.decode_single_token_bytes(token_id)
         except KeyError:
-            return REPLACEMENT.encode()
+            return super().token_bytes(token_id)
 
 
 def encoding_label(name: str) -> str:
@@ -147,7 +149,8 @@ def load_encoding(name: str) -> Tokenizer:
         name = "gpt2"
     urls = GPT2_URLS if name == "gpt2" else [f"{HOST}/encodings/{name}.tiktoken"]
     files = [hashlib.sha1(url.encode()).hexdigest() for url in urls] # tiktoken's names for them
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    usual_cache = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or usual_cache
     sources = {"tiktoken's download": lambda: TiktokenTokenizer(name)} # or its cache
     if name == "gpt2" and not all(os.path.isfile(os.path.join(cache, file)) for file in files):
         sources = {
