@@ -34,7 +34,7 @@ class Tokenizer:
         """Token ids of a text. Raises ValueError if the text cannot be encoded."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The text of a token in UTF-8, which may be a part of a character. Here: of an unknown id."""
+        """The text of a token in UTF-8: perhaps a part of a character. Here, of an unknown id."""
         return REPLACEMENT.encode()
 
     def missing_from(self, text: str) -> set | None:

@@ -102,7 +102,7 @@ def tokenizer_folders(checkpoint: Checkpoint) -> list[Path]:
 
 
 def tokenizer_in(path: Path, vocab_size: int) -> Tokenizer | str | None:
-    """The tokenizer in a file, or the encoding that it names; None for a meta.pkl without either."""
+    """The tokenizer in a file, or the encoding that it names; None: a meta.pkl has neither."""
     if path.suffix != ".pkl":
         return HFTokenizer(path, vocab_size)
     meta = read_meta(path)

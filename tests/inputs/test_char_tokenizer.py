@@ -1,4 +1,4 @@
-"""CharTokenizer, which looks up each character or byte in meta.pkl, and joins the texts there, as nanoGPT does."""
+"""CharTokenizer looks up characters or bytes in meta.pkl, and joins the texts there."""
 import pickle
 from collections import OrderedDict
 from pathlib import PurePosixPath
@@ -20,11 +20,14 @@ def load(folder, meta):
 
 
 def test_text_is_encoded_character_by_character(tmp_path):
-    tokenizer = load(tmp_path, {"stoi": {char: i for i, char in enumerate(CHARS)}, "itos": dict(enumerate(CHARS))})
-    assert tokenizer.decode(tokenizer.encode(CHARS[::-1])) == CHARS[::-1] and tokenizer.size == len(CHARS)
+    stoi = {char: i for i, char in enumerate(CHARS)}
+    tokenizer = load(tmp_path, {"stoi": stoi, "itos": dict(enumerate(CHARS))})
+    assert tokenizer.decode(tokenizer.encode(CHARS[::-1])) == CHARS[::-1]
+    assert tokenizer.size == len(CHARS)
     assert tokenizer.decode([20, len(CHARS), 21]) == f"{CHARS[20]}\ufffd{CHARS[21]}"
     decode = tokenizer.decoder()
-    assert decode(20) == CHARS[20] and decode(10**9) == decode(10**9, True) == "\ufffd"
+    assert decode(20) == CHARS[20]
+    assert decode(10**9) == decode(10**9, True) == "\ufffd"
 
 
 def test_a_decomposed_prompt_gets_the_composed_form(tmp_path):
@@ -33,19 +36,29 @@ def test_a_decomposed_prompt_gets_the_composed_form(tmp_path):
         tokenizer.encode("ae\u0301")
 
 
+def test_a_byte_order_mark_that_the_vocabulary_lacks_is_left_out(tmp_path):
+    assert load(tmp_path, {"stoi": {"a": 0}}).encode("\ufeffa") == [0]
+    assert load(tmp_path, {"stoi": {"a": 0, "\ufeff": 1}}).encode("\ufeffa") == [1, 0]
+
+
 def test_longer_texts_are_joined_but_never_looked_up(tmp_path):
     tokenizer = load(tmp_path, {"stoi": WORDS, "itos": [*WORDS]})
-    assert tokenizer.encode("x \n") == [4, 3, 0] and tokenizer.decode([1, 4, 2, 9]) == "e4xNf3\ufffd"
-    assert tokenizer.size == 5 and tokenizer.missing_from("4xN\n?!") == {"?", "!"}
+    assert tokenizer.encode("x \n") == [4, 3, 0]
+    assert tokenizer.decode([1, 4, 2, 9]) == "e4xNf3\ufffd"
+    assert tokenizer.size == 5
+    assert tokenizer.missing_from("4xN\n?!") == {"?", "!"}
     assert load(tmp_path, {"stoi": {"▁the": 0, "a": 1}}).decode([0, 1]) == "▁thea"
 
 
 @pytest.mark.parametrize("meta", [
-    {"stoi": {i: i for i in range(256)}}, BYTES,
-    {"stoi": {bytes([i]): i for i in range(256)}, "tokenizer": "byte-level"}], ids=["ints", "named", "bytes"])
+    {"stoi": {i: i for i in range(256)}},
+    BYTES,
+    {"stoi": {bytes([i]): i for i in range(256)}, "tokenizer": "byte-level"},
+], ids=["ints", "named", "bytes"])
 def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
     tokenizer = load(tmp_path, meta)
-    assert (tokenizer.encode("öß🙂"), tokenizer.size) == ([*"öß🙂".encode()], 256)
+    assert tokenizer.encode("öß🙂") == [*"öß🙂".encode()]
+    assert tokenizer.size == 256
     assert tokenizer.decode([*"Größe".encode(), 0xE2, 300, 0xE2]) == "Größe\ufffd\ufffd\ufffd"
     assert tokenizer.missing_from("öß") is None, "bytes may form any character"
     with pytest.raises(ValueError, match="not valid UTF-8 at character 2"):
@@ -53,44 +66,74 @@ def test_a_vocabulary_of_bytes_encodes_utf_8(tmp_path, meta):
 
 
 @pytest.mark.parametrize("prompt, ids, text", [
-    ("🙂".encode()[:3], [0x82, 65], "🙂A"), (b"a\xe2", [0x82, 0xAC], "€"), (b"a\xe2\x82", [65], "A"), # not \ufffdA
-    ("€".encode(), [0xAC, 65], "\ufffdA"), ("\ufffd".encode(), [65], "A"),
-    (b"", [*"🙂A".encode()], "🙂A")], ids=str)
+    ("🙂".encode()[:3], [0x82, 65], "🙂A"),
+    (b"a\xe2", [0x82, 0xAC], "€"),
+    (b"a\xe2\x82", [65], "A"), # not \ufffdA
+    ("€".encode(), [0xAC, 65], "\ufffdA"),
+    ("\ufffd".encode(), [65], "A"),
+    (b"", [*"🙂A".encode()], "🙂A"),
+], ids=str)
 def test_a_character_that_begins_in_the_prompt_comes_whole(tmp_path, prompt, ids, text):
     decode = load(tmp_path, BYTES).decoder([*prompt])
-    peeked = [(decode.peek(i), decode.peek(ids[0], True), decode.peek(i), decode(i)) for i in ids]
-    assert "".join(found for *_, found in peeked) == text and all(a == b == c for a, _, b, c in peeked)
+    found = ""
+    for i in ids:
+        peeked = decode.peek(i)
+        decode.peek(ids[0], True) # which changes nothing
+        assert decode.peek(i) == peeked
+        piece = decode(i)
+        assert piece == peeked
+        found += piece
+    assert found == text
 
 
 @pytest.mark.parametrize("stoi, text, message", [
-    ({"a": 0, "\n": 1}, "aé€é", r"characters that .*meta.pkl lacks: 'é' at 2; '€' at 3; it has '\\na'$"),
-    ({"a": 0, "n": 1}, "a\\n", r"'\\\\' at 2; it has 'an'; for a newline pass --start='\"\\n\"'$"),
+    ({"a": 0, "\n": 1}, "aé€é",
+     r"characters that .*meta.pkl lacks: 'é' at 2; '€' at 3; it has '\\na'$"),
+    ({"a": 0, "n": 1}, "a\\n",
+     r"'\\\\' at 2; it has 'an'; for a newline pass --start='\"\\n\"'$"),
     (WORDS, "xe4", r"'e' at 2; '4' at 3; it has '\\n x'$"),
-    ({97: 0}, "aé", "lacks: 195 at 2; 169 at 3; it has b'a'$")], ids=ascii)
+    ({97: 0}, "aé", "lacks: 195 at 2; 169 at 3; it has b'a'$"),
+], ids=ascii)
 def test_the_error_names_unknown_characters(stoi, text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(tmp_path, {"stoi": stoi}).encode(text)
 
 
 @pytest.mark.parametrize("stoi, itos", [
-    ({}, ("a",)), ({}, {0: "a", 1: "a"}), ({"b": 0}, "a"), ({"[PAD]": 1}, {0: "a"}), (OrderedDict(b=1), "ab"),
-    ({np.str_("b"): np.int32(1)}, {np.uint16(0): np.str_("a"), np.int64(1): np.str_("b")})], ids=repr)
+    ({}, ("a",)),
+    ({}, {0: "a", 1: "a"}), # two ids share a character
+    ({"b": 0}, "a"), # two characters share an id
+    ({"[PAD]": 1}, {0: "a"}),
+    (OrderedDict(b=1), "ab"),
+    ({np.str_("b"): np.int32(1)}, {np.uint16(0): np.str_("a"), np.int64(1): np.str_("b")}),
+], ids=repr)
 def test_vocabularies_that_are_odd_but_clear_are_used(tmp_path, stoi, itos):
-    """Two ids share a character, two characters share an id, a token is special, or types are numpy's."""
     tokenizer = load(tmp_path, {"stoi": {"a": 0} | stoi, "itos": itos, "counts": np.ones(5)})
-    assert tokenizer.encode("a") == [0] and tokenizer.decode([0]) == "a"
-    assert load(tmp_path, {"stoi": {}, "itos": [65, 0xFF]}).decode([0, 1]) == "A\ufffd", "it encodes nothing"
+    assert tokenizer.encode("a") == [0]
+    assert tokenizer.decode([0]) == "a"
+
+
+def test_a_vocabulary_may_encode_nothing(tmp_path):
+    tokenizer = load(tmp_path, {"stoi": {}, "itos": [65, 0xFF]})
+    assert tokenizer.decode([0, 1]) == "A\ufffd"
 
 
 @pytest.mark.parametrize("meta, message", [
-    *[({"stoi": stoi}, "must map texts or bytes")
-      for stoi in [{"a": 0, b"a": 1}, {256: 0}, {"a": -1}, {"a": 2**63}, {}]],
-    ({"stoi": 3}, "its stoi is not a dict, but 3"), ({"stoi": {"a": 0}, "itos": 1}, "its itos is not a dict, but 1"),
-    ({"stoi": {"a": 0}, "itos": PurePosixPath("ab")}, "but pathlib.*PurePosixPath"), # in the pickle, a call with "ab"
-    ([1], "it holds list"), (b"hello", "damaged or incomplete"),
-    (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS")], ids=str)
-def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path): # checkpoints/test_attacks.py has more
-    with pytest.raises(ValueError, match=f"meta.pkl.*{message}"):
+    ({"stoi": {"a": 0, b"a": 1}}, "must map texts or bytes"),
+    ({"stoi": {256: 0}}, "must map texts or bytes"),
+    ({"stoi": {"a": -1}}, "must map texts or bytes"),
+    ({"stoi": {"a": 2**63}}, "must map texts or bytes"),
+    ({"stoi": {}}, "must map texts or bytes"),
+    ({"stoi": 3}, "its stoi is not a dict, but 3"),
+    ({"stoi": {"a": 0}, "itos": 1}, "its itos is not a dict, but 1"),
+    # in the pickle, a call with "ab"
+    ({"stoi": {"a": 0}, "itos": PurePosixPath("ab")}, "but pathlib.*PurePosixPath"),
+    ([1], "it holds list"),
+    (b"hello", "damaged or incomplete"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "pointer of Git LFS"),
+], ids=str)
+def test_what_is_no_vocabulary_is_refused(meta, message, tmp_path):
+    with pytest.raises(ValueError, match=f"meta.pkl.*{message}"): # test_attacks.py has more
         load(tmp_path, meta)
 
 

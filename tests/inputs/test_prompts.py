@@ -14,45 +14,61 @@ def test_a_prompt_is_a_text_or_a_file_or_each_line_of_one_that_is_not_empty(tmp_
     path = tmp_path / "a:b" # only the first colon counts
     path.write_bytes("\ufeff a \r\n\n\té\n".encode())
     assert [prompt.text for prompt in read_prompts(f"LINES:{path}")] == [" a ", "\té"]
-    assert [prompt.text for prompt in read_prompts(f"FILE:{path}")] == ["\ufeff a \n\n\té\n"] # as in nanoGPT
+    whole, = read_prompts(f"FILE:{path}")
+    assert whole.text == "\ufeff a \n\n\té\n" # as in nanoGPT
 
 
 def test_a_text_that_names_a_file_gets_a_line(tmp_path, monkeypatch, messages):
     monkeypatch.chdir(tmp_path)
-    assert read_prompts("p.txt") == [Prompt("p.txt")] and messages == []
+    assert read_prompts("p.txt") == [Prompt("p.txt")]
+    assert messages == []
     (tmp_path / "p.txt").write_text("a")
     assert read_prompts("p.txt") == [Prompt("p.txt")] # the text stays the prompt, as in nanoGPT
-    assert messages == ["the prompt is the text 'p.txt'; to read the file, pass --start=FILE:p.txt"]
+    assert messages == [
+        "the prompt is the text 'p.txt'; to read the file, pass --start=FILE:p.txt"]
 
 
 def test_jsonl_prompts_have_ids_and_lines_of_blanks_are_skipped(tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a\\nb", "id": 7}\n\n  \t \n{"id": {"x": 1}, "prompt": "c", "topic": null}\n   ')
+    path.write_text('{"prompt": "a\\nb", "id": 7}\n\n  \t \n'
+                    '{"id": {"x": 1}, "prompt": "c", "topic": null}\n   ')
     prompts = read_prompts(f"JSONL:{path}")
-    assert prompts == [Prompt("a\nb", 7, f"{path}, line 1"),
-                       Prompt("c", {"x": 1}, f"{path}, line 4", {"topic": None})]
-    first = prompts[0], TOKENIZER.encode("a\nb")
-    second = prompts[1], TOKENIZER.encode("c")
-    samples = make_samples(prompts, TOKENIZER, num_samples=2, first_index=5)
-    assert [(sample.index, sample.prompt, sample.prompt_ids) for sample in samples] == [
-        (5, *first), (6, *first), (7, *second), (8, *second)]
-    with pytest.raises(ValueError, match="line 1: the prompt has characters that"):
-        next(make_samples([Prompt("é", location="line 1")], TOKENIZER))
-    assert TOKENIZER.encode("\ufeffab") == TOKENIZER.encode("ab"), "a byte-order mark that no vocabulary has"
+    assert prompts == [
+        Prompt("a\nb", 7, f"{path}, line 1"),
+        Prompt("c", {"x": 1}, f"{path}, line 4", {"topic": None})]
 
 
-def test_prompts_are_encoded_when_they_are_needed_but_a_missing_character_is_found_at_once(tmp_path, monkeypatch):
-    (tmp_path / "p.txt").write_text("ab\n" * 1000 + "c\n")
-    encoded, encode = [], CharTokenizer.encode
-    monkeypatch.setattr(CharTokenizer, "encode", lambda self, text: encoded.append(text) or encode(self, text))
-    samples = make_samples(read_prompts(f"LINES:{tmp_path}/p.txt"), TOKENIZER)
-    assert next(samples).prompt_ids == [TOKENIZER.stoi["a"], TOKENIZER.stoi["b"]]
+def test_each_prompt_has_consecutive_samples():
+    prompts = [Prompt("ab"), Prompt("c")]
+    samples = list(make_samples(prompts, TOKENIZER, num_samples=2, first_index=5))
+    assert [sample.index for sample in samples] == [5, 6, 7, 8]
+    for prompt, pair in zip(prompts, [samples[:2], samples[2:]], strict=True):
+        for sample in pair:
+            assert sample.prompt is prompt
+            assert TOKENIZER.decode(sample.prompt_ids) == prompt.text
+
+
+def test_prompts_are_encoded_when_they_are_needed(monkeypatch):
+    encoded = []
+    encode = CharTokenizer.encode
+
+    def note(self, text):
+        encoded.append(text)
+        return encode(self, text)
+
+    monkeypatch.setattr(CharTokenizer, "encode", note)
+    next(make_samples([Prompt("ab")] * 1000 + [Prompt("c")], TOKENIZER))
     assert sorted(encoded[0]) == ["a", "b", "c"], "what all have"
     assert encoded[1:] == ["ab"]
-    with (tmp_path / "p.txt").open("a") as file:
-        file.write("d\u00e9\n")
-    with pytest.raises(ValueError, match=r"p.txt, line 1002: the prompt has characters that .* lacks: 'é' at 2"):
-        next(make_samples(read_prompts(f"LINES:{tmp_path}/p.txt"), TOKENIZER))
+
+
+def test_a_missing_character_in_a_list_is_found_at_once(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text("ab\n" * 1000 + "d\u00e9\n")
+    prompts = read_prompts(f"LINES:{path}")
+    message = "p.txt, line 1001: the prompt has characters that .* lacks: 'é' at 2"
+    with pytest.raises(ValueError, match=message):
+        next(make_samples(prompts, TOKENIZER))
 
 
 def test_a_long_prompt_is_announced_before_it_is_encoded(tmp_path, messages):
@@ -64,12 +80,17 @@ def test_a_long_prompt_is_announced_before_it_is_encoded(tmp_path, messages):
 
 
 @pytest.mark.parametrize("start, content, message", [
-    ("JSONL:p", '{"prompt": "b", "temperature": 1}', "p, line 2: temperature is a setting of the whole run"),
-    ("JSONL:p", '{"prompt": "b", "text": 1}', "p, line 2: text is .* a field that out_file already has: rename"),
-    ("JSONL:p", '{"prompt": ""}', "p, line 2: every line must be an object with a prompt that is not empty, like"),
-    ("JSONL:p", '{"prompt": "a", "id": 1e999}', r"p, line 2: every line must .* \(Out of range float"),
+    ("JSONL:p", '{"prompt": "b", "temperature": 1}',
+     "p, line 2: temperature is a setting of the whole run"),
+    ("JSONL:p", '{"prompt": "b", "text": 1}',
+     "p, line 2: text is .* a field that out_file already has: rename"),
+    ("JSONL:p", '{"prompt": ""}',
+     "p, line 2: every line must be an object with a prompt that is not empty, like"),
+    ("JSONL:p", '{"prompt": "a", "id": 1e999}',
+     r"p, line 2: every line must .* \(Out of range float"),
     ("JSONL:p", "[" * 10**5, r"p, line 2: every line must .*\(maximum recursion depth"),
-    ("FILE:val.bin", "", "val.bin is a file of tokens, as a prepare.py writes it: give the text"),
+    ("FILE:val.bin", "",
+     "val.bin is a file of tokens, as a prepare.py writes it: give the text"),
     ("LINES:p", "é", r"p is not UTF-8 after line 1 \(.*\): save it as UTF-8"),
 ], ids=lambda value: str(value)[:30])
 def test_the_error_names_what_is_no_prompt(tmp_path, monkeypatch, start, content, message):
