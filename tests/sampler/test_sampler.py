@@ -7,9 +7,10 @@ import torch
 from engines import ON_GPU
 from models import normal
 from oracles import reference_token
-from sampling.sampler import mt19937, row_streams
+from sampling.sampler import kernels, mt19937, row_streams
+from sampling.sampler.kernels import KernelStreams
 from sampling.sampler.mt19937 import advance_mt19937
-from sampling.sampler.row_streams import RowStreams, RunStream, exponentials
+from sampling.sampler.row_streams import RowStreams, RunStream, draw, exponentials
 from sampling.sampler.sampler import Sampler
 
 FOUR = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log() # the logarithms of probabilities
@@ -128,9 +129,48 @@ def test_rows_draw_what_consecutive_samples_draw(vocab_size, device, from_bits, 
         numbers.exponential_(generator=generator)
     run = RunStream(11, device, num_init_draws=123, draws_per_sample=8, vocab_size=vocab_size)
     for rows in [0, 1, 2], [4], [4, 2, 3], [0]: # in any order, and some of them not at all
-        streams = RowStreams(run, rows)
+        streams = run.for_rows(rows, [0] * len(rows))
         found = torch.stack([exponentials(streams.next().clone()) for _ in range(8)], dim=1)
         assert torch.equal(found, expected[rows])
+
+
+# ---- the kernels of a CPU
+
+@pytest.mark.parametrize("top_k", [1, 40, 200, 1500, None])
+@pytest.mark.parametrize("vocab_size", [1, 65, 1000, 5000])
+@pytest.mark.parametrize("with_ties", [False, True])
+def test_a_kernel_chooses_the_token_of_torch_multinomial(top_k, vocab_size, with_ties):
+    kernels.load()
+    logits = normal(20, vocab_size).mul(3)
+    if with_ties:
+        logits = logits.round()
+    generator = torch.Generator().manual_seed(3)
+    bits = draw(torch.empty(20, vocab_size, dtype=torch.int64), generator)
+    torch.manual_seed(3)
+    expected = reference_token(logits, torch.zeros(20, 0), temperature=0.8, top_k=top_k)
+    found, leads = kernels.choose_ids(logits, 0.8, top_k, bits)
+    assert torch.equal(found, expected)
+    plain = Sampler(0.8, top_k)
+    for row in range(20):
+        token, lead = plain.propose(logits[[row]], None, bits[[row]])
+        assert token == found[row]
+        assert lead == pytest.approx(float(leads[row]), abs=1e-4)
+
+
+@pytest.mark.parametrize("num_init_draws", [0, 1, 623, 624])
+def test_kernels_draw_for_rows_that_start_late_and_rows_that_stay(num_init_draws):
+    """What generators of torch draw for the same rows."""
+    streams = []
+    for row_type in RowStreams, KernelStreams:
+        run = RunStream(5, "cpu", num_init_draws, draws_per_sample=4, vocab_size=1001, row_type=row_type)
+        streams.append(run.for_rows([2, 0, 1], [0, 3, 1]))
+    kernels.load()
+    for rows in [0, 1, 2], [0, 1, 2], [1, 2], [0, 1], [1]:
+        for stream in streams:
+            stream.select_rows(rows)
+        plain, found = (stream.next() for stream in streams)
+        is_drawn = [first_step < stream.step for first_step in stream.first_steps]
+        assert torch.equal(found[is_drawn], plain[is_drawn])
 
 
 @pytest.mark.parametrize("before", [0, 1, 623, 624])
