@@ -53,6 +53,10 @@ def all_cases(folder):
         row = f"{model.name}, a long text scored"
         found += [Case(row, "its products in F.linear alone", other("products", model, 1), lengths, 1),
                   Case(row, "sample.py score", score_py(f"--{source}={model}", folder), lengths, 1)]
+    found += [*threads_cases("124M int8", f"--init_from={gpt2}", 1, (32, 160), dtype="int8"),
+              *threads_cases("124M int8", f"--init_from={gpt2}", 10, (32, 160), dtype="int8"),
+              *threads_cases("124M float32", f"--init_from={gpt2}", 10, (32, 160)),
+              *threads_cases("10.6M float32", f"--out_dir={large}", 10, (8, 248))]
     row = "0.8M, the default run of 10 x 500"
     return [
         *found,
@@ -82,6 +86,22 @@ def our_cases(row, folder, samples, lengths, settings):
     arguments = {setting: {"more": [f"--{setting}"]} if "=" in setting else {"dtype": setting} for setting in settings}
     return [Case(row, f"sample.py {setting}", sample_py(f"--init_from={folder}", samples, **more), lengths, samples)
             for setting, more in arguments.items()]
+
+
+def threads_cases(model, source, samples, lengths, **settings):
+    """sample.py with one and with two threads: see serial_parts."""
+    command = sample_py(source, samples, more=["--draft=False"], **settings)
+    return [Case(f"{model}, {count(samples)}, threads", f"sample.py, {num_threads} of 2 threads", command, lengths,
+                 samples, threads=num_threads) for num_threads in (1, 2)]
+
+
+def serial_parts(cases):
+    """Lines of a table: the part of a decode step that a second thread does not halve, as in Amdahl's law."""
+    lines = ["", "| serial part of a step | ms |", "|---|---:|"]
+    threaded = [case for case in cases if case.threads]
+    for one, two in zip(threaded[::2], threaded[1::2], strict=True):
+        lines.append(f"| {one.row.removesuffix(', threads')} | {2 * two.step() - one.step():.1f} of {two.step():.1f} |")
+    return lines
 
 
 def whole_processes(folder):
@@ -117,6 +137,7 @@ def report(cases, processes, limits, rounds):
                  f"{case.over(nanogpt[case.row]):.1f}" if case.row in nanogpt else "",
                  f"{ours.over(case):.2f}" if ours != case else "", f"{statistics.median(case.memory):,.0f} MB"]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += serial_parts(cases)
     if processes:
         lines += ["", "| whole process | | seconds | peak memory |", "|---|---|---:|---:|"]
     for row, name, measured in processes:

@@ -24,23 +24,29 @@ class Case:
     backends/prepare.py), so its shorter length must be long enough for them, if the longer one is.
     """
 
-    def __init__(self, row, name, command, lengths, samples, busy=0):
-        self.row, self.name, self.command, self.lengths, self.samples = row, name, command, lengths, samples
+    def __init__(self, row, name, command, lengths, samples, busy=0, threads=None):
+        self.row = row
+        self.name = name
+        self.command = command
+        self.lengths = lengths
+        self.samples = samples
         self.busy = busy # the number of other programs, each of which uses one core
-        self.times, self.memory = {length: [] for length in lengths}, []
+        self.threads = threads # None: one for each core
+        self.times = {length: [] for length in lengths}
+        self.memory = []
 
     def of(self, script):
         def command(length):
             return [script if part == SCRIPT else part for part in self.command(length)]
-        return Case(self.row, f"{self.name}, other", command, self.lengths, self.samples, busy=self.busy)
+        return Case(self.row, f"{self.name}, other", command, self.lengths, self.samples, self.busy, self.threads)
 
     def run(self):
         """Time both lengths once, after a run that reads the files into memory: the system may have dropped them."""
-        timed(self.command(self.lengths[0]))
+        timed(self.command(self.lengths[0]), self.threads)
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(self.busy)]
         try:
             for length in self.lengths:
-                seconds, memory = timed(self.command(length))
+                seconds, memory = timed(self.command(length), self.threads)
                 self.times[length].append(seconds)
             self.memory.append(memory)
         finally:
@@ -57,15 +63,22 @@ class Case:
     def rate(self):
         return statistics.median(self.rates())
 
+    def step(self):
+        """The time of a decode step in milliseconds, if all samples are one batch."""
+        return 1000 * self.samples / self.rate()
+
     def over(self, other):
         """How many times as fast as another case: the median of the rounds."""
         return statistics.median(ours / theirs for ours, theirs in zip(self.rates(), other.rates(), strict=True))
 
 
-def timed(command):
+def timed(command, threads=None):
     """Run a process. Returns its time in seconds and its peak memory in MB."""
+    env = dict(os.environ)
+    if threads:
+        env["OMP_NUM_THREADS"] = str(threads)
     start = time.perf_counter()
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(list(map(str, command)), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     messages = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
