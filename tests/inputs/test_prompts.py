@@ -105,7 +105,7 @@ def test_the_first_new_prompt_that_is_long_is_logged(messages):
     for i, text in enumerate(["b" * 20, "a" * 16, "ab cd" + "e" * 15, "x" * 17]):
         prompt = Prompt(text, location=f"a.txt, line {i}")
         samples.append(Sample(i, prompt, TOKENIZER.encode(text), already_saved=i == 0))
-    list(make_generator(TOKENIZER).run(samples, PARAMS, batch_size=1))
+    list(make_generator(tokenizer=TOKENIZER).run(samples, PARAMS, batch_size=1))
     assert [message for message in messages if "sees only" in message] == [
         "a.txt, line 2: the prompt has 20 tokens, but the model sees only the last 16 of any, "
         "here from 'deeeeeeeeeeeeeee' on"]
