@@ -6,6 +6,7 @@ import signal
 import time
 from contextlib import contextmanager
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,7 +122,7 @@ def test_a_save_between_the_wait_and_the_load_is_sampled_once(tmp_path, monkeypa
 
     def load():
         save_checkpoint(tmp_path, make_gpt(seed=2))
-        return nanogpt.load_nanogpt(path)
+        return SimpleNamespace(checkpoint=nanogpt.load_nanogpt(path))
     saves = finding.load_saves(tmp_path, load)
     next(saves)
     sleeps = iter(range(5))
@@ -145,7 +146,8 @@ def test_a_save_is_over_when_the_file_stays_the_same(tmp_path, monkeypatch, mess
             path.write_bytes(content)
             os.utime(path, ns=(len(sizes), time.time_ns()))
     monkeypatch.setattr(finding.time, "sleep", sleep)
-    for _ in islice(finding.load_saves(path.parent, lambda: None), 4):
+    gpt = SimpleNamespace(checkpoint=SimpleNamespace(file_state=None))
+    for _ in islice(finding.load_saves(path.parent, lambda: gpt), 4):
         sizes.append(path.stat().st_size)
         if len(sizes) == 3:
             path.write_bytes(b"12345") # a save during the run

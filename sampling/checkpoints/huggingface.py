@@ -1,4 +1,4 @@
-"""Loads GPT-2 in Hugging Face's format: from the hub, from the hub's cache, or from a local folder."""
+"""Loads GPT-2 in Hugging Face's format: from the hub, from its cache, or from a local folder."""
 import logging
 import os
 import re
@@ -8,8 +8,21 @@ from typing import BinaryIO
 
 import torch
 
-from sampling.checkpoints.build import EMBEDDING, HEAD, Checkpoint, nanogpt_names, read_model, tensors_by_name
-from sampling.checkpoints.finding import ALIASES, SAVED, advice, huggingface_config, huggingface_folder, newest_first
+from sampling.checkpoints.build import (
+    Checkpoint,
+    nanogpt_names,
+    read_model,
+    share_head,
+    tensors_by_name,
+)
+from sampling.checkpoints.finding import (
+    ALIASES,
+    SAVED,
+    advice,
+    huggingface_config,
+    huggingface_folder,
+    newest_first,
+)
 from sampling.checkpoints.model_source import require_unedited
 from sampling.checkpoints.tensor_files import read_tensor_file
 from sampling.checkpoints.untrusted_files import MAX_CONFIG_BYTES, read_complete, read_json, require
@@ -19,85 +32,131 @@ from sampling.process import first_sentence
 logger = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors", "pytorch_model.bin" # each of which may be sharded
 FILES = [WEIGHTS[0], "*.json", "*.txt", "*.model"]
+# What sampling does not need: other heads, and the attention to an encoder, which a decoder alone
+# does not use.
+UNNEEDED = re.compile(r"(?!transformer\.|lm_head\.)|.*\.(crossattention|ln_cross_attn)\.")
+# Conv1D has the transposed weight of a Linear.
+TRANSPOSED = "c_attn.weight", "c_proj.weight", "c_fc.weight"
 # activation_function in config.json -> approximate in F.gelu
-GELU = {"gelu": "none", "gelu_python": "none"} | dict.fromkeys(
-    ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"], "tanh")
-DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None, "n_positions": 1024,
-            "layer_norm_epsilon": 1e-5} # of fields that config.json may lack, as in transformers
-# The fields of generation_config.json that change the text, each with the value that does not: with a flag, and without
+GELU = {
+    "gelu": "none", "gelu_python": "none", "gelu_new": "tanh", "gelu_fast": "tanh",
+    "gelu_pytorch_tanh": "tanh", "gelu_python_tanh": "tanh", "gelu_accurate": "tanh",
+}
+# Of fields that config.json may lack, as in transformers.
+DEFAULTS = {
+    "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_inner": None,
+    "n_positions": 1024, "layer_norm_epsilon": 1e-5,
+}
+# The fields of generation_config.json that change the text, each with the value that does not: with
+# a flag, and without.
 FLAGS = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-NO_FLAGS = {"num_beams": 1, "typical_p": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
-            "bad_words_ids": [], "suppress_tokens": []}
+NO_FLAGS = {
+    "num_beams": 1, "typical_p": 1, "no_repeat_ngram_size": 0, "min_length": 0,
+    "min_new_tokens": 0, "bad_words_ids": [], "suppress_tokens": [],
+}
 
 
 def load_huggingface(name_or_folder: str, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """Load GPT-2 by its Hugging Face id ("gpt2", "gpt2-xl", "distilgpt2", ...) or from a local folder.
+    """Load GPT-2 by its Hugging Face id ("gpt2", "distilgpt2", ...) or from a local folder.
 
-    dtype and errors: as in nanogpt.load_nanogpt. A warning names what the files hold, but the model does not use.
+    dtype and errors: as in nanogpt.load_nanogpt. A warning names what the files hold, but the model
+    does not use.
     """
     require_unedited()
     folder, config = find_model(name_or_folder)
-    model_args, (paths, shard_of), unneeded = gpt2_model_args(config, folder), weight_files(folder), []
+    model_args = gpt2_model_args(config, folder)
+    paths, shard_of = weight_files(folder)
+    unneeded = set()
 
     def read(*weights: BinaryIO) -> dict:
-        unneeded.clear() # of an attempt before
-        stored, places = {}, nanogpt_names(shard_of)
+        stored = {}
+        places = nanogpt_names(shard_of)
         for path, file in zip(paths, weights, strict=True):
             tensor_file = read_tensor_file(file)
-            for name, (_, tensor) in tensors_by_name(tensor_file.content, tensor_file, unneeded).items():
-                if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")): # Conv1D has a Linear's transposed
+            for name, (_, tensor) in tensors_by_name(tensor_file.content, tensor_file).items():
+                if UNNEEDED.match(name):
+                    unneeded.add(re.sub(r"^transformer\.(h\.\d+\.)?", "", name))
+                    continue
+                if name.endswith(TRANSPOSED):
                     tensor = tensor._replace(shape=tensor.shape[::-1], strides=tensor.strides[::-1])
                 if places.get(name, path) == path:
                     stored[name] = tensor_file, tensor
-        if config.get("tie_word_embeddings", True) and (tied := stored.get(EMBEDDING, stored.get(HEAD))):
-            stored = {EMBEDDING: tied, HEAD: tied} | stored # a head that differs is used, as in transformers
-        has_biases = any(name.endswith(".bias") for name in stored) # an exported nanoGPT model may have none
-        fields = read_model(model_args | {"bias": has_biases}, stored, dtype)
+        # A head that differs is used all the same, as in transformers.
+        if config.get("tie_word_embeddings", True):
+            stored = share_head(stored)
+        # An exported nanoGPT model may have no biases.
+        has_biases = any(name.endswith(".bias") for name in stored)
+        fields = read_model(GPTConfig(bias=has_biases, **model_args), stored, dtype)
         scale_queries(fields["state_dict"], config, fields["config"])
         return fields
 
-    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True, raw_config=config,
-                            **read_complete(paths, read))
+    checkpoint = Checkpoint(path=name_or_folder, folder=folder, is_huggingface=True,
+                            raw_config=config, **read_complete(paths, read))
     logger.info(checkpoint.describe())
-    if kinds := sorted({re.sub(r"^transformer\.(h\.\d+\.)?", "", name) for name in unneeded}):
-        logger.warning(f"{folder}: tensors that sampling does not need: {', '.join(kinds)!r:.500}") # a stranger's
+    if unneeded:
+        names = ", ".join(sorted(unneeded)) # a stranger's
+        logger.warning(f"{folder}: tensors that sampling does not need: {names!r:.500}")
     warn_about_generation_config(folder, config)
     return checkpoint
 
 
 def warn_about_generation_config(folder: Path, config: dict) -> None:
-    """Name the settings that the model's authors sample with. None is applied: the defaults are nanoGPT's."""
+    """Name the settings that the model's authors sample with.
+
+    None is applied: the defaults are nanoGPT's.
+    """
     path = folder / "generation_config.json"
-    fields = config | (read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}) # older files are one
-    if asked := [f"--{name}={fields[name]!r:.40}" if name in FLAGS else f"{name}={fields[name]!r:.40} (no flag)"
-                 for name, usual in (FLAGS | NO_FLAGS).items() if fields.get(name) not in (None, usual)]:
-        logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; nothing is applied without a flag")
+    fields = config # it had these fields in older versions
+    if path.is_file():
+        fields = config | read_json(path, MAX_CONFIG_BYTES)
+    asked = []
+    for name, usual in (FLAGS | NO_FLAGS).items():
+        if fields.get(name) not in (None, usual):
+            setting = f"{name}={fields[name]!r:.40}"
+            asked.append(f"--{setting}" if name in FLAGS else f"{setting} (no flag)")
+    if asked:
+        logger.warning(f"{folder}: its authors sample with {', '.join(asked)}; nothing is applied "
+                       "without a flag")
 
 
 def scale_queries(state_dict: dict, config: dict, sizes: GPTConfig) -> None:
-    """If config.json sets another attention scale than 1/sqrt(D), multiply the query weights by the ratio."""
-    factor = 1.0 if config.get("scale_attn_weights", True) else (sizes.n_embd / sizes.n_head) ** 0.5
+    """If config.json sets another attention scale than 1/sqrt(D), multiply the query weights by the
+    ratio.
+    """
+    factor = 1.0
+    if not config.get("scale_attn_weights", True):
+        factor = (sizes.n_embd / sizes.n_head) ** 0.5
     for name, tensor in state_dict.items():
         if ".attn.c_attn." in name: # (3E, E) or (3E,): a row of the weight has one scale in int8
-            divisor = int(name.split(".")[2]) + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1
+            divisor = 1
+            if config.get("scale_attn_by_inverse_layer_idx"):
+                divisor = int(name.split(".")[2]) + 1
             rows = getattr(tensor, "scales", tensor) # of a QuantizedWeight
             rows[:sizes.n_embd] *= factor / divisor
 
 
 def gpt2_model_args(config: dict, folder: Path) -> dict:
-    """The fields of GPTConfig, from config.json. Raises ValueError if the architecture is not GPT-2's."""
-    if config.get("model_type", "gpt2") != "gpt2":
-        raise ValueError(f"{folder} has model_type {config['model_type']!r:.60}; only gpt2 is supported")
+    """The fields of GPTConfig, from config.json. Raises ValueError if the architecture is not
+    GPT-2's.
+    """
+    model_type = config.get("model_type", "gpt2")
+    if model_type != "gpt2":
+        raise ValueError(f"{folder} has model_type {model_type!r:.60}; only gpt2 is supported")
     if "quantization_config" in config:
-        raise ValueError(f"{folder} holds quantized weights: pass --init_from with the model that they were made from")
+        raise ValueError(f"{folder} holds quantized weights: pass --init_from with the model that "
+                         "they were made from")
     activation = config.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in GELU:
-        raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are {', '.join(GELU)}")
-    fields = {name: config.get(name, config.get(ALIASES.get(name), usual)) for name, usual in DEFAULTS.items()}
+        raise ValueError(f"{folder} has activation_function {activation!r:.60}; supported are "
+                         f"{', '.join(GELU)}")
+    fields = DEFAULTS | {name: config[name] for name in DEFAULTS if name in config}
     for name, other in ALIASES.items():
-        if config.get(other, fields[name]) != fields[name]:
-            raise ValueError(f"{folder} has {name} {config[name]!r:.60}, but also {other} {config[other]!r:.60}, which "
-                             "means the same; remove the wrong one from config.json")
+        value = config.get(other, fields[name])
+        if name in config and value != fields[name]:
+            raise ValueError(f"{folder} has {name} {config[name]!r:.60}, but also {other} "
+                             f"{value!r:.60}, which means the same; remove the wrong one from "
+                             "config.json")
+        fields[name] = value
     return {"block_size": fields.pop("n_positions"), "gelu": GELU[activation]} | fields
 
 
@@ -105,58 +164,92 @@ def gpt2_model_args(config: dict, folder: Path) -> dict:
 
 def find_model(name_or_folder: str) -> tuple[Path, dict]:
     """The folder with the files of the model, and its config.json."""
-    path, is_here = Path(name_or_folder), os.path.lexists(name_or_folder) # also a link that leads nowhere
-    of_hub = "; for the hub's model of this name, run the command in another folder" * is_hub_id(name_or_folder)
-    # A name in a folder that is here, or like that of a model here, means no model of a stranger on the hub.
-    models = map(str, newest_first(Path().glob("*")))
-    is_near = os.path.isdir(name_or_folder.split("/")[0]) or get_close_matches(name_or_folder, models, 1)
-    is_gpt2 = re.fullmatch(r"([\w-]+/)?(distil)?gpt2(-\w+)?", name_or_folder)
-    if not (is_here or (of_hub and (is_gpt2 or not is_near))):
+    path = Path(name_or_folder)
+    of_hub = ""
+    if is_hub_id(name_or_folder):
+        of_hub = "; for the hub's model of this name, run the command in another folder"
+    if os.path.lexists(path): # also a link that leads nowhere
+        folder = huggingface_folder(path)
+    elif of_hub and may_be_on_hub(name_or_folder):
+        folder = download(name_or_folder)
+    else:
         raise FileNotFoundError(f"there is no model at {path}; {advice(path)}{of_hub}")
-    folder = huggingface_folder(path) if is_here else download(name_or_folder)
-    if config := huggingface_config(folder):
+    config = huggingface_config(folder)
+    if config:
         return folder, config
     raise ValueError(f"{path} is no Hugging Face model; {advice(path)}{of_hub}")
 
 
 def is_hub_id(name: str) -> bool:
     """Whether a name may be an id of the hub: it is no path, and not the name of a file."""
-    return re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is not None and not SAVED.fullmatch(Path(name).name)
+    is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
+    return bool(is_id) and not SAVED.fullmatch(Path(name).name)
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether an id means a model of the hub. One in a folder that is here, or like that of a model
+    here, means no model of a stranger.
+    """
+    if re.fullmatch(r"([\w-]+/)?(distil)?gpt2(-\w+)?", name):
+        return True
+    models = map(str, newest_first(Path().glob("*")))
+    return not (os.path.isdir(name.split("/")[0]) or get_close_matches(name, models, 1))
 
 
 def download(name: str) -> Path:
-    """Download a model, unless it is in the hub's cache, and return its folder. Raises ValueError if that fails."""
+    """Download a model, unless it is in the hub's cache, and return its folder. Raises ValueError
+    if that fails.
+    """
     from huggingface_hub import snapshot_download
     try:
         folder = Path(snapshot_download(name, allow_patterns=FILES))
         if not (folder / WEIGHTS[0]).is_file():
-            shards = {*(read_index(folder, WEIGHTS[0]) or read_index(folder, WEIGHTS[1])).values()}
-            folder = Path(snapshot_download(name, allow_patterns=[*shards] or WEIGHTS[1:]))
+            shard_of = read_index(folder, WEIGHTS[0]) or read_index(folder, WEIGHTS[1])
+            patterns = [*shard_of.values()] or WEIGHTS[1:]
+            folder = Path(snapshot_download(name, allow_patterns=patterns))
         return folder
     except (OSError, ValueError) as error: # all errors of the hub are of these types
-        raise ValueError(f"{name!r:.100} is no folder here, and did not come from the Hugging Face hub "
-                         f"({first_sentence(error)}); a private model needs HF_TOKEN; where the hub cannot be reached, "
-                         f"run 'hf download {name:.100} --local-dir DIR' elsewhere, and give a copy of DIR") from None
+        raise ValueError(
+            f"{name!r:.100} is no folder here, and did not come from the Hugging Face hub "
+            f"({first_sentence(error)}); a private model needs HF_TOKEN; where the hub cannot be "
+            f"reached, run 'hf download {name:.100} --local-dir DIR' elsewhere, and give a copy of "
+            "DIR") from None
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The weight files, in transformers' order, and which of them has which tensor, where an index says so."""
+    """The weight files, in transformers' order, and which of them has which tensor, where an index
+    says so.
+    """
     for weights in WEIGHTS:
         if (folder / weights).is_file():
             return [folder / weights], {}
-        if places := {tensor: folder / name for tensor, name in read_index(folder, weights).items()}:
-            if missing := sorted(path.name for path in {*places.values()} if not path.is_file()):
-                raise ValueError(f"{folder} lacks {', '.join(missing)!r:.300}, which {weights}.index.json names")
-            return sorted({*places.values()}), places
-    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor an index of the shards of "
-                     f"either; {advice(folder)}")
+        shard_of = read_index(folder, weights)
+        if shard_of:
+            places = {tensor: folder / name for tensor, name in shard_of.items()}
+            paths = sorted({*places.values()})
+            missing = ", ".join(path.name for path in paths if not path.is_file())
+            if missing:
+                raise ValueError(f"{folder} lacks {missing!r:.300}, which {weights}.index.json "
+                                 "names")
+            return paths, places
+    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin, nor an index "
+                     f"of the shards of either; {advice(folder)}")
 
 
 def read_index(folder: Path, weights: str) -> dict[str, str]:
-    """The name of the file that has each tensor, by the index of these weights; empty if there is none."""
+    """The name of the file that has each tensor, by the index of these weights; empty if there is
+    none.
+    """
     path = folder / f"{weights}.index.json"
-    shard_of = read_json(path, MAX_CONFIG_BYTES).get("weight_map") if path.is_file() else {}
-    is_map = isinstance(shard_of, dict) and all(
-        isinstance(name, str) and not Path(name).anchor and ".." not in Path(name).parts for name in shard_of.values())
-    require(is_map, f"cannot read {path}: its weight_map must give the names of files in its folder")
+    if not path.is_file():
+        return {}
+    shard_of = read_json(path, MAX_CONFIG_BYTES).get("weight_map")
+    is_map = isinstance(shard_of, dict) and all(map(is_inside, shard_of.values()))
+    require(is_map, f"cannot read {path}: its weight_map must give the names of files in its "
+            "folder")
     return shard_of
+
+
+def is_inside(name: object) -> bool:
+    """Whether this is a relative path that does not leave its folder."""
+    return isinstance(name, str) and not Path(name).anchor and ".." not in Path(name).parts

@@ -1,8 +1,10 @@
-"""Reads pickles as data.
+"""Reads pickles as data, also those that torch's weights_only refuses: build-nanogpt's config
+object, argparse's Namespace, numpy's losses.
 
-A pickle is a program of a small machine, and runs code by naming classes and functions. Here, a loop of ours is that
-machine, and imports nothing. A few names stand for functions of this file, and all others for notes, which do nothing.
-A tensor becomes a StoredTensor: where its bytes lie. Any exception means a damaged file.
+A pickle is a program of a small machine, and runs code by naming classes and functions. Here, a
+loop of ours is that machine, and imports nothing. A few names stand for functions of this file,
+and all others for notes, which do nothing. A tensor becomes a StoredTensor: where its bytes lie.
+Any exception means a damaged file.
 """
 import math
 import pickletools
@@ -15,7 +17,9 @@ import torch
 from sampling.checkpoints.untrusted_files import reject_lfs_pointer, require
 
 MAX_PICKLE_BYTES = 2**23 # of a meta.pkl
-MAX_OPCODES = 2**21 # ten times what a GPT-2 XL with its optimizer has; and one for eight bytes, such as a loss has
+# Ten times what a GPT-2 XL with its optimizer has. A pickle may have one more for each eight bytes:
+# a loss has nine.
+MAX_OPCODES = 2**21
 MAX_PARTS = 64 # of a tuple that is a key, and dimensions of a tensor
 MARK = object() # on the stack, before the values that one opcode takes together
 
@@ -35,7 +39,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False) # its repr could print forever
 class Note:
-    """Stands in for a class or a function that a pickle names, and for what a call of it would return.
+    """Stands in for a class or a function that a pickle names, and for what it would return.
 
     It copies nothing: a few bytes of a pickle could otherwise ask for many large copies.
     """
@@ -45,13 +49,15 @@ class Note:
     state: Any = None
 
 
-KEY = str | bytes | int | float | None | Note | StoredTensor | torch.dtype # what may be a key, or a part of one
+# What may be a key of a dict, or a part of one.
+KEY = str | bytes | int | float | None | Note | StoredTensor | torch.dtype
 
 
 def read_pickle(pickled: bytes) -> Any:
     """The content of a pickle.
 
-    Numbers and texts of numpy are plain ones in it. An example, {"step": np.int64(7)}: the opcodes, and then the stack.
+    Numbers and texts of numpy are plain ones in it. An example, {"step": np.int64(7)}: the opcodes,
+    and then the stack.
 
         EMPTY_DICT, BINUNICODE                      {}  "step"
         GLOBAL numpy.core.multiarray.scalar         {}  "step"  Note
@@ -62,7 +68,9 @@ def read_pickle(pickled: bytes) -> Any:
         STOP
     """
     reject_lfs_pointer(pickled)
-    stack, memo, notes = [], {}, {}
+    stack = []
+    memo = {}
+    notes = {}
     max_opcodes = MAX_OPCODES + len(pickled) // 8
     for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
         require(count < max_opcodes, f"its pickle has more than {max_opcodes} opcodes")
@@ -77,7 +85,8 @@ def read_pickle(pickled: bytes) -> Any:
             case "GET" | "BINGET" | "LONG_BINGET":
                 made = memo[argument]
             case "GLOBAL" | "STACK_GLOBAL":
-                name = ".".join(part[:80] for part in taken) if taken else argument.replace(" ", ".", 1)
+                parts = taken or argument.split(" ", 1)
+                name = ".".join(part[:80] for part in parts)
                 made = DTYPES.get(name) or notes.setdefault(name[:80], Note(name[:80]))
             case "PERSID" | "BINPERSID":
                 made = storage(taken[0] if taken else argument)
@@ -87,7 +96,8 @@ def read_pickle(pickled: bytes) -> Any:
 
 
 def pop(stack: list, kinds: list) -> list:
-    """What an opcode takes from the stack: a value for each kind, but with a MARK all values above it."""
+    """What an opcode takes from the stack: a value for each kind; with a MARK all values above it.
+    """
     taken = []
     if pickletools.markobject in kinds:
         while (value := stack.pop()) is not MARK:
@@ -107,8 +117,8 @@ def execute(name: str, argument: Any, taken: list) -> Any:
             return name == "NEWTRUE"
         case "EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
             return tuple(taken)
-        case "EMPTY_LIST" | "LIST" | "EMPTY_SET" | "FROZENSET": # no model needs a set
-            return taken
+        case "EMPTY_LIST" | "LIST" | "EMPTY_SET" | "FROZENSET":
+            return taken # no model needs a set
         case "EMPTY_DICT" | "DICT":
             return dict(zip(keys(taken[::2]), taken[1::2], strict=True))
         case "APPEND" | "APPENDS" | "ADDITEMS":
@@ -119,23 +129,20 @@ def execute(name: str, argument: Any, taken: list) -> Any:
             first.state = rest[0] # only a Note has a state
         case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
             return call(first, rest[0])
-        case "OBJ":
-            return call(first, rest)
-        case "INST":
-            return call(Note(argument.replace(" ", ".", 1)[:80]), taken)
-        case "EXT1" | "EXT2" | "EXT4" | "NEXT_BUFFER" | "READONLY_BUFFER":
+        case "INST" | "OBJ" | "EXT1" | "EXT2" | "EXT4" | "NEXT_BUFFER" | "READONLY_BUFFER":
             raise ValueError(f"its pickle has the opcode {name}")
     return first # a number or a text, or the value that was changed
 
 
 def keys(values: list) -> list:
-    """Raises ValueError unless all are texts, notes, numbers of at most 8 bytes, or flat tuples of these. Hashing other
-    values may never end, or overflow the stack.
+    """Raises ValueError unless all are texts, notes, numbers of at most 8 bytes, or flat tuples of
+    these. Hashing other values may never end, or overflow the stack.
     """
     for value in values:
         parts = value if type(value) is tuple else (value,)
-        are_small = len(parts) <= MAX_PARTS and all(part.bit_length() <= 64 for part in parts if isinstance(part, int))
-        require(are_small and all(isinstance(part, KEY) for part in parts),
+        are_small = all(part.bit_length() <= 64 for part in parts if isinstance(part, int))
+        are_flat = all(isinstance(part, KEY) for part in parts)
+        require(are_small and are_flat and len(parts) <= MAX_PARTS,
                 "its keys must be text, numbers, or tuples of them")
     return values
 
@@ -143,7 +150,8 @@ def keys(values: list) -> list:
 def items_of(value: Any, kind: type) -> Any:
     """A list or a dict, or that of a Note, which may get both kinds of items."""
     if isinstance(value, Note):
-        value.items = value.items if isinstance(value.items, kind) else kind()
+        if not isinstance(value.items, kind):
+            value.items = kind()
         return value.items
     require(isinstance(value, kind), f"it treats a {type(value).__name__} as a {kind.__name__}")
     return value
@@ -152,8 +160,9 @@ def items_of(value: Any, kind: type) -> Any:
 def call(function: Any, arguments: Any) -> Any:
     """The result of a function of ours, or a Note."""
     require(isinstance(function, Note), f"it calls a {type(function).__name__}")
-    known = FUNCTIONS.get(function.name)
-    return known(*arguments) if known else Note(function.name, *arguments[:1])
+    if function.name in FUNCTIONS:
+        return FUNCTIONS[function.name](*arguments)
+    return Note(function.name, *arguments[:1])
 
 
 def storage(saved_id: Any) -> StoredTensor | Note:
@@ -166,55 +175,81 @@ def storage(saved_id: Any) -> StoredTensor | Note:
 
 # ---- functions that a pickle may call: none copies much
 
-def stored_tensor(key: str, dtype: torch.dtype, shape: Any, strides: Any, offset: Any) -> StoredTensor:
+def stored_tensor(key: str, dtype: torch.dtype, shape: Any, strides: Any,
+                  offset: Any) -> StoredTensor:
     """Raises RejectedFileError unless the last three are whole numbers that a tensor may have."""
-    is_shape = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= MAX_PARTS
-    require(is_shape and all(type(number) is int and 0 <= number < 2**63 for number in (offset, *shape, *strides))
-            and math.prod(shape) < 2**63, "one of its tensors has an impossible shape")
+    are_tuples = isinstance(shape, tuple) and isinstance(strides, tuple)
+    is_shape = (are_tuples and len(shape) == len(strides) <= MAX_PARTS
+                and all(is_size(number) for number in (offset, *shape, *strides))
+                and is_size(math.prod(shape)))
+    require(is_shape, "one of its tensors has an impossible shape")
     return StoredTensor(key, dtype, shape, strides, offset)
 
 
-def rebuild_tensor(whole: Any, offset: Any, shape: Any, strides: Any, requires_grad: Any = None,
-                   hooks: Any = None, dtype: Any = None, metadata: Any = None) -> StoredTensor | Note:
-    """Stands in for torch's functions: a view of a record. dtype is one if torch had no class for its storages."""
+def is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 2**63
+
+
+def rebuild_tensor(whole: Any, offset: Any, shape: Any, strides: Any,
+                   requires_grad: Any = None, hooks: Any = None,
+                   dtype: Any = None, metadata: Any = None) -> StoredTensor | Note:
+    """Stands in for torch's functions: a view of a record.
+
+    dtype is one if torch had no class for its storages.
+    """
     if not isinstance(whole, StoredTensor):
         return Note()
     if not isinstance(dtype, torch.dtype): # version 2 has the metadata in this place
         metadata = dtype or metadata
         dtype = whole.dtype
     if metadata: # such as a bit that negates all values, which the bytes do not show
-        return Note("a tensor whose metadata changes its values, such as a negated one: save its clone()")
+        return Note("a tensor whose metadata changes its values, such as a negated one: save its "
+                    "clone()")
     return stored_tensor(whole.key, dtype, shape, strides, offset)
 
 
 def encode(text: Any, encoding: Any) -> bytes | Note:
     """Stands in for codecs.encode, by which protocol 2 writes bytes."""
-    return text.encode("latin1") if isinstance(text, str) and len(text) <= 256 else Note()
+    is_short = isinstance(text, str) and len(text) <= 256
+    return text.encode("latin1") if is_short else Note()
 
 
 def numpy_scalar(dtype: Any, data: Any) -> Any:
-    """Stands in for numpy's function that makes scalars: a number of at most 8 bytes, a text, or a Note."""
+    """Stands in for numpy's function that makes scalars: a number of at most 8 bytes, a text, or a
+    Note.
+    """
     import numpy as np
     code = dtype.first if isinstance(dtype, Note) else None
     is_known = isinstance(code, str) and re.fullmatch(r"b1|[iu][1248]|f[248]|[SU]\d{1,2}", code)
     if not (is_known and isinstance(data, bytes)):
         return Note()
-    return np.frombuffer(data, f"<{code}", count=1)[0].item() # only a big-endian machine would write another order
+    # Only a big-endian machine would write another order.
+    return np.frombuffer(data, f"<{code}", count=1)[0].item()
 
 
-STORAGES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
-            "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-            "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
-NEW_DTYPES = torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2 # no quantized ones
-FUNCTIONS = {
-    "_codecs.encode": encode, **{f"numpy.{core}.multiarray.scalar": numpy_scalar for core in ("core", "_core")},
-    **{f"torch._utils._rebuild_tensor{version}": rebuild_tensor for version in ("", "_v2", "_v3")},
-    "torch._utils._rebuild_parameter": lambda tensor, requires_grad, hooks: tensor,
-    "torch._utils._rebuild_parameter_with_state": lambda tensor, requires_grad, hooks, state: tensor,
+STORAGES = {
+    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16,
+    "BFloat16": torch.bfloat16, "Long": torch.int64, "Int": torch.int32, "Short": torch.int16,
+    "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+    "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
 }
+# Dtypes for which torch has no class of storages. None is quantized.
+NEW_DTYPES = (torch.uint16, torch.uint32, torch.uint64,
+              torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = {
-    **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()}, "torch.storage.UntypedStorage": torch.uint8,
+    **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()},
     **{str(dtype): dtype for dtype in (*STORAGES.values(), *NEW_DTYPES)},
+    "torch.storage.UntypedStorage": torch.uint8,
+}
+FUNCTIONS = {
+    "_codecs.encode": encode,
+    "numpy.core.multiarray.scalar": numpy_scalar,
+    "numpy._core.multiarray.scalar": numpy_scalar,
+    "torch._utils._rebuild_tensor": rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": rebuild_tensor,
+    "torch._utils._rebuild_parameter": lambda tensor, *rest: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *rest: tensor,
 }
 
 
@@ -233,13 +268,20 @@ def fields_of(value: Any) -> dict | None:
     value = unwrap(value)
     if isinstance(value, Note):
         value = value.state
-        if isinstance(value, tuple) and len(value) == 2 and value[0] is None: # of a class with slots
-            value = value[1]
+        match value:
+            case (None, slots): # of a class with slots
+                value = slots
     return value if isinstance(value, dict) else None
 
 
 def describe(value: Any) -> str:
-    """A short text or number for a message; for other values only their type, as nested values could print forever."""
-    if isinstance(value, str | float | None) or (isinstance(value, int) and value.bit_length() <= 64):
+    """A short text or number for a message; for other values only their type.
+
+    Nested values could print forever.
+    """
+    is_small = isinstance(value, int) and value.bit_length() <= 64
+    if is_small or isinstance(value, str | float | None):
         return f"{value!r:.60}"
-    return value.name if isinstance(value, Note) else type(value).__name__.removeprefix("Stored") # a Tensor
+    if isinstance(value, Note):
+        return value.name
+    return type(value).__name__.removeprefix("Stored") # a Tensor

@@ -53,62 +53,90 @@ class Mapping(dict):
 
 # ---- finding the file
 
-HUB, NEAR = "models--a--b/snapshots/1f", ", or --init_from=gpt2 for GPT-2"
+HUB = "models--a--b/snapshots/1f"
+SIX = "o/1.pt o/2.pt o/3.pt o/4.pt o/5.pt o/6.pt"
+RUNS = ("r/checkpoint-1000/config.json r/checkpoint-1000/model.safetensors "
+        "r/checkpoint-500/config.json r/checkpoint-500/pytorch_model.bin "
+        "r/checkpoint-2000/config.json r/training_args.bin")
+THREE = "a/ckpt.pt words/ckpt.pt z/ckpt.pt"
 ADVICE = [ # what is there, older files first; the setting; a part of the line
-    ("", "out_dir=out", "there is no checkpoint at out/ckpt.pt; pass --out_dir=FOLDER_OR_FILE" + NEAR),
-    ("a/ckpt.pt words/ckpt.pt z/ckpt.pt", "out_dir=wrds/ckpt.pt", "found ckpt.pt in words, z, a; pass --out_dir=words"),
-    ("a/ckpt.pt words/ckpt.pt z/ckpt.pt", "init_from=./q", "found ckpt.pt in z, words, a; pass --out_dir=z" + NEAR),
-    ("a/ckpt.pt runs/x/ckpt.pt b/ckpt.pt", "out_dir=runs", "found ckpt.pt in runs/x; pass --out_dir=runs/x"),
-    ("out/ckpt.pt out/log/x", "out_dir=out/log", "found ckpt.pt in out; pass --out_dir=out" + NEAR),
-    ("out/ckpt.pt", "init_from=out", "out holds ckpt.pt; pass --out_dir=out;"),
+    ("", "out_dir=out", "there is no checkpoint at out/ckpt.pt; pass --out_dir=FOLDER_OR_FILE, or "
+     "--init_from=gpt2 for GPT-2"),
+    (THREE, "out_dir=wrds/ckpt.pt", "found words, z, a; pass --out_dir=words"),
+    (THREE, "init_from=./q", "found z, words, a; pass --out_dir=z"),
+    ("a/ckpt.pt runs/x/ckpt.pt b/ckpt.pt", "out_dir=runs", "found runs/x; pass --out_dir=runs/x"),
+    ("out/ckpt.pt out/log/x", "out_dir=out/log", "found out; pass --out_dir=out"),
+    ("out/ckpt.pt", "init_from=out", "found out; pass --out_dir=out;"),
     ("out/ckpt.pt", "init_from=out/ckpt.pt", "found out/ckpt.pt; pass --out_dir=out/ckpt.pt"),
-    ("out/ckpt-200.pt out/ckpt-1.pt", "out_dir=out/ckpt-20.pt", "found out/ckpt-200.pt, out/ckpt-1.pt"),
-    ("x/ckpt.pt o/best.ckpt o/best.bin o/train.bin", "out_dir=o", "found o/best.bin, o/best.ckpt; pass"),
-    ("o/1.pt o/2.pt o/3.pt o/4.pt o/5.pt o/6.pt", "out_dir=o", "found o/6.pt, o/5.pt, o/4.pt, o/3.pt, o/2.pt, ...;"),
-    ("out/ckpt.pt>/gone/ckpt.pt", "out_dir=out", "out/ckpt.pt is a link to /gone/ckpt.pt, which is not there: repair"),
+    ("out/ckpt-200.pt out/ckpt-1.pt", "out_dir=out/ckpt-20.pt",
+     "found out/ckpt-200.pt, out/ckpt-1.pt"),
+    ("x/ckpt.pt o/best.ckpt o/best.bin o/train.bin", "out_dir=o",
+     "found o/best.bin, o/best.ckpt; pass"),
+    (SIX, "out_dir=o", "found o/6.pt, o/5.pt, o/4.pt, o/3.pt, o/2.pt, ...;"),
+    ("out/ckpt.pt>/gone/ckpt.pt", "out_dir=out",
+     "out/ckpt.pt is a link to /gone/ckpt.pt, which is not there: repair"),
     ("gpt2>/gone", "init_from=gpt2", "gpt2 is a link to /gone, which is not there"),
-    ("out/ckpt.pt/x", "out_dir=out", "there is no checkpoint at out/ckpt.pt, which is a folder; pass"),
-    ("r/checkpoint-1000/config.json r/checkpoint-1000/model.safetensors r/checkpoint-500/config.json "
-     "r/training_args.bin r/checkpoint-500/pytorch_model.bin r/checkpoint-2000/config.json", "init_from=r",
-     "found models in r/checkpoint-1000, r/checkpoint-500; pass --init_from=r/checkpoint-1000"),
-    *((f"{HUB}/config.json {HUB}/model-00001-of-00001.safetensors", setting, f"in {HUB}; pass --init_from={HUB}")
+    ("out/ckpt.pt/x", "out_dir=out",
+     "there is no checkpoint at out/ckpt.pt, which is a folder; pass"),
+    (RUNS, "init_from=r",
+     "found r/checkpoint-1000, r/checkpoint-500; pass --init_from=r/checkpoint-1000"),
+    *((f"{HUB}/config.json {HUB}/model-00001-of-00001.safetensors", setting,
+       f"found {HUB}; pass --init_from={HUB}")
       for setting in ("out_dir=models--a--b", "init_from=models--a--b/snapshots", "init_from=.")),
-    ("gpt/config.json gpt/model.safetensors", "out_dir=gpt", "gpt holds a Hugging Face model; pass --init_from=gpt"),
-    ("a'b/config.json a'b/model.safetensors", "out_dir=a'b/ckpt.pt", """pass --init_from='a'"'"'b'"""),
-    ("gpt/config.json gpt/pytorch_model.bin gpt/onnx/x.onnx", "init_from=gpt/onnx", "gpt/onnx/x.onnx is ONNX's: pass"),
-    *(("gpt/model.safetensors", f"init_from=gpt{file}", "gpt/model.safetensors lacks its config.json: copy that")
+    ("gpt/config.json gpt/model.safetensors", "out_dir=gpt", "found gpt; pass --init_from=gpt"),
+    ("a'b/config.json a'b/model.safetensors", "out_dir=a'b/ckpt.pt",
+     """pass --init_from='a'"'"'b'"""),
+    ("gpt/config.json gpt/pytorch_model.bin gpt/onnx/x.onnx", "init_from=gpt/onnx",
+     "gpt/onnx/x.onnx is ONNX's: docs"),
+    *(("gpt/model.safetensors", f"init_from=gpt{file}",
+       "gpt/model.safetensors lacks its config.json: copy that")
       for file in ("", "/model.safetensors")),
-    *((f"x/{file}", setting, f"x/{file} is {what}") for setting in ("out_dir=x", "init_from=x", "out_dir=.")
-      for file, what in [
-          ("tf_model.h5", "TensorFlow's; with"), ("flax_model.msgpack", "Flax's"), ("model.onnx", "ONNX's"),
-          ("gpt2.Q4_K.gguf", "llama.cpp's: pass"), ("adapter_model.safetensors", "an adapter"),
-          ("zero_to_fp32.py", "DeepSpeed's"), ("model.fp16.safetensors", "a variant of the weights: cp x/model.fp16.s"),
-          ("model-1000.index", "TensorFlow's, as")]),
-    *(("x/config.json x/a.gguf", f"{name}=x/a.gguf", "x/a.gguf is ") for name in ("out_dir", "init_from")),
+    *((f"x/{file}", setting, f"x/{file} is {kind}: docs/usage.md#other-formats")
+      for setting in ("out_dir=x", "init_from=x", "out_dir=.")
+      for file, kind in [
+          ("tf_model.h5", "TensorFlow's"), ("flax_model.msgpack", "Flax's"),
+          ("model.onnx", "ONNX's"), ("gpt2.Q4_K.gguf", "llama.cpp's"),
+          ("adapter_model.safetensors", "an adapter, which is no model alone"),
+          ("zero_to_fp32.py", "DeepSpeed's, which saved a model in parts"),
+          ("model.fp16.safetensors", "a variant of the weights"),
+          ("model-1000.index", "TensorFlow's, as gpt-2-simple saves it")]),
+    *(("x/config.json x/a.gguf", f"{name}=x/a.gguf", "x/a.gguf is ")
+      for name in ("out_dir", "init_from")),
 ]
 
 
-@pytest.mark.parametrize("files, setting, line", ADVICE)
-def test_the_line_says_what_is_there_and_a_command_that_does_not_lead_back(files, setting, line, tmp_path, monkeypatch):
-    def error_for(setting):
-        name, _, value = setting.partition("=")
-        with pytest.raises((OSError, ValueError)) as error:
-            {"out_dir": load_nanogpt, "init_from": load_huggingface}[name](value)
-        return str(error.value)
+def error_for(setting):
+    """The error line of loading what a setting names."""
+    name, _, value = setting.partition("=")
+    load = load_nanogpt if name == "out_dir" else load_huggingface
+    with pytest.raises((OSError, ValueError)) as error:
+        load(value)
+    return str(error.value)
 
-    monkeypatch.chdir(tmp_path)
-    for i, (name, _, target) in enumerate(file.partition(">") for file in files.split()):
+
+def make_files(names):
+    """Write files, of which each is newer than the one before. a>b is a link from a to b."""
+    for i, name in enumerate(names):
+        name, _, target = name.partition(">")
         path = pathlib.Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         if target:
             path.symlink_to(target)
-        else:
-            path.write_text('{"model_type": "gpt2"}' * (path.name == "config.json"))
-            os.utime(path, (i * 100,) * 2)
+            continue
+        path.write_text('{"model_type": "gpt2"}' if path.name == "config.json" else "")
+        os.utime(path, (i * 100, i * 100))
+
+
+@pytest.mark.parametrize("files, setting, line", ADVICE)
+def test_the_line_says_what_is_there_and_a_flag_that_does_not_lead_back(
+        files, setting, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_files(files.split())
     error = error_for(setting)
     assert line in error
-    for command in re.findall(r"(?:found|holds) [^;]*; pass --([^ ,;]+)", error):
-        assert "there is no" not in (next_error := error_for(shlex.split(command)[0])) and " is no " not in next_error
+    for flag in re.findall(r"found [^;]*; pass --([^ ,;]+)", error):
+        next_error = error_for(shlex.split(flag)[0])
+        assert "there is no" not in next_error and " is no " not in next_error
 
 
 @pytest.mark.parametrize("load", [load_nanogpt, load_huggingface, sampling_load])
