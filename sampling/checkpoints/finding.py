@@ -105,8 +105,7 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def advice(path: Path) -> str:
-    """Which models are at path, in it, or else near it, and the flag that loads the first of them.
-    """
+    """Which models are at path, in it, or else near it, and the flag that loads the first of them."""
     wanted = checkpoint_path(path)
     for part in wanted, *wanted.parents:
         if os.path.islink(part) and not os.path.exists(part):
@@ -144,6 +143,9 @@ def found(path: Path, places: Iterable[Path]) -> str:
         return (f"{first} lacks its config.json: copy that beside it, and pass "
                 f"--init_from={quote(str(first.parent))}; for weights that nanoGPT trained, "
                 f"pass {flag_for(first)}")
+    if first == path and os.path.isdir(path):
+        kind = "ckpt.pt" if os.path.isfile(path / "ckpt.pt") else "a Hugging Face model"
+        return f"{path} holds {kind}; pass {flag_for(first)}"
     if len(names) > 5:
         names[5:] = ["..."]
     return f"found {', '.join(names)}; pass {flag_for(first)}"

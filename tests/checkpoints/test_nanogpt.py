@@ -66,7 +66,7 @@ ADVICE = [ # what is there, older files first; the setting; a part of the line
     (THREE, "init_from=./q", "found z, words, a; pass --out_dir=z"),
     ("a/ckpt.pt runs/x/ckpt.pt b/ckpt.pt", "out_dir=runs", "found runs/x; pass --out_dir=runs/x"),
     ("out/ckpt.pt out/log/x", "out_dir=out/log", "found out; pass --out_dir=out"),
-    ("out/ckpt.pt", "init_from=out", "found out; pass --out_dir=out;"),
+    ("out/ckpt.pt", "init_from=out", "out holds ckpt.pt; pass --out_dir=out;"),
     ("out/ckpt.pt", "init_from=out/ckpt.pt", "found out/ckpt.pt; pass --out_dir=out/ckpt.pt"),
     ("out/ckpt-200.pt out/ckpt-1.pt", "out_dir=out/ckpt-20.pt",
      "found out/ckpt-200.pt, out/ckpt-1.pt"),
@@ -83,7 +83,7 @@ ADVICE = [ # what is there, older files first; the setting; a part of the line
     *((f"{HUB}/config.json {HUB}/model-00001-of-00001.safetensors", setting,
        f"found {HUB}; pass --init_from={HUB}")
       for setting in ("out_dir=models--a--b", "init_from=models--a--b/snapshots", "init_from=.")),
-    ("gpt/config.json gpt/model.safetensors", "out_dir=gpt", "found gpt; pass --init_from=gpt"),
+    ("gpt/config.json gpt/model.safetensors", "out_dir=gpt", "gpt holds a Hugging Face model; pass --init_from=gpt"),
     ("a'b/config.json a'b/model.safetensors", "out_dir=a'b/ckpt.pt",
      """pass --init_from='a'"'"'b'"""),
     ("gpt/config.json gpt/pytorch_model.bin gpt/onnx/x.onnx", "init_from=gpt/onnx",
