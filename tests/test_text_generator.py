@@ -77,7 +77,7 @@ def test_load_prefers_a_ckpt_pt_to_a_hugging_face_model_and_asks_no_hub_for_a_pt
     assert not sampling.load(tmp_path, device="cpu").checkpoint.is_huggingface
     with pytest.raises(FileNotFoundError, match=rf"there is no checkpoint at .*; pass name={tmp_path}/"):
         sampling.load(tmp_path / "other.pt") # a program has no flags
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at /nope/.*, or name=gpt2"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at /nope/.*; pass name=demo"):
         sampling.load("/nope") # no id of the hub
 
 
