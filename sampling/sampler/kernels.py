@@ -86,7 +86,7 @@ def draw(words: Array, places: Array, is_drawn: Array, numbers: Array) -> None:
 def find_candidates(logits: Array, k: int) -> Array:
     """The ids of the k largest logits (V,) and of all that equal the k-th of them, in ascending order."""
     bound = MINUS_INFINITY
-    if k < NUM_COLUMNS:
+    if k < NUM_COLUMNS < len(logits):
         # The largest logits of k columns are k logits, so the k-th largest of all reaches the least of these.
         tops = np.full(NUM_COLUMNS, bound)
         for start in range(0, len(logits), NUM_COLUMNS):
