@@ -3,7 +3,7 @@
 Axes: B rows, T new tokens, S positions so far, E width, H heads, D = E / H, V vocabulary, R = B * T.
 """
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from threading import RLock
 
 import numpy as np
@@ -21,55 +21,83 @@ from sampling.process import has_numba
 logger = logging.getLogger(__name__)
 NO_RESIDUAL = np.empty((1, 0), np.float32)
 GELU = {None: 0, "none": 1, "tanh": 2} # the names of F.gelu, the numbers of the kernels
-MAX_KERNEL_ROWS = 32 if kernels.has_32_registers else 64 # with more rows, F.linear is as fast in float32, or faster
+# With more rows, F.linear is as fast in float32, or faster.
+MAX_KERNEL_ROWS = 32 if kernels.has_32_registers else 64
 MAX_KERNEL_TOKENS = 16 # of a row: for longer prompts, torch's attention is faster
 MIN_DRAFT_WEIGHTS = 50_000_000 # of a model whose steps wait for memory
 MIN_DRAFT_TOKENS = 100 # of a sample that pays for the copy
 
 
 class Linear:
-    """A Linear of the model, on its weight (O, I) in float32 or int8. It also applies GELU, or adds a residual."""
+    """A Linear of the model, on its weight (O, I) in float32 or int8. It also applies GELU, or
+    adds a residual.
+    """
 
     def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None):
-        values, scales = weight if isinstance(weight, QuantizedWeight) else (weight.float(), torch.ones(len(weight)))
-        bias = torch.zeros(len(values)) if bias is None else bias
-        # float(): the caller's default dtype may be float64, for which numba would compile the kernel again.
-        self.weight, self.scales, self.bias = map(as_array, (values, scales.float(), bias.float()))
+        if isinstance(weight, QuantizedWeight):
+            values, scales = weight
+        else:
+            values = weight.float()
+            scales = torch.ones(len(weight))
+        if bias is None:
+            bias = torch.zeros(len(values))
+        # float(): the caller's default dtype may be float64, for which numba would compile again.
+        self.weight = as_array(values)
+        self.scales = as_array(scales.float())
+        self.bias = as_array(bias.float())
         self.kernel = kernels.LINEAR[self.weight.dtype.name]
 
-    def __call__(self, x: np.ndarray, gelu: str | None = None, residual: np.ndarray = NO_RESIDUAL) -> np.ndarray:
+    def __call__(self, x: np.ndarray, gelu: str | None = None,
+                 residual: np.ndarray = NO_RESIDUAL) -> np.ndarray:
         """(R, I) -> (R, O). The residual has the shape of the result."""
         if len(x) > MAX_KERNEL_ROWS and self.weight.dtype == np.float32:
             y = F.linear(*map(torch.from_numpy, (x, self.weight, self.bias)))
-            y = F.gelu(y, approximate=gelu) if gelu else y
-            return (y.add_(torch.from_numpy(residual)) if residual.size else y).numpy()
+            if gelu:
+                y = F.gelu(y, approximate=gelu)
+            if residual.size:
+                y += torch.from_numpy(residual)
+            return y.numpy()
         work = x.size * len(self.weight)
-        return jit.run(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu], residual)
+        return jit.run(self.kernel, work, x, self.weight, self.scales, self.bias, GELU[gelu],
+                       residual)
+
+
+class LayerNorm:
+    def __init__(self, weight: Tensor, bias: Tensor | None, epsilon: float):
+        if bias is None:
+            bias = torch.zeros(len(weight))
+        self.weight = as_array(weight.float())
+        self.bias = as_array(bias.float())
+        self.epsilon = epsilon
+        # The number of threads of the Linears around it: another one costs more than it saves.
+        self.work_per_row = len(weight) ** 2
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """(R, E) -> (R, E)."""
+        work = len(x) * self.work_per_row
+        return jit.run(kernels.layer_norm, work, x, self.weight, self.bias, self.epsilon)
 
 
 class CPUBackend(Backend):
-    """Computes the logits of a GPT, without copying its float32 weights, which are named as nanoGPT's. int8: round
-    those that are not QuantizedWeights yet; activations and sums are float32 all the same. draft: whether an int8 copy
-    of a float32 model may propose tokens.
+    """Computes the logits of a GPT, without copying its float32 weights, which are named as
+    nanoGPT's. int8: round those that are not QuantizedWeights yet; activations and sums are float32
+    all the same. draft: whether an int8 copy of a float32 model may propose tokens.
     """
     device = torch.device("cpu")
     max_window_tokens = 1280
     has_kernels = True
 
-    def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight], int8: bool = False,
-                 draft: bool = False):
+    def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor | QuantizedWeight],
+                 int8: bool = False, draft: bool = False):
         def linear(name: str) -> Linear:
             weight = weights[f"{name}.weight"]
             if int8 and not isinstance(weight, QuantizedWeight):
                 weight = quantize(weight)
             return Linear(weight, weights.get(f"{name}.bias"))
 
-        def layer_norm(name: str) -> Callable[[np.ndarray], np.ndarray]:
-            weight = as_array(weights[f"{name}.weight"].float())
-            bias = as_array(weights.get(f"{name}.bias", torch.zeros(config.n_embd)).float())
-            # With the threads of the Linears around it, because another number would cost more than it saves.
-            work = config.n_embd ** 2
-            return lambda x: jit.run(kernels.layer_norm, len(x) * work, x, weight, bias, config.layer_norm_epsilon)
+        def layer_norm(name: str) -> LayerNorm:
+            bias = weights.get(f"{name}.bias")
+            return LayerNorm(weights[f"{name}.weight"], bias, config.layer_norm_epsilon)
 
         self.config = config
         self.weights = weights
@@ -79,12 +107,18 @@ class CPUBackend(Backend):
         self.draft_lock = RLock()
         load_kernels(self.dtype_name)
         self.lm_head = linear("lm_head")
-        self.wte = self.lm_head if config.tie_word_embeddings else linear("transformer.wte") # only its rows are used
-        self.wpe, self.ln_f = as_array(weights["transformer.wpe.weight"].float()), layer_norm("transformer.ln_f")
+        self.wte = self.lm_head # only its rows are used
+        if not config.tie_word_embeddings:
+            self.wte = linear("transformer.wte")
+        self.wpe = as_array(weights["transformer.wpe.weight"].float())
+        self.ln_f = layer_norm("transformer.ln_f")
         self.blocks = []
-        for name in [f"transformer.h.{i}" for i in range(config.n_layer)]:
-            linears = [linear(f"{name}.{layer}") for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
-            self.blocks.append((layer_norm(f"{name}.ln_1"), layer_norm(f"{name}.ln_2"), *linears))
+        for i in range(config.n_layer):
+            name = f"transformer.h.{i}"
+            norms = [layer_norm(f"{name}.{part}") for part in ("ln_1", "ln_2")]
+            linears = [linear(f"{name}.{part}")
+                       for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+            self.blocks.append((*norms, *linears))
 
     def draft_for(self, num_tokens: int) -> "CPUBackend | None":
         """The int8 copy, which is made when it pays for the first time."""
@@ -101,38 +135,53 @@ class CPUBackend(Backend):
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, cache: KVCache | None, num_positions: int = 1) -> Tensor:
-        (B, T), start = ids.shape, 0 if cache is None else cache.seq_len
+        B, T = ids.shape
+        start = 0 if cache is None else cache.seq_len
         rows = ids.flatten().numpy()
         x = self.wte.weight[rows] * self.wte.scales[rows, None] # (R, E)
         x = (x.reshape(B, T, -1) + self.wpe[start:start + T]).reshape(B * T, -1)
-        for layer, (ln_1, ln_2, c_attn, attn_c_proj, c_fc, mlp_c_proj) in enumerate(self.blocks):
-            num_last = num_positions if layer == len(self.blocks) - 1 else T # only these are needed from here on
+        num_last = T # positions that are needed from here on
+        for layer, block in enumerate(self.blocks):
+            ln_1, ln_2, c_attn, attn_c_proj, c_fc, mlp_c_proj = block
+            if block is self.blocks[-1]:
+                num_last = num_positions
             qkv = c_attn(ln_1(x)) # (R, 3 * E)
             if num_last < T:
-                x = np.ascontiguousarray(x.reshape(B, T, -1)[:, -num_last:]).reshape(B * num_last, -1)
+                x = x.reshape(B, T, -1)[:, -num_last:]
+                x = np.ascontiguousarray(x).reshape(B * num_last, -1)
             x = attn_c_proj(self.attention(qkv, cache, layer, B, num_last), residual=x)
             x = mlp_c_proj(c_fc(ln_2(x), gelu=self.config.gelu), residual=x)
         if cache is not None:
             cache.seq_len += T
         return torch.from_numpy(self.lm_head(self.ln_f(x)))
 
-    def attention(self, qkv: np.ndarray, cache: KVCache | None, layer: int, B: int, num_last: int) -> np.ndarray:
-        """Queries, keys and values (R, 3 * E) of a layer -> results of attention (B * num_last, E) for the last
-        positions of each row. Appends the keys and values to the cache.
+    def attention(self, qkv: np.ndarray, cache: KVCache | None, layer: int, B: int,
+                  num_last: int) -> np.ndarray:
+        """Queries, keys and values (R, 3 * E) of a layer -> results of attention (B * num_last, E)
+        for the last positions of each row. Appends the keys and values to the cache.
         """
-        E, H = self.config.n_embd, self.config.n_head
-        T, start = len(qkv) // B, 0 if cache is None else cache.seq_len
-        if cache is not None and num_last == T <= MAX_KERNEL_TOKENS and cache.layers[layer].size(1) == B:
-            work, (keys, values) = 2 * len(qkv) * (start + T) * E, cache.layers[layer].numpy() # (B, H, C, D) each
+        E = self.config.n_embd
+        H = self.config.n_head
+        T = len(qkv) // B
+        start = 0 if cache is None else cache.seq_len
+        S = start + T
+        has_row_each = cache is not None and cache.layers[layer].size(1) == B
+        if has_row_each and num_last == T <= MAX_KERNEL_TOKENS:
+            keys, values = cache.layers[layer].numpy() # (B, H, C, D) each
+            work = 2 * len(qkv) * S * E
             return jit.run(kernels.attention, work, qkv, keys, values, start)
-        q, k, v = torch.from_numpy(qkv).view(B, T, 3, H, E // H).permute(2, 0, 3, 1, 4) # (B, H, T, D) each
+        heads = torch.from_numpy(qkv).view(B, T, 3, H, E // H)
+        q, k, v = heads.permute(2, 0, 3, 1, 4) # (B, H, T, D) each
         if cache is not None:
-            keys, values = cache.layers[layer][..., :start + T, :]
-            keys[:, :, start:], values[:, :, start:] = k, v # one row goes to all rows
+            keys, values = cache.layers[layer][..., :S, :]
+            keys[:, :, start:] = k # one row goes to all rows
+            values[:, :, start:] = v
             k, v = keys[:B], values[:B] # (B, H, S, D) each
-        q, S = q[:, :, -num_last:], start + T
-        mask = torch.ones(num_last, S, dtype=torch.bool).tril(S - num_last) if 1 < num_last < S else None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < num_last == S)
+        mask = None
+        if 1 < num_last < S:
+            mask = torch.ones(num_last, S, dtype=torch.bool).tril(S - num_last)
+        is_causal = 1 < num_last == S
+        y = F.scaled_dot_product_attention(q[:, :, -num_last:], k, v, mask, is_causal=is_causal)
         return y.transpose(1, 2).contiguous().view(-1, E).numpy()
 
 
@@ -146,5 +195,8 @@ def load_kernels(dtype: str) -> None:
     """Load the kernels for weights of this dtype, or compile them."""
     x = np.zeros((1, 1), np.float32)
     cache = np.zeros((1, 1, 1, 1), np.float32)
-    jit.load({kernels.layer_norm: (x, x[0], x[0], 1e-5), kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
-              kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL)})
+    jit.load({
+        kernels.layer_norm: (x, x[0], x[0], 1e-5),
+        kernels.attention: (x.repeat(3, axis=1), cache, cache, 0),
+        kernels.LINEAR[dtype]: (x, x.astype(dtype), x[0], x[0], 0, NO_RESIDUAL),
+    })

@@ -67,9 +67,11 @@ def gelu_of(x: np.float32, form: tuple[float, ...]) -> np.float32:
 @inner
 def epilogue(y: Array, first: int, last: int, scales: Array, bias: Array, gelu: int, residual: Array) -> None:
     """Apply to the sums y[:, first:last]: scales, bias, GELU (0 none, 1 exact, 2 tanh), and the residual if any."""
-    scales, bias = scales[first:last], bias[first:last]
+    scales = scales[first:last]
+    bias = bias[first:last]
     for r in range(len(y)):
-        yr, residual_r = y[r, first:last], residual[min(r, len(residual) - 1), first:last]
+        yr = y[r, first:last]
+        residual_r = residual[min(r, len(residual) - 1), first:last] # empty if there is none
         for o in range(len(yr)):
             result = yr[o] * scales[o] + bias[o]
             if gelu == 1:
@@ -87,15 +89,23 @@ def one_row(x: Array, weight: Array, y: Array, first: int, last: int, quarter: i
     that lie far apart are four streams for the prefetcher, which one core needs to read memory at its full rate.
     """
     for o in range(first, last):
-        o1, o2, o3 = o + quarter, o + 2 * quarter, o + 3 * quarter
-        w0, w1, w2, w3 = weight[o], weight[o1], weight[o2], weight[o3]
+        o1 = o + quarter
+        o2 = o + 2 * quarter
+        o3 = o + 3 * quarter
+        w0 = weight[o]
+        w1 = weight[o1]
+        w2 = weight[o2]
+        w3 = weight[o3]
         sum0 = sum1 = sum2 = sum3 = ZERO
         for i in range(len(x)):
             sum0 += np.float32(w0[i]) * x[i]
             sum1 += np.float32(w1[i]) * x[i]
             sum2 += np.float32(w2[i]) * x[i]
             sum3 += np.float32(w3[i]) * x[i]
-        y[o], y[o1], y[o2], y[o3] = sum0, sum1, sum2, sum3
+        y[o] = sum0
+        y[o1] = sum1
+        y[o2] = sum2
+        y[o3] = sum3
 
 
 @inner
@@ -106,27 +116,54 @@ def all_rows(x: Array, weight: Array, y: Array, first: int, last: int, quarter: 
     reason as in one_row, and serve GROUP rows of x while they are in the L1 cache. Two of them are faster if five rows
     of x stay in the L1 cache, and the block of the weight in the L2 cache. A last row alone is left to one_row.
     """
-    num_rows = len(x) - 1 if len(x) % 5 == 1 else len(x)
+    num_rows = len(x)
+    if num_rows % 5 == 1:
+        num_rows -= 1
     end = num_rows - 1
     for group in range(0, num_rows, GROUP):
         for start in range(0, 4 * quarter, OUTPUTS * quarter):
             for o in range(start + first, start + last):
-                o1, o2, o3 = o + quarter, o + (OUTPUTS - 2) * quarter, o + (OUTPUTS - 1) * quarter
+                o1 = o + quarter
+                o2 = o + (OUTPUTS - 2) * quarter
+                o3 = o + (OUTPUTS - 1) * quarter
                 w0, w1, w2, w3 = weight[o], weight[o1], weight[o2], weight[o3]
                 for r in range(group, min(group + GROUP, num_rows), 5): # beyond the last row, the last one again
-                    r1, r2, r3, r4 = min(r + 1, end), min(r + 2, end), min(r + 3, end), min(r + 4, end)
+                    r1 = min(r + 1, end)
+                    r2 = min(r + 2, end)
+                    r3 = min(r + 3, end)
+                    r4 = min(r + 4, end)
                     x0, x1, x2, x3, x4 = x[r], x[r1], x[r2], x[r3], x[r4]
-                    a0 = a1 = a2 = a3 = a4 = b0 = b1 = b2 = b3 = b4 = ZERO
-                    c0 = c1 = c2 = c3 = c4 = d0 = d1 = d2 = d3 = d4 = ZERO
+                    a0 = a1 = a2 = a3 = a4 = ZERO
+                    b0 = b1 = b2 = b3 = b4 = ZERO
+                    c0 = c1 = c2 = c3 = c4 = ZERO
+                    d0 = d1 = d2 = d3 = d4 = ZERO
                     for i in range(len(x0)):
                         v0, v1, v2, v3, v4 = x0[i], x1[i], x2[i], x3[i], x4[i]
-                        a, b = np.float32(w0[i]), np.float32(w1[i])
-                        a0, a1, a2, a3, a4 = a0 + a * v0, a1 + a * v1, a2 + a * v2, a3 + a * v3, a4 + a * v4
-                        b0, b1, b2, b3, b4 = b0 + b * v0, b1 + b * v1, b2 + b * v2, b3 + b * v3, b4 + b * v4
+                        a = np.float32(w0[i])
+                        a0 += a * v0
+                        a1 += a * v1
+                        a2 += a * v2
+                        a3 += a * v3
+                        a4 += a * v4
+                        b = np.float32(w1[i])
+                        b0 += b * v0
+                        b1 += b * v1
+                        b2 += b * v2
+                        b3 += b * v3
+                        b4 += b * v4
                         if OUTPUTS == 4:
-                            c, d = np.float32(w2[i]), np.float32(w3[i])
-                            c0, c1, c2, c3, c4 = c0 + c * v0, c1 + c * v1, c2 + c * v2, c3 + c * v3, c4 + c * v4
-                            d0, d1, d2, d3, d4 = d0 + d * v0, d1 + d * v1, d2 + d * v2, d3 + d * v3, d4 + d * v4
+                            c = np.float32(w2[i])
+                            c0 += c * v0
+                            c1 += c * v1
+                            c2 += c * v2
+                            c3 += c * v3
+                            c4 += c * v4
+                            d = np.float32(w3[i])
+                            d0 += d * v0
+                            d1 += d * v1
+                            d2 += d * v2
+                            d3 += d * v3
+                            d4 += d * v4
                     y[r, o], y[r1, o], y[r2, o], y[r3, o], y[r4, o] = a0, a1, a2, a3, a4
                     y[r, o1], y[r1, o1], y[r2, o1], y[r3, o1], y[r4, o1] = b0, b1, b2, b3, b4
                     if OUTPUTS == 4:
@@ -141,7 +178,8 @@ def linear(x: Array, weight: Array, scales: Array, bias: Array, gelu: int, resid
     y = np.empty((len(x), len(weight)), np.float32)
     quarter = len(weight) // 4
     for block in prange((quarter + BLOCK - 1) // BLOCK):
-        first, last = block * BLOCK, min(block * BLOCK + BLOCK, quarter)
+        first = block * BLOCK
+        last = min(first + BLOCK, quarter)
         all_rows(x, weight, y, first, last, quarter)
         for start in range(0, 4 * quarter, quarter):
             epilogue(y, start + first, start + last, scales, bias, gelu, residual)
@@ -160,7 +198,9 @@ def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
     """Each row of x (R, E) with mean 0 and variance 1, times weight (E,), plus bias (E,) -> (R, E)."""
     y = np.empty_like(x)
     for r in prange(len(x)):
-        xr, yr, width = x[r], y[r], np.float32(x.shape[1])
+        xr = x[r]
+        yr = y[r]
+        width = np.float32(x.shape[1])
         total = squares = ZERO
         for i in range(len(xr)):
             total += xr[i]
@@ -176,7 +216,8 @@ def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float) -> Array:
 @inner
 def softmax(scores: Array) -> None:
     """Softmax in place."""
-    largest, total = np.float32(-np.inf), ZERO
+    largest = np.float32(-np.inf)
+    total = ZERO
     for s in range(len(scores)):
         largest = max(largest, scores[s])
     for s in range(len(scores)):
@@ -193,27 +234,50 @@ def attend_head(q: Array, k: Array, v: Array, new_k: Array, new_v: Array, start:
     Four positions that lie far apart are read at once, as in one_row. Beyond the last one, it is read with weight 0.
     """
     num_tokens, width = q.shape
-    scores, scale = np.empty(start + num_tokens + 3, np.float32), np.float32(1 / math.sqrt(width))
-    qt, yt = np.empty(width, np.float32), np.empty(width, np.float32) # contiguous
+    scores = np.empty(start + num_tokens + 3, np.float32)
+    scale = np.float32(1 / math.sqrt(width))
+    qt = np.empty(width, np.float32) # contiguous, and so is yt
+    yt = np.empty(width, np.float32)
     for t in range(num_tokens):
-        last, quarter = start + t, (start + t) // 4 + 1
-        k[last], v[last], yt[:] = new_k[t], new_v[t], ZERO
+        last = start + t
+        quarter = last // 4 + 1
+        k[last] = new_k[t]
+        v[last] = new_v[t]
+        yt[:] = ZERO
         for d in range(width):
             qt[d] = q[t, d] * scale
         for s in range(quarter):
-            s1, s2, s3 = s + quarter, s + 2 * quarter, s + 3 * quarter
-            k0, k1, k2, k3 = k[s], k[min(s1, last)], k[min(s2, last)], k[min(s3, last)]
+            s1 = s + quarter
+            s2 = s + 2 * quarter
+            s3 = s + 3 * quarter
+            k0 = k[s]
+            k1 = k[min(s1, last)]
+            k2 = k[min(s2, last)]
+            k3 = k[min(s3, last)]
             sum0 = sum1 = sum2 = sum3 = ZERO
             for d in range(width):
-                sum0, sum1 = sum0 + qt[d] * k0[d], sum1 + qt[d] * k1[d]
-                sum2, sum3 = sum2 + qt[d] * k2[d], sum3 + qt[d] * k3[d]
-            scores[s], scores[s1], scores[s2], scores[s3] = sum0, sum1, sum2, sum3
+                sum0 += qt[d] * k0[d]
+                sum1 += qt[d] * k1[d]
+                sum2 += qt[d] * k2[d]
+                sum3 += qt[d] * k3[d]
+            scores[s] = sum0
+            scores[s1] = sum1
+            scores[s2] = sum2
+            scores[s3] = sum3
         softmax(scores[:last + 1])
         scores[last + 1:] = ZERO
         for s in range(quarter):
-            s1, s2, s3 = s + quarter, s + 2 * quarter, s + 3 * quarter
-            v0, v1, v2, v3 = v[s], v[min(s1, last)], v[min(s2, last)], v[min(s3, last)]
-            p0, p1, p2, p3 = scores[s], scores[s1], scores[s2], scores[s3]
+            s1 = s + quarter
+            s2 = s + 2 * quarter
+            s3 = s + 3 * quarter
+            v0 = v[s]
+            v1 = v[min(s1, last)]
+            v2 = v[min(s2, last)]
+            v3 = v[min(s3, last)]
+            p0 = scores[s]
+            p1 = scores[s1]
+            p2 = scores[s2]
+            p3 = scores[s3]
             for d in range(width):
                 yt[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d]
         y[t] = yt
@@ -229,9 +293,13 @@ def attention(qkv: Array, keys: Array, values: Array, start: int) -> Array:
     num_tokens = len(qkv) // num_samples
     y = np.empty((len(qkv), num_heads * width), np.float32)
     for i in prange(num_samples * num_heads):
-        b, h = i // num_heads, i % num_heads
-        rows, q = slice(b * num_tokens, (b + 1) * num_tokens), h * width
-        k, v = q + num_heads * width, q + 2 * num_heads * width
-        attend_head(qkv[rows, q:q + width], keys[b, h], values[b, h], qkv[rows, k:k + width], qkv[rows, v:v + width],
-                    start, y[rows, q:q + width])
+        b = i // num_heads
+        h = i % num_heads
+        rows = slice(b * num_tokens, (b + 1) * num_tokens)
+        q = h * width
+        k = q + num_heads * width
+        v = k + num_heads * width
+        new_k = qkv[rows, k:k + width]
+        new_v = qkv[rows, v:v + width]
+        attend_head(qkv[rows, q:q + width], keys[b, h], values[b, h], new_k, new_v, start, y[rows, q:q + width])
     return y
