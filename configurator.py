@@ -27,7 +27,8 @@ if not __name__.endswith("configurator"): # nanoGPT's scripts execute a file of 
 logger = logging.getLogger(__name__)
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "text", "list": "a list",
               "NoneType": "None"}
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+TRUE = ("true", "yes", "on", "1")
+FALSE = ("false", "no", "off", "0")
 
 
 class Setting(NamedTuple):
@@ -46,7 +47,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable
     settings it is about. aliases: what to suggest for names of other programs. Logs one line that lists the changes. An
     error leaves scope as it was. --help and --version print, and exit.
     """
-    settings, arguments = find_settings(scope["__file__"]), list(arguments)
+    settings = find_settings(scope["__file__"])
+    arguments = list(arguments)
     if {"--help", "-h", "--version"} & set(arguments):
         doc = scope.get("__doc__") or ""
         if scope.get("__name__") != "__main__": # a command that pip installed has a name of its own
@@ -57,7 +59,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable
     for argument in arguments:
         if argument.endswith("\r"):
             raise ValueError(f"{argument!r:.200} ends in a carriage return: save your script with Unix line ends (LF)")
-    changes, files = {}, {} # files: setting -> the path of the file that changed it
+    changes = {}
+    files = {} # setting -> the path of the file that changed it
     while arguments:
         if arguments[0].startswith("--") or (arguments[0].startswith("-") and not os.path.exists(arguments[0])):
             name, value = parse_argument(arguments, settings, aliases)
@@ -69,7 +72,8 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable
         else:
             path, source = read_file(arguments.pop(0), scope["__file__"])
             found = run_file(path, source, scope | changes, settings)
-            changes, files = changes | found, files | dict.fromkeys(found, path)
+            changes |= found
+            files |= dict.fromkeys(found, path)
     values = {name: scope[name] for name in settings} | changes
     try:
         validate(values, changes.keys() - files.keys())
@@ -85,11 +89,14 @@ def override(scope: dict[str, Any], arguments: Iterable[str], validate: Callable
 def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
     """Find the settings of the script at path, by name."""
     source = Path(path).read_text(encoding="utf-8")
-    lines, settings, group = source.splitlines(), {}, ""
+    lines = source.splitlines()
+    settings = {}
+    group = ""
     for node in takewhile(lambda node: not isinstance(node, ast.FunctionDef), ast.parse(source).body):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             default = ast.literal_eval(node.value)
-            target, types = node.targets[0] if isinstance(node, ast.Assign) else node.target, [type(default).__name__]
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            types = [type(default).__name__]
             if isinstance(node, ast.AnnAssign):
                 types = ast.unparse(node.annotation).replace("None", "NoneType").split(" | ")
             above = lines[node.lineno - 2] if node.lineno > 1 else ""
@@ -103,7 +110,8 @@ def find_settings(path: str | os.PathLike) -> dict[str, Setting]:
 
 def help_text(doc: str, settings: dict[str, Setting], width: int) -> str:
     """Return the docstring, then every setting in its group, with its default and comment, in lines of this width."""
-    width, group = min(max(width, 40), 120), ""
+    width = min(max(width, 40), 120)
+    group = ""
     paragraphs = [text if text[:1] == " " else textwrap.fill(text, width) for text in doc.strip().split("\n\n")]
     lines = ["\n\n".join(paragraphs), "", "Settings, with their defaults:"]
     flags = {name: f"  {to_argument(name, setting)}  " for name, setting in settings.items()}

@@ -89,7 +89,8 @@ def main(settings):
 
 def run(params, files):
     """Generate the samples of all prompts, or score these, and print and save each: once, or from each checkpoint."""
-    prompts, samples_per_prompt = read_prompts(start, watch), 1 if score else num_samples
+    prompts = read_prompts(start, watch)
+    samples_per_prompt = 1 if score else num_samples
     num_total = len(prompts) * samples_per_prompt if isinstance(prompts, list) else None # None: they come from a pipe
     for gpt in load_saves(out_dir, lambda: load_gpt(num_total)) if watch else [load_gpt(num_total)]:
         samples = make_samples(prompts, gpt.tokenizer, samples_per_prompt, is_score=score)

@@ -60,7 +60,8 @@ def load(name: str | os.PathLike[str], device: str = "auto", dtype: str = "auto"
     from sampling.checkpoints.huggingface import is_hub_id
     from sampling.text_generator import load_model
     options = ModelOptions(compile, cuda_graphs, draft)
-    name, tokenizer = expand_home(os.fspath(name)), expand_home(plain(tokenizer))
+    name = expand_home(os.fspath(name))
+    tokenizer = expand_home(plain(tokenizer))
     model_file = expand_home(plain(model_file))
     check_options({**vars(options), "device": device, "dtype": dtype, "name": name, "tokenizer": tokenizer,
                    "model_file": model_file})

@@ -20,8 +20,11 @@ if TYPE_CHECKING: # it takes a second
     import torch
 
 logger = logging.getLogger(__name__)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3 # mallopt's parameters, as glibc's malloc.h numbers them
-CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# mallopt's parameters, as glibc's malloc.h numbers them.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 OUT_OF_MEMORY = re.compile(
     "MemoryError|out of memory|allocate memory|not enough memory|could not create a primitive"
     "|ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED") # cuBLAS reports the latter if there is no memory for its workspace
@@ -39,7 +42,8 @@ def torchrun_started_this() -> bool:
     """Whether this process is one of torchrun's. Its TORCHELASTIC_RUN_ID shows that (a cluster, too, may set a RANK),
     unless it is inherited: a training that torchrun started may call sample.py.
     """
-    pid, is_named = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
+    pid = os.getppid()
+    is_named = "TORCHELASTIC_RUN_ID" in os.environ
     with suppress(OSError, IndexError): # not Linux
         while is_named and b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
             command = Path(f"/proc/{pid}/cmdline").read_bytes()

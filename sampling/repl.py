@@ -147,7 +147,10 @@ class Session:
         """Generate a sample, and stream it to the terminal. Ctrl-C ends it after a step; then return False."""
         self.check_model()
         interrupts = []
-        self.last, self.last_text, self.next_index, self.shows_prompt = sample, "", sample.index + 1, shows_prompt
+        self.last = sample
+        self.last_text = ""
+        self.next_index = sample.index + 1
+        self.shows_prompt = shows_prompt
         # Within a step, an exception could leave the model in an inconsistent state.
         signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
         try:
@@ -202,7 +205,8 @@ class Session:
             self.gpt.check_params(params)
         self.params = params
         if name == "show_probs":
-            self.show_probs, self.printer = value, Printer(self.printer.tokenizer, value)
+            self.show_probs = value
+            self.printer = Printer(self.printer.tokenizer, value)
         if name == "seed":
             self.next_index = 0 # the next sample is the first one of this seed
         if name == "stop":
@@ -213,9 +217,11 @@ class Session:
         self.print_sample(Sample(self.next_index, self.last.prompt, self.last.prompt_ids), self.shows_prompt)
 
     def continue_last(self) -> None:
-        sample, text = self.last, self.last.prompt.text + self.last_text
+        sample = self.last
+        text = self.last.prompt.text + self.last_text
         if sample.finish_reason == "length": # a character that was incomplete comes whole with the next tokens
-            text, ids = text.rstrip(REPLACEMENT), sample.prompt_ids + sample.token_ids
+            text = text.rstrip(REPLACEMENT)
+            ids = sample.prompt_ids + sample.token_ids
         else: # after a stop text or Ctrl-C, token_ids has tokens that the user did not see
             ids = self.printer.tokenizer.encode(text)
         self.print_sample(Sample(self.next_index, Prompt(text), ids), shows_prompt=False)
@@ -229,7 +235,8 @@ class Session:
     def reload(self) -> None:
         self.gpt = None # its memory must be free before the next model is loaded
         self.gpt = self.load()
-        new, old = self.gpt.tokenizer, self.printer and self.printer.tokenizer
+        new = self.gpt.tokenizer
+        old = self.printer and self.printer.tokenizer
         if old and (old.source, old.size) != (new.source, new.size):
             self.last = None # its ids are of another vocabulary
         self.printer = Printer(new, self.show_probs)

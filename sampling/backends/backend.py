@@ -87,7 +87,8 @@ class Backend:
 
     def bytes_per_row(self, length: int) -> int:
         """About how many bytes one more row of length tokens takes: cache, logits and, past block_size, the window."""
-        config, num_tokens = self.config, min(length, self.config.block_size)
+        config = self.config
+        num_tokens = min(length, self.config.block_size)
         cache_bytes = 2 * config.n_layer * config.n_embd * self.cache_itemsize # of the keys and values of a token
         window_bytes = 10 * 4 * config.n_embd if length > config.block_size else 0 # about ten activations of a token
         logits_bytes = 40 * config.vocab_size # also what sampling makes of them
@@ -96,7 +97,8 @@ class Backend:
 
 def num_step_weights(config: GPTConfig) -> int:
     """How many weights a decode step reads: those of the linear layers and of the head."""
-    E, inner = config.n_embd, config.n_inner or 4 * config.n_embd
+    E = config.n_embd
+    inner = config.n_inner or 4 * config.n_embd
     return config.n_layer * (4 * E * E + 2 * E * inner) + config.vocab_size * E
 
 
@@ -165,7 +167,9 @@ class OwnBackend(Backend):
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high") # TF32
             torch.backends.cuda.enable_cudnn_sdp(True) # the default, which CUDABackend changes
-            self.min_flush_steps, self.max_batch_bytes = 4, 2**33 # as CUDABackend
+            # As CUDABackend.
+            self.min_flush_steps = 4
+            self.max_batch_bytes = 2**33
 
     def new_cache(self, num_rows: int, capacity: int) -> None:
         """None: see above."""

@@ -176,7 +176,8 @@ class CPUBackend(Backend):
             keys, values = cache.layers[layer][..., :S, :]
             keys[:, :, start:] = k # one row goes to all rows
             values[:, :, start:] = v
-            k, v = keys[:B], values[:B] # (B, H, S, D) each
+            k = keys[:B] # (B, H, S, D) each
+            v = values[:B]
         mask = None
         if 1 < num_last < S:
             mask = torch.ones(num_last, S, dtype=torch.bool).tril(S - num_last)

@@ -68,7 +68,8 @@ class CUDABackend(EagerBackend):
     def new_cache(self, num_rows: int, capacity: int) -> StaticCache:
         capacity = min(round_up(capacity, BUCKET), round_up(self.config.block_size, 8)) # attention needs multiples of 8
         with self.lock:
-            cache, self.idle = self.idle, None
+            cache = self.idle
+            self.idle = None
             if cache is None or len(cache.token) != num_rows or cache.capacity < capacity:
                 cache = None # frees its memory before the new cache takes more
                 cache = StaticCache(self.model, num_rows, capacity, self.device)
@@ -121,7 +122,8 @@ class CUDABackend(EagerBackend):
 
     def capture(self, cache: StaticCache, num_keys: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """A graph of the step, which has run once, and its logits (B, V)."""
-        graph, caller = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        graph = torch.cuda.CUDAGraph()
+        caller = torch.cuda.current_stream(self.device)
         if cache.stream is None: # caches may not share one: cuBLAS keeps a workspace for each stream
             streams = free_streams[self.device]
             cache.stream = streams.pop() if streams else torch.cuda.Stream(self.device)

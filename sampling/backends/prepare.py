@@ -15,7 +15,8 @@ from sampling.params import ModelOptions
 logger = logging.getLogger(__name__)
 MIN_EAGER_SECONDS = 1.0 # a shorter run uses no compiled kernels: loading them takes half a second
 # A step of one row with EagerBackend on a CPU, in seconds: for each layer, and for each weight.
-SECONDS_PER_LAYER, SECONDS_PER_WEIGHT = 2e-4, 4e-10
+SECONDS_PER_LAYER = 2e-4
+SECONDS_PER_WEIGHT = 4e-10
 SECONDS_PER_WINDOW_PRODUCT = 2e-10 # per position and weight, if a step computes a full window (measured with ten rows)
 
 
@@ -122,7 +123,8 @@ def wants_kernels(config: GPTConfig, device: torch.device, dtype: torch.dtype, o
         return False
     if num_steps is None or dtype == torch.int8:
         return True
-    num_windows, num_weights = max(0, num_steps - config.block_size), num_step_weights(config)
+    num_windows = max(0, num_steps - config.block_size)
+    num_weights = num_step_weights(config)
     step = config.n_layer * SECONDS_PER_LAYER + num_weights * SECONDS_PER_WEIGHT
     window = config.block_size * num_weights * SECONDS_PER_WINDOW_PRODUCT # past block_size, each step recomputes it
     return num_steps * step + num_windows * window >= MIN_EAGER_SECONDS

@@ -42,7 +42,9 @@ class Batch:
     """
 
     def __init__(self, rows: list[Detokenizer], backend: Backend, run_stream: RunStream, params: SamplingParams):
-        self.rows, self.backend, self.params = rows, backend, params
+        self.rows = rows
+        self.backend = backend
+        self.params = params
         block_size = backend.config.block_size
         prompts = [row.sample.prompt_ids[-block_size:] for row in rows]
         length = min(map(len, prompts))
@@ -105,7 +107,8 @@ class Batch:
         if not floats[..., 0].isfinite().all():
             raise ValueError(NOT_FINITE)
         logprobs = floats[..., 1:].tolist()
-        self.pending, self.flush_time = [], time.monotonic()
+        self.pending = []
+        self.flush_time = time.monotonic()
         for i, (row, first_step) in enumerate(zip(self.rows, self.first_steps, strict=True)):
             for step in range(max(0, first_step - first), len(ids)):
                 if not row.is_finished:
@@ -132,8 +135,10 @@ class Batch:
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows only, everywhere. No step may be pending."""
-        self.rows, self.first_steps = [self.rows[i] for i in rows], [self.first_steps[i] for i in rows]
-        self.window, self.forced = self.window[rows], self.forced[:, rows]
+        self.rows = [self.rows[i] for i in rows]
+        self.first_steps = [self.first_steps[i] for i in rows]
+        self.window = self.window[rows]
+        self.forced = self.forced[:, rows]
         self.streams.select_rows(rows)
         if self.cache is not None:
             self.cache.select_rows(rows)

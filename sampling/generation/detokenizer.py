@@ -11,7 +11,9 @@ class Detokenizer:
     """
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer, params: SamplingParams):
-        self.sample, self.tokenizer, self.params = sample, tokenizer, params
+        self.sample = sample
+        self.tokenizer = tokenizer
+        self.params = params
         self.num_taken = 0 # pieces that take_pieces has returned
         self.restart()
 
@@ -55,7 +57,8 @@ class Detokenizer:
 
     def find_stop(self, is_last: bool) -> tuple[str | None, int]:
         """The finish reason, and how many characters of the withheld text are final."""
-        text, stops = "".join(piece.text for piece in self.withheld), self.params.stop_texts
+        text = "".join(piece.text for piece in self.withheld)
+        stops = self.params.stop_texts
         if starts := [start for stop in stops if (start := text.find(stop)) >= 0]:
             return "stop", min(starts)
         if is_last:
@@ -66,7 +69,8 @@ class Detokenizer:
 
     def truncate(self, num_chars: int) -> None:
         """Remove this many characters from the end of the text. The tokens stay, but their text becomes shorter."""
-        tokens, i = self.sample.tokens, len(self.sample.tokens)
+        tokens = self.sample.tokens
+        i = len(self.sample.tokens)
         while num_chars > 0:
             i -= 1
             text = tokens[i].text
@@ -76,9 +80,11 @@ class Detokenizer:
 
 def split(pieces: list[Piece], num_chars: int) -> tuple[list[Piece], list[Piece]]:
     """The pieces of the first num_chars characters, and those of the rest. A piece may become two."""
-    first, rest = [], []
+    first = []
+    rest = []
     for piece in pieces:
-        head, tail = piece.text[:num_chars], piece.text[num_chars:]
+        head = piece.text[:num_chars]
+        tail = piece.text[num_chars:]
         num_chars -= len(head)
         first += [piece._replace(text=head)] if head else []
         rest += [piece._replace(text=tail)] if tail else []

@@ -75,11 +75,13 @@ class Engine:
         In the others, the saved samples are generated again: then the rest get the same logits as in the first run, to
         the last bit.
         """
-        samples, waiting = iter(samples), []
+        samples = iter(samples)
+        waiting = []
         most = self.batch_size or self.backend.max_rows
         while waiting := waiting + list(islice(samples, most - len(waiting))):
             size = self.batch_size or self.count_fitting(waiting)
-            batch, waiting = waiting[:size], waiting[size:]
+            batch = waiting[:size]
+            waiting = waiting[size:]
             if not all(sample.already_saved for sample in batch):
                 yield batch
 
@@ -89,7 +91,8 @@ class Engine:
         Past block_size, larger batches may not be faster: then they are small, so that the first samples are shown and
         saved while the others wait.
         """
-        backend, longest = self.backend, 0
+        backend = self.backend
+        longest = 0
         for size, sample in enumerate(samples, 1):
             longest = max(longest, len(sample.prompt_ids) + self.params.max_new_tokens)
             is_past = longest > backend.config.block_size and not self.params.context_shift
@@ -137,10 +140,12 @@ class Engine:
                 with self.backend.inference():
                     while not batch.is_due(self.flush_steps):
                         # 2) Logits, of a single row also after each of k proposals of the draft: (B * (k + 1), V).
-                        ids, num_proposals = batch.unread, 0 # (B, T)
+                        ids = batch.unread # (B, T)
+                        num_proposals = 0
                         if draft:
                             proposals = propose(draft, batch, self.sampler) # (1, k)
-                            ids, num_proposals = torch.cat([ids, proposals], dim=1), proposals.size(1)
+                            ids = torch.cat([ids, proposals], dim=1)
+                            num_proposals = proposals.size(1)
                         logits = self.backend.logits(ids, batch.cache, 1 + num_proposals)
                         for i, position in enumerate(logits.split(len(ids))):
                             # 3) Tokens: each row has its own random numbers.
@@ -161,7 +166,8 @@ class Engine:
         token = self.sampler(logits, batch.window, None if self.sampler.is_greedy else batch.streams.next())
         if (forced := batch.forced_token) is not None:
             token = torch.where(forced < 0, token, forced)
-        logprobs, top_ids = logits.new_empty((len(token), 0)), token[:, :0]
+        logprobs = logits.new_empty((len(token), 0))
+        top_ids = token[:, :0]
         if (n := self.params.num_logprobs) is not None:
             all_logprobs = logits.float().log_softmax(dim=-1) # (B, V)
             top, top_ids = all_logprobs.topk(min(n, logits.size(-1)))
@@ -174,7 +180,9 @@ def group_by_length(rows: Sequence[Detokenizer], block_size: int, max_new_tokens
     batch, a longer prompt takes extra steps.
     """
     lengths = [min(len(row.sample.prompt_ids), block_size) for row in rows]
-    shortest, group_of, groups = -math.inf, {}, {} # a group has the name of its shortest length
+    shortest = -math.inf
+    group_of = {}
+    groups = {} # a group has the name of its shortest length
     for length in sorted(set(lengths)):
         shortest = length if length > shortest + max_new_tokens else shortest
         group_of[length] = shortest
@@ -192,10 +200,12 @@ def propose(draft: Backend, batch: Batch, sampler: Sampler) -> Tensor:
     so it mostly proposes the model's own tokens. It reads and writes the cache of the model, whose own keys and values
     replace those of the draft when the model reads the proposals.
     """
-    ids, cache = batch.window, batch.cache # (1, S)
+    ids = batch.window # (1, S)
+    cache = batch.cache
     if cache is None or cache.seq_len == 0: # past the window, or before the prefill
         return ids[:, :0]
-    seq_len, room = cache.seq_len, batch.backend.config.block_size - ids.size(1)
+    seq_len = cache.seq_len
+    room = batch.backend.config.block_size - ids.size(1)
     for i in range(min(MAX_PROPOSALS, room, batch.num_steps_left - 1)): # the model samples one token more
         logits = draft.logits(ids[:, cache.seq_len:], cache)
         token, lead = sampler.propose(logits, ids, None if sampler.is_greedy else batch.streams.peek(i))

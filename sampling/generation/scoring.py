@@ -98,7 +98,8 @@ def score_windows(backend: Backend, batch: list[Window], num_top: int) -> list[t
         next_ids = torch.tensor(window.next_ids[window.num_done:], dtype=torch.long, device=ids.device) # (n,)
         first = window.num_done - skipped
         logprobs = rows[first:first + len(next_ids)].float().log_softmax(dim=-1) # (n, V)
-        of_tokens, top = logprobs.gather(1, next_ids[:, None])[:, 0], logprobs.topk(min(num_top, logprobs.size(1)))
+        of_tokens = logprobs.gather(1, next_ids[:, None])[:, 0]
+        top = logprobs.topk(min(num_top, logprobs.size(1)))
         if not of_tokens.isfinite().all():
             raise ValueError(NOT_FINITE)
         results.append((of_tokens.tolist(), top.values.tolist(), top.indices.tolist()))

@@ -78,7 +78,8 @@ def serve(load: Callable[[], "TextGenerator"]) -> bool:
         if received[0] is None:
             return True
         shares, params, batch_size = received[0]
-        finished, text = [], []
+        finished = []
+        text = []
         for sample, pieces in gpt.run(shares[rank()], params, batch_size):
             text += pieces
             if sample.finish_reason:

@@ -101,7 +101,9 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
             file.seek(start)
             records[run] = json.loads(file.readline())
     record = next(iter(records.values())) # all have the same index, id and prompt
-    index, prompt_id, is_score = record["index"], record.get("id"), "score" in record["settings"]
+    index = record["index"]
+    prompt_id = record.get("id")
+    is_score = "score" in record["settings"]
     id_text = prompt_id if isinstance(prompt_id, str) else json.dumps(prompt_id, ensure_ascii=False)
     title = f"{'Text' if is_score else 'Sample'} {index}"
     heading = escape(title if prompt_id is None else f"{title}, id {id_text}")
@@ -114,7 +116,8 @@ def section_html(template: str, places: Mapping[int, tuple[str, int]], labels: l
         if run not in records: # its place stays empty, so that columns line up
             articles.append("<div></div>")
             continue
-        record, label = records[run], escape(label or f"run {run}")
+        record = records[run]
+        label = escape(label or f"run {run}")
         articles.append(fill(template, number=f"{index}-{run}", tag="h3", heading=label, prompt="",
                              label=f"{title.lower()}, {label}", **article_values(record)))
     return (f'<section><h2>{heading}</h2><div class="text"><p lang="" dir="auto">{prompt}</p></div>'
@@ -129,7 +132,8 @@ def article_values(record: Mapping[str, Any]) -> dict[str, str]:
             text = "".join(token["token"] for token in tokens) or record["prompt"]
             finish = summary(Score(0, Prompt(text), [], **{name: record[name] for name in SCORE_FIELDS}))
         else:
-            text, reason = record["text"], FINISH_REASONS[record["finish_reason"]]
+            text = record["text"]
+            reason = FINISH_REASONS[record["finish_reason"]]
             finish = f"{plural(record['num_tokens'], 'token')}, {reason}"
             if num_tokens := record["num_tokens"]:
                 mean = math.exp(record["cumulative_logprob"] / num_tokens)

@@ -50,13 +50,15 @@ class Run:
 
     def check(self, record: Mapping[str, Any], sample: Sample, where: str) -> None:
         """Raise ValueError, with where and the difference, unless this is the record of this sample of this run."""
-        first, checksum = self.first_fields(sample), "the checkpoint's checksum"
+        first = self.first_fields(sample)
+        checksum = "the checkpoint's checksum"
         saved = {name: value for name, value in record.items() if name in first or name not in RESULT_FIELDS}
         check_equal({**record["settings"], checksum: record["checkpoint"].get("crc32"), **saved},
                     {**self.settings, checksum: self.checkpoint_id["crc32"], **first}, where)
 
     def first_fields(self, sample: Sample) -> dict[str, Any]:
-        prompt, of_prompt = sample.prompt, {}
+        prompt = sample.prompt
+        of_prompt = {}
         if not isinstance(sample, Score):
             of_prompt["prompt_index"], of_prompt["sample_index"] = divmod(
                 sample.index, self.settings.get("num_samples", sys.maxsize)) # of one prompt, there may be more later
@@ -71,7 +73,9 @@ class LinesFile:
     """
 
     def __init__(self, path: str):
-        self.path, self.is_ours, self.is_new = path, False, not os.path.exists(path) # a link may lead nowhere
+        self.path = path
+        self.is_ours = False
+        self.is_new = not os.path.exists(path) # a link may lead nowhere
         self.file = open_output(path)
         self.end = 0 # how many bytes the file has, once is_ours
 
@@ -100,15 +104,19 @@ class LinesFile:
         """Yield the samples. Those in the file are marked as already saved. watch: it may hold several models. Raises
         ValueError, without changing the file, if it is from another run.
         """
-        num_saved, end, lacks_newline = 0, 0, False
+        num_saved = 0
+        end = 0
+        lacks_newline = False
         self.require_place()
         for where, start, line, record in read_records(self.path):
-            end, lacks_newline = start + len(line), not line.endswith(b"\n")
+            end = start + len(line)
+            lacks_newline = not line.endswith(b"\n")
             if watch and record["checkpoint"].get("crc32") != run.checkpoint_id["crc32"]: # of another model
                 check_equal(record["settings"], run.settings, where)
             elif sample := next(samples, None):
                 run.check(record, sample, where)
-                num_saved, sample.already_saved = num_saved + 1, True
+                num_saved += 1
+                sample.already_saved = True
                 if isinstance(sample, Score): # for the sums of all texts
                     sums = list(map(record.get, SCORE_FIELDS))
                     if [type(value) for value in sums] != [int, int, float]:
@@ -200,7 +208,8 @@ def read_records(path: str) -> Iterator[tuple[str, int, bytes, dict[str, Any]]]:
             if not line.strip(): # an editor may add a blank line
                 start += len(line)
                 continue
-            record, where = None, f"{path}, line {number}"
+            record = None
+            where = f"{path}, line {number}"
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
             is_cut = LINE_START.startswith(line[:len(LINE_START)]) or not line.strip(b"\0") # or zeros, after a crash

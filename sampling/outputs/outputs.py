@@ -32,7 +32,8 @@ class OutputFiles:
 
     def __init__(self, settings: Mapping[str, Any]):
         self.settings = {**settings, "logprobs": saved_logprobs(settings)}
-        self.html_file, out_file = settings["html_file"], settings["out_file"]
+        self.html_file = settings["html_file"]
+        out_file = settings["out_file"]
         self.uses_stdout = out_file == "-" # then nothing else may be printed there
         self.keeps_lines = out_file is not None and not self.uses_stdout
         if sys.stdout is None and not (self.keeps_lines or self.html_file):
@@ -67,7 +68,8 @@ class OutputFiles:
         that were only for the page of a run that is complete, and a file that this run has created and left empty.
         """
         self.write_page()
-        lines, size = self.lines, self.lines.size
+        lines = self.lines
+        size = self.lines.size
         if status in (130, 143): # Ctrl-C, SIGTERM
             noun = "text" if self.settings["score"] else "sample"
             with open(lines.path, "rb") as file:
@@ -84,12 +86,14 @@ class Outputs:
     """Saves the samples of a model, and shows them. num_total: how many there will be; None if unknown."""
 
     def __init__(self, files: OutputFiles, gpt: "TextGenerator", num_total: int | None):
-        settings, checkpoint = files.settings, gpt.checkpoint
+        settings = files.settings
+        checkpoint = gpt.checkpoint
         checksum = zlib.crc32(gpt.tokenizer.fingerprint().encode("utf-8", "replace"), int(checkpoint.crc32, 16))
         checkpoint_id = {"path": checkpoint.path, "crc32": f"{checksum:08x}", "iter_num": checkpoint.iter_num,
                          "val_loss": checkpoint.val_loss and round(checkpoint.val_loss, 4) + 0.0}
         self.run = Run(checkpoint_id, run_settings(settings, gpt.backend.device.type, gpt.backend.dtype_name))
-        self.files, self.device = files, gpt.backend.device
+        self.files = files
+        self.device = gpt.backend.device
         self.printer = Printer(gpt.tokenizer, settings["show_probs"], streams=is_tty(sys.stdout))
         if settings["watch"] and self.printer.streams and not files.uses_stdout: # a file gets only samples
             self.printer.write(f"{checkpoint.describe()}\n{RULE}\n") # the samples of the next checkpoint follow
@@ -99,7 +103,8 @@ class Outputs:
 
     def resume(self, samples: Iterator[Sample]) -> Iterator[Sample]:
         """Yield the samples for the model to generate. Those that the file already holds are marked as saved."""
-        lines, settings = self.files.lines, self.files.settings
+        lines = self.files.lines
+        settings = self.files.settings
         if lines and (lines.is_ours or not settings["overwrite"]):
             samples = lines.mark_saved(samples, self.run, settings["watch"])
         for sample in self.progress.follow(samples):
@@ -109,7 +114,8 @@ class Outputs:
 
     def update(self, sample: Sample, pieces: list[Piece]) -> None:
         """Show the new pieces of a sample. Save it first if it is finished: a resumed run does not show it again."""
-        uses_stdout, lines = self.files.uses_stdout, self.files.lines
+        uses_stdout = self.files.uses_stdout
+        lines = self.files.lines
         if sample.finish_reason is not None:
             line = self.run.line(sample) if lines or uses_stdout else b""
             if lines:

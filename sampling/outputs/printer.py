@@ -16,7 +16,8 @@ from sampling.params import Piece, Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
 RULE = "---------------" # nanoGPT prints it after every sample
-LOG_INTERVAL, BAR_INTERVAL = 30, 0.1 # seconds between two lines of progress, or two changes of the bar
+LOG_INTERVAL = 30 # seconds between two lines of progress
+BAR_INTERVAL = 0.1 # seconds between two changes of the bar
 
 # The page's backgrounds in the terminal's 256 colours, for tokens below these probabilities.
 TINTS = {0.01: 209, 0.02: 216, 0.05: 217, 0.1: 223, 0.2: 224, 0.5: 230}
@@ -30,7 +31,9 @@ class Printer:
     """
 
     def __init__(self, tokenizer: Tokenizer, show_probs: bool = False, streams: bool = True):
-        self.tokenizer, self.streams, is_terminal = tokenizer, streams, is_tty(sys.stdout)
+        self.tokenizer = tokenizer
+        self.streams = streams
+        is_terminal = is_tty(sys.stdout)
         self.make_safe = sanitize if is_terminal else str
         # See https://no-color.org and https://force-color.org.
         has_colors = not os.environ.get("NO_COLOR") and (is_terminal or bool(os.environ.get("FORCE_COLOR")))
@@ -46,7 +49,8 @@ class Printer:
         text that is scored, print its pieces only with their probabilities, and then its score.
         """
         if sample is not self.sample:
-            self.sample, prompt_ids = sample, sample.prompt_ids if shows_prompt else []
+            self.sample = sample
+            prompt_ids = sample.prompt_ids if shows_prompt else []
             self.unprinted = [self.make_safe(self.tokenizer.decode(prompt_ids))]
         is_score = isinstance(sample, Score)
         for text, logprob in pieces if self.show_probs or not is_score else ():
@@ -61,7 +65,8 @@ class Printer:
             self.unprinted = []
 
     def reset_total(self) -> None:
-        self.total, self.num_scores = Score(0, Prompt("all"), []), 0
+        self.total = Score(0, Prompt("all"), [])
+        self.num_scores = 0
 
     def add_to_total(self, sample: Sample) -> None:
         if isinstance(sample, Score):
@@ -105,7 +110,9 @@ def colorize(text: str, logprob: float) -> str:
     tint = next((tint for limit, tint in TINTS.items() if math.exp(logprob) < limit), None)
     if tint is None:
         return text
-    begin, end = f"\x1b[38;5;16;48;5;{tint}m", "\x1b[0m" # black text, whatever the terminal's own colour
+    # Black text, whatever the terminal's own colour.
+    begin = f"\x1b[38;5;16;48;5;{tint}m"
+    end = "\x1b[0m"
     return "\n".join(line and begin + line + end for line in text.split("\n"))
 
 
@@ -117,7 +124,8 @@ class Progress:
     """
 
     def __init__(self, total_samples: int | None, max_new_tokens: int | None, shows_text: bool = True):
-        self.total_samples, self.max_new_tokens = total_samples, max_new_tokens
+        self.total_samples = total_samples
+        self.max_new_tokens = max_new_tokens
         self.noun = "sample" if max_new_tokens is not None else "text"
         self.unfinished: set[Sample] = set() # the engine may append tokens to them
         self.num_samples = self.num_tokens = 0 # of finished samples

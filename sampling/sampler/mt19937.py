@@ -54,7 +54,8 @@ def jump(generator: torch.Generator, num_blocks: int) -> None:
         walk(generator, NUM_WORDS)
         fields = generator.get_state().numpy().view(np.uint32)
         blocks.append(fields[WORDS])
-    words, destination = np.concatenate(blocks), np.zeros(NUM_WORDS, np.uint32)
+    words = np.concatenate(blocks)
+    destination = np.zeros(NUM_WORDS, np.uint32)
     for i in exponents(x_pow_mod(NUM_WORDS * (num_blocks - 1))):
         destination ^= words[i:i + NUM_WORDS]
     fields[WORDS] = destination # the other fields are those of this place in any block
@@ -69,7 +70,8 @@ def x_pow_mod(n: int) -> int:
         # In a square over GF(2), each x**i becomes x**(2 * i): reading the binary digits in base 4 does this.
         power = int(f"{power:b}", 4) << (bit == "1")
         while power >> DEGREE: # P counts as 0, so x**DEGREE can be replaced by the lower terms of P
-            high, power = power >> DEGREE, power & ((1 << DEGREE) - 1)
+            high = power >> DEGREE
+            power &= (1 << DEGREE) - 1
             for i in low_exponents:
                 power ^= high << i
     return power

@@ -76,14 +76,16 @@ class Sampler:
             logits = logits.scatter(1, ids, torch.where(seen < 0, seen * self.penalty, seen / self.penalty))
         if self.is_greedy:
             return logits, None
-        logits, candidates = apply_temperature(logits, self.temperature), None
+        logits = apply_temperature(logits, self.temperature)
+        candidates = None
         if self.top_k and self.top_k < logits.size(-1):
             K = self.top_k if self.full_vocabulary else min(self.top_k + ROOM_FOR_TIES, logits.size(-1))
             largest, largest_ids = logits.topk(K, sorted=not self.full_vocabulary) # (B, K); sorting takes a GPU longer
             kth = largest[:, :self.top_k].amin(dim=-1, keepdim=True) # ties with it stay, as in nanoGPT
             if not self.full_vocabulary and not (largest[:, -1:] == kth).any():
                 candidates, order = largest_ids.sort() # mask_top_p removes equal logits in the order of their ids
-                logits, noise = largest.gather(1, order), noise.gather(1, candidates)
+                logits = largest.gather(1, order)
+                noise = noise.gather(1, candidates)
             logits = logits.masked_fill(logits < kth, -torch.inf)
         logits = logits.float()
         if self.top_p is not None and self.top_p < 1:
